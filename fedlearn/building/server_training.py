@@ -1,8 +1,10 @@
 """What the coordinator trains by itself, and on whose examples."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from fedlearn.algorithms.sampling import UniformSampler
@@ -10,6 +12,8 @@ from fedlearn.building.pieces import ALONE, Pieces
 from fedlearn.building.training import training_of
 from fedlearn.config.data import NoData
 from fedlearn.config.tree import Config
+from fedlearn.core.features import tensors_of
+from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.streams import Shuffled
@@ -17,6 +21,8 @@ from fedlearn.parallel.task import Task
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.pooled import PooledExamples, set_aside
 from fedlearn.simulation.population import Population
+from fedlearn.training.input_dtypes import InputCast
+from fedlearn.training.keyed_dropout import untouched
 
 
 def server_task(pieces: Pieces) -> Task:
@@ -31,7 +37,8 @@ def server_task(pieces: Pieces) -> Task:
         stream = section.stream(order)
     else:
         assert pieces.own is not None  # only where it trains
-        stream = Shuffled(PooledExamples(pieces.own, torch.device("cpu")), seed=order)
+        examples = PooledExamples(pieces.own, torch.device("cpu"), _input_dtypes(pieces))
+        stream = Shuffled(examples, seed=order)
     return Task(
         make_model=pieces.make_model,
         objective=pieces.objective,
@@ -39,6 +46,20 @@ def server_task(pieces: Pieces) -> Task:
         plan=section.plan(seed),
         num_readers=section.num_readers,
     )
+
+
+def _input_dtypes(pieces: Pieces) -> Sequence[torch.dtype] | None:
+    """Return the dtypes in which the model takes the coordinator's own examples.
+
+    ``None``: they are what a model takes already.
+    """
+    assert pieces.own is not None  # as above
+    features = pieces.own.load(np.zeros(1, np.int64)).features
+    if all(each.dtype in (torch.float32, torch.bool) for each in tensors_of(features)):
+        return None
+    with untouched(torch.default_generator):
+        model = pieces.make_model()
+    return InputCast(model, Layout.of(model)).dtypes(features)
 
 
 def alone(config: Config, *, data_dir: Path) -> Pieces:

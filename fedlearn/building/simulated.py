@@ -117,7 +117,7 @@ def around(
     if (evaluated := config.evaluation.num_clients) > population and not pooled:
         raise ConfigError(
             f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
-            "lower it, or leave it out: then as many do as there are, 50 at most"
+            "lower it, or leave it out"
         )
     if devices is None and not pooled:
         devices = config.devices.modelled(data.population, data_dir=data_dir)

@@ -49,7 +49,7 @@ def model_factory(config: Config, data: FederatedData | None) -> Callable[[], nn
     model, shaped = config.model, dict[str, object]()
     if not isinstance(model, PythonModel):
         assert data is not None  # the configuration requires a model of the user's without data
-        _require_float_features(model, data.test)
+        _require_one_input(model, data.test)
         outputs = _num_outputs(config.loss, data.test)
         shaped = {"feature_shape": data.feature_shape, "num_outputs": outputs}
     made: Callable[[], nn.Module] = model.build(**shaped)
@@ -75,18 +75,12 @@ def _require_memory(make_model: Callable[[], nn.Module], model: Model) -> None:
         )
 
 
-def _require_float_features(model: Model, test: Examples) -> None:
+def _require_one_input(model: Model, test: Examples) -> None:
     inputs, remedy = named(test.features), '(model.kind = "python")'
     if not isinstance(test.features, Tensor):
         raise ConfigError(
             f'model.kind: "{model.kind}" takes one tensor, but the features are '
             f"{', '.join(inputs)}; bring a model whose forward takes them {remedy}"
-        )
-    if not test.features.is_floating_point():
-        raise ConfigError(
-            f'model.kind: "{model.kind}" computes with floats, but the features are '
-            f"{test.features.dtype}; make them floats, or bring a model that takes integers "
-            f"{remedy}"
         )
 
 

@@ -63,8 +63,9 @@ class EvaluationSection(Section):
     clients: Whole | Literal["auto"] = Field(
         "auto",
         description="Clients evaluated for the quantiles over clients, at most the population; "
-        f'0: none; "auto": {_USUAL_EVALUATED}, or in a simulation of fewer clients all. Deployed '
-        "with secure aggregation they measure in a sum, which tells their mean alone.",
+        f'0: none; "auto": {_USUAL_EVALUATED}, in a simulation of your own data no more than '
+        "cohort.num_wanted. Simulated, they are the same clients every time. Deployed with secure "
+        "aggregation they measure in a sum, which tells their mean alone.",
     )
     batch_size: Count = Field(1024, description="Examples evaluated at a time, >= 1.")
     deadline_s: Positive = Field(
@@ -504,11 +505,15 @@ class Config(Section):
             return self
         tree = self.model_dump(mode="json")
         most = math.inf if num_clients is None else num_clients
-        if self.evaluation.clients == "auto":
-            tree["evaluation"]["clients"] = min(_USUAL_EVALUATED, most)
         if self.cohort.num_wanted == "auto":
             fitting = min(USUAL_WANTED, most / tree["stragglers"]["over_selection"])
             tree["cohort"]["num_wanted"] = max(1, math.floor(fitting))
+        if self.evaluation.clients == "auto":
+            evaluated = min(_USUAL_EVALUATED, most)
+            if num_clients is not None and self.data.source != "digits":
+                # To read and measure them costs no more than the training of a round.
+                evaluated = min(evaluated, tree["cohort"]["num_wanted"])
+            tree["evaluation"]["clients"] = evaluated
         if self.stragglers.deadline_s == "auto":
             tree["stragglers"]["deadline_s"] = REAL_DEADLINE_S if num_clients is None else "none"
         return checked(Config, tree, sources=Sources("the configuration"))

@@ -102,6 +102,28 @@ def in_dtype(features: Features, dtype: torch.dtype) -> Features:
     return cast(features) if isinstance(features, Tensor) else mapped(cast, features)
 
 
+def in_dtypes(features: Features, dtypes: Sequence[torch.dtype]) -> Features:
+    """Return the features in these dtypes, one an input, in the order of :func:`named`."""
+    if isinstance(features, Tensor):  # a step costs little more than its calls
+        return features.to(dtypes[0])
+    several: Features = features
+    pairs = zip(tensors_of(several), dtypes, strict=True)
+    return rebuilt([tensor.to(dtype) for tensor, dtype in pairs], like=several)
+
+
+def for_trainer(features: Features, dtype: torch.dtype) -> Features:
+    """Return the features as a trainer of the user's own is given them.
+
+    Floats are in float64 for a model in float64, else in float32. Integers are as they are in the
+    data.
+
+    Args:
+        features: Of one client.
+        dtype: The model's.
+    """
+    return in_dtype(features, torch.float64 if dtype == torch.float64 else torch.float32)
+
+
 def arguments(features: Features) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Return the positional and the keyword arguments of a forward."""
     if isinstance(features, Tensor):

@@ -4,14 +4,18 @@ That is to try things out; a real client brings data of its own.
 """
 
 import os
+from typing import Any
 
 import numpy as np
+from torch.utils.data import Subset
 
 from fedlearn import build
 from fedlearn.config import Config, load, resolve_addresses
+from fedlearn.core.features import Features
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DataError
-from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.simulation.population import unread_rows
+from fedlearn.training.torch_trainer import Pairs, TorchTrainer
 
 #: Environment variables that say which client of a demo this process is.
 CONFIG, CLIENT = "FEDLEARN_DEMO_CONFIG", "FEDLEARN_DEMO_CLIENT"
@@ -33,11 +37,17 @@ def part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
             f"client {client_id} of {num_parts}: there are more clients than parts; raise "
             "data.partition.num_clients"
         )
-    rows = data.population.load(np.asarray([client_id]))
-    features, labels = rows.gathered()
+    client_ids = np.asarray([client_id])
+    unread = unread_rows(data.population, client_ids)
+    examples: Features | Pairs
+    if unread is None:
+        examples, labels = data.population.load(client_ids).gathered()
+    else:
+        dataset: Any = unread.dataset  # a map-style dataset, of torch's class or not
+        examples, labels = Subset(dataset, unread.rows.tolist()), None
     return TorchTrainer.of(
         build.model_factory(config, data),
-        features,
+        examples,
         labels,
         objective=config.loss.build(),
         metrics=build.metrics(config.metrics),

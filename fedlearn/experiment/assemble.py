@@ -24,7 +24,7 @@ from fedlearn.algorithms.settings import own_classes, own_transforms, require_tr
 from fedlearn.build import Pieces, Simulation, server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cores import num_cores
-from fedlearn.core.features import moved
+from fedlearn.core.features import moved, tensors_of
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -66,9 +66,12 @@ from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import (
     CentralEvaluator,
     ClientEvaluator,
+    ReadOnce,
     evaluated_clients,
 )
 from fedlearn.simulation.event_queue import EventQueue
+from fedlearn.simulation.partition import client_text
+from fedlearn.simulation.population import CheckedExamples, client_names
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.semi_synchronous import SemiSynchronous
 from fedlearn.simulation.sessions import (
@@ -105,6 +108,7 @@ def resolve(
     Raises:
         ConfigError: Noise does not fit the model, or the coordinator's own training does not, or
             there are fewer GPUs than processes.
+        DataError: A feature is beyond the range of the model's floats.
         EngineError: The engine cannot do what the configuration asks.
     """
     engine = simulation.config.engine
@@ -136,9 +140,39 @@ def resolve(
         kept_mib = wanted * params.vector.nbytes / (1 << 20)
         rule = type(simulation.algorithm.aggregation).__name__
         notes.append(f"{rule} needs all {wanted} updates of a round at once: {kept_mib:.0f} MiB")
+    notes += [*_names(simulation), *_inputs(simulation, params, num_workers)]
     if (dtypes := params.layout.dtypes()) is not None:
         notes.append(f"the model {dtypes}")
     return replace(simulation, config=config, notes=tuple(notes))
+
+
+def _names(simulation: Simulation) -> tuple[str, ...]:
+    """Return which client is which, where the data name the clients."""
+    population = simulation.population
+    names = client_names(population)
+    if names is None:
+        return ()
+    first, last = (client_text(each, names) for each in (0, population.num_clients - 1))
+    is_number = first.endswith(" 0") and last.endswith(f" {population.num_clients - 1}")
+    return () if is_number else (f"clients have names, from {first} to {last}: data.names",)
+
+
+def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[str, ...]:
+    """Return which integers reach the model as floats.
+
+    Raises:
+        DataError: A feature is beyond the range of the model's floats.
+    """
+    test, population = simulation.test, simulation.population
+    usual = all(each.dtype == torch.float32 for each in tensors_of(test.features))
+    if usual or simulation.make_trainer is not None:
+        return ()
+    inputs = job_of(simulation, params, num_workers).resident_model().inputs
+    inputs.require_range(test.features, what="the test set")
+    if isinstance(population, CheckedExamples):
+        inputs.require_range(population.features, what="the clients' data")
+    note = inputs.note(test.features)
+    return () if note is None else (note,)
 
 
 def _how(choice: Choice) -> str:
@@ -552,6 +586,7 @@ def _sessions(
         further_bytes=further_bytes(strategy, model.layout),
         identities=simulated,
         transforms=own_transforms(strategy.transforms),
+        dtype=model.layout.dtype,
     ).channel()
     identities = None
     if simulated is not None:
@@ -636,7 +671,7 @@ def _evaluators(
     if channel is None:
         of_clients: Evaluator = ClientEvaluator(
             model=model,
-            population=population,
+            population=ReadOnce(population),
             client_ids=sample,
             batch_size=batch_size,
             cluster=cluster,

@@ -16,7 +16,7 @@ from fedlearn.experiment.simulate import run_pieces
 from fedlearn.experiment.site import Site
 from fedlearn.privacy.accounting import epsilon_of_release
 from fedlearn.privacy.audit import SEEN, Canaries, Watched, guesses, lower_bound
-from fedlearn.simulation.population import ClientRows, Population
+from fedlearn.simulation.population import ClientRows, Population, UnreadRows, unread_rows
 
 #: Of the canaries, the part that the attacker says something of.
 _GUESSED = 1 / 3
@@ -47,6 +47,10 @@ class WithCanaries:
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
         """Return the examples of these clients, in this order."""
         return self.real.load(client_ids % self.real.num_clients)
+
+    def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows | None:
+        """Return which rows these clients have, where a dataset reads them."""
+        return unread_rows(self.real, client_ids % self.real.num_clients)
 
 
 @dataclass(eq=False)

@@ -56,6 +56,7 @@ from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
+from fedlearn.training.keyed_dropout import untouched
 
 #: Where an object lies, in a text that describes it.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -302,9 +303,11 @@ def run_pieces(pieces: Simulation, site: Site) -> Run:
 def _same_on_resume(pieces: Simulation) -> dict[str, object]:
     """Return, by argument, what a run is of; a resumed one must be of the same."""
     is_own = _are_argument(pieces.config.devices)
+    with untouched(torch.default_generator):
+        model = pieces.make_model()
     return {
         **({"devices": repr(pieces.behaviour)} if is_own else {}),
-        "model": repr(pieces.make_model()),
+        "model": repr(model),
         "data": f"{pieces.population.num_clients} clients, {len(pieces.test.labels)} test examples",
         "algorithm": repr(pieces.algorithm),
         "objective": repr(pieces.objective),

@@ -39,6 +39,7 @@ from fedlearn.simulation.executors.stacked_gradient import BlockGradient
 from fedlearn.simulation.executors.trainers import MakeTrainer, TrainerExecutor
 from fedlearn.simulation.executors.trial import Trial, said, trial_of
 from fedlearn.simulation.population import Population
+from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 
 #: A run that takes longer than this without compiling is worth compiling for, in seconds.
@@ -347,12 +348,14 @@ def _seconds(executor: Executor, work: Work, clock: Clock) -> float:
 
 def _fingerprint(job: Job) -> str:
     """Return what a probe's result depends on, hashed."""
+    with untouched(torch.default_generator):
+        model = job.make_model()
     parts = (
         torch.__version__,
         str(job.params.vector.device),
         torch.get_num_threads(),
         job.precision,
-        repr(job.make_model()),
+        repr(model),
         job.params.layout,
         job.local,
         job.objective,

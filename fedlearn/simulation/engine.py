@@ -35,8 +35,9 @@ from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.cluster import Cluster, gathered
 from fedlearn.simulation.executors.base import Apart, Executor, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
-from fedlearn.simulation.population import Population
+from fedlearn.simulation.population import ClientRows, Population
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
+from fedlearn.simulation.schedule import rows_of_round, training_rows
 from fedlearn.simulation.secure import ModularSum
 from fedlearn.simulation.timeline import REPORTED, TOO_HEAVY, TOO_LONG, UNSOUND, Timeline
 
@@ -265,7 +266,7 @@ class Engine:
                 starts_KP=torch.stack([each.params.vector for each in requests]),
             )
         work = Work.of(
-            self.population.load(client_ids),
+            self._rows(client_ids, request, local, apart),
             client_ids,
             params=request.params,
             local=local,
@@ -296,6 +297,24 @@ class Engine:
                 "workers do not share; set engine.num_workers to 1"
             )
         return trained
+
+    def _rows(
+        self,
+        client_ids: NDArray[np.int64],
+        request: RoundRequest,
+        local: LocalUpdate,
+        apart: Apart | None,
+    ) -> ClientRows:
+        """Return the examples of a block as its clients read them."""
+        seed = Seed(request.seed)
+        if isinstance(self.executor, TrainerExecutor):
+            return rows_of_round(
+                self.population, int(client_ids[0]), round_num=request.round_num, seed=seed
+            )
+        round_num = request.round_num if apart is None else apart.rounds_K
+        return training_rows(
+            self.population, client_ids, work=local.work, round_num=round_num, seed=seed
+        )
 
     def weights(self, num_examples_B: Tensor, request: RoundRequest) -> Tensor:
         """Return the aggregation weights of clients with these example counts: shape [B]."""

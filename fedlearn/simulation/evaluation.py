@@ -9,15 +9,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.core.distribution import distribution
-from fedlearn.core.features import Features, cut, moved
+from fedlearn.core.features import Features, cut, moved, tensors_of
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.cluster import Cluster
-from fedlearn.simulation.population import Population
+from fedlearn.simulation.population import ClientRows, Population, unread_rows
 from fedlearn.training.resident import Measured, ResidentModel
 
 #: Clients whose examples are held in memory at a time.
 _CLIENTS_AT_ONCE = 64
+#: Bytes of examples that were read from a dataset for an evaluation and are kept for the next.
+_KEPT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,46 @@ class CentralEvaluator:
         # Once, for all: what a function of the user's returns need not be the same twice.
         values = measures.whole(everything, self.labels) if self.cluster.rank == 0 else None
         return self.cluster.broadcast(values)
+
+
+class ReadOnce:
+    """A population whose dataset is read once for the clients that are evaluated every time.
+
+    Evaluation reads the same values every time, so they are kept, up to a number of bytes. What
+    lies in memory already is not copied.
+
+    Args:
+        population: The clients.
+    """
+
+    def __init__(self, population: Population) -> None:
+        self._population, self._num_bytes = population, 0
+        self._kept = dict[bytes, ClientRows]()
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return self._population.num_clients
+
+    def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many examples each of these clients has."""
+        return self._population.num_examples(client_ids)
+
+    def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
+        """Return the examples of these clients, in this order.
+
+        Raises:
+            DataError: Examples that were read just now cannot be measured.
+        """
+        key = client_ids.tobytes()
+        if key in self._kept:
+            return self._kept[key]
+        rows = self._population.load(client_ids)
+        if unread_rows(self._population, client_ids) is not None:
+            num_bytes = sum(tensor.nbytes for tensor in (*tensors_of(rows.features), rows.labels))
+            if self._num_bytes + num_bytes <= _KEPT_BYTES:
+                self._kept[key], self._num_bytes = rows, self._num_bytes + num_bytes
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,23 +4,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset
 
-from fedlearn.core.features import Inputs, named, only, rebuilt
-from fedlearn.core.randomness import Seed
+from fedlearn.core.features import Features, Inputs, named, only, rebuilt, tensors_of
+from fedlearn.core.randomness import Seed, keyed_draws
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import DataError
 from fedlearn.simulation.parquet import Columns, ParquetPopulation, num_classes_in, read_parquet
-from fedlearn.simulation.partition import ByIds, Partitioner
+from fedlearn.simulation.partition import (
+    ByIds,
+    Partition,
+    Partitioner,
+    checked_ids,
+    client_text,
+    offsets_of,
+)
 from fedlearn.simulation.population import (
     ArrayPopulation,
     BootstrapPopulation,
     DatasetPopulation,
     MapDataset,
     Population,
+    client_names,
 )
 from fedlearn.simulation.sources import (
     Examples,
@@ -30,10 +41,11 @@ from fedlearn.simulation.sources import (
     num_classes_of,
     tensor_of,
 )
-from fedlearn.training.local_data import stacked_rows
+from fedlearn.training.local_data import Pair, evaluation_batches, read_pairs, stack_pairs
 
 _CACHE_BYTES = 256 << 20  # of decoded Parquet row groups
 _CLIENTS_AT_ONCE = 1 << 20
+_READ_TWICE = 4  # rows of a dataset, to see whether it can be read the same again
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,7 +58,8 @@ class FederatedData:
 
     Raises:
         DataError: A client or the test set has no examples, or the first client's examples
-            differ from the test set's in their inputs, a shape or a dtype.
+            differ from the test set's in their inputs, a shape, or in whether they are floats,
+            integers or masks.
     """
 
     population: Population
@@ -57,6 +70,14 @@ class FederatedData:
             raise DataError("the test set has no examples; give at least one")
         _require_examples(self.population)
         _require_alike(self.population, test=self.test)
+
+    @property
+    def names(self) -> NDArray[Any] | None:
+        """What the data call the clients: shape [C]; ``None``: they have no names.
+
+        ``names[k]`` is the user, writer or hospital that records and errors call client k.
+        """
+        return client_names(self.population)
 
     @property
     def feature_shape(self) -> tuple[int, ...]:
@@ -146,9 +167,10 @@ def from_arrays(
     """Return a federated data set of arrays in memory.
 
     Args:
-        features: Real numbers, [N, ...]; floats become float32, integers int64. A tuple of such
-            arrays are the positional, a dict the keyword arguments of the model's forward; one
-            of several may be boolean, a mask.
+        features: Real numbers, [N, ...]. They keep their dtype in memory; a batch becomes what
+            the model takes: see :mod:`fedlearn.training.input_dtypes`. A tuple of such arrays are
+            the positional, a dict the keyword arguments of the model's forward; one of several may
+            be boolean, a mask.
         labels: Integers for classes, floats to regress on: [N, ...].
         partition: How the training examples are divided among clients.
         seed: Chooses the test examples and the partition.
@@ -186,11 +208,15 @@ def _examples(
 ) -> Examples:
     arrays: dict[str, ArrayLike] = named(features)
     has_several = isinstance(features, tuple | Mapping)
-    inputs = [tensor_of(arrays[name], what=name, keeps_masks=has_several) for name in arrays]
+    inputs = [
+        tensor_of(arrays[name], what=name, keeps_dtype=True, keeps_masks=has_several)
+        for name in arrays
+    ]
+    values = tensor_of(labels, what="labels")
     return Examples.of(
         features=rebuilt(inputs, like=features),
-        labels=tensor_of(labels, what="labels"),
-        groups=None if groups is None else np.asarray(groups),
+        labels=values,
+        groups=None if groups is None else checked_ids(groups, num_examples=len(values)),
     )
 
 
@@ -206,26 +232,36 @@ def _divided(
 
 
 def from_dataset(
-    dataset: MapDataset,
+    dataset: MapDataset | Sequence[MapDataset] | Mapping[Any, MapDataset],
     *,
-    labels: ArrayLike,
-    partition: Partitioner,
+    labels: ArrayLike | None = None,
+    groups: ArrayLike | None = None,
+    partition: Partitioner | Natural,
     test: MapDataset,
     seed: int,
 ) -> FederatedData:
-    """Return a federated data set over a torch ``Dataset``, whose rows are fetched when needed.
+    """Return a federated data set over a torch ``Dataset``, whose rows are read when needed.
+
+    A row may draw random numbers, as augmentation does, from the global generators of torch, numpy
+    and Python. Training then reads it anew in each epoch; the draws depend on ``seed`` of the run,
+    the round, the client and the batch, as they do on a deployed client. Evaluation draws the same
+    every time.
 
     Args:
         dataset: Pairs (features, label) to divide among clients. Features that are a tuple are
-            the positional, a mapping the keyword arguments of the model's forward.
-        labels: The label of each of its rows, so that none is fetched to divide them: [N].
+            the positional, a mapping the keyword arguments of the model's forward. A list of
+            datasets, or a mapping from names to datasets, is one client each, in their order.
+        labels: The label of each row, so that none is read to divide them: [N]. Natural clients
+            need none; the labels then lie among the classes of ``test``.
+        groups: Whose each row is, for :class:`Natural`: [N], integers or texts; see
+            :func:`~fedlearn.simulation.partition.checked_ids`.
         partition: How the rows are divided among clients.
-        test: Pairs for the central test; all are fetched now, and kept in memory.
+        test: Pairs for the central test; all are read now, and kept in memory.
         seed: Chooses the partition.
 
     Raises:
-        DataError: Lengths differ, an example cannot be trained on, or the division is
-            impossible.
+        DataError: Lengths differ, an example cannot be trained on, the division is impossible, or
+            a row differs from one reading to the next.
 
     Example:
         >>> import torch
@@ -235,21 +271,161 @@ def from_dataset(
         >>> from_dataset(pairs, labels=[0, 1, 0, 1], partition=Iid(2), test=pairs,
         ...              seed=0).population.num_clients
         2
+        >>> from_dataset({"ada": pairs, "zoe": pairs}, partition=Natural(), test=pairs,
+        ...              seed=0).names
+        array(['ada', 'zoe'], dtype='<U3')
     """
-    known = tensor_of(labels, what="labels")
-    if len(known) != len(dataset):
-        raise DataError(f"{len(known)} labels for a dataset of {len(dataset)}; give one a row")
-    if not len(test):
-        raise DataError("the test set has no examples; give at least one")
-    test_features, test_labels = stacked_rows(test, rows=np.arange(len(test)))
+    own = _own_datasets(dataset)
+    whole = _whole(dataset, own)
+    for each, what in ((whole, "the dataset"), (test, "the test set")):
+        if not hasattr(each, "__len__") or not hasattr(each, "__getitem__"):
+            raise DataError(
+                f"{what} is a {type(each).__name__}, not a map-style dataset; it needs __len__ and "
+                "__getitem__"
+            )
+        if not len(each):
+            raise DataError(f"{what} has no examples; give at least one")
+    known = None if labels is None else tensor_of(labels, what="labels")
+    if known is not None and len(known) != len(whole):
+        raise DataError(f"{len(known)} labels for a dataset of {len(whole)}; give one a row")
+    _require_repeatable(whole)
+    test_features, test_labels = _read_all(test)
     held_out = Examples.of(features=test_features, labels=test_labels)
-    num_classes = larger(num_classes_of(known), held_out.num_classes)
+    num_classes = held_out.num_classes
+    if known is not None:
+        num_classes = larger(num_classes_of(known), num_classes)
     population = DatasetPopulation(
-        dataset=dataset,
-        partition=partition.split(known.numpy(), seed=_partition_seed(seed)),
+        dataset=whole,
+        partition=_divided_rows(
+            len(whole), partition, own=own, groups=groups, labels=known, seed=seed
+        ),
         num_classes=num_classes,
     )
     return FederatedData(population=population, test=replace(held_out, num_classes=num_classes))
+
+
+def _whole(dataset: Any, own: "_OwnDatasets | None") -> MapDataset:  # Any: not looked at yet
+    """Return one dataset of all clients."""
+    whole: MapDataset = dataset if own is None else ConcatDataset(own.datasets)
+    return whole
+
+
+class _OwnDatasets(NamedTuple):
+    """Datasets of one client each, with the clients' names if they have some."""
+
+    datasets: Sequence[Any]  # map-style datasets, of torch's class or not
+    names: NDArray[Any] | None
+
+
+def _own_datasets(
+    dataset: MapDataset | Sequence[MapDataset] | Mapping[Any, MapDataset],
+) -> _OwnDatasets | None:
+    """Return the clients' own datasets; ``None``: it is one dataset of all.
+
+    A list of pairs is one dataset.
+    """
+    if not isinstance(dataset, list | tuple | Mapping):
+        return None
+    datasets = list(dataset.values() if isinstance(dataset, Mapping) else dataset)
+    if not datasets or not all(map(_is_dataset, datasets)):
+        return None
+    if not isinstance(dataset, Mapping):
+        return _OwnDatasets(datasets, None)
+    names = checked_ids(list(dataset), num_examples=len(datasets))
+    return _OwnDatasets(datasets, np.asarray(names.tolist()))
+
+
+def _is_dataset(value: object) -> bool:
+    """Whether a value is a dataset, and not an example of one."""
+    is_example = isinstance(value, tuple | list | Mapping | Tensor | np.ndarray)
+    return isinstance(value, Dataset) or (hasattr(value, "__getitem__") and not is_example)
+
+
+def _divided_rows(
+    num_rows: int,
+    partition: Partitioner | Natural,
+    *,
+    own: _OwnDatasets | None,
+    groups: ArrayLike | None,
+    labels: Tensor | None,
+    seed: int,
+) -> Partition:
+    """Return who holds which row of a dataset.
+
+    Raises:
+        DataError: What the division needs is not given, or it does not go with the rest.
+    """
+    if own is not None:
+        if not isinstance(partition, Natural) or groups is not None:
+            raise DataError(
+                "several datasets are one client each, which is partition=fl.Natural() without "
+                "groups; to divide them otherwise, join them with torch's ConcatDataset"
+            )
+        offsets = offsets_of([len(each) for each in own.datasets])
+        return Partition(np.arange(num_rows), offsets, own.names)
+    if isinstance(partition, Natural):
+        if groups is None:
+            raise DataError(
+                "the rows do not say whose they are, as a natural partition needs; give "
+                "groups=, a list or a mapping of datasets, or another partition"
+            )
+        return ByIds(checked_ids(groups, num_examples=num_rows)).split(
+            np.zeros(num_rows), seed=_partition_seed(seed)
+        )
+    if isinstance(partition, Bootstrap):
+        raise DataError(
+            "fl.Bootstrap draws from examples in memory; read the dataset into arrays for "
+            "`fl.from_arrays`, or take another partition"
+        )
+    if labels is None:
+        raise DataError(
+            f"{type(partition).__name__} divides by labels, but none are given; give labels=, the "
+            "label of each row"
+        )
+    return partition.split(labels.numpy(), seed=_partition_seed(seed))
+
+
+def _read_all(dataset: MapDataset) -> tuple[Features, Tensor]:
+    """Read a whole dataset as it is read for evaluation."""
+    pairs, batches = list[Pair](), list(evaluation_batches(len(dataset)))
+    with keyed_draws() as set_key:
+        for batch in batches:
+            set_key(batch.key)
+            pairs += read_pairs(dataset, rows=batch.rows)
+    return stack_pairs(pairs, rows=np.arange(len(dataset)))
+
+
+def _require_repeatable(dataset: MapDataset) -> None:
+    """Refuse a dataset whose rows differ although the global generators have the same state.
+
+    Such draws are of a generator of its own, and would differ between equal runs. A few rows are
+    read twice, which finds what draws in each of them.
+
+    Raises:
+        DataError: It is one, or a row is no pair of numbers.
+    """
+    rows = np.unique(np.linspace(0, len(dataset) - 1, _READ_TWICE).astype(np.int64))
+    with keyed_draws() as set_key:
+        readings = []
+        for _ in range(2):
+            set_key(0)
+            readings.append(read_pairs(dataset, rows=rows))
+    for row, first, second in zip(rows.tolist(), *readings, strict=True):
+        one, other = ([*tensors_of(features), label] for features, label in (first, second))
+        if len(one) != len(other) or not all(map(_is_same, one, other)):
+            raise DataError(
+                f"dataset[{row}] differs between two readings, although torch's, numpy's and "
+                "Python's global generators had the same state: it draws from a generator of its "
+                "own, so that equal runs would differ; draw from the global ones, which fedlearn "
+                "seeds for each batch"
+            )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal; NaN equals NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 def from_npz(
@@ -266,9 +442,10 @@ def from_npz(
 
     Args:
         path: The archive.
-        features: Name of the array of features, real numbers [N, ...]; they become float32. A
-            tuple of names are the positional, a dict the keyword arguments of the model's
-            forward; of several, integers become int64 and masks stay boolean.
+        features: Name of the array of features, real numbers [N, ...]. They keep their dtype in
+            memory; a batch becomes what the model takes: see
+            :mod:`fedlearn.training.input_dtypes`. A tuple of names are the positional, a dict the
+            keyword arguments of the model's forward; masks of several inputs stay boolean.
         labels: Name of the array of labels [N, ...]: integers for classes, floats to regress
             on.
         groups: Name of the array that says whose each example is, [N]; ``None`` for none.
@@ -337,9 +514,8 @@ def _require_examples(population: Population) -> None:
         client_ids = np.arange(start, min(start + _CLIENTS_AT_ONCE, population.num_clients))
         empty = client_ids[population.num_examples(client_ids) < 1]
         if empty.size:
-            raise DataError(
-                f"client {empty[0]} has no examples; leave clients without examples out"
-            )
+            client = client_text(int(empty[0]), client_names(population))
+            raise DataError(f"{client} has no examples; leave clients without examples out")
 
 
 def _require_alike(population: Population, *, test: Examples) -> None:
@@ -351,8 +527,15 @@ def _require_alike(population: Population, *, test: Examples) -> None:
         )
     for what, own in ours.items():
         other = theirs[what]
-        if own.shape[1:] != other.shape[1:] or own.dtype != other.dtype:
+        if own.shape[1:] != other.shape[1:] or _kind(own.dtype) != _kind(other.dtype):
             raise DataError(
                 f"client 0 has {what} of {own.dtype} and shape {tuple(own.shape[1:])} an example, "
                 f"the test set of {other.dtype} and shape {tuple(other.shape[1:])}; make them alike"
             )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return what numbers of this dtype are: a batch of them is given to the model in one dtype."""
+    if dtype.is_floating_point:
+        return "floats"
+    return "masks" if dtype == torch.bool else "integers"

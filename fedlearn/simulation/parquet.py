@@ -98,6 +98,12 @@ class ParquetPopulation:
         """Number of clients."""
         return self._index.offsets.size - 1
 
+    @property
+    def names(self) -> NDArray[Any]:
+        """What the client column calls the clients, by number: shape [C]."""
+        names: NDArray[Any] = self._index.names.to_numpy(zero_copy_only=False)
+        return names
+
     def name_of(self, client_id: int) -> int | str:
         """Return what the client column calls this client."""
         name: int | str = self._index.names[client_id].as_py()
@@ -120,7 +126,7 @@ class ParquetPopulation:
         def place(at: int) -> str:
             owner = owner_at(at, offsets=offsets, client_ids=client_ids)
             name = f"{self._columns.client} {self.name_of(owner)!r}"
-            return f"{row_name(int(rows[at]), owner=owner)} ({name})"
+            return f"{row_name(int(rows[at]), client=f'client {owner}')} ({name})"
 
         check_examples(features, labels=labels, num_classes=self._num_classes, place=place)
         return ClientRows(features, labels, np.arange(rows.size), offsets)

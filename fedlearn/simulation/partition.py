@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import rel_entr
 
 from fedlearn.core.randomness import Seed
@@ -50,8 +50,9 @@ class Partition:
         empty = np.flatnonzero(np.diff(self.offsets) < 1)
         if empty.size:
             raise DataError(
-                f"client {empty[0]} has no examples ({empty.size} of {self.num_clients} clients "
-                "are empty); use fewer clients or leave the empty ones out"
+                f"{self.client(int(empty[0]))} has no examples ({empty.size} of "
+                f"{self.num_clients} clients are empty); use fewer clients or leave the empty ones "
+                "out"
             )
         if self.names is not None and len(self.names) != self.num_clients:
             raise DataError(
@@ -81,12 +82,30 @@ class Partition:
         """Return the rows of one client."""
         return self.rows[self.offsets[client_id] : self.offsets[client_id + 1]]
 
+    def client(self, client_id: int) -> str:
+        """Return what a message calls a client: its number, with its name if it has one."""
+        return client_text(client_id, self.names)
+
     def owner_of(self, row: int) -> int | None:
         """Return the client that holds ``row``, or ``None`` where no client does."""
         places = np.flatnonzero(self.rows == row)
         if not places.size:
             return None
         return int(np.searchsorted(self.offsets, places[0], side="right")) - 1
+
+
+def client_text(client_id: int, names: Sequence[Any] | NDArray[Any] | None) -> str:
+    """Return what a message calls a client: its number, with its name if it has another.
+
+    Example:
+        >>> client_text(1, ["ada", "zoe"]), client_text(1, None)
+        ("client 1 ('zoe')", 'client 1')
+    """
+    if names is None or client_id >= len(names):
+        return f"client {client_id}"
+    name = names[client_id]
+    name = name.item() if isinstance(name, np.generic) else name
+    return f"client {client_id}" if name == client_id else f"client {client_id} ({name!r})"
 
 
 def offsets_of(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
@@ -258,7 +277,7 @@ class ByIds:
     """Natural clients: one per distinct id (a writer, a user, a hospital), in ascending order.
 
     Attributes:
-        ids: Who produced each example, integers or strings: [N].
+        ids: Who produced each example, integers or texts: [N]; see :func:`checked_ids`.
 
     Example:
         >>> natural = ByIds(np.array(["zoe", "ada", "zoe"])).split(np.zeros(3), seed=Seed(0))
@@ -266,23 +285,111 @@ class ByIds:
         (array(['ada', 'zoe'], dtype='<U3'), array([0, 2]))
     """
 
-    ids: NDArray[Any]
+    ids: ArrayLike
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:  # noqa: ARG002  nothing is drawn
         """Return the natural clients; the seed is not used.
 
         Raises:
-            DataError: The ids are not one integer or string an example, or there are none.
+            DataError: The ids are not one integer or text an example, or there are none.
         """
-        if self.ids.shape != (len(labels),) or not self.ids.size:
-            raise DataError(
-                f"client ids of shape {self.ids.shape} for {len(labels)} examples; "
-                "give one id an example"
-            )
-        if self.ids.dtype.kind not in "iuSU":
-            raise DataError(f"client ids are {self.ids.dtype}; they are integers or strings")
-        names, owners = np.unique(self.ids, return_inverse=True)
+        ids = checked_ids(self.ids, num_examples=len(labels))
+        names, owners = numbered_ids(ids)
         return Partition.of_owners(owners, num_clients=names.size, names=names)
+
+
+def checked_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
+    """Return client ids as integers, or as texts in an array of texts or of objects: shape [N].
+
+    They may come as numpy, pandas, pyarrow or Python have a column: a category is its values.
+
+    Args:
+        ids: Who produced each example, all integers or all texts: [N].
+        num_examples: N.
+
+    Raises:
+        DataError: They are not one an example, one is missing, or they are anything else.
+
+    Example:
+        >>> checked_ids(["zoe", "ada"], num_examples=2)
+        array(['zoe', 'ada'], dtype=object)
+    """
+    if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
+        row = int(np.flatnonzero(np.ma.getmaskarray(ids))[0])
+        raise DataError(f"row {row} has no client id: {_MISSING_ID}")
+    is_list = isinstance(ids, list | tuple)  # numpy would make texts of [1, "a"]
+    array = np.asarray(ids, dtype=object if is_list else None)
+    if array.shape != (num_examples,) or not num_examples:
+        raise DataError(
+            f"client ids of shape {array.shape} for {num_examples} examples; give one id an example"
+        )
+    if array.dtype.kind in "iuSU":
+        return array
+    values = array.astype(object)
+    listed = values.tolist()
+    kinds = {_kind_of_id(kind) for kind in set(map(type, listed))}
+    if kinds == {"integer"}:
+        numbers = np.asarray(listed)
+        if numbers.dtype.kind in "iu":
+            return numbers
+    elif len(kinds) == 1 and kinds <= {"text", "bytes"}:
+        return values
+    raise DataError(_refusal_of_ids(listed))
+
+
+def numbered_ids(ids: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the distinct ids in ascending order, and the place of each id among them.
+
+    Args:
+        ids: As :func:`checked_ids` returns them: shape [N].
+    """
+    if ids.dtype.kind != "O":
+        names, owners = np.unique(ids, return_inverse=True)
+        return names, owners
+    listed = ids.tolist()
+    distinct = sorted(set(listed))
+    numbers = {name: number for number, name in enumerate(distinct)}
+    owners = np.fromiter(map(numbers.__getitem__, listed), np.int64, len(listed))
+    return np.asarray(distinct), owners
+
+
+_MISSING_ID = "a client needs an integer or a text; fill in such rows, or drop them"
+
+
+def _kind_of_id(kind: type) -> str | None:
+    """Return what ids of this type are; ``None``: no ids."""
+    if issubclass(kind, str):
+        return "text"
+    if issubclass(kind, bytes):
+        return "bytes"
+    is_integer = issubclass(kind, int | np.integer) and not issubclass(kind, bool)
+    return "integer" if is_integer else None
+
+
+def _refusal_of_ids(ids: Sequence[object]) -> str:
+    """Return why these are no client ids: the first that is missing, else the first that is wrong.
+
+    A missing value is ``None``, a NaN, or what pandas has for one.
+    """
+    for row, each in enumerate(ids):
+        if each is None or type(each).__name__ in ("NAType", "NaTType") or _is_nan(each):
+            return f"row {row} has no client id ({each}): {_MISSING_ID}"
+    remedy = "give integers or texts, such as `[str(each) for each in ids]`"
+    first = _kind_of_id(type(ids[0]))
+    for row, each in enumerate(ids):
+        kind = _kind_of_id(type(each))
+        if kind is None:
+            return f"the client id of row {row} is {each!r}, a {type(each).__name__}; {remedy}"
+        if kind != first:
+            return (
+                f"the client id of row 0 is {ids[0]!r}, of row {row} {each!r}: {first} and {kind}; "
+                f"make them alike, as with `[str(each) for each in ids]`"
+            )
+    return f"client ids are integers of more than 64 bits; {remedy}"
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))
 
 
 def _require_enough(num_examples: int, *, needed: int, what: str) -> None:

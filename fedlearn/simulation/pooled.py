@@ -1,18 +1,26 @@
 """Some of the clients of a population, and the examples of all of them as one set."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.features import Features, moved, taken
+from fedlearn.core.features import Features, in_dtypes, moved, taken
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import offsets_of
-from fedlearn.simulation.population import ClientRows, Population
+from fedlearn.simulation.population import (
+    ClientRows,
+    Population,
+    UnreadRows,
+    client_names,
+    unread_rows,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +40,12 @@ class Subpopulation:
         """Number of clients."""
         return len(self.client_ids)
 
+    @property
+    def names(self) -> NDArray[Any] | None:
+        """What the data call these clients: shape [n]; ``None``: they have no names."""
+        names = client_names(self.parts)
+        return None if names is None else names[self.client_ids]
+
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many examples each of these clients has."""
         return self.parts.num_examples(self.client_ids[client_ids])
@@ -39,6 +53,10 @@ class Subpopulation:
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
         """Return the examples of these clients."""
         return self.parts.load(self.client_ids[client_ids])
+
+    def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows | None:
+        """Return which rows these clients have, where a dataset reads them."""
+        return unread_rows(self.parts, self.client_ids[client_ids])
 
 
 def set_aside(
@@ -78,10 +96,12 @@ class PooledExamples:
     Attributes:
         population: The clients.
         device: Where a batch is to be.
+        dtypes: Of a batch's inputs, in the order of ``named``; ``None``: as they are in the data.
     """
 
     population: Population
     device: torch.device
+    dtypes: Sequence[torch.dtype] | None = None
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -93,12 +113,27 @@ class PooledExamples:
             raise DataError("there are no examples; give at least one")
         return offsets_of(sizes)
 
-    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:  # noqa: ARG002 (nothing is random)
-        """Return these examples: features [b, ...] and labels [b, ...]."""
+    @cached_property
+    def _unread(self) -> UnreadRows | None:
+        return unread_rows(self.population, np.arange(self.population.num_clients))
+
+    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
+        """Return these examples: features [b, ...] and labels [b, ...].
+
+        Raises:
+            DataError: Examples that were read just now cannot be trained on.
+        """
+        features, labels = self._read(rows, key=key)
+        if self.dtypes is not None:
+            features = in_dtypes(features, self.dtypes)
+        return moved(features, self.device), labels.to(self.device)
+
+    def _read(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
+        if self._unread is not None:
+            return self._unread.batch(rows, key=key)
         owners = np.searchsorted(self._offsets, rows, side="right") - 1
         clients, places = np.unique(owners, return_inverse=True)
         loaded = self.population.load(clients)
         at = loaded.rows[loaded.offsets[places] + rows - self._offsets[owners]]
         index = torch.from_numpy(at).to(loaded.labels.device)
-        features, labels = taken(loaded.features, index), loaded.labels.index_select(0, index)
-        return moved(features, self.device), labels.to(self.device)
+        return taken(loaded.features, index), loaded.labels.index_select(0, index)

@@ -4,10 +4,11 @@ A population answers two questions by client id, from 0 to ``num_clients - 1``: 
 and which. It returns tensors and row numbers into them, so what lies in memory is not copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,10 +23,18 @@ from fedlearn.core.features import (
     require_one_label_each,
     taken,
 )
-from fedlearn.core.randomness import Seed
+from fedlearn.core.randomness import Seed, keyed_draws
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import Partition, offsets_of
-from fedlearn.training.local_data import Readable, stacked_rows
+from fedlearn.training.local_data import (
+    KeyedBatch,
+    Pair,
+    Readable,
+    evaluation_batches,
+    read_pairs,
+    read_rows,
+    stack_pairs,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +46,20 @@ class ClientRows:
         labels: Shape [N, *L].
         rows: Row numbers into ``features`` and ``labels``, the clients one after another.
         offsets: Client k has ``rows[offsets[k]:offsets[k + 1]]``: int64 [K + 1].
+        num_reads_K: How often each client's examples are there, one reading after another, where
+            each epoch reads them again: int64 [K]; ``None``: once.
     """
 
     features: Features
     labels: Tensor
     rows: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    num_reads_K: NDArray[np.int64] | None = None
+
+    def num_examples(self) -> NDArray[np.int64]:
+        """Return how many examples each client has: int64 [K]."""
+        lengths = np.diff(self.offsets)
+        return lengths if self.num_reads_K is None else lengths // self.num_reads_K
 
     def gathered(self) -> tuple[Features, Tensor]:
         """Return copies of these rows of the features and of the labels."""
@@ -114,7 +131,13 @@ class ArrayPopulation(CheckedExamples):
         _require_rows(self.partition, num_rows=len(self.labels))
 
     def _place(self, row: int) -> str:
-        return row_name(row, owner=self.partition.owner_of(row))
+        owner = self.partition.owner_of(row)
+        return row_name(row, client=None if owner is None else self.partition.client(owner))
+
+    @property
+    def names(self) -> NDArray[Any] | None:
+        """What the data call the clients, by number: shape [C]; ``None``: they have no names."""
+        return self.partition.names
 
     @property
     def num_clients(self) -> int:
@@ -136,6 +159,131 @@ class ArrayPopulation(CheckedExamples):
         """Whether rows lie client after client already, so that places are rows."""
         rows = self.partition.rows
         return bool((rows == np.arange(rows.size)).all())
+
+
+class MapDataset(Readable, Protocol):
+    """A map-style ``torch.utils.data.Dataset``: pairs of features and label by index."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnreadRows:
+    """Examples of several clients that a dataset reads when they are needed.
+
+    What reading draws from the global generators of torch, numpy and Python depends on the batch's
+    key alone.
+
+    Attributes:
+        dataset: Where they are read from.
+        rows: Row numbers in it, the clients one after another.
+        offsets: Client k has ``rows[offsets[k]:offsets[k + 1]]``: int64 [K + 1].
+        num_classes: Labels lie below it; ``None`` where they are not classes.
+        place: What a message calls a row, by its place in ``rows``.
+    """
+
+    dataset: MapDataset = field(repr=False)
+    rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    num_classes: int | None
+    place: Callable[[int], str]
+
+    def batch(self, places: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
+        """Read the rows at these places, as a deployed client reads a batch.
+
+        Raises:
+            DataError: As for :meth:`read`.
+        """
+        features, labels = read_rows(self.dataset, rows=self.rows[places], key=key)
+        self._check(features, labels, place=lambda at: self.place(int(places[at])))
+        return features, labels
+
+    def read(self) -> ClientRows:
+        """Read the examples as for evaluation: what they draw is the same every time.
+
+        Raises:
+            DataError: An example is no pair of numbers or has other inputs or another shape than
+                the others, a dtype is wrong, a feature or label is not finite, or a label is out of
+                range.
+        """
+        sizes = np.diff(self.offsets).tolist()
+        return self.read_epochs(lambda client: [list(evaluation_batches(sizes[client]))])
+
+    def read_epochs(self, epochs_of: Callable[[int], Sequence[Sequence[KeyedBatch]]]) -> ClientRows:
+        """Read the examples for training: again for each epoch where reading draws, else once.
+
+        A client for whom reading its first epoch draws nothing is not read again.
+
+        Args:
+            epochs_of: From the place of a client, 0..K-1, to the batches of each of its epochs.
+                Their rows are 0..n-1 of its n examples.
+
+        Raises:
+            DataError: As for :meth:`read`.
+        """
+        pairs, places, num_reads = list[Pair](), list[NDArray[np.int64]](), list[int]()
+        with keyed_draws() as set_key:
+            for client, (start, end) in enumerate(pairwise(self.offsets.tolist())):
+                own, epochs = self.rows[start:end], epochs_of(client)
+                first, has_drawn = self._epoch(own, epochs[0], set_key)
+                pairs += first
+                num_reads.append(len(epochs) if has_drawn else 1)
+                for epoch in epochs[1 : num_reads[-1]]:
+                    again, _ = self._epoch(own, epoch, set_key, instead=first)
+                    pairs += again
+                places += [np.arange(start, end)] * num_reads[-1]
+        at = np.concatenate(places)
+        features, labels = stack_pairs(pairs, rows=self.rows[at])
+        self._check(features, labels, place=lambda row: self.place(int(at[row])))
+        num_reads_K = np.asarray(num_reads, np.int64)
+        lengths = np.diff(self.offsets) * num_reads_K
+        return ClientRows(
+            features,
+            labels,
+            np.arange(len(at)),
+            offsets_of(lengths),
+            None if set(num_reads) == {1} else num_reads_K,
+        )
+
+    def _epoch(
+        self,
+        rows: NDArray[np.int64],
+        batches: Sequence[KeyedBatch],
+        set_key: Callable[[int], Callable[[], bool]],
+        *,
+        instead: Sequence[Pair] = (),
+    ) -> tuple[list[Pair], bool]:
+        """Read an epoch of one client; return its examples in their order, and whether it drew.
+
+        Examples in no batch are those ``instead``. Without such, they are read as well.
+        """
+        by_place = dict(enumerate(instead))
+        if not instead:
+            in_batches = np.concatenate([batch.rows for batch in batches])
+            others = np.setdiff1d(np.arange(len(rows)), in_batches)
+            batches = [*batches, KeyedBatch(others, 0)] if others.size else batches
+        has_drawn = False
+        for batch in batches:
+            draws = set_key(batch.key)
+            pairs = read_pairs(self.dataset, rows=rows[batch.rows])
+            has_drawn |= draws()
+            by_place |= zip(batch.rows.tolist(), pairs, strict=True)
+        return [by_place[place] for place in range(len(rows))], has_drawn
+
+    def _check(self, features: Features, labels: Tensor, *, place: Callable[[int], str]) -> None:
+        check_examples(features, labels=labels, num_classes=self.num_classes, place=place)
+
+
+def client_names(population: Population) -> NDArray[Any] | None:
+    """Return what the data call the clients, by number: shape [C]; ``None``: they have no names."""
+    names: NDArray[Any] | None = getattr(population, "names", None)
+    return names
+
+
+def unread_rows(population: Population, client_ids: NDArray[np.int64]) -> UnreadRows | None:
+    """Return the examples of these clients if a dataset reads them when needed, else ``None``."""
+    unread = getattr(population, "unread", None)
+    return None if unread is None else unread(client_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +311,12 @@ class PooledPopulation:
         assert len(client_ids) == 1  # there is one client
         rows = self.parts.load(np.arange(self.parts.num_clients))
         return replace(rows, offsets=np.asarray([0, len(rows.rows)]))
+
+    def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows | None:
+        """Return all examples, where a dataset reads them."""
+        assert len(client_ids) == 1  # as above
+        rows = unread_rows(self.parts, np.arange(self.parts.num_clients))
+        return None if rows is None else replace(rows, offsets=np.asarray([0, len(rows.rows)]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -202,12 +356,6 @@ class BootstrapPopulation(CheckedExamples):
         return ClientRows(self.features, self.labels, rows, offsets)
 
 
-class MapDataset(Readable, Protocol):
-    """A map-style ``torch.utils.data.Dataset``: pairs of features and label by index."""
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DatasetPopulation:
     """Clients whose examples are fetched from a torch dataset and checked when they are asked for.
@@ -232,6 +380,11 @@ class DatasetPopulation:
         _require_rows(self.partition, num_rows=len(self.dataset))
 
     @property
+    def names(self) -> NDArray[Any] | None:
+        """What the data call the clients, by number: shape [C]; ``None``: they have no names."""
+        return self.partition.names
+
+    @property
     def num_clients(self) -> int:
         """Number of clients."""
         return self.partition.num_clients
@@ -241,23 +394,29 @@ class DatasetPopulation:
         return sizes_of(self.partition.offsets, client_ids=client_ids)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
-        """Fetch and stack the examples of these clients.
+        """Read the examples of these clients as for evaluation: see :meth:`UnreadRows.read`.
 
         Raises:
-            DataError: An example is no pair of numbers or has other inputs or another shape
-                than the others, a dtype is wrong, a feature or label is not finite, or a label is
-                out of range.
+            DataError: As there.
         """
+        return self.unread(client_ids).read()
+
+    def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows:
+        """Return which rows these clients have, without reading them."""
         places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
         rows = self.partition.rows[places]
-        features, labels = stacked_rows(self.dataset, rows=rows)
 
         def place(at: int) -> str:
             owner = owner_at(at, offsets=offsets, client_ids=client_ids)
-            return row_name(int(rows[at]), owner=owner)
+            return row_name(int(rows[at]), client=self.partition.client(owner))
 
-        check_examples(features, labels=labels, num_classes=self.num_classes, place=place)
-        return ClientRows(features, labels, np.arange(rows.size), offsets)
+        return UnreadRows(
+            dataset=self.dataset,
+            rows=rows,
+            offsets=offsets,
+            num_classes=self.num_classes,
+            place=place,
+        )
 
 
 def check_examples(
@@ -332,6 +491,6 @@ def owner_at(at: int, *, offsets: NDArray[np.int64], client_ids: NDArray[np.int6
     return int(client_ids[np.searchsorted(offsets, at, side="right") - 1])
 
 
-def row_name(row: int, *, owner: int | None = None) -> str:
-    """Return what a message calls a row, with the client that holds it if one does."""
-    return f"row {row}" if owner is None else f"row {row} of client {owner}"
+def row_name(row: int, *, client: str | None = None) -> str:
+    """Return what a message calls a row, with what it calls the client that has it."""
+    return f"row {row}" if client is None else f"row {row} of {client}"

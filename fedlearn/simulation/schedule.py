@@ -4,6 +4,7 @@ Step t of a block runs on the prefix of clients that still have a batch, so noth
 the last batch of an epoch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.local import LocalWork
+from fedlearn.algorithms.local import LocalWork, batch_positions
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.population import ClientRows
+from fedlearn.simulation.population import ClientRows, Population, unread_rows
+from fedlearn.training.keyed_dropout import step_keys, step_seed
+from fedlearn.training.local_data import KeyedBatch, evaluation_batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,7 @@ def schedule(
     ``rows`` are their examples, in this order; ``round_num`` is one for all, or each client's own:
     shape [K]; ``dtype`` is that of the weights.
     """
-    sizes_K = np.diff(rows.offsets)
+    sizes_K = rows.num_examples()
     steps_K = work.steps_per_epoch(sizes_K)
     largest = int(sizes_K.max())
     batch = min(work.batch_size or largest, largest)
@@ -73,6 +76,9 @@ def schedule(
         client_K = np.arange(len(sizes_K))[:, None]
         epochs_TK1 = np.minimum(epoch_TK, work.epochs - 1)[:, :, None]
         positions_TKB = order_KEN[client_K, epochs_TK1, positions_TKB]
+    if rows.num_reads_K is not None:  # an epoch has its own reading of the examples
+        reading_TK = np.minimum(epoch_TK, rows.num_reads_K - 1)
+        positions_TKB = positions_TKB + (reading_TK * sizes_K)[:, :, None]
     rows_TKB = rows.rows[rows.offsets[:-1, None] + positions_TKB] * real_TKB
     counts_TK = real_TKB.sum(2)
     weights_TKB = real_TKB / np.maximum(1, counts_TK)[:, :, None]
@@ -82,6 +88,64 @@ def schedule(
         counts_TK=counts_TK,
         active_T=(counts_TK > 0).sum(1),
     )
+
+
+def training_rows(
+    population: Population,
+    client_ids: NDArray[np.int64],
+    *,
+    work: LocalWork,
+    round_num: int | NDArray[np.int64],
+    seed: Seed,
+) -> ClientRows:
+    """Return the examples of these clients for a round, read as deployed clients read them.
+
+    A dataset whose items draw random numbers is read batch by batch, again in each epoch, with the
+    keys that a deployed client's trainer takes. The other arguments are those of :func:`schedule`.
+
+    Raises:
+        DataError: Examples that were read just now cannot be trained on.
+    """
+    unread = unread_rows(population, client_ids)
+    if unread is None:
+        return population.load(client_ids)
+    sizes_K = np.diff(unread.offsets)
+    rounds_K = np.broadcast_to(round_num, sizes_K.shape).tolist()
+
+    def epochs_of(client: int) -> Sequence[Sequence[KeyedBatch]]:
+        at, client_id, size = rounds_K[client], int(client_ids[client]), int(sizes_K[client])
+        positions = batch_positions(
+            work, seed=seed, round_num=at, client_id=client_id, num_examples=size
+        )
+        batches = list(positions)
+        keys = step_keys([step_seed(seed, round_num=at, client_id=client_id)], len(batches))[0]
+        keyed = list(map(KeyedBatch, batches, keys.tolist()))
+        per_epoch = len(keyed) // work.epochs
+        return [keyed[first : first + per_epoch] for first in range(0, len(keyed), per_epoch)]
+
+    return unread.read_epochs(epochs_of)
+
+
+def rows_of_round(
+    population: Population, client_id: int, *, round_num: int, seed: Seed
+) -> ClientRows:
+    """Return one client's examples for a trainer of the user's own, which takes tensors.
+
+    A dataset is read once a round; what its items draw depends on the seed, the round and the
+    client.
+
+    Raises:
+        DataError: Examples that were read just now cannot be trained on.
+    """
+    client_ids = np.asarray([client_id])
+    unread = unread_rows(population, client_ids)
+    if unread is None:
+        return population.load(client_ids)
+    batches = list(evaluation_batches(len(unread.rows)))
+    of_round = seed.derive("own reads", round_num, client_id)
+    keys = step_keys([of_round], len(batches))[0].tolist()
+    keyed = [batch._replace(key=key) for batch, key in zip(batches, keys, strict=True)]
+    return unread.read_epochs(lambda _: [keyed])
 
 
 def _orders(

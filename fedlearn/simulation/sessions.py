@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
 from fedlearn.core.collecting import Status
-from fedlearn.core.features import Features
+from fedlearn.core.features import Features, for_trainer
 from fedlearn.core.messages import (
     ClientId,
     Failure,
@@ -38,26 +39,44 @@ from fedlearn.session.secure import KeptState
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.executors.trainers import MakeTrainer
-from fedlearn.simulation.population import Population
+from fedlearn.simulation.pooled import PooledExamples, Subpopulation
+from fedlearn.simulation.population import Population, unread_rows
+from fedlearn.simulation.schedule import rows_of_round
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.simulation.timeline import DROPPED_OUT
-from fedlearn.training.local_data import TensorData
+from fedlearn.training.local_data import LocalData, TensorData
 from fedlearn.training.resident import ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResidentTrainers:
+    """Makes fedlearn's own trainer for each client, all on one model in memory.
+
+    Attributes:
+        model: The model.
+        local_updates: As of :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
+    """
+
+    model: ResidentModel
+    local_updates: Collection[type[LocalUpdate]] = ()
+
+    def __call__(self, features: Features, labels: Tensor) -> LocalTrainer:
+        """Return the trainer of a client with these examples."""
+        return self.reading(TensorData(features, labels, device=self.model.device))
+
+    def reading(self, data: LocalData) -> LocalTrainer:
+        """Return the trainer of a client that reads its examples batch by batch."""
+        return TorchTrainer(self.model, data, local_updates=self.local_updates)
+
+
 def trainers_on(
     model: ResidentModel, *, local_updates: Collection[type[LocalUpdate]] = ()
-) -> MakeTrainer:
+) -> ResidentTrainers:
     """Return what makes fedlearn's own trainer for each client, all on one model in memory."""
-
-    def make_trainer(features: Features, labels: Tensor) -> LocalTrainer:
-        data = TensorData(features, labels, device=model.device)
-        return TorchTrainer(model, data, local_updates=local_updates)
-
-    return make_trainer
+    return ResidentTrainers(model=model, local_updates=local_updates)
 
 
 @dataclass(frozen=True)
@@ -72,6 +91,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         further_bytes: Size of what a client contributes beside the model's delta.
         identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
         transforms: Classes of transforms of the user's own, which all clients know.
+        dtype: Of the model.
     """
 
     population: Population
@@ -82,6 +102,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     further_bytes: int = 0
     identities: SimulatedIdentities | None = None
     transforms: Collection[type[Transform]] = ()
+    dtype: torch.dtype = torch.float32
 
     def channel(self) -> MemoryChannel:
         """Return a channel to them, in virtual time."""
@@ -107,11 +128,29 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         train = _training(peek(data))
         if train is not None and self.behaviour.failures(self._asked([client_id], train))[0]:
             return encode(Failure(DROPPED_OUT)), state
-        rows = self.population.load(np.asarray([client_id]))
-        trainer = self.make_trainer(*rows.gathered())
+        trainer = self._trainer(client_id, train)
         secure = None if self.identities is None else self.identities.client(client_id)
         session = ClientSession(client_id, trainer, secure, transforms=self.transforms)
         return session.handle(data, state)
+
+    def _trainer(self, client_id: ClientId, train: TrainRequest | None) -> LocalTrainer:
+        """Return the trainer of a client; ``train`` is what it is asked, if that is training."""
+        client_ids = np.asarray([client_id])
+        has_dataset = unread_rows(self.population, client_ids) is not None
+        if has_dataset and isinstance(self.make_trainer, ResidentTrainers):
+            own = Subpopulation(self.population, client_ids)
+            device = self.make_trainer.model.device
+            return self.make_trainer.reading(PooledExamples(own, device))
+        if train is None:
+            rows = self.population.load(client_ids)
+        else:
+            rows = rows_of_round(
+                self.population, client_id, round_num=train.round_num, seed=Seed(train.seed)
+            )
+        features, labels = rows.gathered()
+        if isinstance(self.make_trainer, ResidentTrainers):
+            return self.make_trainer(features, labels)
+        return self.make_trainer(for_trainer(features, self.dtype), labels)
 
     def _asked(self, clients: Sequence[ClientId], train: TrainRequest) -> DeviceRound:
         client_ids, epochs = np.asarray(clients, np.int64), train.settings.get("epochs")

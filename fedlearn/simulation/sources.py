@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
@@ -20,6 +21,7 @@ from fedlearn.core.features import Features, Inputs, mapped, named, only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.behaviour import TraceBandwidth
+from fedlearn.simulation.partition import checked_ids, numbered_ids
 from fedlearn.simulation.population import CheckedExamples
 
 _NUM_DIGITS = 10
@@ -37,6 +39,14 @@ _TRACES_ORIGIN = (
     f"{_WHERE_TO_LOOK} recorded bandwidths, such as those in github.com/thu-media/Comyco, as the "
     "arrays time_s, mbit_per_s and offset"
 )
+#: Dtypes of features by numpy's kind and size. What is not here becomes float32 or int64.
+_KEPT_DTYPES = {
+    (dtype.kind, dtype.itemsize): dtype
+    for dtype in map(np.dtype, ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2"))
+} | {("b", 1): np.dtype(np.uint8), ("f", np.dtype(np.longdouble).itemsize): np.dtype(np.float64)}
+_LARGEST = 2**63 - 1
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,7 +56,7 @@ class Examples(CheckedExamples):
     Attributes:
         features: Finite and real: [N, *F], or several such.
         labels: int64 classes, or finite floats to regress on: [N, *L].
-        groups: Who produced each example, integers or strings: [N]; ``None`` if unknown.
+        groups: Who produced each example, integers or texts: [N]; ``None`` if unknown.
         num_classes: Labels lie below it; ``None`` where they are not classes.
 
     Raises:
@@ -79,6 +89,9 @@ class Examples(CheckedExamples):
     def split(self, *, fraction: float, seed: Seed) -> "TrainTest":
         """Hold out a part: of every class alike, or of all examples where there are no classes.
 
+        Every group keeps at least one example for training. Where that is less than was to be held
+        out, a warning says so.
+
         Args:
             fraction: The part that is held out as the test set, in (0, 1).
             seed: Decides which examples are held out.
@@ -92,6 +105,8 @@ class Examples(CheckedExamples):
         has_classes = self.num_classes is not None and self.labels.dim() == 1
         strata = self.labels.numpy() if has_classes else np.zeros(len(self.labels), np.int64)
         is_test = _held_out(strata, fraction=fraction, seed=seed)
+        if self.groups is not None:
+            is_test &= ~_last_of_each(self.groups, is_test, seed=seed)
         if not is_test.any() or is_test.all():
             raise DataError(
                 f"test_fraction {fraction} of {len(self.labels)} examples leaves one part empty; "
@@ -192,12 +207,16 @@ def tensor_of(
     values: ArrayLike,
     *,
     what: str,
-    dtype: type[np.float32] | None = None,
+    keeps_dtype: bool = False,
     keeps_masks: bool = False,
 ) -> Tensor:
-    """Return real numbers as a tensor: floats as float32, others as int64, or all as ``dtype``.
+    """Return a copy of real numbers as a tensor: floats in float32, integers in int64.
 
-    Booleans stay what they are if ``keeps_masks`` says so; ``what`` is their name in a message.
+    Args:
+        values: Shape [N, ...].
+        what: Their name in a message.
+        keeps_dtype: Whether they keep their own dtype, where torch can gather it.
+        keeps_masks: Whether booleans stay booleans; else they are integers 0 and 1.
 
     Raises:
         DataError: They are ragged, no real numbers, or have no dimension.
@@ -214,8 +233,11 @@ def tensor_of(
         )
     if keeps_masks and kind == "b":
         return torch.from_numpy(array)
-    usual = np.float32 if kind == "f" else np.int64
-    return torch.from_numpy(array.astype(dtype or usual, order="C"))
+    if kind == "u" and array.size and int(array.max()) > _LARGEST:
+        raise DataError(f"{what} are {array.dtype} up to {array.max()}; they lie below 2**63")
+    usual = np.dtype(np.float32 if kind == "f" else np.int64)
+    dtype = _KEPT_DTYPES.get((kind, array.dtype.itemsize), usual) if keeps_dtype else usual
+    return torch.from_numpy(array.astype(dtype, order="C"))
 
 
 def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
@@ -254,6 +276,27 @@ def _held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDAr
     return mask
 
 
+def _last_of_each(
+    groups: NDArray[Any], is_test: NDArray[np.bool_], *, seed: Seed
+) -> NDArray[np.bool_]:
+    """Return one example of each group that would have none left for training, as a mask."""
+    names, owners = numbered_ids(checked_ids(groups, num_examples=len(groups)))
+    lost = np.bincount(owners[~is_test], minlength=len(names)) == 0
+    is_kept = np.zeros(len(groups), np.bool_)
+    if lost.any():
+        rows = np.flatnonzero(lost[owners])
+        keys = seed.derive("test split").hash(rows)
+        order = rows[np.lexsort((keys, owners[rows]))]
+        _, first = np.unique(owners[order], return_index=True)
+        is_kept[order[first]] = True
+        _log.warning(
+            "clients_keep_an_example",
+            note=f"the test set would have had all examples of {lost.sum()} of {len(names)} "
+            f"clients, such as {names[lost][0]}: one example of each stays for training",
+        )
+    return is_kept
+
+
 def mnist_by_writer(path: Path) -> TrainTest:
     """Return MNIST, from an archive like ``mnist.npz``, with the writer of each digit as its group.
 
@@ -268,7 +311,7 @@ def mnist_by_writer(path: Path) -> TrainTest:
 
     def part(name: str) -> Examples:
         read = npz(path, features=f"x_{name}", labels=f"y_{name}", groups=f"writer_{name}")
-        images = only(read.features).mul_(1.0 / 255.0).unsqueeze(1)
+        images = only(read.features).to(torch.float32).mul_(1.0 / 255.0).unsqueeze(1)
         return replace(read, features=images, num_classes=_NUM_DIGITS)
 
     return TrainTest(train=part("train"), test=part("test"))
@@ -278,8 +321,8 @@ def npz(path: Path, *, features: Inputs[str], labels: str, groups: str | None = 
     """Return the examples in these arrays of an npz archive.
 
     Returns:
-        Features float32, of several inputs those that are integers int64 and masks boolean;
-        labels int64 where they are integers, hence classes, else float32.
+        Features in the dtypes of the arrays; see :mod:`fedlearn.training.input_dtypes`. Labels in
+        int64 where they are integers, hence classes, else in float32.
 
     Raises:
         DataError: The file is missing or no npz, an array is missing, holds Python objects
@@ -292,9 +335,8 @@ def npz(path: Path, *, features: Inputs[str], labels: str, groups: str | None = 
     is_only = isinstance(features, str)
 
     def read(name: str) -> Tensor:
-        dtype = np.float32 if is_only else None
         what = f"array {name!r}"
-        return tensor_of(arrays[name], what=what, dtype=dtype, keeps_masks=not is_only)
+        return tensor_of(arrays[name], what=what, keeps_dtype=True, keeps_masks=not is_only)
 
     try:
         return Examples.of(

@@ -161,6 +161,11 @@ def share_key(key: int, first: int) -> int:
     return key if first == 0 else int(example_keys(key, torch.tensor(first)))
 
 
+def step_seed(seed: Seed, *, round_num: int, client_id: int) -> Seed:
+    """Return the seed of one client's :func:`step_keys` in a round."""
+    return seed.derive("masks", round_num, client_id)
+
+
 def step_keys(seeds: Sequence[Seed], num_steps: int) -> NDArray[np.int64]:
     """Return the 32-bit keys of the steps of some clients: shape [len(seeds), num_steps].
 

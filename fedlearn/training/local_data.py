@@ -1,7 +1,7 @@
 """One client's examples as a trainer reads them: in memory, or batch by batch from a dataset."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +18,11 @@ from fedlearn.core.features import (
     require_one_label_each,
     taken,
 )
+from fedlearn.core.randomness import keyed_draws
 from fedlearn.errors import DataError
-from fedlearn.training.keyed_dropout import untouched
+
+#: Examples that are evaluated at a time. It bounds memory, and keys what reading them draws.
+EVALUATION_BATCH = 256
 
 
 class LocalData(Protocol):
@@ -67,11 +70,11 @@ class TensorData:
 class DatasetData:
     """Examples that a map-style dataset reads when they are needed: any number of them.
 
-    What an item draws from torch's generator, such as a random crop, is a function of the
-    batch's key; drawing from it leaves the application's own sequence where it was.
+    What an item draws from the global generators of torch, numpy and Python, such as a random
+    crop, is a function of the batch's key. The generators are restored after each batch.
 
     Args:
-        dataset: Of pairs (features, label), with a length: see :func:`stacked_rows`.
+        dataset: Of pairs (features, label), with a length: see :func:`read_pairs`.
         device: Where the model is.
 
     Raises:
@@ -96,12 +99,9 @@ class DatasetData:
         """Read the rows.
 
         Raises:
-            DataError: As :func:`stacked_rows`.
+            DataError: As :func:`read_rows`.
         """
-        generator = torch.default_generator
-        with untouched(generator):
-            generator.manual_seed(key)
-            features, labels = stacked_rows(self._dataset, rows=rows)
+        features, labels = read_rows(self._dataset, rows=rows, key=key)
         return moved(features, self._device), labels.to(self._device)
 
 
@@ -111,20 +111,74 @@ class Readable(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...  # a pair of whatever torch can convert
 
 
-def stacked_rows(dataset: Readable, *, rows: NDArray[np.int64]) -> tuple[Features, Tensor]:
-    """Read these rows, at least one, and return their features and their labels, stacked.
+class KeyedBatch(NamedTuple):
+    """Examples that are read together.
 
-    A row is a pair (features, label). Features that are a tuple or a mapping are several inputs
-    of the model; anything else, a list of numbers too, becomes one tensor.
+    Attributes:
+        rows: Which: int64 [batch].
+        key: Of what reading them draws, 32 bits.
+    """
+
+    rows: NDArray[np.int64]
+    key: int
+
+
+def evaluation_batches(num_examples: int) -> Iterator[KeyedBatch]:
+    """Yield the batches in which a set is read for evaluation, with the same keys every time.
+
+    Example:
+        >>> [(len(rows), key) for rows, key in evaluation_batches(300)]
+        [(256, 0), (44, 256)]
+    """
+    for start in range(0, num_examples, EVALUATION_BATCH):
+        yield KeyedBatch(np.arange(start, min(num_examples, start + EVALUATION_BATCH)), start)
+
+
+#: One example: its features and its label.
+Pair: TypeAlias = tuple[Features, Tensor]
+
+
+def read_rows(dataset: Readable, *, rows: NDArray[np.int64], key: int) -> tuple[Features, Tensor]:
+    """Read these rows, at least one, and return their features and labels, stacked.
+
+    Args:
+        dataset: Of pairs (features, label): see :func:`read_pairs`.
+        rows: Which.
+        key: Of what reading them draws from the global generators, 32 bits.
 
     Raises:
-        DataError: A row is no pair of numbers, or has other inputs, another shape or another
-            dtype than the first.
+        DataError: As :func:`read_pairs` and :func:`stack_pairs`.
+    """
+    with keyed_draws() as set_key:
+        set_key(key)
+        pairs = read_pairs(dataset, rows=rows)
+    return stack_pairs(pairs, rows=rows)
+
+
+def read_pairs(dataset: Readable, *, rows: NDArray[np.int64]) -> list[Pair]:
+    """Read these rows: each a pair (features, label) of tensors.
+
+    Features that are a tuple or a mapping are several inputs of the model. Anything else, a list
+    of numbers too, becomes one tensor.
+
+    Raises:
+        DataError: A row is no pair of numbers.
     """
     numbers = rows.tolist()
     read_all = getattr(dataset, "__getitems__", None)  # as a DataLoader asks for it
     items = read_all(numbers) if read_all else [dataset[row] for row in numbers]
-    pairs = [_as_pair(item, row=row) for item, row in zip(items, numbers, strict=True)]
+    return [_as_pair(item, row=row) for item, row in zip(items, numbers, strict=True)]
+
+
+def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Features, Tensor]:
+    """Return the features and the labels of these pairs, at least one, stacked.
+
+    ``rows`` are their numbers in the dataset.
+
+    Raises:
+        DataError: A row has other inputs, another shape or another dtype than the first.
+    """
+    numbers = rows.tolist()
     first, rest = named(pairs[0][0]), [named(features) for features, _ in pairs]
     for row, inputs in zip(numbers, rest, strict=True):
         if inputs.keys() != first.keys():
@@ -137,7 +191,7 @@ def stacked_rows(dataset: Readable, *, rows: NDArray[np.int64]) -> tuple[Feature
     return rebuilt(stacked, like=pairs[0][0]), labels
 
 
-def _as_pair(item: Any, *, row: int) -> tuple[Features, Tensor]:  # Any: not looked at yet
+def _as_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet
     try:
         given, label = item
         return mapped(torch.as_tensor, given), torch.as_tensor(label)

@@ -45,11 +45,12 @@ from fedlearn.algorithms.objectives import (
     require_fitting,
 )
 from fedlearn.algorithms.settings import is_own
-from fedlearn.core.features import Features, arguments, called, cut, in_dtype, mapped, one_tensor
+from fedlearn.core.features import Features, arguments, called, cut, mapped, one_tensor
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed, global_generators_kept, seed_global_generators
 from fedlearn.training import memory_format
 from fedlearn.training.example_gradients import ExampleGradients
+from fedlearn.training.input_dtypes import InputCast
 from fedlearn.training.keyed_dropout import (
     KeyedDropouts,
     example_keys,
@@ -160,6 +161,7 @@ class ResidentModel:
         device: Where to compute.
         measures: The objective, and what else the model is measured by.
         weighs_examples: Whether the loss gives some examples another weight than others.
+        inputs: Gives the module features in the dtypes that it takes.
 
     Args:
         make_model: Builds the module.
@@ -182,10 +184,11 @@ class ResidentModel:
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.measures = Measures(objective, metrics or {})
-        self.module = make_model()
+        with untouched(torch.default_generator):
+            self.module = make_model()
         self.layout = Layout.of(self.module)
-        self._dtype = self.layout.common_dtype
         self.module.to(device=device).train()
+        self.inputs = InputCast(self.module, self.layout)
         self._dropouts = KeyedDropouts(self.module)
         self.device, self._objective, self._precision = device, objective, precision
         self._generator = global_generator(device)
@@ -352,7 +355,7 @@ class ResidentModel:
         for part in parts:
             self._seed_masks(part)
             places = torch.arange(len(part.labels), device=self.device) + part.first
-            keys, features = example_keys(part.key, places), self._cast(part.features)
+            keys, features = example_keys(part.key, places), self.inputs(part.features)
             for first in range(0, len(places), num_together):
                 now = slice(first, first + num_together)
                 with autocast(self._precision, self.device):
@@ -433,7 +436,7 @@ class ResidentModel:
         if not self._untried or not len(labels):
             return
         first = slice(_TRIAL_EXAMPLES)
-        some, labels = self._cast(cut(features, first)), labels[first]
+        some, labels = self.inputs(cut(features, first)), labels[first]
         buffers = dict(self.module.named_buffers())
 
         def loss_of(weights: Mapping[str, Tensor]) -> Tensor:
@@ -453,12 +456,8 @@ class ResidentModel:
                 self._trainable_stack.clear()
         self._untried = {}
 
-    def _cast(self, features: Features) -> Features:
-        """Return real features in the dtype of a module that has but one."""
-        return features if self._dtype is None else in_dtype(features, self._dtype)
-
     def _loss(self, features: Features, labels: Tensor) -> Tensor:
-        features = self._cast(features)
+        features = self.inputs(features)
         if self._precision is Precision.FLOAT32:
             return self._loss_of(called(self.module, features), labels)
         with autocast(self._precision, self.device):
@@ -508,7 +507,7 @@ class ResidentModel:
             for features, labels in batches:
                 self._choose_formats(features, labels)
                 self.module.eval()
-                outputs = called(self.module, self._cast(features))
+                outputs = called(self.module, self.inputs(features))
                 if not kept:
                     self._try_objective(outputs, labels)
                 for name, values in self.measures.by_example(outputs, labels).items():

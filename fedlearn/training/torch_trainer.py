@@ -34,8 +34,8 @@ from fedlearn.core.params import Params
 from fedlearn.core.soundness import is_sound
 from fedlearn.errors import DataError, ModelMismatch
 from fedlearn.training.example_gradients import batch_statistics
-from fedlearn.training.keyed_dropout import share_key, step_keys
-from fedlearn.training.local_data import DatasetData, LocalData, TensorData
+from fedlearn.training.keyed_dropout import share_key, step_keys, step_seed
+from fedlearn.training.local_data import DatasetData, LocalData, TensorData, evaluation_batches
 from fedlearn.training.lockstep import ALONE, Lockstep, Processes, share
 from fedlearn.training.resident import Part, Precision, ResidentModel, Training, weighted_mean
 from fedlearn.training.trainer import (
@@ -45,9 +45,6 @@ from fedlearn.training.trainer import (
     TaskControl,
     TrainContext,
 )
-
-#: Examples evaluated at a time; bounds memory, changes nothing else.
-_EVALUATION_BATCH = 256
 
 #: Examples that are tried out before joining.
 _TRIED = 32
@@ -366,10 +363,9 @@ class TorchTrainer:
 
     def _test_batches(self, control: TaskControl) -> Iterator[tuple[Features, Tensor]]:
         """Read the test examples batch by batch; the task can be called off before each."""
-        rows = np.arange(len(self._test))
-        for start in range(0, len(rows), _EVALUATION_BATCH):
+        for batch in evaluation_batches(len(self._test)):
             control.check()
-            yield self._test.batch(rows[start : start + _EVALUATION_BATCH], key=start)
+            yield self._test.batch(batch.rows, key=batch.key)
 
     def _params(self, tensors: Mapping[str, Tensor]) -> Params:
         layout = self._model.layout
@@ -402,8 +398,8 @@ class TorchTrainer:
         part_size = -(-(work.batch_size or len(self._data)) // num_parts)
         losses = torch.zeros(num_steps, dtype=torch.float64, device=self._model.vector_P.device)
         done = self._restore(context.control.saved(), training, losses)
-        masks = context.seed.derive("masks", context.round_num, context.client_id)
-        keys = step_keys([masks], num_steps * num_parts)[0].tolist()
+        own = step_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
+        keys = step_keys([own], num_steps * num_parts)[0].tolist()
 
         def take(turn_of: TurnOf, control: TaskControl) -> None:
             batches = batch_positions(

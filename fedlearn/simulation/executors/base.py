@@ -20,7 +20,7 @@ from fedlearn.core.randomness import Seed, global_generators_kept
 from fedlearn.errors import EngineError
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import Schedule, schedule
-from fedlearn.training.keyed_dropout import global_generator, step_keys, untouched
+from fedlearn.training.keyed_dropout import global_generator, step_keys, step_seed, untouched
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +84,7 @@ class Work:
         apart: Apart | None = None,
     ) -> Self:
         """Return the work on these clients' examples, where the model lies; the rest as above."""
-        vector = params.vector
+        vector, own_rows = params.vector, np.split(rows.rows, rows.offsets[1:-1])
         return cls(
             params=params,
             local=local,
@@ -92,7 +92,7 @@ class Work:
             client_ids=client_ids,
             features=moved(rows.features, vector.device),
             labels=rows.labels.to(vector.device),
-            rows_K=np.split(rows.rows, rows.offsets[1:-1]),
+            rows_K=[each[:size] for each, size in zip(own_rows, rows.num_examples(), strict=True)],
             schedule=schedule(
                 local.work,
                 rows,
@@ -127,7 +127,10 @@ class Work:
     def step_keys(self) -> NDArray[np.int64]:
         """Return the key of the dropout masks of each client's step: shape [K, T]."""
         client_ids = self.client_ids.tolist()
-        seeds = [self.seed.derive("masks", self.round_num, client) for client in client_ids]
+        seeds = [
+            step_seed(self.seed, round_num=self.round_num, client_id=client)
+            for client in client_ids
+        ]
         return step_keys(seeds, self.schedule.num_steps)
 
 

@@ -55,6 +55,7 @@ from fedlearn.simulation.executors.stacked_gradient import (
     Stack,
 )
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
+from fedlearn.training.input_dtypes import InputCast
 
 #: Bytes that the gradients of examples may take together.
 _EXAMPLE_BYTES = 128 << 20
@@ -87,6 +88,7 @@ class _Run:
     means_TK: Tensor
     draws: Draws
     shared: Shared
+    inputs: InputCast
 
     def moment(self, step: int) -> Moment:
         """Return when a step is taken."""
@@ -101,7 +103,7 @@ class _Run:
             return tensor.index_select(0, flat).view(*rows.shape, *tensor.shape[1:])
 
         return Batch(
-            mapped(gathered, work.features),
+            self.inputs(mapped(gathered, work.features)),
             gathered(work.labels),
             self.weights_TKB[step, clients, :size],
             self.keys_TK[step, clients],
@@ -179,6 +181,7 @@ class StackedExecutor:
             )
         num_steps, height, _ = rows_TKB.shape
         self._reserve(height, work.local)
+        self._gradient.inputs.dtypes(work.features)  # decided on examples, not on a block of them
         stack, views = self._prefix(height), self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
             value.copy_(views[name])
@@ -189,6 +192,7 @@ class StackedExecutor:
         work.local.begin(list(stack.trainable.values()), stack.memory, told=told)
         return _Run(
             work=work,
+            inputs=self._gradient.inputs,
             rows_TKB=rows_TKB,
             weights_TKB=weights_TKB,
             keys_TK=self._keys(work, num_steps, height),

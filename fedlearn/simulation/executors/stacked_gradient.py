@@ -28,6 +28,7 @@ from fedlearn.core.features import (
 )
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
+from fedlearn.training.input_dtypes import InputCast
 from fedlearn.training.keyed_dropout import (
     KeyedDropouts,
     example_keys,
@@ -194,6 +195,7 @@ class BlockGradient:
             :attr:`device`; its own values are only the probe's.
         trainable: Names of the parameters that training changes.
         statistics: Names of the floating-point buffers.
+        inputs: Gives the module features in the dtypes that it takes.
 
     Args:
         make_model: Builds the module; its initial weights are not used.
@@ -218,6 +220,7 @@ class BlockGradient:
         self.module.to(device=device).train()
         self.dropouts = KeyedDropouts(self.module)
         batch_hidden_states(self.module)
+        self.inputs = InputCast(self.module, self.layout)
         self.objective, self.device, self._precision = objective, device, precision
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
@@ -381,7 +384,7 @@ class BlockGradient:
             shift = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=self.device)
             tensors[name] = value + 0.01 * shift
         outputs, losses = self._forward(
-            tensors, taken(features, rows), labels.index_select(0, rows)
+            tensors, self.inputs(taken(features, rows)), labels.index_select(0, rows)
         )
         per_example = [v for v in (losses, outputs) if v.shape[:1] == rows.shape]
         return [v[:2] for v in per_example] + [tensors[name] for name in self.statistics]

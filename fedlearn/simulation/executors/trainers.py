@@ -11,7 +11,7 @@ from torch import Tensor
 from fedlearn.algorithms.extra_settings import divided
 from fedlearn.algorithms.lanes import DELTA, misfit
 from fedlearn.algorithms.settings import settings_of
-from fedlearn.core.features import taken
+from fedlearn.core.features import for_trainer, taken
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.session.results import train_reply
@@ -43,10 +43,9 @@ class TrainerExecutor:
         """
         (client_id,) = work.client_ids.tolist()
         index = torch.from_numpy(work.rows_K[0]).to(work.labels.device)
-        trainer = self._make_trainer(
-            taken(work.features, index), work.labels.index_select(0, index)
-        )
         request, like = _request(work), work.params.vector
+        features = for_trainer(taken(work.features, index), like.dtype)
+        trainer = self._make_trainer(features, work.labels.index_select(0, index))
         settings, extra = divided(request.settings)
         context = TrainContext(
             client_id=ClientId(client_id),

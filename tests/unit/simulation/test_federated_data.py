@@ -1,6 +1,6 @@
 """Federated data sets: from arrays, datasets and files to clients and a test set."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core.features import Features, Inputs, only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
+from fedlearn.experiment.simulate import simulate
 from fedlearn.simulation.federated_data import (
     Bootstrap,
     Division,
@@ -34,6 +37,7 @@ from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Shards
 from fedlearn.simulation.population import ArrayPopulation, ClientRows
 from fedlearn.simulation.sources import Examples
 
+_FIRST = np.arange(1)
 _LABELS = np.arange(60) % 3
 _FEATURES = np.arange(120.0).reshape(60, 2)
 
@@ -67,7 +71,7 @@ def test_arrays_are_divided_into_clients_and_a_test_set() -> None:
     everything = sorted(sum(clients, only(data.test.features)[:, 0].tolist()))
     assert everything == _FEATURES[:, 0].tolist()
     assert torch.bincount(data.test.labels).tolist() == [4, 4, 4]
-    assert only(data.test.features).dtype == torch.float32
+    assert only(data.test.features).dtype == torch.float64
     assert data.feature_shape == (2,)
     assert data.test.num_classes == 3
 
@@ -112,11 +116,49 @@ def test_labels_that_are_no_class_numbers_are_not_split_by(labels: NDArray[np.ge
             _from_arrays(labels=labels, partition=partition)
 
 
-def test_whole_numbers_stay_integers() -> None:
-    """Tokens are integers, whatever their width; lists do as well as arrays."""
-    data = _from_arrays(features=_FEATURES.astype(np.uint8), labels=_LABELS.tolist())
-    assert only(data.test.features).dtype == torch.int64
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("u1", torch.uint8),
+        ("u2", torch.uint16),
+        (">u2", torch.uint16),
+        ("u4", torch.int64),
+        ("u8", torch.int64),
+        ("i1", torch.int8),
+        ("i2", torch.int16),
+        (">i4", torch.int32),
+        ("i8", torch.int64),
+        ("f2", torch.float16),
+        (">f4", torch.float32),
+        ("f8", torch.float64),
+        ("g", torch.float64),
+        ("?", torch.uint8),
+    ],
+)
+def test_features_keep_their_dtype_in_memory(given: str, kept: torch.dtype) -> None:
+    """In the clients and in the test set; lists of labels do as well as arrays."""
+    features = (_FEATURES % 2).astype(given)
+    data = _from_arrays(features=features, labels=_LABELS.tolist())
+    assert (
+        only(data.test.features).dtype == only(data.population.load(_FIRST).features).dtype == kept
+    )
     assert data.test.labels.dtype == torch.int64
+
+
+def test_the_callers_array_is_not_shared() -> None:
+    """What a script writes to it later changes no example."""
+    mine = _FEATURES.copy()
+    data = from_arrays(mine, _LABELS, partition=Iid(4), test=(mine, _LABELS), seed=0)
+    mine[:] = -1.0
+    assert (
+        only(data.test.features).min() == only(data.population.load(_FIRST).features).min() == 0.0
+    )
+
+
+def test_integers_beyond_64_bits_are_refused() -> None:
+    """They would wrap around to negative numbers."""
+    with pytest.raises(DataError, match=r"up to 9223372036854775808; they lie below 2\*\*63"):
+        _from_arrays(features=np.full((60, 2), 2**63, np.uint64))
 
 
 def test_arrays_that_cannot_be_trained_on_are_refused() -> None:
@@ -170,11 +212,8 @@ def test_an_empty_or_different_test_set_is_refused() -> None:
     zeros = torch.zeros(3).long()
     wrong = {
         "the test set has no examples": (torch.zeros(0, 2), zeros[:0]),
-        r"client 0 has features of torch.float32 and shape \(2,\)": (torch.zeros(3, 5), zeros),
-        "features .* the test set of torch.float64": (
-            torch.zeros(3, 2).double(),
-            zeros,
-        ),
+        r"client 0 has features of torch.float64 and shape \(2,\)": (torch.zeros(3, 5), zeros),
+        "features .* the test set of torch.int64": (torch.zeros(3, 2).long(), zeros),
         "client 0 has labels of torch.int64": (torch.zeros(3, 2), torch.zeros(3)),
     }
     for message, (features, labels) in wrong.items():
@@ -329,7 +368,7 @@ def _by_name(features: Features, names: Iterable[str]) -> dict[str, Tensor]:
 def test_arrays_of_several_inputs_keep_their_kinds_and_their_rows(
     *, partition: Division, is_positional: bool
 ) -> None:
-    """Floats become float32, integers int64, masks stay boolean."""
+    """Each keeps its dtype, and masks stay boolean."""
     arrays: dict[str, ArrayLike] = {
         "tokens": _TOKENS.astype(np.int32),
         "mask": _MASK,
@@ -342,7 +381,8 @@ def test_arrays_of_several_inputs_keep_their_kinds_and_their_rows(
     for features in (clients, data.test.features):
         inputs = _by_name(features, arrays)
         assert inputs["mask"].dtype == torch.bool
-        assert inputs["x"].dtype == torch.float32
+        assert inputs["x"].dtype == torch.float64
+        assert inputs["tokens"].dtype == torch.int32
         assert torch.equal(inputs["mask"], inputs["tokens"] > 2)
         assert torch.equal(inputs["tokens"][:, 0], (inputs["x"][:, 0] / 2 * 3).long() % 7)
     with pytest.raises(DataError, match="where one tensor is needed"):
@@ -392,7 +432,7 @@ def test_there_is_exactly_one_test_set() -> None:
         ),
         (
             ({"tokens": _TOKENS, "mask": _MASK + 0.0}, _LABELS),
-            "input 'mask' of torch.bool .* the test set of torch.float32",
+            "input 'mask' of torch.bool .* the test set of torch.float64",
         ),
         (
             ({"tokens": _TOKENS, "mask": _MASK}, _LABELS + 0.5),
@@ -520,3 +560,135 @@ def test_columns_that_make_no_input_are_refused(tmp_path: Path) -> None:
         read_parquet(path, columns=of_file(features=["a"]))
     beside = read_parquet(path, columns=of_file(features={"a": ["a"]})).features
     assert torch.equal(_by_name(beside, ["a"])["a"], torch.from_numpy(owners > 0)[:, None])
+
+
+def _sets(*sizes: int) -> list[TensorDataset]:
+    rows = torch.arange(sum(sizes)).split(sizes)
+    return [TensorDataset(each.float()[:, None], each % 3) for each in rows]
+
+
+def test_groups_of_a_dataset_are_its_natural_clients() -> None:
+    """Labels are not needed for that; names are kept."""
+    who = ["kim", "ada", "kim", "zoe", "ada", "kim"]
+    data = from_dataset(_dataset(6), groups=who, partition=Natural(), test=_dataset(3), seed=0)
+    assert data.names is not None
+    assert data.names.tolist() == ["ada", "kim", "zoe"]
+    assert _rows(data) == [[1.0, 4.0], [0.0, 2.0, 5.0], [3.0]]
+    with pytest.raises(DataError, match="6 examples; give one id an example"):
+        from_dataset(_dataset(6), groups=who[1:], partition=Natural(), test=_dataset(3), seed=0)
+
+
+def test_the_progress_says_that_clients_have_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the names are the numbers."""
+    monkeypatch.chdir(tmp_path)
+    for names, expected in (["kim", "ada", "zoe"], True), ([0, 1, 2], False):
+        who = np.array(names).repeat(2)
+        data = from_dataset(_dataset(6), groups=who, partition=Natural(), test=_dataset(3), seed=0)
+        simulate(
+            partial(torch.nn.Linear, 1, 3),
+            data,
+            FedAvg(LocalSgd(epochs=1, batch_size=2, learning_rate=0.1)),
+            num_rounds=1,
+            engine={"num_workers": 1},
+        )
+        text = "from client 0 ('ada') to client 2 ('zoe'): data.names"
+        assert (text in capsys.readouterr().out) == expected
+
+
+def test_several_datasets_are_one_client_each() -> None:
+    """In their order; a mapping names them."""
+    sets = _sets(2, 1, 3)
+    expected = [[0.0, 1.0], [2.0], [3.0, 4.0, 5.0]]
+    for given in (sets, tuple(sets)):
+        data = from_dataset(given, partition=Natural(), test=_dataset(3), seed=0)
+        assert _rows(data) == expected
+        assert data.names is None
+    by_name = dict(zip(("zoe", "ada", "kim"), sets, strict=True))
+    data = from_dataset(by_name, partition=Natural(), test=_dataset(3), seed=0)
+    assert _rows(data) == expected
+    assert data.names is not None
+    assert data.names.tolist() == ["zoe", "ada", "kim"]
+
+
+def test_a_list_of_pairs_is_one_dataset() -> None:
+    """Its items are examples, not clients."""
+    pairs: list[Any] = [(torch.zeros(2), 0), (torch.ones(2), 1), (torch.ones(2), 1)]
+    data = from_dataset(pairs, labels=[0, 1, 1], partition=Iid(2), test=pairs, seed=0)
+    assert data.population.num_clients == 2
+
+
+def test_clients_of_a_dataset_that_cannot_be_had_are_refused_in_words() -> None:
+    """With the remedy."""
+
+    def made(dataset: Any, partition: Any, **more: Any) -> FederatedData:
+        return from_dataset(dataset, partition=partition, test=_dataset(3), seed=0, **more)
+
+    refused: dict[str, Callable[[], FederatedData]] = {
+        "do not say whose they are.*groups=": lambda: made(_dataset(6), Natural()),
+        "read the dataset into arrays": lambda: made(
+            _dataset(6), Bootstrap(num_clients=2, examples_per_client=2), labels=[0] * 6
+        ),
+        "Iid divides by labels, but none are given": lambda: made(_dataset(6), Iid(2)),
+        "several datasets are one client each": lambda: made(_sets(2, 1), Iid(2), labels=[0] * 3),
+        r"client 1 \('ada'\) has no examples": lambda: made(
+            {"kim": _sets(2)[0], "ada": _sets(0)[0]}, Natural()
+        ),
+        "client id of row 1 is 1.5": lambda: made(dict.fromkeys([1, 1.5], _sets(2)[0]), Natural()),
+        "the dataset is a .*, not a map-style dataset": lambda: made(iter(_dataset(3)), Natural()),
+    }
+    for message, make in refused.items():
+        with pytest.raises(DataError, match=message):
+            make()
+
+
+def test_a_label_beyond_those_of_the_test_set_is_named_with_its_client() -> None:
+    """Where no labels were given, the test set says how many classes there are."""
+    sets = {"ada": _sets(2)[0], "kim": TensorDataset(torch.zeros(2, 1), torch.tensor([0, 7]))}
+    data = from_dataset(sets, partition=Natural(), test=_dataset(3), seed=0)
+    with pytest.raises(DataError, match=r"row 3 of client 1 \('kim'\) has the label 7"):
+        data.population.load(np.array([1]))
+
+
+@pytest.mark.parametrize("as_npz", [False, True])
+def test_users_with_a_row_each_are_not_lost_to_the_test_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_npz: bool
+) -> None:
+    """Each keeps one example for training, and a warning says so; others are held out as ever."""
+    users = np.concatenate([np.repeat(np.arange(60), 12), np.arange(60, 100)])
+    names = np.array([f"user-{user:03d}" for user in users])
+    x, y = np.arange(760.0)[:, None], np.arange(760) % 2
+    if as_npz:
+        np.savez(tmp_path / "d.npz", allow_pickle=False, x=x, y=y, who=names)
+        data = from_npz(
+            *(tmp_path / "d.npz",),
+            features="x",
+            labels="y",
+            groups="who",
+            test=0.2,
+            partition=Natural(),
+            seed=0,
+        )
+    else:
+        data = from_arrays(x, y, groups=names, partition=Natural(), test_fraction=0.2, seed=0)
+    assert data.names is not None
+    assert data.names.tolist() == np.unique(names).tolist()
+    num_held_out = len(data.test.labels)
+    assert data.population.num_examples(np.arange(100)).sum() + num_held_out == 760
+    unmoved = from_arrays(x, y, partition=Iid(3), test_fraction=0.2, seed=0)
+    given_back = set(only(unmoved.test.features)[:, 0].tolist()) - set(
+        only(data.test.features)[:, 0].tolist()
+    )
+    assert {users[int(row)] >= 60 for row in given_back} == {True}
+    assert f"all examples of {len(given_back)} of 100 clients, such as user-0" in (
+        capsys.readouterr().out
+    )
+
+
+def test_no_warning_where_no_user_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    """Users with examples enough are divided as they were."""
+    plain = _from_arrays()
+    grouped = _from_arrays(groups=np.arange(60) // 20, partition=Natural())
+    assert torch.equal(only(plain.test.features), only(grouped.test.features))
+    assert "clients_keep" not in capsys.readouterr().out

@@ -1,11 +1,16 @@
 """Splitting rules: sizes, skew, names, and what cannot be divided."""
 
+import tracemalloc
+from typing import Any
+from uuid import UUID
+
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partition, Shards
+from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partition, Shards, checked_ids
 
 _LABELS = np.repeat(np.arange(10), 100)
 
@@ -107,7 +112,7 @@ def test_ids_of_another_length_or_kind_are_refused() -> None:
     """One id an example, an integer or a string."""
     with pytest.raises(DataError, match="one id an example"):
         ByIds(np.arange(3)).split(np.zeros(4), seed=Seed(0))
-    with pytest.raises(DataError, match="integers or strings"):
+    with pytest.raises(DataError, match=r"row 0 is 0.0, a float; give integers or texts"):
         ByIds(np.linspace(0.0, 1.0, 4)).split(np.zeros(4), seed=Seed(0))
 
 
@@ -130,3 +135,111 @@ def test_a_hopeless_dirichlet_is_refused_after_a_few_draws() -> None:
         hopeless.split(_LABELS, seed=Seed(0))
     with pytest.raises(DataError, match=r"^1000 draws .* smallest client had at most"):
         Dirichlet(num_clients=6, alpha=0.05, min_examples=160).split(_LABELS, seed=Seed(0))
+
+
+_TEXTS = ["zoe", "ada", "zoe", "kim"]
+
+
+def _column(kind: str, values: list[Any]) -> Any:  # Any: a column of another library
+    """Return values as a library has a column of them."""
+    library, _, dtype = kind.partition(":")
+    match library:
+        case "pandas":
+            return pytest.importorskip("pandas").Series(values, dtype=dtype or None)
+        case "polars":
+            return pytest.importorskip("polars").Series(values)
+        case "pyarrow":
+            array = pa.array(values)
+            return array.dictionary_encode() if dtype == "dictionary" else array
+        case "chunked":
+            return pa.chunked_array([values[:1], values[1:]])
+        case "numpy":
+            return np.array(values, dtype=dtype)
+        case _:
+            return tuple(values) if library == "tuple" else values
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("list", "tuple", "numpy:object", "numpy:U", "numpy:T", "pyarrow", "pyarrow:dictionary"),
+        *("chunked", "polars", "pandas", "pandas:object", "pandas:category"),
+        *("pandas:string[python]", "pandas:string[pyarrow]"),
+    ],
+)
+def test_a_column_of_texts_names_the_clients(kind: str) -> None:
+    """However a library has it, in the order of the texts."""
+    partition = ByIds(_column(kind, _TEXTS)).split(np.zeros(4), seed=Seed(0))
+    assert partition.names is not None
+    assert partition.names.tolist() == ["ada", "kim", "zoe"]
+    assert [partition.rows_of(client).tolist() for client in range(3)] == [[1], [3], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("list", "numpy:object", "numpy:int16", "numpy:>i8", "pyarrow", "chunked", "polars"),
+        *("pandas", "pandas:Int64", "pandas:category"),
+    ],
+)
+def test_integers_with_gaps_and_signs_name_the_clients(kind: str) -> None:
+    """They are not numbers of clients."""
+    partition = ByIds(_column(kind, [70, -3, 70, 4])).split(np.zeros(4), seed=Seed(0))
+    assert partition.names is not None
+    assert partition.names.tolist() == [-3, 4, 70]
+    assert partition.rows_of(2).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("values", [["a", "b", None], [1, 2, None]])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("list", "numpy:object", "pyarrow", "pyarrow:dictionary", "chunked", "polars", "pandas"),
+        *("pandas:object", "pandas:category", "pandas:string[python]", "pandas:string[pyarrow]"),
+        "pandas:Int64",
+    ],
+)
+def test_a_missing_id_is_refused_by_its_row(kind: str, values: list[Any]) -> None:
+    """Rows without an owner would be one client together."""
+    if (values[0] == "a") == (kind == "pandas:Int64") or (values[0] == 1 and "string" in kind):
+        pytest.skip("no such column")
+    with pytest.raises(DataError, match="row 2 has no client id"):
+        ByIds(_column(kind, values)).split(np.zeros(3), seed=Seed(0))
+
+
+def test_a_masked_id_is_missing() -> None:
+    """What a mask hides is no name."""
+    ids = np.ma.masked_array([1, 2, 3], mask=[False, True, False])
+    with pytest.raises(DataError, match="row 1 has no client id"):
+        ByIds(ids).split(np.zeros(3), seed=Seed(0))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, "a", 2], "row 0 is 1, of row 1 'a': integer and text; make them alike"),
+        (["a", b"a", "b"], "row 0 is 'a', of row 1 b'a': text and bytes"),
+        ([True, False, True], "row 0 is True, a bool; give integers or texts"),
+        (np.array([True, False, True]), "row 0 is True, a bool"),
+        ([1, 2.0, 3], "row 1 is 2.0, a float"),
+        ([UUID(int=1)] * 3, r"row 0 is UUID\('0.*1'\), a UUID"),
+        (np.array(["2026-01-01"] * 3, "datetime64[D]"), "row 0 is datetime.date.*, a date"),
+        (np.array(["NaT"] * 3, "datetime64[s]"), "row 0 has no client id"),
+        ([2**70, 1, 2], "integers of more than 64 bits"),
+        ([["a", "b"], ["a", "b"], ["a", "b"]], r"shape \(3, 2\) for 3 examples"),
+    ],
+)
+def test_what_names_nobody_is_refused_in_words(ids: Any, message: str) -> None:
+    """With the row and the remedy."""
+    with pytest.raises(DataError, match=message):
+        ByIds(ids).split(np.zeros(3), seed=Seed(0))
+
+
+def test_a_long_text_costs_no_memory_for_the_others() -> None:
+    """As numpy's texts of one width would: 4 MB an id here."""
+    ids = ["x" * 1_000_000, *map(str, range(999))]
+    tracemalloc.start()
+    checked_ids(ids, num_examples=1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000

@@ -81,7 +81,7 @@ def misfit(chain: Chain, *, objective: Objective, features: Features, labels: Te
         outputs = chain.shapes(tuple(tensor.shape[1:]))[-1]
     except (DataError, ValueError) as error:
         return str(error)
-    if tensor.dtype != chain.layout.dtype:
+    if tensor.is_complex() or tensor.dtype == torch.bool:
         return f"features are {tensor.dtype}, the model is {chain.layout.dtype}"
     if len(outputs) != 1:
         return f"the model returns shape {outputs} an example, not one logit a class"

@@ -361,7 +361,7 @@ class GatherMatrices:
     def __call__(self, features_NF: Tensor, rows_KB: Tensor) -> Tensor:
         """Return the rows of ``features_NF``."""
         rows = rows_KB.reshape(-1)
-        torch.index_select(features_NF, 0, rows, out=self._x.view(len(rows), -1))
+        _gather(features_NF, rows, out=self._x.view(len(rows), -1))
         return self._x
 
 
@@ -375,8 +375,16 @@ class GatherImages:
     def __call__(self, features_NF: Tensor, rows_KB: Tensor) -> Tensor:
         """Return the rows of ``features_NF`` as images."""
         rows = rows_KB.t().reshape(-1)
-        torch.index_select(features_NF, 0, rows, out=self._rows.view(len(rows), -1))
+        _gather(features_NF, rows, out=self._rows.view(len(rows), -1))
         return self._x.copy_(self._rows.view(self._x.shape))
+
+
+def _gather(features_NF: Tensor, rows: Tensor, *, out: Tensor) -> None:
+    """Write these rows to ``out``, in the dtype of ``out``."""
+    if features_NF.dtype == out.dtype:
+        torch.index_select(features_NF, 0, rows, out=out)
+    else:
+        out.copy_(features_NF.index_select(0, rows))
 
 
 class CrossEntropyHead:

@@ -1,0 +1,140 @@
+"""In which dtype a model takes its features.
+
+Features keep the dtype of the data in memory: images in uint8 take a quarter of what they take in
+float32. A batch of them becomes what the model takes. Floats become the model's own floats. For
+integers the model decides: pixels become floats, their values unchanged, and the tokens of an
+embedding stay integers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, product
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fedlearn.core.features import Features, arguments, cut, in_dtypes, mapped, named, tensors_of
+from fedlearn.core.params import Layout
+from fedlearn.errors import DataError
+from fedlearn.training.keyed_dropout import global_generator, untouched
+
+#: Integers that arithmetic would overflow: as floats if the model takes them, else widened.
+_NARROW = {torch.uint8, torch.int8, torch.int16, torch.uint16}
+#: Examples that a model is tried on.
+_TRIED = 2
+
+
+class InputCast:
+    """Gives a module its features in the dtypes that it takes.
+
+    Integers are tried on a few examples, once for each combination of dtypes: in evaluation mode,
+    in a forward pass that leaves no trace in the module.
+
+    Args:
+        module: The model.
+        layout: Of the module.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self._module, self._layout = module, layout
+        self._chosen = dict[tuple[torch.dtype, ...], Sequence[torch.dtype]]()
+
+    def __call__(self, features: Features) -> Features:
+        """Return the features, themselves where they have the dtype that the module takes."""
+        return in_dtypes(features, self.dtypes(features))
+
+    def dtypes(self, features: Features) -> Sequence[torch.dtype]:
+        """Return the dtypes in which the module takes inputs like these, in the order of `named`.
+
+        Args:
+            features: Of one example at least: [N, ...] each.
+        """
+        own = tuple(tensor.dtype for tensor in tensors_of(features))
+        if own not in self._chosen:
+            self._chosen[own] = self._choice(features, own)
+        return self._chosen[own]
+
+    def _choice(self, features: Features, own: Sequence[torch.dtype]) -> Sequence[torch.dtype]:
+        choices = list(product(*map(self._candidates, own)))
+        if len(choices) == 1:
+            return choices[0]
+        few = cut(features, slice(_TRIED))
+        values = chain(self._module.parameters(), self._module.buffers(), tensors_of(few))
+        device = next(values).device
+        for dtypes in choices:
+            # Copies: a forward may write to its inputs.
+            copies = mapped(lambda tensor: tensor.to(device, copy=True), few)
+            if self._takes(in_dtypes(copies, dtypes)):
+                return dtypes
+        return own  # training then meets the error of the user's own code
+
+    def _candidates(self, own: torch.dtype) -> Sequence[torch.dtype]:
+        """Return the dtypes to try for an input, the preferred one first."""
+        floats = self._layout.common_dtype or self._layout.dtype
+        if own.is_floating_point:
+            # A module of several dtypes converts by itself, but from no wider one than it has.
+            is_left_alone = self._layout.common_dtype is None and own != torch.float64
+            return [own if is_left_alone else floats]
+        if own in (torch.bool, torch.complex64, torch.complex128):
+            return [own]
+        wide = [own] if own == torch.int64 else [torch.int64]
+        return [floats, *wide] if own in _NARROW else list(dict.fromkeys([own, *wide, floats]))
+
+    @torch.no_grad()
+    def _takes(self, features: Features) -> bool:
+        """Whether a forward pass on these examples succeeds."""
+        buffers = {name: value.clone() for name, value in self._module.named_buffers()}
+        args, kwargs = arguments(features)
+        device = tensors_of(features)[0].device
+        with untouched(global_generator(device)), _evaluating(self._module):
+            try:
+                functional_call(self._module, buffers, args, kwargs)
+            except Exception:  # noqa: BLE001 - the user's code says no as it pleases
+                return False
+        return True
+
+    def require_range(self, features: Features, *, what: str) -> None:
+        """Refuse floats that would be infinite in the dtype that the module takes.
+
+        Args:
+            features: Finite: [N, ...] each.
+            what: Whose they are, in a message.
+
+        Raises:
+            DataError: There are some.
+        """
+        for (name, tensor), dtype in zip(
+            named(features).items(), self.dtypes(features), strict=True
+        ):
+            if tensor.dtype == dtype or not (tensor.is_floating_point() and tensor.numel()):
+                continue
+            largest = float(torch.stack(tensor.aminmax()).abs().max())
+            if largest > torch.finfo(dtype).max:
+                raise DataError(
+                    f"{name} of {what} reach {largest:g} in {tensor.dtype}, and the model's "
+                    f"{dtype} ends at {torch.finfo(dtype).max:g}; scale them, or take a model in "
+                    f"{tensor.dtype}"
+                )
+
+    def note(self, features: Features) -> str | None:
+        """Return what to print where integers reach the model as floats, else ``None``."""
+        pairs = zip(named(features).items(), self.dtypes(features), strict=True)
+        changed = [
+            f"{name} are {tensor.dtype} in memory and {dtype} in a batch: values are not scaled"
+            for (name, tensor), dtype in pairs
+            if not tensor.is_floating_point() and dtype.is_floating_point
+        ]
+        return ", ".join(changed).replace("torch.", "") or None
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode; each layer has its own mode again at the end."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
