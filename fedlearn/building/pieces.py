@@ -1,11 +1,9 @@
 """The pieces of a run, before they are given workers or a channel, and a store."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
-
-from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.late_updates import LateUpdates
@@ -18,6 +16,7 @@ from fedlearn.building.secure import secure_plan
 from fedlearn.config.pieces import built
 from fedlearn.config.tree import Config, EarlyStoppingSection
 from fedlearn.core.distribution import NUM_CLIENTS, Direction, split
+from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
@@ -49,7 +48,7 @@ class Pieces:
     """The pieces of a run, before they are given workers or a channel, and a store.
 
     Attributes:
-        make_model: Builds the network; called in every process.
+        make_model: Builds the network.
         objective: Loss and metrics.
         metrics: Measures of whole sets, by name.
         test: What the model is measured on centrally; ``None``: the coordinator has no data, and
@@ -62,7 +61,7 @@ class Pieces:
         own: Whose examples the coordinator trains on by itself; ``None``: nobody's.
     """
 
-    make_model: Callable[[], nn.Module]
+    make_model: ModelFactory
     objective: Objective
     metrics: Mapping[str, Metric]
     test: Examples | None

@@ -20,6 +20,7 @@ from fedlearn.building.training import training_of
 from fedlearn.client.policy import SecureAggregationPolicy
 from fedlearn.config.tree import Config
 from fedlearn.core.messages import Scalar
+from fedlearn.core.model_factory import ModelFactory
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.behaviour import ClientBehaviour, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -122,7 +123,7 @@ def around(
     if devices is None and not pooled:
         devices = config.devices.modelled(data.population, data_dir=data_dir)
     pieces = Simulation(
-        make_model=make_model,
+        make_model=ModelFactory.of(make_model),
         objective=objective,
         metrics={} if metrics is None else metrics,
         test=data.test,

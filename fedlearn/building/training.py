@@ -1,11 +1,11 @@
 """What is trained, and how: network, loss, measures, algorithm."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
@@ -13,6 +13,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.training import Loss, MetricSection, Model, PythonModel
 from fedlearn.config.tree import Config
 from fedlearn.core.features import named
+from fedlearn.core.model_factory import ModelFactory
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.sources import Examples
@@ -22,7 +23,7 @@ _COPIES = 3
 
 
 class _Trained(TypedDict):
-    make_model: Callable[[], nn.Module]
+    make_model: ModelFactory
     objective: Objective
     metrics: Mapping[str, Metric]
     algorithm: Strategy
@@ -40,8 +41,8 @@ def training_of(config: Config, data: FederatedData | None) -> _Trained:
     }
 
 
-def model_factory(config: Config, data: FederatedData | None) -> Callable[[], nn.Module]:
-    """Return a function that builds the network, shaped for ``data``, if there are any.
+def model_factory(config: Config, data: FederatedData | None) -> ModelFactory:
+    """Return what builds the network, shaped for ``data``, if there are any.
 
     Raises:
         ConfigError: It cannot take the data, or a factory cannot be imported or called.
@@ -52,13 +53,13 @@ def model_factory(config: Config, data: FederatedData | None) -> Callable[[], nn
         _require_one_input(model, data.test)
         outputs = _num_outputs(config.loss, data.test)
         shaped = {"feature_shape": data.feature_shape, "num_outputs": outputs}
-    made: Callable[[], nn.Module] = model.build(**shaped)
+    made = ModelFactory.of(model.build(**shaped))
     if shaped:
         _require_memory(made, model)
     return made
 
 
-def _require_memory(make_model: Callable[[], nn.Module], model: Model) -> None:
+def _require_memory(make_model: ModelFactory, model: Model) -> None:
     """Refuse a model that this machine cannot hold, before it is told so by the kernel."""
     with torch.device("meta"):  # shapes without memory
         parameters = list(make_model().parameters())

@@ -95,15 +95,17 @@ class Run:
         """Return the trained network in evaluation mode: the best, or the last.
 
         Raises:
-            ConfigError: Nobody says how the network is built.
+            ConfigError: No function builds the network, or it keeps a network that cannot be
+                copied.
             ValueError: It is not the network that was trained.
         """
-        from fedlearn.core.params import Params  # noqa: PLC0415 (it takes torch)
+        from fedlearn.core.model_factory import ModelFactory  # noqa: PLC0415 (it takes torch)
+        from fedlearn.core.params import Params  # noqa: PLC0415 (likewise)
 
         build = make_model or self.make_model
         if build is None:
             raise ConfigError(f"{self.name}: pass make_model, the function that builds the network")
-        model, weights = build(), self.weights(best=best)
+        model, weights = ModelFactory.of(build)(), self.weights(best=best)
         like = Params.of(model)
         missing = sorted((like.named().keys() | like.layout.aliases.keys()) ^ weights.keys())
         if missing:

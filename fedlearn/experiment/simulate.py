@@ -138,7 +138,10 @@ def simulate(
     """Run a federated simulation on a model, data and algorithm of your own.
 
     Args:
-        make_model: Builds the network; called once in every process.
+        make_model: Builds the network, always of the same layers. It is called several times in
+            every process: to choose an executor, to train, to evaluate, once a round for
+            ``callbacks``, and by ``Run.load_model``. A network that you keep, whole or in part, is
+            copied each time: training leaves yours as it is.
         data: Clients and test set.
         algorithm: For example ``FedAvg(LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))``, or
             an asynchronous one such as ``FedBuff(..., buffer_size=10, concurrency=20,

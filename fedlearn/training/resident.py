@@ -46,6 +46,7 @@ from fedlearn.algorithms.objectives import (
 )
 from fedlearn.algorithms.settings import is_own
 from fedlearn.core.features import Features, arguments, called, cut, mapped, one_tensor
+from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed, global_generators_kept, seed_global_generators
 from fedlearn.training import memory_format
@@ -171,7 +172,8 @@ class ResidentModel:
         metrics: Measures of whole sets, by name; ``None``: no more than the objective's.
 
     Raises:
-        ConfigError: The objective does not declare its measures, or a name is malformed or taken.
+        ConfigError: The objective does not declare its measures, a name is malformed or taken, or
+            the module is in use elsewhere and cannot be copied.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class ResidentModel:
     ) -> None:
         self.measures = Measures(objective, metrics or {})
         with untouched(torch.default_generator):
-            self.module = make_model()
+            self.module = ModelFactory.of(make_model)()
         self.layout = Layout.of(self.module)
         self.module.to(device=device).train()
         self.inputs = InputCast(self.module, self.layout)

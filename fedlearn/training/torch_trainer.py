@@ -142,7 +142,8 @@ class TorchTrainer:
         comes out.
 
         Args:
-            make_model: Builds the network, as the coordinator does.
+            make_model: Builds the network, as the coordinator does; called once. A network that you
+                keep, whole or in part, is copied: training leaves yours as it is.
             examples: Features [n, ...], or a map-style dataset of pairs (features, label) that
                 is read batch by batch and may be larger than memory. Features that are a tuple
                 of tensors are the positional, a dict the keyword arguments of the forward.
@@ -163,8 +164,8 @@ class TorchTrainer:
             transforms: Likewise what it may have done to an update before it leaves the client.
 
         Raises:
-            ConfigError: The objective does not declare its measures, or a metric's name is
-                malformed or taken.
+            ConfigError: The objective does not declare its measures, a metric's name is malformed
+                or taken, or you keep the network and it cannot be copied.
             DataError: There are no examples, or not one label each.
             ValueError: The device or the precision is unknown, a number is below 1, or batches are
                 to be cut whose loss couples the examples.

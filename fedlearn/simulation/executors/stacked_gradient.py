@@ -26,6 +26,7 @@ from fedlearn.core.features import (
     taken,
     tensors_of,
 )
+from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.training.input_dtypes import InputCast
@@ -215,7 +216,7 @@ class BlockGradient:
         by_example: bool = False,
     ) -> None:
         with untouched(torch.default_generator):
-            self.module = make_model()
+            self.module = ModelFactory.of(make_model)()
         self.layout = Layout.of(self.module)
         self.module.to(device=device).train()
         self.dropouts = KeyedDropouts(self.module)
