@@ -126,7 +126,10 @@ class Aggregate:
     Attributes:
         lanes: By lane the aggregated vector: the mean over clients, or what the rule makes of them.
         num_clients: How many contributed, >= 1.
+        num_clipped: How many of them were scaled down to the bounds of a secure sum; ``None``:
+            nobody may know.
     """
 
     lanes: Lanes
     num_clients: int
+    num_clipped: int | None = None

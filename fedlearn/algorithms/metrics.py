@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.objectives import IGNORED, Objective, positive, require_one_each
+from fedlearn.core.collecting import NUM_CLIPPED
 from fedlearn.core.distribution import Direction
 from fedlearn.errors import ConfigError
 
@@ -173,13 +174,17 @@ class Measures:
 
 
 #: What records say under these names of every run, and no measure of the user's.
-RESERVED = frozenset({"epsilon", "train_loss"})
+_RESERVED = {
+    "epsilon": "the privacy spent",
+    "train_loss": "the mean loss of clients' training",
+    NUM_CLIPPED: "how many updates were scaled down to fit a secure sum",
+}
+RESERVED = frozenset(_RESERVED)
 
 
 def reserved(name: str) -> str:
     """Return what is wrong with one of the :data:`RESERVED` names."""
-    meaning = "the privacy spent" if name == "epsilon" else "the mean loss of clients' training"
-    return f"{name!r} is {meaning} in records; give another name"
+    return f"{name!r} is {_RESERVED[name]} in records; give another name"
 
 
 def require_name(name: str, *, taken: tuple[str, ...]) -> None:

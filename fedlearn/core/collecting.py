@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # who only lists clients does not wait for numpy
 #: Characters of a failure's reason that are kept: a peer chooses them.
 MAX_REASON = 300
 
+#: The metric of a round with a secure sum: reports that were scaled down, where that may be known.
+NUM_CLIPPED = "num_clipped"
+
 
 class Status(StrEnum):
     """What became of a client that was asked."""

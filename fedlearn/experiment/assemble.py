@@ -578,7 +578,7 @@ def _sessions(
     simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
     locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])
     require_travels(locals_, strategy.transforms)
-    channel = SimulatedSessions(
+    sessions = SimulatedSessions(
         population,
         behaviour,
         simulation.make_trainer or trainers_on(model, local_updates=own_classes(locals_)),
@@ -587,7 +587,8 @@ def _sessions(
         identities=simulated,
         transforms=own_transforms(strategy.transforms),
         dtype=model.layout.dtype,
-    ).channel()
+    )
+    channel = sessions.channel()
     identities = None
     if simulated is not None:
         identities = Identities(
@@ -597,7 +598,12 @@ def _sessions(
             sends_directory=False,
         )
     collector = over_channel(simulation, channel, identities)
-    return channel, SessionCollector(inner=collector, sessions=SessionsKept(channel))
+    is_told = plan is not None and plan.noise_multiplier is None
+    return channel, SessionCollector(
+        inner=collector,
+        sessions=SessionsKept(channel),
+        clipped=sessions.clipped if is_told else None,
+    )
 
 
 def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from pydantic_core import to_jsonable_python
 
-from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.collecting import NUM_CLIPPED, Participation, Status
 from fedlearn.core.distribution import NUM_CLIENTS, Direction, sign, split
 from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
@@ -298,6 +298,7 @@ class Summary:
             kept: each was asked once, and has two.
         num_skipped: Rounds that left the model as it was.
         num_retries: Further attempts, all rounds together.
+        num_clipped: Reports that were scaled down to fit a secure sum; 0 also where nobody knows.
         reasons: Failure reasons and how often, the most frequent first.
         privacy: What was spent of its clients, where the reader is told; else ``None``.
     """
@@ -314,6 +315,7 @@ class Summary:
     again: Counts
     num_skipped: int
     num_retries: int
+    num_clipped: int
     reasons: tuple[tuple[str, int], ...]
     privacy: Spending | None = None
 
@@ -370,7 +372,11 @@ class Summary:
 
     def central_metrics(self) -> dict[str, float]:
         """Return the metrics of the last evaluation that are not per client."""
-        return {k: v for k, v in self.metrics.items() if not k.startswith("clients/")}
+        return {
+            name: value
+            for name, value in self.metrics.items()
+            if not name.startswith("clients/") and name != NUM_CLIPPED
+        }
 
 
 def staleness_text(staleness: Mapping[int, int]) -> str:
@@ -412,6 +418,7 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         again=Counts.of_all(_again(record, participations)),
         num_skipped=sum(one.outcome is Outcome.SKIPPED for one in rounds),
         num_retries=sum(one.attempt for one in rounds),
+        num_clipped=round(sum(one.metrics.get(NUM_CLIPPED, 0.0) for one in rounds)),
         reasons=tuple(reasons.most_common()),
     )
 

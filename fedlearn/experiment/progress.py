@@ -14,7 +14,7 @@ from typing import IO, NamedTuple, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from fedlearn.core.collecting import Status
+from fedlearn.core.collecting import NUM_CLIPPED, Status
 from fedlearn.core.distribution import NUM_CLIENTS, sign
 from fedlearn.core.words import printable
 from fedlearn.errors import OutputClosed
@@ -76,12 +76,28 @@ class _Lines:
         self._num_rounds = 0
         self._is_deployed = False  # then no time is virtual
         self._metric = "accuracy"
+        self._clip_norm: object = None  # of secure aggregation
         #: What it came to, once that is told.
         self.ended: Summary | None = None
 
     def _begin(self, record: RunRecord, path: Path) -> None:
         self.run, self.path, self._num_rounds = record.name, path, record.num_rounds
         self._is_deployed, self._metric = record.is_deployed, leading_metric(record)
+        section = record.config.get("secure_aggregation")
+        self._clip_norm = section.get("clip_norm") if isinstance(section, Mapping) else None
+
+    def _clip_advice(self, record: RoundRecord) -> str:
+        """Return what to do if most updates of the first round were scaled down."""
+        num_clipped = _num_clipped(record)
+        if record.round_num or not num_clipped:
+            return ""
+        num_reported = Counts.of(record).reported
+        if 2 * num_clipped <= num_reported:
+            return ""
+        return (
+            f"{num_clipped} of {num_reported} updates were scaled down to the bounds of the secure "
+            f"sum; raise secure_aggregation.clip_norm, which is {self._clip_norm}"
+        )
 
     def _write(self, line: str, *, then: str = "") -> None:
         """Write a line, and what begins the next one for now."""
@@ -157,7 +173,7 @@ class PlainProgress(_Lines):
         """Write a line with every fact of the round."""
         counts = Counts.of(record)
         virtual = "" if self._is_deployed else f" virtual_s={record.virtual_s:.1f}"
-        spent = record.metrics.get("epsilon")
+        spent, num_clipped = record.metrics.get("epsilon"), _num_clipped(record)
         self._write(
             f"round {record.round_num + 1}/{self._num_rounds}"
             f" {printable(self._metric)}={number_text(headline(record.metrics, self._metric))}"
@@ -166,9 +182,12 @@ class PlainProgress(_Lines):
             f" reported={counts.reported} late={counts.late} failed={counts.failed}"
             f"{f' stale={counts.stale}' if record.staleness else ''}"
             f"{virtual} seconds={record.seconds:.3f}"
+            f"{f' clipped={num_clipped}' if num_clipped else ''}"
             f" retries={record.attempt} outcome={record.outcome.value}"
             f"{'' if spent is None else f' epsilon={spent:.4g}'}"
         )
+        if advice := self._clip_advice(record):
+            self._write(f"note: {advice}")
 
     def end(self, summary: Summary) -> None:
         """Write what the run came to."""
@@ -316,6 +335,8 @@ class TerminalProgress(_Lines):
         if (epsilon := record.metrics.get("epsilon")) is not None:
             line += f"  {self._dim(f'ε {epsilon:.3g}{self._budget}')}"
         bar = "" if self._is_deployed else self._left.bar(record, lambda: self._console.width)
+        if advice := self._clip_advice(record):
+            line += f"\n{self._late(advice)}"
         self._write(f"{self._without_bar()}{line}", then=self._dim(bar) if bar else "")
         self._has_bar = bool(bar)
 
@@ -353,7 +374,14 @@ def _remark(record: RoundRecord) -> str:
     retries = [_counted(record.attempt, "retry", "retries")] if record.attempt else []
     num_stale = record.count(Status.STALE)
     stale = [f"{num_stale} stale"] if num_stale else []
-    return ", ".join(skipped + retries + stale)
+    num_clipped = _num_clipped(record)
+    clipped = [f"{num_clipped} scaled down"] if num_clipped else []
+    return ", ".join(skipped + retries + stale + clipped)
+
+
+def _num_clipped(record: RoundRecord) -> int:
+    """Return how many reports were scaled down to fit a secure sum; 0 also if nobody knows."""
+    return round(record.metrics.get(NUM_CLIPPED, 0.0))
 
 
 # ---- The end ------------------------------------------------------------------------------
@@ -417,6 +445,9 @@ def _trouble(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "skipped", _counted(summary.num_skipped, "round", "rounds")
     if summary.num_retries:
         yield "retries", str(summary.num_retries)
+    if summary.num_clipped:
+        text = f"{summary.num_clipped} of {summary.counts.reported} updates, to fit the secure sum"
+        yield "scaled", f"{text}; secure_aggregation.clip_norm bounds them"
     for reason, count in summary.reasons[:_TOP_REASONS]:
         text = printable(reason or "no reason given")[:_REASON_CHARACTERS]
         yield "failed", f"{count} x {text}"

@@ -147,6 +147,8 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
     yield "clients seen", f"{summary.num_clients:,}", f"asked {asked:,} times"
     share = f"{100 * summary.num_in_time / asked:.0f} % reported in time" if asked else ""
     yield "reports", f"{summary.counts.reported:,}", share
+    if summary.num_clipped:
+        yield "scaled down", f"{summary.num_clipped:,}", "updates, to fit the secure sum"
 
 
 def _interruptions(summary: Summary) -> str:

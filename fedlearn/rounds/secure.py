@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.messages import (
@@ -72,6 +72,10 @@ MessageT = TypeVar("MessageT")
 
 
 _FALSE_SHARE = f"at the stage `{Stage.UNMASK}`: a false share: it lied, or who dealt it"
+
+
+#: Of the clip norm: a mean that is longer shows that most updates were.
+_NEAR_CLIP = 0.9
 
 
 def _never() -> bool:
@@ -188,12 +192,31 @@ class SecureCollector:
                 _log.warning("false_shares", round_num=request.round_num, client_ids=suspects)
             if len(outcome.survivors) >= self.policy.min_reports:
                 aggregate = released
+                self._look_at_clip(released, request)
         return Collected(
             aggregate=aggregate,
             participations=Participations.of(rows),
             duration_s=session.elapsed_s,
             culprits=culprits,
         )
+
+    def _look_at_clip(self, released: Aggregate, request: RoundRequest) -> None:
+        """Log a mean nearly as long as the clip: then most updates were, and were scaled down.
+
+        That is all the coordinator may know of it. How many were scaled down would take a lane of
+        its own, and tell something about single clients that the sum of updates does not.
+        """
+        parameters = self.plan.vector_lanes(request.params.layout)[DELTA.name][0]
+        mean = released.lanes[DELTA.name][: parameters.size]
+        norm = float(torch.linalg.vector_norm(mean))
+        if self.plan.noise_multiplier is None and norm > _NEAR_CLIP * self.plan.clip_norm:
+            _log.warning(
+                "mean_near_clip_norm",
+                round_num=request.round_num,
+                norm=norm,
+                clip_norm=self.plan.clip_norm,
+                advice="most updates were scaled down; raise secure_aggregation.clip_norm",
+            )
 
     def session(self, cohort: Sequence[ClientId], round_num: int, attempt: int) -> "SessionCourse":
         """Return the exchanges of a session with a cohort, none of which has begun."""

@@ -292,18 +292,19 @@ class SecurePlan:
         )
 
 
-def clipped(values: Tensor, bound: float) -> Tensor:
-    """Return ``values``, scaled down to an L2 norm of ``bound`` if it is larger; float64.
+def clip(values: Tensor, bound: float) -> tuple[Tensor, bool]:
+    """Return ``values`` in float64, with an L2 norm of at most ``bound``, and whether it was more.
 
     A value that is not finite stays so, for fixed point to refuse.
 
     Example:
-        >>> clipped(torch.tensor([3.0, 4.0]), 2.5).tolist()
-        [1.5, 2.0]
+        >>> values, was_longer = clip(torch.tensor([3.0, 4.0]), 2.5)
+        >>> values.tolist(), was_longer
+        ([1.5, 2.0], True)
     """
     values = values.double()
     norm = float(torch.linalg.vector_norm(values))
-    return values if norm <= bound else values * (bound / norm)
+    return (values, False) if norm <= bound else (values * (bound / norm), True)
 
 
 def request_hash(work: TrainRequest | EvaluateRequest) -> bytes:

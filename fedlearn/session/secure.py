@@ -33,7 +33,7 @@ from fedlearn.secagg.plan import (
     NUM_EXAMPLES,
     PARAMETERS,
     STATISTICS,
-    clipped,
+    clip,
     noticed_hash,
 )
 from fedlearn.secagg.session import Session
@@ -213,17 +213,23 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
         NUM_EXAMPLES: float(update.num_examples),
     }
     values: dict[str, NDArray[np.floating]] = {}
-    vectors = _vectors(terms, update)
+    vectors, clipped = _vectors(terms, update), list[str]()
     for lane in terms.lanes:
         if lane.role is LaneRole.VECTOR:
-            values[lane.name] = clipped(vectors[lane.name].detach().cpu(), lane.bound).numpy()
+            vector, was_longer = clip(vectors[lane.name].detach().cpu(), lane.bound)
+            values[lane.name] = vector.numpy()
+            clipped += [lane.name] * was_longer
         elif lane.role is LaneRole.METRIC:
             if lane.name not in metrics:
                 raise ValueError(f"the terms ask for a metric {lane.name!r} that is unknown")
             bounded = min(max(metrics[lane.name], -lane.bound), lane.bound)
             values[lane.name] = np.array([bounded])
-    weight = min(update.num_examples, terms.max_weight)
-    return Contribution(values=values, weight=weight, request_hash=terms.request_hash)
+    return Contribution(
+        values=values,
+        weight=min(update.num_examples, terms.max_weight),
+        request_hash=terms.request_hash,
+        clipped=tuple(clipped),
+    )
 
 
 def measured(terms: Terms, reply: EvaluateReply) -> Contribution:

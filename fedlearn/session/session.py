@@ -1,7 +1,7 @@
 """One client's side of the protocol; the same code simulated and deployed."""
 
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from mmap import mmap
 
@@ -70,6 +70,14 @@ def tell_nobody(words: str) -> None:
     """Tell nobody of a failure: it is in the log."""
 
 
+def log_clipped(lanes: Sequence[str]) -> None:
+    """Write which lanes of this client's update were scaled down, if any, on this device alone."""
+    if not lanes:
+        return
+    advice = "the coordinator may raise secure_aggregation.clip_norm"
+    structlog.get_logger(__name__).info("update_scaled_down", lanes=list(lanes), advice=advice)
+
+
 @dataclass(frozen=True, eq=False)
 class ClientSession:
     """Answers the coordinator's requests with a trainer's results.
@@ -92,6 +100,8 @@ class ClientSession:
         expanded: Masks that were expanded while the network waited.
         transforms: Classes of transforms of the user's own that the coordinator may ask for, in
             addition to those that the trainer names as its ``own_transforms``.
+        on_clipped: Told which lanes of each update were scaled down to fit a secure sum, if any.
+            This says something about the data, so the coordinator of a deployment is not told.
     """
 
     client_id: ClientId
@@ -103,6 +113,7 @@ class ClientSession:
     history_file: HistoryFile | None = None
     expanded: Expanded = nothing_expanded
     transforms: Collection[type[Transform]] = ()
+    on_clipped: Callable[[Sequence[str]], object] = log_clipped
 
     def handle(
         self,
@@ -189,7 +200,9 @@ class ClientSession:
                     begun = kept.settled(train, self.client_id)
                     update, trainer = self._train(train, begun.trainer, control)
                     trained = begun.after(train, trainer)
-                    return contribution(terms, update)
+                    added = contribution(terms, update)
+                    self.on_clipped(added.clipped)
+                    return added
                 case SecureEvaluateRequest(evaluate=evaluate) if (
                     request_hash(evaluate) == terms.request_hash
                 ):

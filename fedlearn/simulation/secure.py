@@ -23,7 +23,7 @@ from fedlearn.secagg.fixed_point import Lane, encode, levels_of
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import keystream
 from fedlearn.secagg.parameters import MAX_CLIENTS
-from fedlearn.secagg.plan import SecurePlan, clipped
+from fedlearn.secagg.plan import SecurePlan, clip
 from fedlearn.secagg.policy import TermsPolicy
 
 
@@ -98,6 +98,23 @@ def policy_for(plan: SecurePlan) -> TermsPolicy:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class ModularSums:
+    """The state of a :class:`ModularSum`.
+
+    Attributes:
+        total: Sums of levels.
+        num_clipped: Clients in it whose update was scaled down: shape [], float64.
+    """
+
+    total: LaneSums
+    num_clipped: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that an all-reduce adds up."""
+        return (*self.total.tensors(), self.num_clipped)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModularSum:
     """The weighted mean as secure aggregation computes it, without its masks.
@@ -159,33 +176,46 @@ class ModularSum:
             return torch.ones_like(num_examples_B)
         return num_examples_B.clamp(max=self.plan.max_examples)
 
-    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
+    def init(
+        self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device
+    ) -> ModularSums:
         """Return empty sums of levels."""
-        return LaneSums.empty(lanes, layout, dtype=torch.float64, device=device)
+        total = LaneSums.empty(lanes, layout, dtype=torch.float64, device=device)
+        return ModularSums(total, torch.zeros((), dtype=torch.float64, device=device))
 
-    def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
+    def accumulate(self, state: ModularSums, updates: Updates) -> ModularSums:
         """Add the levels of each row."""
-        for name, total in state.sums.items():
+        clipped = set[int]()
+        for name, total in state.total.sums.items():
             rows, weights = updates.lanes[name], updates.weights_B.tolist()
-            for row, weight in zip(rows, weights, strict=True):
-                total.add_(self._levels(name, row.cpu(), weight).to(total.device))
-        return state.counted(updates.weights_B)
+            for place, (row, weight) in enumerate(zip(rows, weights, strict=True)):
+                levels, was_longer = self._levels(name, row.cpu(), weight)
+                total.add_(levels.to(total.device))
+                clipped |= {place} if was_longer else set()
+        state.total.counted(updates.weights_B)
+        state.num_clipped.add_(len(clipped))
+        return state
 
-    def finalize(self, state: LaneSums) -> Aggregate:
-        """Return the means that the levels stand for, or the levels."""
-        weight, num_clients = float(state.weight), round(float(state.num_clients))
+    def finalize(self, state: ModularSums) -> Aggregate:
+        """Return the means that the levels stand for, or the levels.
+
+        Where clients add noise, how many were clipped has none, so nobody may know.
+        """
+        sums = state.total
+        weight, num_clients = float(sums.weight), round(float(sums.num_clients))
         if weight <= 0.0:
             raise ValueError("no client was folded in, so there is no mean")
         if self.plan.noise_multiplier is not None:
-            return Aggregate(lanes=state.sums, num_clients=num_clients)
+            return Aggregate(lanes=sums.sums, num_clients=num_clients)
         means = {}
-        for name, total in state.sums.items():
+        for name, total in sums.sums.items():
             lanes, scaled = self._lanes[name], []
             for lane, part in zip(lanes, total.split([lane.size for lane in lanes]), strict=True):
                 share = self._max_weight / weight if lane.weighted else 1 / num_clients
                 scaled.append(part * (lane.step * share))
             means[name] = torch.cat(scaled).to(self.layout.dtype)
-        return Aggregate(lanes=means, num_clients=num_clients)
+        num_clipped = round(float(state.num_clipped))
+        return Aggregate(lanes=means, num_clients=num_clients, num_clipped=num_clipped)
 
     @cached_property
     def _lanes(self) -> Mapping[str, tuple[Lane, ...]]:
@@ -196,18 +226,23 @@ class ModularSum:
     def _max_weight(self) -> int:
         return self.plan.max_examples if self.plan.by_examples else 1
 
-    def _levels(self, name: str, row: Tensor, weight: float) -> Tensor:
-        """Return the levels of one client's lane: float64; NaN if it is not finite."""
+    def _levels(self, name: str, row: Tensor, weight: float) -> tuple[Tensor, bool]:
+        """Return the levels of one client's lane, and whether it was longer than its bound.
+
+        They are float64, and NaN if the lane is not finite.
+        """
         if not bool(torch.isfinite(row).all()):
-            return torch.full_like(row, math.nan, dtype=torch.float64)
+            return torch.full_like(row, math.nan, dtype=torch.float64), False
         digest = hashlib.sha256(self.seed.value.to_bytes(8, "little"))
         digest.update(row.contiguous().numpy().tobytes())
         noise = keystream(SecretBytes(digest.digest()), 4 * len(row)).view(np.uint32)
-        lanes, levels = self._lanes[name], []
+        lanes, levels, is_longer = self._lanes[name], [], False
         sizes = [lane.size for lane in lanes]
         noises = np.split(noise, np.cumsum(sizes)[:-1])
         for lane, part, own in zip(lanes, row.split(sizes), noises, strict=True):
             factor = weight / self._max_weight if lane.weighted else 1.0
-            words = encode(lane, clipped(part, lane.bound).numpy(), factor=factor, noise=own)
+            values, was_longer = clip(part, lane.bound)
+            is_longer = is_longer or was_longer
+            words = encode(lane, values.numpy(), factor=factor, noise=own)
             levels.append(levels_of(lane, words).astype(np.float64))
-        return torch.from_numpy(np.concatenate(levels))
+        return torch.from_numpy(np.concatenate(levels)), is_longer

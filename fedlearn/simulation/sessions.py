@@ -4,7 +4,8 @@ Slower than the engine and equal to it, for parity and for code that lives in se
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,6 +93,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
         transforms: Classes of transforms of the user's own, which all clients know.
         dtype: Of the model.
+        clipped: Clients whose update was scaled down to fit a secure sum, of those that have
+            trained since it was cleared. It is known here because the clients are.
     """
 
     population: Population
@@ -103,6 +106,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     identities: SimulatedIdentities | None = None
     transforms: Collection[type[Transform]] = ()
     dtype: torch.dtype = torch.float32
+    clipped: set[ClientId] = field(default_factory=set)
 
     def channel(self) -> MemoryChannel:
         """Return a channel to them, in virtual time."""
@@ -130,7 +134,13 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             return encode(Failure(DROPPED_OUT)), state
         trainer = self._trainer(client_id, train)
         secure = None if self.identities is None else self.identities.client(client_id)
-        session = ClientSession(client_id, trainer, secure, transforms=self.transforms)
+        session = ClientSession(
+            client_id,
+            trainer,
+            secure,
+            transforms=self.transforms,
+            on_clipped=partial(self._note_clipped, client_id),
+        )
         return session.handle(data, state)
 
     def _trainer(self, client_id: ClientId, train: TrainRequest | None) -> LocalTrainer:
@@ -151,6 +161,10 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         if isinstance(self.make_trainer, ResidentTrainers):
             return self.make_trainer(features, labels)
         return self.make_trainer(for_trainer(features, self.dtype), labels)
+
+    def _note_clipped(self, client_id: ClientId, lanes: Sequence[str]) -> None:
+        if lanes:
+            self.clipped.add(client_id)
 
     def _asked(self, clients: Sequence[ClientId], train: TrainRequest) -> DeviceRound:
         client_ids, epochs = np.asarray(clients, np.int64), train.settings.get("epochs")
@@ -202,10 +216,13 @@ class SessionCollector:
     Attributes:
         inner: Collects.
         sessions: What they keep.
+        clipped: As of :class:`SimulatedSessions`; ``None``: there is no secure sum, or how many
+            were clipped would need noise.
     """
 
     inner: Collector
     sessions: SessionsKept
+    clipped: set[ClientId] | None = None
 
     def available(self) -> Sequence[ClientId]:
         """Return all clients."""
@@ -214,7 +231,19 @@ class SessionCollector:
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Return what the inner one does, and what the sessions keep then."""
         self.sessions.restore(request.kept)
-        return self.sessions.added_to(self.inner.collect(cohort, request), before=request.kept)
+        if self.clipped is not None:
+            self.clipped.clear()
+        collected = self._with_clipped(self.inner.collect(cohort, request))
+        return self.sessions.added_to(collected, before=request.kept)
+
+    def _with_clipped(self, collected: Collected) -> Collected:
+        if self.clipped is None or collected.aggregate is None:
+            return collected
+        reported = {
+            each.client_id for each in collected.participations if each.status is Status.REPORTED
+        }
+        num_clipped = len(reported & self.clipped)
+        return replace(collected, aggregate=replace(collected.aggregate, num_clipped=num_clipped))
 
 
 @dataclass(frozen=True, kw_only=True)

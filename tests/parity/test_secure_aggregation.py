@@ -39,6 +39,8 @@ EVERYONE = [
 ]
 PRECISE = ["secure_aggregation.modulus_bits=40", "secure_aggregation.max_examples=100"]
 NUM_ROUNDS = 2
+#: A clip norm that some updates of the first round are longer than.
+MIDDLE = 2.5
 
 
 def trained(*overrides: str) -> tuple[Tensor, float]:
@@ -177,6 +179,26 @@ def test_a_clip_that_deployed_clients_refuse_is_refused() -> None:
         context = pytest.raises(ConfigError, match="max_clip") if is_refused else nullcontext()
         with context:
             build.simulation(config, data_dir=Path())
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "least", "most"), [(0.1, 10, 10), (MIDDLE, 1, 9), (1e3, 0, 0)]
+)
+def test_both_ways_to_simulate_count_the_same_updates_as_clipped(
+    clip_norm: float, least: int, most: int
+) -> None:
+    found = []
+    for variant in ([MEMORY], [MODULAR, "engine.executor=sequential"]):
+        clip = f"secure_aggregation.clip_norm={clip_norm}"
+        config = load(None, overrides=[ON, *variant, *PRECISE, *EVERYONE[:2], clip])
+        pieces = build.simulation(config, data_dir=Path())
+        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+        plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
+        collected = run_round(plan.round.init(params), plan.round, attempt=0).collected
+        assert collected.aggregate is not None
+        found.append(collected.aggregate.num_clipped)
+    assert found[0] == found[1]
+    assert least <= (found[0] or 0) <= most
 
 
 def test_the_engine_without_a_choice_is_refused_with_the_remedy() -> None:

@@ -257,6 +257,25 @@ def test_a_skipped_round_and_retries_are_visible() -> None:
     assert "skipped: 1 round" in plain((odd,))
 
 
+@pytest.mark.parametrize(("num_clipped", "is_advised"), [(6.0, True), (5.0, False), (0.0, False)])
+def test_updates_that_were_scaled_down_are_counted_and_most_of_them_bring_advice(
+    num_clipped: float,
+    is_advised: bool,  # noqa: FBT001 - a case
+) -> None:
+    """In the first round, of ten that reported; later rounds say how many alone."""
+    record = replace(RUN, config={"secure_aggregation": {"clip_norm": 0.5}})
+    rounds = (finished(0, {"num_clipped": num_clipped}), finished(1, {"num_clipped": 10.0}))
+    log, screen = StringIO(), StringIO()
+    told(PlainProgress(log), rounds, record)
+    told(TerminalProgress(Console(file=screen, force_terminal=True, width=200)), rounds, record)
+    for text in (log.getvalue(), ESCAPES.sub("", screen.getvalue())):
+        assert text.count("raise secure_aggregation.clip_norm, which is 0.5") == is_advised
+        assert f"{10 + num_clipped:.0f} of 20 updates, to fit the secure sum" in text
+    assert ("clipped=6" in log.getvalue()) == is_advised
+    assert "clipped=0" not in log.getvalue()
+    assert "clipped=10" in log.getvalue()
+
+
 def test_the_privacy_that_was_spent_is_told_where_it_is_known() -> None:
     """Beside the budget, if there is one; in a log as a number."""
     rounds = (finished(0, {"accuracy": 0.5}), finished(1, {"accuracy": 0.6, "epsilon": 1.23456}))
