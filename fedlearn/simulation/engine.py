@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import FullAggregation, LaneSums, SumAggregation, weights
+from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.flight import Asked
@@ -63,7 +63,7 @@ class Engine:
     policy: StragglerPolicy
     cluster: Cluster
     block_size: int
-    summing: SumAggregation[LaneSums] | None = None
+    summing: ModularSum | None = None
 
     def available(self) -> Sequence[ClientId]:
         """Return the whole population: a client id is an int, so a range does without a table."""
@@ -91,7 +91,7 @@ class Engine:
             )
         participations = timeline.participations(self.policy, bounds=self.bounds(request))
         least = self.policy.min_reports
-        if isinstance(self.summing, ModularSum):
+        if self.summing is not None:
             participations = self.summing.recorded(participations)
             least = max(least, self.summing.min_survivors)
         is_enough = participations.num(Status.REPORTED) >= least
