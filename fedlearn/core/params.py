@@ -256,6 +256,14 @@ class Params:
         vector = self.layout.pack(self.named(), out=torch.empty_like(self.vector))
         return self.with_vector(vector)
 
+    def current_statistics(self) -> Tensor:
+        """Return the statistics, a view: shape [P - Q]."""
+        return self.vector[self.layout.num_trainable :]
+
+    def sent_statistics(self) -> Tensor:
+        """Return the statistics as clients are sent them: shape [P - Q], of the vector's dtype."""
+        return self.as_sent().current_statistics()
+
     def load_into(self, module: nn.Module) -> None:
         """Copy the parameters and buffers into ``module``.
 
@@ -300,6 +308,33 @@ def difference(
         value = torch.sub(local[name], start[name].to(local[name].device))
         part.view(start[name].shape).copy_(value)
     return vector
+
+
+def rebase_statistics(delta_P: Tensor, *, sent_S: Tensor | None, current_S: Tensor) -> Tensor:
+    """Return a client's delta with its statistics relative to the current model.
+
+    Statistics are averaged as values: added to the current statistics, the mean of such deltas is
+    the mean of the clients' local values, whichever model each client started from. Changes
+    relative to older models would add up to anything, such as a negative variance.
+
+    Args:
+        delta_P: Local minus sent model: shape [P]; not written to.
+        sent_S: The statistics that the client was sent, as :meth:`Params.sent_statistics`;
+            ``None`` if they are no longer known: the client then counts with the current ones.
+        current_S: The statistics of the model that the delta will be added to: shape [P - Q].
+
+    Example:
+        >>> delta = torch.tensor([0.5, -3.0])  # a weight, and a variance: 3.25 before, 0.25 now
+        >>> rebase_statistics(
+        ...     delta, sent_S=torch.tensor([3.25]), current_S=torch.tensor([1.0])
+        ... )
+        tensor([ 0.5000, -0.7500])
+    """
+    trained_Q, changes_S = delta_P.split([len(delta_P) - len(current_S), len(current_S)])
+    if sent_S is None:
+        return torch.cat([trained_Q, torch.zeros_like(changes_S)])
+    shift_S = sent_S.to(current_S.device) - current_S
+    return torch.cat([trained_Q, changes_S + shift_S]) if shift_S.any() else delta_P
 
 
 def delta_bytes(start: Mapping[str, Tensor], *, order: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedlearn.algorithms.aggregations import weights
 from fedlearn.algorithms.asynchronous import Asynchrony
@@ -66,6 +67,8 @@ class OpenCollector:
     wait: Callable[[], None] | None
     ahead: Ahead | None = None
     congestion: InFlightLimit | None = None
+    #: By round the statistics of the model that clients were sent in it.
+    sent_statistics: dict[int, Tensor] = field(default_factory=dict, init=False)
     _exchange: Exchange | None = None
     _closed_s: float = 0.0  # when the last round closed, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
@@ -86,6 +89,13 @@ class OpenCollector:
         """Return who is in flight between two rounds: they have a task already."""
         return self._in_flight
 
+    def _remember_statistics(self, requests: Mapping[int, RoundRequest], round_num: int) -> None:
+        """Keep what clients were sent: one may have begun on a model before it was asked to."""
+        sent = {number: each.params.sent_statistics() for number, each in requests.items()}
+        oldest = round_num - self.asynchrony.max_staleness
+        kept = {number: each for number, each in self.sent_statistics.items() if number >= oldest}
+        self.sent_statistics = kept | sent
+
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
@@ -103,6 +113,7 @@ class OpenCollector:
         buffer = Buffer(self.asynchrony, aged, round_num=round_num, most=most)
         num_together = max(1, self.slab_bytes // requests[round_num].params.vector.nbytes)
         fold = Fold(requests[round_num], num_together=num_together)
+        self._remember_statistics(requests, round_num)
         played = _Round(self, self._exchange, opened_s, buffer, requests, fold)
         played.give_up(buffer.give_up(), Status.STALE)
         if goes_on:
@@ -257,7 +268,8 @@ class _Round:
             self.buffer.take(asked)
             staleness = np.asarray([self.buffer.staleness(asked)])
             factor = float(self.collector.asynchrony.weights(staleness)[0])
-            self.fold.add(arrival.client_id, update, factor=factor)
+            sent_S = self.collector.sent_statistics.get(update.round_num)
+            self.fold.add(arrival.client_id, update, factor=factor, sent_S=sent_S)
             self.metrics.add(update.metrics, num_examples=update.num_examples)
             return
         self.num_failed += 1

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.lanes import Aggregate, Updates, misfit
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import ClientId, Failure, TrainReply
+from fedlearn.core.params import rebase_statistics
 from fedlearn.core.reported import WeightedMeans
 from fedlearn.core.soundness import MAX_DELTA, is_sound, unsound
 from fedlearn.transport.base import Arrival, Channel, ask_once
@@ -34,6 +35,7 @@ class Fold:
     def __init__(self, request: RoundRequest, *, num_together: int) -> None:
         aggregation, params = request.strategy.aggregation, request.params
         self.num_added = 0
+        self._current_S = params.current_statistics().cpu()  # where replies are
         self._aggregation, self._device = aggregation, params.vector.device
         self._num_together = num_together
         self._waiting = list[tuple[ClientId, TrainReply, float]]()
@@ -42,8 +44,21 @@ class Fold:
             lanes, layout = request.strategy.lanes, params.layout
             self._state = aggregation.init(lanes, layout, device=self._device)
 
-    def add(self, client_id: ClientId, update: TrainReply, *, factor: float) -> None:
-        """Take an update that passed every check; its weight is multiplied by ``factor``."""
+    def add(
+        self, client_id: ClientId, update: TrainReply, *, factor: float, sent_S: Tensor | None
+    ) -> None:
+        """Take an update that passed every check.
+
+        Args:
+            client_id: Whose it is.
+            update: The update; not written to.
+            factor: What its weight is multiplied by.
+            sent_S: The statistics that the client was sent; see :func:`rebase_statistics`.
+        """
+        if len(self._current_S):
+            delta = update.lanes[DELTA.name]
+            delta = rebase_statistics(delta, sent_S=sent_S, current_S=self._current_S)
+            update = replace(update, lanes={**update.lanes, DELTA.name: delta})
         self._waiting.append((client_id, update, factor))
         self.num_added += 1
         if len(self._waiting) == self._num_together:
@@ -109,11 +124,12 @@ class PlainCollector:
         arrivals = ask_once(self.channel, requests, deadline_s=self.policy.deadline_s)
         num_together = max(1, self.slab_bytes // request.params.vector.nbytes)
         fold, metrics = Fold(request, num_together=num_together), WeightedMeans()
+        sent_S = request.params.sent_statistics()
         settled: dict[ClientId, Participation] = {}
         for arrival in arrivals:
             update = judged(arrival, request)
             if isinstance(update, TrainReply):
-                fold.add(arrival.client_id, update, factor=1.0)
+                fold.add(arrival.client_id, update, factor=1.0, sent_S=sent_S)
                 metrics.add(update.metrics, num_examples=update.num_examples)
             settled[arrival.client_id] = participation(arrival.client_id, update, arrival.elapsed_s)
             del arrival, update  # before the next one is read: it may be as large as the model

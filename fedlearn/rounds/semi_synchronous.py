@@ -219,7 +219,12 @@ class _Round:
         asked, update, duration_s = came
         del self.flying[asked.client_id]
         self.rows.append(participation(asked.client_id, update, duration_s))
-        self.fold.add(asked.client_id, update, factor=float(self._factors([asked])[0]))
+        self.fold.add(
+            asked.client_id,
+            update,
+            factor=float(self._factors([asked])[0]),
+            sent_S=self.requests[asked.based_on].params.sent_statistics(),
+        )
         self.metrics.add(update.metrics, num_examples=update.num_examples)
         self.num_fresh += asked.client_id in self.cohort
         self.taken.append(_Taken(asked, update.num_examples, duration_s))

@@ -27,7 +27,7 @@ from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import Transform, transformed
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.params import Layout, Params
+from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
 from fedlearn.core.reported import WeightedMeans
 from fedlearn.errors import EngineError, SettingsRefused, UnusableResult
@@ -348,7 +348,7 @@ def _updates(
     reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
     _require_declared(updates, reported, layout, who=strategy.local)
     if not transforms:
-        return updates
+        return _rebase(updates, requests, reduction.params)
     try:
         sent = transformed(
             updates, transforms, seed=Seed(request.seed), round_num=request.round_num
@@ -363,7 +363,21 @@ def _updates(
         ) from error
     # A transform may add a lane, and by the last one all are there.
     _require_declared(sent, strategy.lanes, layout, who=transforms[-1])
-    return sent
+    return _rebase(sent, requests, reduction.params)
+
+
+def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) -> Updates:
+    """Return the updates with their statistics relative to the model of the round they count in."""
+    are_current = all(each.params is params for each in requests)
+    if not params.layout.statistics or (are_current and not params.layout.others):
+        return updates
+    sent = {id(each): each.params.sent_statistics() for each in requests}
+    current_S = params.current_statistics()
+    deltas = [
+        rebase_statistics(row, sent_S=sent[id(each)], current_S=current_S)
+        for row, each in zip(updates.lanes[DELTA.name], requests, strict=True)
+    ]
+    return replace(updates, lanes={**updates.lanes, DELTA.name: deltas})
 
 
 def _folded(

@@ -25,6 +25,7 @@ class Summed:
 
     Attributes:
         aggregation: What the updates are combined by.
+        params: The model of the round, which the aggregate is a change of.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Summed:
         *,
         max_norm: float | None,
     ) -> None:
-        self.aggregation, self._lanes, self._params = aggregation, lanes, params
+        self.aggregation, self._lanes, self.params = aggregation, lanes, params
         self._max_norm = max_norm
         self._total = self._wave = self._empty()
 
@@ -77,8 +78,8 @@ class Summed:
         return aggregate
 
     def _empty(self) -> Any:  # Any: as above
-        device = self._params.vector.device
-        return self.aggregation.init(self._lanes, self._params.layout, device=device)
+        device = self.params.vector.device
+        return self.aggregation.init(self._lanes, self.params.layout, device=device)
 
 
 class Gathered:
@@ -86,6 +87,7 @@ class Gathered:
 
     Attributes:
         aggregation: What the updates are combined by.
+        params: The model of the round, which the aggregate is a change of.
     """
 
     def __init__(
@@ -96,13 +98,13 @@ class Gathered:
         *,
         max_norm: float | None,
     ) -> None:
-        self.aggregation, self._params, self._max_norm = aggregation, params, max_norm
+        self.aggregation, self.params, self._max_norm = aggregation, params, max_norm
         self._sizes = {lane.name: lane.size(params.layout) for lane in lanes}
         self._waves = list[Updates]()
 
     def begin(self, client_ids: NDArray[np.int64]) -> None:
         """Have room for a wave of these clients: shape [n], in order of arrival."""
-        count, like = len(client_ids), self._params.vector
+        count, like = len(client_ids), self.params.vector
         self._client_ids, self._weights = client_ids, like.new_zeros(count)
         self._based_on = torch.zeros(count, dtype=torch.float64)
         self._rows = {name: like.new_zeros(count, size) for name, size in self._sizes.items()}
