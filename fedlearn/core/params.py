@@ -5,7 +5,8 @@ Each tensor of a model has one role, which follows from the module alone:
 - *Trained*: a parameter with ``requires_grad``.
 - *Statistic*: a saved floating-point buffer, such as BatchNorm's running mean. Training may change
   it, but no optimizer does. The buffers of a normalization layer that never updates them
-  (momentum 0, or in evaluation mode whenever the model is in training mode) are frozen instead.
+  (momentum 0, or in evaluation mode whenever the model is in training mode) are frozen instead,
+  and so are those named by :func:`hold_buffers`.
 - *Frozen*: every other tensor: parameters without ``requires_grad``, of any dtype, and integer and
   boolean buffers. It stays as the coordinator has it.
 
@@ -29,6 +30,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedlearn.core.messages import sent_apart
+
+#: Attribute of a module with the names of the buffers that are declared frozen.
+_HELD = "_fedlearn_held_buffers"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Layout:
                     f"parameter {name!r} is {value.dtype}; only real floats of 16 to 64 bits "
                     "train; freeze it with requires_grad_(False), or convert it"
                 )
-        unchanged = _kept_statistics(module)
+        unchanged = _frozen_buffers(module)
         statistics = {
             name: value
             for name, value in buffers.items()
@@ -286,6 +290,12 @@ class Params:
         return replace(self, vector=vector)
 
 
+def hold_buffers(module: nn.Module, names: Collection[str]) -> nn.Module:
+    """Declare buffers of ``module`` frozen, by their names in its ``state_dict``; return it."""
+    setattr(module, _HELD, frozenset(names))
+    return module
+
+
 def difference(
     local: Mapping[str, Tensor], start: Mapping[str, Tensor], *, order: Sequence[str]
 ) -> Tensor:
@@ -359,9 +369,9 @@ def _specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def _kept_statistics(module: nn.Module) -> set[str]:
-    """Return the buffers of normalization layers that do not update them in training."""
-    names = set[str]()
+def _frozen_buffers(module: nn.Module) -> set[str]:
+    """Return the buffers that are frozen: declared so, or never updated by their layer."""
+    names = set[str](getattr(module, _HELD, ()))
     with _training_mode(module):
         for prefix, layer in module.named_modules():
             if not isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - of all of them

@@ -27,7 +27,7 @@ from fedlearn.core.cores import num_cores
 from fedlearn.core.features import moved, tensors_of
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.messages import ClientId
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError, EngineError, SettingsRefused
 from fedlearn.experiment.server_training import Place, with_server_steps
@@ -62,6 +62,7 @@ from fedlearn.simulation.choice import (
     named,
 )
 from fedlearn.simulation.cluster import Alone, Cluster, under_torchrun
+from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffers
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import (
     CentralEvaluator,
@@ -114,6 +115,9 @@ def resolve(
     engine = simulation.config.engine
     device = device_of(engine.device, environ)
     params = initial_params(simulation, device)
+    if _has_noisy_updates(simulation) and params.layout.statistics:
+        simulation = _holding_buffers(simulation, params)
+        params = initial_params(simulation, device)
     release_of(simulation, params, Alone(), has_sessions=False)  # raises where noise does not fit
     if simulation.config.coordinator.training.is_on:
         server_task(simulation).require_fitting()
@@ -173,6 +177,45 @@ def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[s
         inputs.require_range(population.features, what="the clients' data")
     note = inputs.note(test.features)
     return () if note is None else (note,)
+
+
+def _has_noisy_updates(pieces: Pieces) -> bool:
+    """Whether noise is added to whole updates, not to the gradients of examples."""
+    return pieces.privacy is not None and not isinstance(pieces.privacy, ExampleLevelPlan)
+
+
+def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
+    """Return the simulation with the buffers frozen that training does not change."""
+    try:
+        names = constant_buffers(
+            simulation.make_model,
+            simulation.objective,
+            population=simulation.population,
+            params=params,
+        )
+    except Exception:  # noqa: BLE001 - the user's code; what is wrong with it shows in training
+        return simulation
+    if not names:
+        return simulation
+    return replace(simulation, make_model=HoldingBuffers(simulation.make_model, names))
+
+
+def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
+    """Refuse running statistics: a few numbers that noise would drown, and make negative.
+
+    Raises:
+        ConfigError: The model has some.
+    """
+    if layout.statistics:
+        names = ", ".join(repr(spec.name) for spec in layout.statistics[:2])
+        more = len(layout.statistics) - 2
+        raise ConfigError(
+            f'privacy.mode is "{pieces.config.privacy.mode}", but clients would send running '
+            f"statistics with noise: {names}{f' and {more} more' if more > 0 else ''}; noise makes "
+            "a variance negative. Use GroupNorm or LayerNorm, or freeze them: momentum=0, or a "
+            "layer that stays in evaluation mode. A buffer that training does not change is frozen "
+            "as nn.Parameter(value, requires_grad=False)"
+        )
 
 
 def _how(choice: Choice) -> str:
@@ -435,11 +478,14 @@ def release_of(
         has_sessions: Whether there are clients that add their noise themselves.
 
     Raises:
-        ConfigError: Noise does not fit the model, or the model couples examples that it is to hide.
+        ConfigError: Noise does not fit the model, the model couples examples that it is to hide,
+            or it has running statistics.
     """
     plan = pieces.privacy
     if isinstance(plan, ExampleLevelPlan):
         _require_separable(pieces)
+    if _has_noisy_updates(pieces):
+        _require_no_statistics(pieces, params.layout)
     if plan is None or isinstance(plan, ExampleLevelPlan | LocalPlan):
         return None  # what has noise may be released as it is
     noise = SharedNoise(plan.noise, cluster)

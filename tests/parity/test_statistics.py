@@ -19,7 +19,10 @@ STALE: Mapping[str, Any] = {"buffer_size": 2, "concurrency": 12, "max_staleness"
 #: How rounds are made: an algorithm, and settings.
 ROUNDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "FedBuff": (fl.FedBuff(LOCAL, **STALE), {}),
-    "FedBuff, constant": (fl.FedBuff(LOCAL, staleness_weight="constant", **STALE), {}),
+    "FedBuff, constant": (
+        fl.FedBuff(LOCAL, staleness_weight=fl.StalenessWeight.CONSTANT, **STALE),
+        {},
+    ),
     "FedBuff, momentum": (
         fl.FedBuff(LOCAL, server_momentum=0.9, server_learning_rate=2.0, **STALE),
         {},
@@ -91,7 +94,7 @@ def test_variances_stay_above_zero_in_the_engine_as_over_sessions(name: str) -> 
             Network,
             data(),
             algorithm,
-            num_rounds=10,
+            num_rounds=7,
             seed=0,
             devices=DEVICES,
             engine={"num_workers": 1, "transport": transport, "block_size": 1},
