@@ -132,6 +132,7 @@ def from_examples(data: TrainTest, *, partition: Division, seed: int) -> Federat
         >>> from_examples(two_parts, partition=Iid(num_clients=3), seed=0).population.num_clients
         3
     """
+    _require_division(partition)
     train, derived = data.train, _partition_seed(seed)
     population: Population
     if isinstance(partition, Bootstrap):
@@ -363,6 +364,7 @@ def _divided_rows(
             )
         offsets = offsets_of([len(each) for each in own.datasets])
         return Partition(np.arange(num_rows), offsets, own.names)
+    _require_division(partition)
     if isinstance(partition, Natural):
         if groups is None:
             raise DataError(
@@ -507,6 +509,18 @@ def _groups(examples: Examples) -> NDArray[np.generic]:
             "groups, or take another partition"
         )
     return examples.groups
+
+
+def _require_division(partition: object) -> None:
+    """Refuse a partition that is no rule, such as a number of clients or a class."""
+    if isinstance(partition, type) or not (
+        isinstance(partition, Natural | Bootstrap) or hasattr(partition, "split")
+    ):
+        number = partition if isinstance(partition, int) else 10
+        raise DataError(
+            f"partition is {partition!r}; give a rule that divides the examples, such as "
+            f"fl.Iid(num_clients={number}), fl.Dirichlet(...) or fl.Natural()"
+        )
 
 
 def _require_examples(population: Population) -> None:

@@ -786,7 +786,7 @@ def test_the_default_configuration_builds_the_main_job() -> None:
     assert built.seed == Seed(7)
     assert built.population.num_clients == 50
     assert isinstance(built.population, ArrayPopulation)
-    assert built.make_model == Mlp(feature_shape=(64,), hidden=(128,), num_outputs=10)
+    assert built.make_model.make_model == Mlp(feature_shape=(64,), hidden=(128,), num_outputs=10)
 
 
 def test_centralised_training_is_one_client_that_always_reports() -> None:

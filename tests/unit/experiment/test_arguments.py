@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedlearn as fl
 from fedlearn.cli.app import main
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, DataError
 
 _PAIRS = TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
 _LOCAL = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)
@@ -102,6 +102,17 @@ def test_further_arguments_can_be_called(argument: str, value: object, says: str
     """Each is looked at before the run begins."""
     with pytest.raises(ConfigError, match=says):
         _simulate(**{argument: value})
+
+
+@pytest.mark.parametrize("partition", [5, fl.Iid, "iid", None])
+def test_a_partition_is_a_rule(partition: object) -> None:
+    """Not the number of clients, a class or a name."""
+    arrays: Callable[..., object] = fl.from_arrays
+    dataset: Callable[..., object] = fl.from_dataset
+    with pytest.raises(DataError, match=r"partition is .*; give a rule .*fl\.Iid\(num_clients="):
+        arrays(np.zeros((8, 2)), np.arange(8) % 2, partition=partition, test_fraction=0.5, seed=0)
+    with pytest.raises(DataError, match=r"partition is .*; give a rule"):
+        dataset(_PAIRS, labels=[0, 0, 0, 0], partition=partition, test=_PAIRS, seed=0)
 
 
 def test_a_number_in_text_is_no_number() -> None:
