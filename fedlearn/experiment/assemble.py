@@ -290,9 +290,9 @@ def _num_workers(
             f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
         )
     if asked != "auto":
-        most = _most_workers(simulation)
-        if asked > most:
-            return most, f"{asked} were asked for, but a round has {most} clients to train"
+        used = workers_used(simulation, asked)
+        if used < asked:
+            return used, f"{asked} were asked for, but a round has {used} clients to train"
         return asked, "as configured"
     if config.engine.transport == "memory":
         return 1, "sessions in this process"
@@ -303,11 +303,11 @@ def _num_workers(
     return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one a core"
 
 
-def _most_workers(simulation: Simulation) -> int:
-    """Return how many workers find something to do: a process more has no client to train."""
+def workers_used(simulation: Simulation, asked: int) -> int:
+    """Return how many of the workers that were asked for have a client to train."""
     if _is_ours(simulation.sampler):
-        return simulation.policy.num_asked
-    return simulation.population.num_clients  # a sampler of the user's may ask them all
+        return min(asked, simulation.policy.num_asked)
+    return min(asked, simulation.population.num_clients)  # a sampler of the user's may ask them all
 
 
 def _job_flop(simulation: Simulation, params: Params) -> float:
@@ -332,6 +332,11 @@ def _executor(
     else:
         choice = named(job, ExecutorKind(engine.executor))
     if engine.block_size != "auto":
+        if job.make_trainer is not None and engine.block_size > 1:
+            raise EngineError(
+                f"engine.block_size is {engine.block_size}, but the clients have trainers of their "
+                "own, which train one at a time; leave it out"
+            )
         return replace(choice, block_size=engine.block_size)
     # Blocks of one size: a worker's share in as few as fit the cache.
     share = -(-simulation.policy.num_wanted // num_workers)

@@ -38,7 +38,7 @@ from fedlearn.experiment.arguments import (
     require_data,
     require_factory,
 )
-from fedlearn.experiment.assemble import assemble, device_of, resolve
+from fedlearn.experiment.assemble import assemble, device_of, resolve, workers_used
 from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import gone_on, promise, with_ledger
 from fedlearn.experiment.progress import Progress, progress_to
@@ -63,6 +63,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 #: In the place of a function's name: the devices are an argument of :func:`simulate`.
 _ARGUMENT_DEVICES = "argument:devices"
+
+_WORKERS = "engine.num_workers"
 
 #: Tables of the configuration that the arguments of :func:`simulate` take the place of.
 _REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "metrics", "algorithm", "client"}
@@ -355,6 +357,8 @@ def _as_recorded(
     ]
     if "a ClientBehaviour" in kinds:
         _require_same({"devices": kinds[0]}, {"devices": kinds[1]}, name)
+    if isinstance(asked := now.get(_WORKERS), int):  # of which the record has those that were used
+        now[_WORKERS] = workers_used(pieces, asked)
     _require_same(before, now, name)
     _require_same(started, _same_on_resume(pieces), name)
     return config

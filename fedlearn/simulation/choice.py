@@ -197,13 +197,21 @@ def named(job: Job, kind: ExecutorKind) -> Choice:
             )
         return _by_trainers(job)
     if kind is not ExecutorKind.SEQUENTIAL:
-        make_executor(job, kind)
+        try:
+            make_executor(job, kind)
+        except EngineError as error:
+            raise _not_this(kind, str(error)) from error
         tried = kind if kind is ExecutorKind.FUSED else ExecutorKind.VMAP  # compiling takes seconds
         trial = _trial(job)
         reason = trial if isinstance(trial, str) else _objection(job, tried, trial)
         if reason is not None:
-            raise EngineError(f'engine.executor "{kind}": {reason}; use "auto" or "sequential"')
+            raise _not_this(kind, reason)
     return _choice(job, kind, "as configured")
+
+
+def _not_this(kind: ExecutorKind, reason: str) -> EngineError:
+    """Return the error for a named executor that cannot train the model."""
+    return EngineError(f'engine.executor "{kind}": {reason}; use "auto" or "sequential"')
 
 
 def _trial(job: Job) -> Trial | str:

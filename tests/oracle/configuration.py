@@ -1,0 +1,143 @@
+"""A configuration: one value for each option of a run. Plain data, read by both sides.
+
+The reference (:mod:`tests.oracle.reference`) says what a configuration means. The product driver
+(:mod:`tests.oracle.product`) runs it through fedlearn. Neither knows the other.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
+
+#: Clients in every population, and the rounds of every run.
+NUM_CLIENTS, NUM_ROUNDS = 6, 3
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """The options of one run. The defaults are the simplest run: FedAvg, plain SGD, everybody."""
+
+    # The model.
+    model: str = "mlp"
+    norm: str = "none"
+    frozen: str = "none"
+    tied: str = "none"
+    unused: bool = False
+    dtype: str = "float32"
+    # The examples.
+    source: str = "arrays"
+    sizes: str = "ragged"
+    objective: str = "cross_entropy"
+    # What a client does.
+    epochs: int = 2
+    batch_size: int = 4
+    shuffle: bool = True
+    optimizer: str = "sgd"
+    weight_decay: float = 0.0
+    gradient_clip: float = 0.0
+    schedule: str = "none"
+    update_clip: float = 0.0
+    # What the server does.
+    algorithm: str = "fedavg"
+    by_examples: bool = True
+    own: str = "none"
+    bound: str = "none"
+    # Rounds.
+    rounds: str = "synchronous"
+    devices: str = "ideal"
+    stragglers: str = "wait"
+    sampling: str = "uniform"
+    # Privacy.
+    privacy: str = "off"
+    secure: str = "off"
+    # Where it runs.
+    place: str = "sequential"
+    workers: int = 1
+    block_size: int = 3
+    slab: bool = False
+    interrupted: str = "no"
+    checkpoints: str = "every_round"
+    # What is measured.
+    evaluate_every: int = 1
+    evaluated_clients: str = "all"
+    metric: bool = False
+    seed: int = 0
+
+    def with_value(self, option: str, value: Value) -> Self:
+        """Return the same run with another value of one option."""
+        changed: Mapping[str, Any] = {option: value}  # Any: fields differ in type
+        return replace(self, **changed)
+
+    def changed(self) -> dict[str, Value]:
+        """Return the options that differ from the defaults, by name."""
+        simplest = type(self)()
+        return {
+            name: value for name, value in asdict(self).items() if value != getattr(simplest, name)
+        }
+
+    def to_json(self) -> str:
+        """Return the options that differ from the defaults."""
+        return json.dumps(self.changed())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what :meth:`to_json` wrote; raises TypeError for an unknown option."""
+        return cls(**json.loads(text))
+
+
+#: The values that the generator tries for each option; the first one is the default.
+OPTIONS: Mapping[str, tuple[Value, ...]] = {
+    "model": ("mlp", "linear", "conv", "words", "recurrent", "two_inputs", "sequence"),
+    "norm": ("none", "layer"),
+    "frozen": ("none", "encoder", "biases"),
+    "tied": ("none", "module", "weight"),
+    "unused": (False, True),
+    "dtype": ("float32", "float64"),
+    "source": ("arrays", "dataset"),
+    "sizes": ("ragged", "even", "one_row", "empty"),
+    "objective": ("cross_entropy", "squared_error", "binary", "smoothed", "coupled"),
+    "epochs": (2, 1),
+    "batch_size": (4, 3, 0),
+    "shuffle": (True, False),
+    "optimizer": ("sgd", "momentum", "adam", "adamw"),
+    "weight_decay": (0.0, 0.1),
+    "gradient_clip": (0.0, 0.3),
+    "schedule": ("none", "decay", "cosine", "warmup"),
+    "update_clip": (0.0, 0.05),
+    "algorithm": (
+        "fedavg",
+        "fedsgd",
+        "fedprox",
+        "fedavgm",
+        "fedadagrad",
+        "fedadam",
+        "fedyogi",
+        "median",
+        "fedbuff",
+        "fedasync",
+    ),
+    "by_examples": (True, False),
+    "own": ("none", "update", "aggregation", "weigh", "strategy", "locals"),
+    "bound": ("none", "norm", "examples"),
+    "rounds": ("synchronous", "late", "buffered"),
+    "devices": ("ideal", "slow", "flaky"),
+    "stragglers": ("wait", "some", "oversample", "skip"),
+    "sampling": ("uniform", "own"),
+    "privacy": ("off",),
+    "secure": ("off",),
+    "place": ("sequential", "vmap", "fused", "memory"),
+    "workers": (1, 2),
+    "block_size": (3, 1),
+    "slab": (False, True),
+    "interrupted": ("no", "after_first", "twice"),
+    "checkpoints": ("every_round", "at_end"),
+    "evaluate_every": (1, 2, 0),
+    "evaluated_clients": ("all", "some", "none"),
+    "metric": (False, True),
+    "seed": (0, 1),
+}
+
+assert list(OPTIONS) == [field.name for field in fields(Configuration)]
+assert all(getattr(Configuration(), name) == values[0] for name, values in OPTIONS.items())

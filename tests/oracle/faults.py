@@ -1,0 +1,530 @@
+"""Deliberate faults in fedlearn, each of which the walk must catch.
+
+A fault is a patch: an attribute of a module or class, and what takes its place. ``touches`` names
+the configurations of the walk in which it could show, so that the others need not run.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from fedlearn.algorithms import local, server_optimizers, transforms
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.elastic_averaging import EASGD, ElasticForce
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.local import LocalSgd, Moment
+from fedlearn.algorithms.median import CoordinateMedian
+from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
+from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
+from fedlearn.algorithms.staleness import Staleness
+from fedlearn.core.collecting import Participations
+from fedlearn.rounds import run as rounds_run
+from fedlearn.simulation import (
+    engine,
+    evaluation,
+    event_queue,
+    reduction,
+    schedule,
+    semi_synchronous,
+)
+from fedlearn.simulation.timeline import Timeline
+from tests.oracle.configuration import Configuration
+from tests.oracle.covering import covering
+from tests.oracle.walk import judge
+
+#: From what fedlearn does to what it does with the fault: a function for a function.
+Change = Callable[[Any], Any]  # Any: functions, properties and methods of any kind
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that fedlearn does wrong.
+
+    Attributes:
+        name: What is wrong, in a few words.
+        place: The module or class.
+        attribute: What is replaced there.
+        change: Returns the replacement of what stands there.
+        touches: Whether it could show in a configuration.
+    """
+
+    name: str
+    place: Any  # Any: a module or a class
+    attribute: str
+    change: Change
+    touches: Callable[[Configuration], bool] = lambda _: True
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have fedlearn do it wrong within a block."""
+        right = vars(self.place)[self.attribute]
+        with patch.object(self.place, self.attribute, self.change(right)):
+            yield
+
+
+def caught(fault: Fault, *, seed: int = 0) -> Configuration | None:
+    """Return the first configuration of the walk that the fault makes disagree, if one does."""
+    touched = (c for c in covering(seed) if fault.touches(c))
+    with fault.applied():
+        disagreeing = (c for c in touched if judge(c).kind == "disagrees")
+        return next(itertools.islice(disagreeing, 1), None)
+
+
+def _is(option: str, *values: object) -> Callable[[Configuration], bool]:
+    return lambda c: getattr(c, option) in values
+
+
+def _stale(c: Configuration) -> bool:
+    return c.rounds in ("late", "buffered") or c.algorithm in ("fedbuff", "fedasync")
+
+
+def _has_momentum(c: Configuration) -> bool:
+    return c.optimizer in ("momentum", "momentum_kept")
+
+
+def _has_adam(c: Configuration) -> bool:
+    return c.optimizer.startswith("adam")
+
+
+def _constant(value: Any) -> Change:
+    return lambda _: value
+
+
+def _with_moment(change: Callable[[Moment], Moment]) -> Change:
+    def wrong(right: Any) -> Any:
+        return lambda self, moment: right(self, change(moment))
+
+    return wrong
+
+
+def _statistics_stay(right: Any) -> Any:
+    def wrong(params: Any, delta_P: Any, update: Any) -> Any:
+        after = right(params, delta_P, update)
+        split = params.layout.num_parameters
+        return after.with_vector(torch.cat([after.vector[:split], params.vector[split:]]))
+
+    return wrong
+
+
+def _decay_after_step(right: Any) -> Any:
+    def wrong(self: LocalSgd, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+        rate = self.learning_rate * moment.rate
+        for place, (value, g) in enumerate(zip(x, grads, strict=True)):
+            d = g
+            if self.momentum:
+                velocity = memory["velocity"][place]
+                velocity.mul_(self.momentum).add_(g)
+                d = velocity
+            value.sub_(d, alpha=rate)
+            value.mul_(1.0 - rate * self.weight_decay)
+
+    return wrong
+
+
+def _clip_by_tensor(right: Any) -> Any:
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+        clipped = []
+        for g in grads:
+            norm_K = torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1)
+            scale_K = (self.max_gradient_norm / norm_K).clamp(max=1.0)
+            clipped.append(g * scale_K.view(-1, *[1] * (g.dim() - 1)))
+        self.inner.step(x, clipped, memory, told=told, moment=moment)
+
+    return wrong
+
+
+def _no_clip(right: Any) -> Any:
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+        self.inner.step(x, grads, memory, told=told, moment=moment)
+
+    return wrong
+
+
+def _force_after_step(right: Any) -> Any:
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+        self.inner.step(x, grads, memory, told=told, moment=moment)
+        if moment.step == 0:
+            for value, model in zip(x, told["model"], strict=True):
+                value.sub_((value - model) * self.share)
+            torch._foreach_add_(list(memory["is_pulled"]), 1.0)
+
+    return wrong
+
+
+def _no_bias_correction(right: Any) -> Any:
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+        before = [value.clone() for value in memory["num_steps"]]
+        for value in memory["num_steps"]:
+            value.fill_(1e6)
+        right(self, x, grads, memory, told=told, moment=moment)
+        for value, old in zip(memory["num_steps"], before, strict=True):
+            value.copy_(old + 1)
+
+    return wrong
+
+
+def _nobody_keeps(right: Any) -> Any:
+    def wrong(self: Any) -> Any:
+        return {name: replace(spec, is_kept=False) for name, spec in right.fget(self).items()}
+
+    return property(wrong)
+
+
+def _lower_median(right: Any) -> Any:
+    def wrong(self: Any, updates: Any) -> Any:
+        return {
+            name: torch.stack(list(rows)).median(dim=0).values
+            for name, rows in updates.lanes.items()
+        }
+
+    return wrong
+
+
+def _server_step(change: Callable[[Any, Any, Any, Any, Any], Any]) -> Change:
+    def wrong(right: Any) -> Any:
+        return lambda self, params, delta, state: change(right, self, params, delta, state)
+
+    return wrong
+
+
+def _scaffold_share(right: Any) -> Any:
+    def wrong(self: Any, params: Any, aggregate: Any, state: Any) -> Any:
+        whole = replace(aggregate, num_clients=self.num_clients)
+        return right(self, params, whole, state)
+
+    return wrong
+
+
+def _keeps_old_control(right: Any) -> Any:
+    def wrong(self: Any, x: Any, memory: Any, *, told: Any, num_steps: Any) -> Any:
+        before = [value.clone() for value in memory["control"]]
+        reported = right(self, x, memory, told=told, num_steps=num_steps)
+        for value, old in zip(memory["control"], before, strict=True):
+            value.copy_(old)
+        return reported
+
+    return wrong
+
+
+def _counts_stale_twice(right: Any) -> Any:
+    def wrong(self: Any, staleness_B: Any) -> Any:
+        return right(self, staleness_B) * np.where(staleness_B > 0, 2.0, 1.0)
+
+    return wrong
+
+
+def _same_order_each_epoch(right: Any) -> Any:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        orders = right(*args, **kwargs)
+        return np.repeat(orders[:, :1], orders.shape[1], axis=1)
+
+    return wrong
+
+
+def _resume_forgets(attribute: str) -> Change:
+    def wrong(right: Any) -> Any:
+        def restored(checkpoint: Any, like: Any) -> Any:
+            state = right(checkpoint, like)
+            return replace(state, server=replace(state.server, **{attribute: {}}))
+
+        return restored
+
+    return wrong
+
+
+def _best_tenth(right: Any) -> Any:
+    def wrong(per_client: Any, *, directions: Any) -> Any:
+        turned = {name: "min" if way == "max" else "max" for name, way in directions.items()}
+        return right(per_client, directions=turned)
+
+    return wrong
+
+
+def _loss_by_clients(right: Any) -> Any:
+    def wrong(self: Participations) -> float:
+        known = self.losses[(self.codes == 0) & ~np.isnan(self.losses)]
+        return float(known.mean()) if known.size else float("nan")
+
+    return wrong
+
+
+def _one_more(right: Any) -> Any:
+    return lambda self, num_wanted: right(self, num_wanted + 1)
+
+
+def _first_attempt(right: Any) -> Any:
+    def wrong(self: Any, client_ids: Any, request: Any) -> Any:
+        return right(self, client_ids, replace(request, round_num=max(0, request.round_num - 1)))
+
+    return wrong
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "examples do not weigh",
+        WeightedMean,
+        "weigh",
+        _constant(lambda _, num_B: torch.ones_like(num_B)),
+        lambda c: c.by_examples and c.own == "none",
+    ),
+    Fault(
+        "an override of weigh is not called",
+        engine,
+        "weights",
+        _constant(WeightedMean.weigh),
+        _is("own", "weigh"),
+    ),
+    Fault(
+        "a mean is divided by the number of clients",
+        WeightedMean,
+        "finalize",
+        lambda right: (
+            lambda self, state: right(self, replace(state, weight=state.num_clients.clone()))
+        ),
+        lambda c: c.by_examples,
+    ),
+    Fault(
+        "updates are not clipped",
+        transforms,
+        "clipped_rows",
+        _constant(lambda rows, **_: rows),
+        lambda c: c.update_clip > 0,
+    ),
+    Fault(
+        "gradients are not clipped",
+        ClippedGradients,
+        "step",
+        _no_clip,
+        lambda c: c.gradient_clip > 0,
+    ),
+    Fault(
+        "gradients are clipped tensor by tensor",
+        ClippedGradients,
+        "step",
+        _clip_by_tensor,
+        lambda c: c.gradient_clip > 0,
+    ),
+    Fault(
+        "weights decay after the step",
+        LocalSgd,
+        "step",
+        _decay_after_step,
+        lambda c: c.weight_decay > 0 and _has_momentum(c),
+    ),
+    Fault(
+        "kept momentum is lost",
+        LocalSgd,
+        "memory",
+        _nobody_keeps,
+        _is("optimizer", "momentum_kept"),
+    ),
+    Fault(
+        "kept moments are lost",
+        LocalAdam,
+        "memory",
+        _nobody_keeps,
+        _is("optimizer", "adam_kept", "adamw_kept"),
+    ),
+    Fault("Adam does not correct its bias", LocalAdam, "step", _no_bias_correction, _has_adam),
+    Fault(
+        "a schedule is a round ahead",
+        ScheduledRate,
+        "factor",
+        _with_moment(lambda moment: moment._replace(round_num=moment.round_num + 1)),
+        _is("schedule", "decay", "cosine"),
+    ),
+    Fault(
+        "a warm-up is a step ahead",
+        ScheduledRate,
+        "factor",
+        _with_moment(lambda moment: moment._replace(step=moment.step + 1)),
+        _is("schedule", "warmup"),
+    ),
+    Fault("the proximal term is left out", Proximal, "step", _no_clip, _is("algorithm", "fedprox")),
+    Fault(
+        "SCAFFOLD's server moves as if all reported",
+        Scaffold,
+        "step",
+        _scaffold_share,
+        _is("algorithm", "scaffold"),
+    ),
+    Fault(
+        "SCAFFOLD's clients keep their old control",
+        ControlVariates,
+        "report",
+        _keeps_old_control,
+        _is("algorithm", "scaffold"),
+    ),
+    Fault(
+        "EASGD's force is taken after the step",
+        ElasticForce,
+        "step",
+        _force_after_step,
+        _is("algorithm", "easgd"),
+    ),
+    Fault(
+        "EASGD moves by the mean force",
+        EASGD,
+        "step",
+        lambda right: (
+            lambda self, params, aggregate, state: right(
+                self, params, replace(aggregate, num_clients=1), state
+            )
+        ),
+        _is("algorithm", "easgd"),
+    ),
+    Fault(
+        "the server forgets its velocity",
+        ServerSgd,
+        "step",
+        _server_step(
+            lambda right, self, params, delta, state: right(
+                self, params, delta, {k: torch.zeros_like(v) for k, v in state.items()}
+            )
+        ),
+        _is("algorithm", "fedavgm"),
+    ),
+    Fault(
+        "second moments begin at zero",
+        ServerAdaptive,
+        "init",
+        lambda right: (
+            lambda self, params: {
+                name: torch.zeros_like(value) for name, value in right(self, params).items()
+            }
+        ),
+        _is("algorithm", "fedadam", "fedyogi", "fedadagrad"),
+    ),
+    Fault(
+        "Yogi is Adam",
+        ServerAdaptive,
+        "_second",
+        lambda right: (
+            lambda self, moment, square: right(replace(self, second_moment="adam"), moment, square)
+        ),
+        _is("algorithm", "fedyogi"),
+    ),
+    Fault(
+        "statistics stay",
+        server_optimizers,
+        "_apply",
+        _statistics_stay,
+        _is("norm", "batch"),
+    ),
+    Fault(
+        "the median of an even number is the lower one",
+        CoordinateMedian,
+        "combine",
+        _lower_median,
+        _is("algorithm", "median"),
+    ),
+    Fault(
+        "stale updates count as new ones",
+        Staleness,
+        "weights",
+        _constant(lambda _, staleness_B: np.ones(len(staleness_B))),
+        _stale,
+    ),
+    Fault("stale updates count twice", Staleness, "weights", _counts_stale_twice, _stale),
+    Fault(
+        "a mean takes staleness out again",
+        event_queue,
+        "damped",
+        _constant(lambda aggregate, **_: aggregate),
+        _stale,
+    ),
+    Fault(
+        "a mean of late updates takes staleness out again",
+        semi_synchronous,
+        "damped",
+        _constant(lambda aggregate, **_: aggregate),
+        _is("rounds", "late"),
+    ),
+    Fault(
+        "a resumed run forgets what clients keep",
+        rounds_run,
+        "_restored",
+        _resume_forgets("kept"),
+        lambda c: c.interrupted != "no",
+    ),
+    Fault(
+        "a resumed run forgets the server's state",
+        rounds_run,
+        "_restored",
+        _resume_forgets("strategy_state"),
+        lambda c: c.interrupted != "no",
+    ),
+    Fault(
+        "the bound on norms is ignored",
+        reduction,
+        "is_sound",
+        lambda right: lambda delta, **_: right(delta),
+        _is("bound", "norm"),
+    ),
+    Fault(
+        "the bound on examples is ignored",
+        engine.Engine,
+        "bounds",
+        lambda right: (
+            lambda self, request: (
+                bounds and replace(bounds, max_examples=10**8)
+                if (bounds := right(self, request))
+                else None
+            )
+        ),
+        _is("bound", "examples"),
+    ),
+    Fault("losses of clients count alike", Participations, "mean_loss", _loss_by_clients),
+    Fault(
+        "the worst tenth is the best",
+        evaluation,
+        "distribution",
+        _best_tenth,
+        lambda c: c.evaluated_clients != "none",
+    ),
+    Fault(
+        "a round takes one report too many",
+        Timeline,
+        "next_wave",
+        _one_more,
+        _is("stragglers", "oversample"),
+    ),
+    Fault(
+        "every epoch visits in one order",
+        schedule,
+        "_orders",
+        _same_order_each_epoch,
+        lambda c: c.shuffle and c.epochs > 1,
+    ),
+    Fault(
+        "what each client does by itself is ignored",
+        PerClient,
+        "locals_for",
+        lambda _: lambda self, client_ids: [self.inner.local] * len(client_ids),
+        _is("own", "locals"),
+    ),
+    Fault(
+        "devices are those of the round before",
+        engine.Engine,
+        "asked",
+        _first_attempt,
+        lambda c: c.devices != "ideal",
+    ),
+    Fault(
+        "what the client kept is not loaded",
+        local,
+        "load_kept",
+        _constant(lambda *_, **__: None),
+        lambda c: c.optimizer.endswith("_kept") or c.algorithm in ("scaffold", "easgd"),
+    ),
+)

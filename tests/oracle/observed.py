@@ -1,0 +1,56 @@
+"""What can be seen of a run from outside: its records and checkpoints, as plain data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """A client in the record of a round."""
+
+    client_id: int
+    status: str
+    num_examples: int
+    loss: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round's record, and what the checkpoints before and after it hold.
+
+    Attributes:
+        is_aggregated: Whether the model moved.
+        rows: Clients of the last attempt, in the order of the record.
+        in_flight: By client, the round of the model that it was working on as the round began.
+        tensors: The model after the round.
+        kept: What clients keep after it: by client, then by name.
+    """
+
+    attempt: int
+    is_aggregated: bool
+    rows: Sequence[Row]
+    train_loss: float
+    metrics: Mapping[str, float]
+    staleness: Mapping[int, int]
+    in_flight: Mapping[int, int]
+    tensors: Mapping[str, Tensor]
+    kept: Mapping[int, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    initial: Mapping[str, Tensor]
+    rounds: Sequence[Round] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A run that did not start."""
+
+    error: str
+    message: str

@@ -1,0 +1,154 @@
+"""Pieces of one's own, written as the how-to pages show: what users hand to fedlearn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fedlearn as fl
+from fedlearn.algorithms.aggregations import spans
+from fedlearn.algorithms.lanes import Aggregate, Rows, Updates
+from fedlearn.algorithms.local import Memory, Moment, Tensors
+from fedlearn.core.randomness import Seed
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from tests.oracle.reference.client import ETA, OWN_FLOOR
+from tests.oracle.reference.model import Model
+from tests.oracle.reference.server import TRIMMED
+from tests.oracle.workloads import Inputs, own_cohort
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWise(fl.LocalWork):
+    """Divides the gradient of each tensor by its own norm: it must see one tensor at a time."""
+
+    learning_rate: float
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Step each tensor by itself."""
+        for value, grad in zip(x, grads, strict=True):
+            norms = torch.linalg.vector_norm(grad.flatten(1), dim=1)
+            shape = (-1, *[1] * (grad.dim() - 1))
+            value.sub_(self.learning_rate * moment.rate * grad / (norms.view(shape) + OWN_FLOOR))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerStep(LayerWise):
+    """Sends its delta divided by its number of steps, and that number in a lane (FedNova)."""
+
+    @property
+    def lanes(self) -> Sequence[fl.LaneSpec]:
+        """The number of steps."""
+        return (fl.LaneSpec(name="tau", over=1, weighted=True, bound=None),)
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Send the mean step."""
+        for value, model in zip(x, told["model"], strict=True):
+            share = num_steps.to(value).view(-1, *[1] * (value.dim() - 1))
+            value.copy_(model + (value - model) / share)
+        return {"tau": [num_steps[:, None]]}
+
+
+@dataclass(frozen=True)
+class Nova(fl.Strategy):
+    """FedNova: mean steps, times the mean number of steps."""
+
+    local: fl.LocalUpdate
+    aggregation: fl.WeightedMean
+    transforms: Sequence[Any] = ()  # Any: fedlearn's Transform
+
+    def init(self, params: Any) -> dict[str, Tensor]:  # Any: fedlearn's Params
+        """Keep nothing."""
+        return {}
+
+    def step(self, params: Any, aggregate: Aggregate, state: Mapping[str, Tensor]) -> fl.Stepped:
+        """Move parameters by the mean step times the mean number of steps."""
+        delta, tau = aggregate.lanes["delta"], aggregate.lanes["tau"]
+        last = params.layout.num_parameters
+        moved = torch.cat([delta[:last] * tau, delta[last:]])
+        return fl.Stepped(params.with_vector(params.vector + moved), {})
+
+
+@dataclass(frozen=True)
+class TrimmedMean:
+    """The mean of each number without its smallest and largest values."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return ones."""
+        return torch.ones_like(num_examples_B)
+
+    def combine(self, updates: Updates) -> dict[str, Tensor]:
+        """Return the trimmed mean of each lane."""
+        return {name: self._mean(rows) for name, rows in updates.lanes.items()}
+
+    def _mean(self, rows: Rows) -> Tensor:
+        mean, cut = torch.empty_like(rows[0]), min(TRIMMED, (len(rows) - 1) // 2)
+        for part, values in spans(rows):
+            mean[part] = values.sort(dim=0).values[cut : len(rows) - cut].mean(dim=0)
+        return mean
+
+
+@dataclass(frozen=True)
+class RootWeighted(fl.WeightedMean):
+    """A mean in which a client counts by the root of its examples."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return the roots."""
+        return num_examples_B.sqrt()
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A transform that halves each delta."""
+
+    def __call__(self, updates: Updates) -> Updates:
+        """Return the updates with half of the delta."""
+        delta = torch.stack([row / 2 for row in updates.lanes["delta"]])
+        return replace(updates, lanes={**updates.lanes, "delta": delta})
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """A sampler that asks clients in turn."""
+
+    def sample(
+        self, available: Sequence[int], *, num_asked: int, round_num: int, attempt: int, seed: Seed
+    ) -> tuple[int, ...]:
+        """Return the next clients."""
+        return tuple(own_cohort(available, num_asked, round_num, attempt))
+
+
+class OneStep:
+    """A trainer that takes one step along the gradient of all of its examples."""
+
+    honours: tuple[str, ...] = ()
+
+    def __init__(self, module: nn.Module, objective: str, features: Inputs, labels: Tensor) -> None:
+        self.model = Model(module, objective)
+        self.features, self.labels = features, labels
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        """Return the model after the step, in the dtypes that were sent."""
+        x = {name: value.double().clone() for name, value in tensors.items()}
+        loss, g = self.model.gradients(x, self.features, self.labels)
+        for name, gradient in g.items():
+            x[name] = x[name] - ETA * gradient
+        sent = {name: value.to(tensors[name].dtype) for name, value in x.items()}
+        return LocalResult(
+            tensors=sent, num_examples=len(self.labels), metrics={"loss": loss}, state={}
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        """Return the loss, and the accuracy if the objective has one."""
+        x = {name: value.double() for name, value in tensors.items()}
+        outputs = self.model.predict(x, self.features)
+        metrics = {"loss": self.model.losses(outputs, self.labels).mean().item()}
+        correct = self.model.correct(outputs, self.labels)
+        if correct is not None:
+            metrics["accuracy"] = correct.mean().item()
+        return LocalEvaluation(num_examples=len(self.labels), metrics=metrics)

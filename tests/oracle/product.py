@@ -1,0 +1,451 @@
+"""Runs a configuration through fedlearn, and returns what can be seen of it from outside."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fedlearn as fl
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.kept import from_tensors
+from fedlearn.algorithms.local import shuffled_positions
+from fedlearn.algorithms.transforms import ClippedUpdates
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import FedlearnError
+from fedlearn.simulation.behaviour import DeviceRound
+from tests.oracle.configuration import NUM_CLIENTS, NUM_ROUNDS, Configuration
+from tests.oracle.observed import Refused, Round, Row, Run
+from tests.oracle.own_pieces import (
+    Halved,
+    InTurn,
+    LayerWise,
+    Nova,
+    OneStep,
+    PerStep,
+    RootWeighted,
+    TrimmedMean,
+)
+from tests.oracle.reference import client, server
+from tests.oracle.reference.run import MAX_EXAMPLES, POLICIES, max_norm
+from tests.oracle.workloads import (
+    Examples,
+    coupled,
+    duration_s,
+    fails,
+    largest_error,
+    make_examples,
+    make_model,
+    smoothed,
+)
+
+BUFFER: Mapping[str, Any] = {"buffer_size": 2, "concurrency": 4}
+STALENESS: Mapping[str, Any] = {
+    "max_staleness": server.MAX_STALENESS,
+    "staleness_weight": "polynomial",
+    "staleness_exponent": server.STALENESS_EXPONENT,
+    "staleness_hinge": 0,
+}
+#: Errors by which fedlearn, or Python, refuses arguments.
+REFUSALS = (FedlearnError, ValueError, TypeError)
+
+
+class Interrupted(Exception):
+    """The process that runs the simulation is stopped."""
+
+
+@dataclass
+class Silent:
+    """A progress display that shows nothing."""
+
+    num_rounds: int = 0
+
+    def start(self, *_: object) -> None:
+        """Show nothing."""
+
+    def round(self, *_: object) -> None:
+        """Count."""
+        self.num_rounds += 1
+
+    def end(self, *_: object) -> None:
+        """Show nothing."""
+
+
+@dataclass
+class Watch:
+    """Sees the model after each round; stops the process at some of them."""
+
+    stops_at: list[int] = field(default_factory=list)
+    models: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
+        """Keep the weights."""
+        if self.stops_at and self.stops_at[0] == record.round_num:
+            self.stops_at.pop(0)
+            raise Interrupted
+        self.models[record.round_num] = {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices as :mod:`tests.oracle.workloads` describes them."""
+
+    configuration: Configuration
+
+    def durations_s(self, asked: DeviceRound) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return how long each takes."""
+        return np.asarray([self._of(duration_s, each, asked) for each in asked.client_ids])
+
+    def failures(self, asked: DeviceRound) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which fail."""
+        return np.asarray([self._of(fails, each, asked) for each in asked.client_ids], np.bool_)
+
+    def _of(self, function: Any, client_id: int, asked: DeviceRound) -> Any:
+        return function(self.configuration, int(client_id), asked.round_num, asked.attempt)
+
+
+def run(c: Configuration) -> Run | Refused:
+    """Run a configuration in the working directory.
+
+    Raises:
+        Exception: Whatever a run raises that had begun its first round.
+    """
+    silent, watch = Silent(), Watch()
+    structlog.configure(logger_factory=lambda *_: structlog.testing.CapturingLogger())
+    if c.interrupted != "no":
+        watch.stops_at = [1] if c.interrupted == "after_first" else [0, 2]
+    try:
+        simulate = partial(_simulation(c), progress=silent, callbacks=[watch])
+        finished = _finish(simulate, watch, name=f"run-{os.urandom(6).hex()}")
+    except REFUSALS as error:
+        if silent.num_rounds or str(error).startswith("round "):
+            raise
+        return Refused(type(error).__name__, str(error))
+    return _observed(finished, watch)
+
+
+def order(c: Configuration) -> Any:
+    """Return the recorded stream of shuffles: the order in which a client visits its examples."""
+    seed = Seed(c.seed)
+
+    def visited(round_num: int, client_id: int, epoch: int, num_examples: int) -> Sequence[int]:
+        found = shuffled_positions(
+            seed, round_num=round_num, client_id=client_id, epoch=epoch, num_examples=num_examples
+        )
+        return [int(each) for each in found]
+
+    return visited
+
+
+def _finish(simulate: Any, watch: Watch, *, name: str) -> fl.Run:
+    try:
+        finished: fl.Run = simulate(name=name)
+    except Interrupted:
+        while True:
+            try:
+                return simulate(resume=name)  # type: ignore[no-any-return]
+            except Interrupted:
+                continue
+    return finished
+
+
+def _simulation(c: Configuration) -> Any:
+    examples = make_examples(c)
+    policy = POLICIES[c.stragglers]
+    is_buffered = c.algorithm in ("fedbuff", "fedasync") or c.rounds == "buffered"
+    settings: dict[str, Any] = {
+        "num_rounds": NUM_ROUNDS,
+        "seed": c.seed,
+        "cohort": {} if is_buffered else {"num_wanted": policy.num_wanted},
+        "evaluation": {
+            "every_rounds": c.evaluate_every,
+            "clients": {"all": NUM_CLIENTS, "some": 3, "none": 0}[c.evaluated_clients],
+            "batch_size": 5,
+        },
+        "store": {
+            "keep_last": NUM_ROUNDS + 1,
+            "checkpoint_every_s": 0.0 if c.checkpoints == "every_round" else 1e6,
+        },
+        "engine": _engine(c),
+    }
+    if is_buffered:
+        settings["stragglers"] = {"max_retries": policy.max_retries}
+    else:
+        settings["stragglers"] = {
+            "over_selection": policy.num_asked / policy.num_wanted,
+            "deadline_s": "none" if math.isinf(policy.deadline_s) else policy.deadline_s,
+            "min_reports": policy.min_reports,
+            "below_minimum": policy.below_minimum,
+            "max_retries": policy.max_retries,
+        }
+    if c.rounds == "late":
+        settings["late_updates"] = {"mode": "keep", **STALENESS}
+    if c.bound != "none":
+        settings["updates"] = (
+            {"max_norm": max_norm(c)} if c.bound == "norm" else {"max_examples": MAX_EXAMPLES}
+        )
+    extra: dict[str, Any] = {}
+    if c.own == "trainer":
+        extra["trainer"] = partial(OneStep, make_model(c), c.objective)
+    if c.own == "locals":
+        local = _local(c)
+        extra["local_of"] = partial(_local_of, c)
+        assert local is not None
+    if c.sampling == "own":
+        extra["sampler"] = InTurn()
+    if c.devices != "ideal":
+        extra["devices"] = Devices(c)
+    if c.metric:
+        extra["metrics"] = {"largest": fl.Metric(largest_error, direction="max")}
+    return partial(
+        fl.simulate,
+        partial(make_model, c),
+        _data(c, examples),
+        _algorithm(c),
+        objective=_objective(c),
+        **extra,
+        **settings,
+    )
+
+
+def _engine(c: Configuration) -> dict[str, Any]:
+    if c.place == "memory":
+        return {"transport": "memory", "slab_bytes": 1 << 20 if c.slab else 0}
+    return {"executor": c.place, "num_workers": c.workers, "block_size": c.block_size}
+
+
+def _objective(c: Configuration) -> Any:
+    return {
+        "cross_entropy": fl.CrossEntropy(),
+        "squared_error": fl.MeanSquaredError(),
+        "binary": fl.BinaryCrossEntropy(),
+        "smoothed": fl.CustomLoss(smoothed),
+        "coupled": fl.CustomLoss(coupled, per_example=False),
+    }[c.objective]
+
+
+def _data(c: Configuration, examples: Examples) -> fl.FederatedData:
+    def plain(features: Any) -> Any:
+        if isinstance(features, dict):
+            return {name: value.numpy() for name, value in features.items()}
+        return features.numpy()
+
+    x, y = plain(examples.features), examples.labels.numpy()
+    x_test, y_test = plain(examples.test_features), examples.test_labels.numpy()
+    if c.source == "arrays":
+        return fl.from_arrays(
+            x, y, groups=examples.owners, partition=fl.Natural(), test=(x_test, y_test), seed=0
+        )
+    if c.source == "npz":
+        return _from_npz(x, y, x_test, y_test, examples.owners)
+    train = Rows(examples.features, examples.labels)
+    return fl.from_dataset(
+        train,
+        labels=y,
+        partition=ByOwner(tuple(examples.owners.tolist())),
+        test=Rows(examples.test_features, examples.test_labels),
+        seed=0,
+    )
+
+
+def _from_npz(x: Any, y: Any, x_test: Any, y_test: Any, owners: Any) -> fl.FederatedData:
+    path = Path(f"examples-{os.urandom(6).hex()}.npz")
+    if isinstance(x, dict):
+        arrays = {**x, **{f"test_{name}": value for name, value in x_test.items()}}
+        names: Any = {name: name for name in x}
+        test_names: Any = {name: f"test_{name}" for name in x}
+    else:
+        arrays, names, test_names = {"x": x, "test_x": x_test}, "x", "test_x"
+    np.savez(path, **arrays, labels=y, test_labels=y_test, owners=owners)
+    return fl.from_npz(
+        path,
+        features=names,
+        labels="labels",
+        groups="owners",
+        test=(test_names, "test_labels"),
+        partition=fl.Natural(),
+        seed=0,
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A torch ``Dataset``."""
+
+    features: Any
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        if isinstance(self.features, dict):
+            return {name: value[index] for name, value in self.features.items()}, self.labels[index]
+        return self.features[index], self.labels[index]
+
+
+@dataclass(frozen=True)
+class ByOwner:
+    """A partition by a list of owners."""
+
+    owners: tuple[int, ...]
+
+    def split(self, labels: Any, *, seed: Seed) -> Any:
+        """Return each client's rows, which follow each other."""
+        from fedlearn.simulation.partition import Partition  # noqa: PLC0415
+
+        sizes = np.bincount(self.owners, minlength=NUM_CLIENTS)
+        return Partition(np.arange(len(self.owners)), np.cumsum([0, *sizes]))
+
+
+def _local(c: Configuration) -> fl.LocalUpdate:
+    work: dict[str, Any] = {
+        "epochs": c.epochs,
+        "batch_size": c.batch_size or None,
+        "shuffle": c.shuffle,
+    }
+    optimizer, is_kept = c.optimizer.removesuffix("_kept"), c.optimizer.endswith("_kept")
+    local: fl.LocalUpdate
+    if c.own == "trainer":
+        return fl.OwnTraining()
+    if c.own in ("update", "strategy"):
+        kind = PerStep if c.own == "strategy" else LayerWise
+        local = kind(**work, learning_rate=client.ETA)
+    elif optimizer in ("sgd", "momentum"):
+        local = fl.LocalSgd(
+            **work,
+            learning_rate=client.ETA,
+            momentum=client.BETA if optimizer == "momentum" else 0.0,
+            weight_decay=c.weight_decay,
+            keep_momentum=is_kept,
+        )
+    else:
+        local = LocalAdam(
+            **work,
+            learning_rate=client.ADAM_ETA,
+            beta_1=client.BETA_1,
+            beta_2=client.BETA_2,
+            epsilon=client.EPSILON,
+            weight_decay=c.weight_decay,
+            decoupled=optimizer == "adamw",
+            keep_moments=is_kept,
+        )
+    if c.gradient_clip:
+        local = fl.ClippedGradients(inner=local, max_gradient_norm=c.gradient_clip)
+    schedule: dict[str, dict[str, Any]] = {
+        "decay": {"rate_decay": client.DECAY},
+        "cosine": {"cosine_rounds": client.COSINE_ROUNDS},
+        "warmup": {"warmup_steps": client.WARMUP_STEPS},
+    }
+    if c.schedule != "none":
+        local = fl.ScheduledRate(inner=local, **schedule[c.schedule])
+    return local
+
+
+def _local_of(c: Configuration, client_id: int) -> fl.LocalUpdate:
+    """Have even clients train for one epoch."""
+    algorithm = _algorithm(replace(c, own="none"))
+    strategy = getattr(algorithm, "strategy", algorithm)
+    if client_id % 2:
+        return strategy.local  # type: ignore[no-any-return]
+    once = _algorithm(replace(c, own="none", epochs=1))
+    return getattr(once, "strategy", once).local  # type: ignore[no-any-return]
+
+
+def _algorithm(c: Configuration) -> Any:
+    local, by_examples = _local(c), c.by_examples
+    adaptive: dict[str, Any] = {
+        "server_learning_rate": server.ADAPTIVE_ETA,
+        "beta_1": server.BETA_1,
+        "tau": server.TAU,
+        "weight_by_examples": by_examples,
+    }
+    make: Mapping[str, Any] = {
+        "fedavg": lambda: fl.FedAvg(local, weight_by_examples=by_examples),
+        "fedsgd": lambda: fl.FedSGD(learning_rate=client.ETA, weight_by_examples=by_examples),
+        "fedprox": lambda: fl.FedProx(local, proximal=client.MU, weight_by_examples=by_examples),
+        "scaffold": lambda: fl.Scaffold(
+            sgd=local, num_clients=NUM_CLIENTS, server_learning_rate=server.SERVER_ETA
+        ),
+        "easgd": lambda: fl.EASGD(sgd=local, elasticity=client.RHO, cohort_size=NUM_CLIENTS),
+        "fedavgm": lambda: fl.FedAvgM(
+            local,
+            server_learning_rate=server.SERVER_ETA,
+            server_momentum=server.SERVER_BETA,
+            weight_by_examples=by_examples,
+        ),
+        "fedadagrad": lambda: fl.FedAdagrad(local, **adaptive),
+        "fedadam": lambda: fl.FedAdam(local, beta_2=server.BETA_2, **adaptive),
+        "fedyogi": lambda: fl.FedYogi(local, beta_2=server.BETA_2, **adaptive),
+        "median": lambda: fl.FedMedian(local),
+        "fedbuff": lambda: fl.FedBuff(local, **BUFFER, **STALENESS, weight_by_examples=by_examples),
+        "fedasync": lambda: fl.FedAsync(local, mixing=server.MIXING, concurrency=4, **STALENESS),
+    }
+    made = make[c.algorithm]()
+    strategy = getattr(made, "strategy", made)
+    if c.own == "strategy":
+        strategy = Nova(local, fl.WeightedMean(by_examples=by_examples))
+    if c.own == "aggregation":
+        strategy = replace(strategy, aggregation=TrimmedMean())
+    if c.own == "weigh":
+        strategy = replace(strategy, aggregation=RootWeighted(by_examples=by_examples))
+    transforms: list[Any] = []
+    if c.update_clip:
+        transforms.append(ClippedUpdates(max_update_norm=c.update_clip))
+    if c.own == "transform":
+        transforms.append(Halved())
+    if transforms:
+        strategy = replace(strategy, transforms=tuple(transforms))
+    if strategy is not made and strategy is not getattr(made, "strategy", made):
+        made = replace(made, strategy=strategy) if isinstance(made, fl.Buffered) else strategy
+    if c.rounds == "buffered" and not isinstance(made, fl.Buffered):
+        made = fl.Buffered(made, fl.Asynchrony(**BUFFER, **STALENESS))
+    return made
+
+
+def _observed(finished: fl.Run, watch: Watch) -> Run:
+    saved = {each.round_num: load_file(each.path) for each in finished.stored.checkpoints()}
+    rounds = []
+    for record in finished.history:
+        before, after = saved.get(record.round_num, {}), saved.get(record.round_num + 1, {})
+        flight = _under(before, "flight/")
+        clients = zip(
+            flight.get("client_id", torch.zeros(0)).tolist(),
+            flight.get("based_on", torch.zeros(0)).tolist(),
+            strict=True,
+        )
+        rounds.append(
+            Round(
+                attempt=record.attempt,
+                is_aggregated=record.outcome.value == "aggregated",
+                rows=[
+                    Row(
+                        each.client_id, each.status.value, each.num_examples, each.loss, each.reason
+                    )
+                    for each in record.participations
+                ],
+                train_loss=record.train_loss,
+                metrics=dict(record.metrics),
+                staleness=dict(record.staleness),
+                in_flight={int(each): int(based_on) for each, based_on in clients},
+                tensors=watch.models[record.round_num],
+                kept=from_tensors(_under(after, "clients/")) if after else {},
+            )
+        )
+    return Run(_under(saved[0], "params/"), rounds)
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,238 @@
+r"""What one client does in a round.
+
+======================= ======================================================================
+symbol                  here
+======================= ======================================================================
+:math:`x_0, x`          the global model that the client was sent, and its own: ``x_0``, ``x``
+:math:`g`               gradient of the mean loss of a batch, by parameter: ``g``
+:math:`\eta`            ``ETA``, times the factor of the schedule
+:math:`\mu`             FedProx: ``MU``
+:math:`c, c_i, K`       SCAFFOLD: ``told["control"]``, ``memory["control"]``, ``num_steps``
+:math:`\rho, W_i`       EASGD: ``RHO`` and ``memory["own_model"]``
+:math:`m, v, t`         Adam: ``first_moment``, ``second_moment``, ``num_steps``
+======================= ======================================================================
+
+A step does the following, in this order: proximal term, control variates, gradient clipping, weight
+decay (or decoupled decay, of AdamW), momentum or moments, and the step at the scheduled rate. A
+parameter that has no gradient in a step is left out of it altogether.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from tests.oracle.configuration import Configuration
+from tests.oracle.reference.model import Model, Tensors
+from tests.oracle.workloads import Inputs
+
+ETA, BETA, MU, RHO = 0.2, 0.8, 0.7, 0.4
+ADAM_ETA, BETA_1, BETA_2, EPSILON = 0.05, 0.8, 0.95, 0.01
+DECAY, COSINE_ROUNDS, WARMUP_STEPS = 0.5, 4, 3
+#: The update of one's own divides the gradient of each tensor by its norm plus this.
+OWN_FLOOR = 0.3
+
+#: What a client or the server remembers: by name, then by parameter.
+Memory: TypeAlias = dict[str, Tensors]
+Batch: TypeAlias = tuple[Inputs, Tensor]
+
+#: What each optimizer remembers; one whose name ends in "_kept" keeps it from round to round.
+MOMENTS = ("first_moment", "second_moment", "num_steps")
+REMEMBERED = {"sgd": (), "momentum": ("velocity",), "adam": MOMENTS, "adamw": MOMENTS}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a client is sent, and what it has.
+
+    Attributes:
+        x_0: The global model of the round ``round_num``.
+        told: What the algorithm sends along with it.
+        kept: What the client kept from its last round.
+    """
+
+    c: Configuration
+    model: Model
+    x_0: Tensors
+    told: Memory
+    round_num: int
+    kept: Memory
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a client sends, and what it keeps for its next round.
+
+    Attributes:
+        delta: Local minus global: trained parameters and statistics.
+        lanes: Whatever else the algorithm has clients send.
+        loss: Mean training loss over the examples of all steps.
+    """
+
+    delta: Tensors
+    lanes: Memory
+    num_examples: int
+    num_steps: int
+    loss: float
+    kept: Memory
+
+
+def train(task: Task, batches: Iterable[Batch]) -> Contribution:
+    """Train for a round; what the task holds stays as it is.
+
+    Raises:
+        ValueError: torch cannot train on a batch: BatchNorm has no variance of one example.
+    """
+    x = {name: value.clone() for name, value in task.x_0.items()}
+    memory = begin(task, x)
+    losses, sizes = list[float](), list[int]()
+    for step, (features, labels) in enumerate(batches):
+        loss, g = task.model.gradients(x, features, labels)
+        losses.append(loss)
+        sizes.append(len(labels))
+        g = direction(task, x, g, memory)
+        descend(task.c, x, g, memory, factor=schedule(task.c, task.round_num, step))
+        if task.c.algorithm == "easgd" and step == 0:
+            for name, force in memory["force"].items():
+                x[name] -= force  # of the distance before the step
+    sent, lanes = report(task, x, memory, num_steps=len(losses))
+    return Contribution(
+        delta=delta_of(task, sent),
+        lanes=lanes,
+        num_examples=task.num_examples,
+        num_steps=len(losses),
+        loss=sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
+        kept={name: memory[name] for name in names_kept(task.c)},
+    )
+
+
+def begin(task: Task, x: Tensors) -> Memory:
+    """Return the memory before the first step: what was kept, zero otherwise."""
+    c, trained = task.c, task.model.trained
+
+    def zeros() -> Tensors:
+        return {name: torch.zeros_like(x[name]) for name in trained}
+
+    memory = {each: zeros() for each in REMEMBERED[c.optimizer.removesuffix("_kept")]}
+    if c.algorithm == "scaffold":
+        memory["control"] = zeros()
+        memory["num_gradients"] = {name: torch.zeros((), dtype=torch.float64) for name in trained}
+    if c.algorithm == "easgd":  # a client's own model is the global one of its first round
+        memory["own_model"] = {name: x[name] for name in trained}
+    memory = {each: _copied(values) for each, values in (memory | task.kept).items()}
+    if c.algorithm == "easgd":
+        own = memory["own_model"]
+        memory["force"] = {name: ETA * RHO * (own[name] - x[name]) for name in trained}
+        x.update(_copied(own))
+    return memory
+
+
+def direction(task: Task, x: Tensors, g: Tensors, memory: Memory) -> Tensors:
+    """Return the gradients as the optimizer sees them."""
+    c = task.c
+    if c.algorithm == "fedprox":
+        g = {name: value + MU * (x[name] - task.x_0[name]) for name, value in g.items()}
+    if c.algorithm == "scaffold":
+        for name in g:
+            memory["num_gradients"][name] += 1
+        c_i, c_server = memory["control"], task.told["control"]
+        g = {name: value - c_i[name] + c_server[name] for name, value in g.items()}
+    return clip(g, c.gradient_clip) if c.gradient_clip else g
+
+
+def schedule(c: Configuration, round_num: int, step: int) -> float:
+    """Return the factor on the learning rate."""
+    if c.schedule == "decay":
+        return DECAY**round_num
+    if c.schedule == "cosine":
+        return (1 + math.cos(math.pi * min(round_num, COSINE_ROUNDS) / COSINE_ROUNDS)) / 2
+    if c.schedule == "warmup":
+        return min(1.0, (step + 1) / WARMUP_STEPS)
+    return 1.0
+
+
+def descend(c: Configuration, x: Tensors, g: Tensors, memory: Memory, *, factor: float) -> None:
+    """Take one step of the client's optimizer, in place."""
+    optimizer = c.optimizer.removesuffix("_kept")
+    eta = factor * (ADAM_ETA if optimizer in ("adam", "adamw") else ETA)
+    for name, gradient in g.items():
+        if c.own in ("update", "strategy"):
+            x[name] -= eta * gradient / (gradient.norm() + OWN_FLOOR)
+        elif optimizer == "sgd":
+            x[name] -= eta * (gradient + c.weight_decay * x[name])
+        elif optimizer == "momentum":
+            velocity = memory["velocity"][name]
+            velocity.mul_(BETA).add_(gradient + c.weight_decay * x[name])
+            x[name] -= eta * velocity
+        else:
+            m, v, t = (memory[each][name] for each in MOMENTS)
+            if optimizer == "adamw":
+                x[name] *= 1 - eta * c.weight_decay
+            else:
+                gradient = gradient + c.weight_decay * x[name]  # noqa: PLW2901 - as in the paper
+            m.mul_(BETA_1).add_((1 - BETA_1) * gradient)
+            v.mul_(BETA_2).add_((1 - BETA_2) * gradient**2)
+            t += 1
+            m_hat, v_hat = m / (1 - BETA_1**t), v / (1 - BETA_2**t)
+            x[name] -= eta * m_hat / (v_hat.sqrt() + EPSILON)
+
+
+def report(task: Task, x: Tensors, memory: Memory, *, num_steps: int) -> tuple[Tensors, Memory]:
+    """Return the model that is sent, and what is sent beside it; memory is brought up to date."""
+    c, x_0, trained = task.c, task.x_0, task.model.trained
+    sent, lanes = dict(x), Memory()
+    if c.algorithm == "scaffold":
+        # Option II: c_i+ = c_i - c + (x_0 - x) / (K eta). A parameter that had no gradient in some
+        # of the K steps had a gradient of zero there.
+        c_i, c_server = memory["control"], task.told["control"]
+        for name in trained:
+            moved = (x_0[name] - x[name]) / (num_steps * ETA)
+            missed = 1 - memory["num_gradients"][name] / num_steps
+            change = moved - c_server[name] + missed * (c_server[name] - c_i[name])
+            lanes.setdefault("control", {})[name] = change
+            c_i[name] = c_i[name] + change
+    if c.algorithm == "easgd":
+        memory["own_model"] = {name: x[name] for name in trained}
+        sent |= {name: x_0[name] + memory["force"][name] for name in trained}
+    if c.own == "strategy":  # FedNova: the mean step, and how many there were
+        sent |= {name: x_0[name] + (x[name] - x_0[name]) / num_steps for name in trained}
+        lanes["tau"] = {"": torch.tensor(float(num_steps), dtype=torch.float64)}
+    return sent, lanes
+
+
+def delta_of(task: Task, sent: Tensors) -> Tensors:
+    """Return local minus global, after the transforms."""
+    names = [*task.model.trained, *task.model.statistics]
+    delta = {name: sent[name] - task.x_0[name] for name in names}
+    if task.c.update_clip:
+        delta = clip(delta, task.c.update_clip)
+    return (
+        {name: value / 2 for name, value in delta.items()} if task.c.own == "transform" else delta
+    )
+
+
+def names_kept(c: Configuration) -> list[str]:
+    """Return what a client keeps from one of its rounds to the next."""
+    kept = {"scaffold": ["control"], "easgd": ["own_model"]}.get(c.algorithm, [])
+    if c.optimizer.endswith("_kept"):
+        kept = [*kept, *REMEMBERED[c.optimizer.removesuffix("_kept")]]
+    return kept
+
+
+def norm(tensors: Tensors) -> float:
+    """Return the Euclidean norm of all tensors together."""
+    return math.sqrt(sum(float(value.square().sum()) for value in tensors.values()))
+
+
+def clip(tensors: Tensors, bound: float) -> Tensors:
+    """Return the tensors, scaled down to a norm of ``bound`` if theirs is larger."""
+    scale = min(1.0, bound / length) if (length := norm(tensors)) else 1.0
+    return {name: value * scale for name, value in tensors.items()}
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: value.clone() for name, value in tensors.items()}

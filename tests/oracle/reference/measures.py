@@ -1,0 +1,58 @@
+"""What a model is measured by: on the test set, and client by client."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.oracle.configuration import Configuration
+from tests.oracle.reference.model import Model, Tensors
+from tests.oracle.workloads import Examples, Inputs, largest_error
+
+#: Which way each metric is better.
+IS_BETTER_HIGH = {"loss": False, "accuracy": True, "largest": True}
+
+
+def measure(
+    c: Configuration, model: Model, x: Tensors, features: Inputs, labels: Tensor
+) -> dict[str, float]:
+    """Return the metrics of one set of examples: means over them, or a measure of all of them."""
+    outputs = model.predict(x, features)
+    found = {"loss": model.losses(outputs, labels).mean().item()}
+    correct = model.correct(outputs, labels)
+    if correct is not None:
+        found["accuracy"] = correct.mean().item()
+    if c.metric:
+        found["largest"] = largest_error(outputs, labels)
+    return found
+
+
+def evaluate(
+    c: Configuration, model: Model, x: Tensors, examples: Examples, clients: Sequence[int]
+) -> dict[str, float]:
+    """Return all that a round's record has of the model after it."""
+    found = measure(c, model, x, examples.test_features, examples.test_labels)
+    # Over sessions, clients measure what their own trainers do: one of one's own has no "largest".
+    is_own = c.own == "trainer" and c.place == "memory"
+    of_clients = replace(c, metric=False) if is_own else c
+    each = [measure(of_clients, model, x, *examples.of(client)) for client in clients]
+    for name in each[0] if each else ():
+        values = np.sort([own[name] for own in each])
+        parts = {"mean": values.mean(), "worst_decile": worst(values, name).mean()}
+        parts |= {f"p{part}": np.quantile(values, part / 100) for part in (10, 50, 90)}
+        found |= {f"clients/{name}_{part}": float(value) for part, value in parts.items()}
+    return found
+
+
+def worst(ascending: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+    """Return the worst tenth of the values of a metric, at least one."""
+    tenth = max(1, len(ascending) // 10)
+    return ascending[:tenth] if IS_BETTER_HIGH[name] else ascending[-tenth:]
+
+
+def is_due(c: Configuration, num_finished: int, num_rounds: int) -> bool:
+    """Return whether the model is measured after so many rounds: at the end always."""
+    every = c.evaluate_every
+    return num_finished == num_rounds or (every > 0 and num_finished % every == 0)

@@ -1,0 +1,97 @@
+"""What must not start, and why: from the documentation, never from what the product says.
+
+A rule is a condition on a configuration, and words that a true reason contains.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.oracle.configuration import Configuration
+
+
+class Rule(NamedTuple):
+    """Why some configurations must be refused before their first round.
+
+    Attributes:
+        says: Words that the reason must contain.
+        source: The page that says so.
+        holds: Whether a configuration is one of them.
+    """
+
+    says: str
+    source: str
+    holds: Callable[[Configuration], bool]
+
+
+def is_plain_chain(c: Configuration) -> bool:
+    """Return whether the model is what the fused executor takes: linear layers and convolutions."""
+    is_chain = c.model in ("mlp", "linear", "conv") and not c.unused
+    return is_chain and c.norm == "none" and c.tied == "none" and c.frozen == "none"
+
+
+def is_asynchronous(c: Configuration) -> bool:
+    """Return whether clients may start from models of several rounds."""
+    return c.rounds != "synchronous" or c.algorithm in ("fedbuff", "fedasync")
+
+
+def is_plain_sgd(c: Configuration) -> bool:
+    """Return whether a client steps by the learning rate times the gradient, and nothing else."""
+    return c.optimizer == "sgd" and not c.weight_decay and is_sgd_at_constant_rate(c)
+
+
+def is_sgd_at_constant_rate(c: Configuration) -> bool:
+    """Return whether a client takes steps of SGD, with momentum and decay or not."""
+    is_sgd = c.optimizer in ("sgd", "momentum", "momentum_kept")
+    is_ours = c.own not in ("update", "strategy", "trainer")
+    return is_sgd and is_ours and not c.gradient_clip and c.schedule == "none"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("no examples", "how-to/own-data.md: an empty client", lambda c: c.sizes == "empty"),
+    Rule(
+        "SCAFFOLD's clients take plain SGD steps",
+        "reference/python.md: Scaffold, sgd",
+        lambda c: c.algorithm == "scaffold" and not is_plain_sgd(c),
+    ),
+    Rule(
+        "EASGD's clients take SGD steps at a constant rate",
+        "reference/python.md: EASGD, sgd",
+        lambda c: c.algorithm == "easgd" and not is_sgd_at_constant_rate(c),
+    ),
+    Rule(
+        "cannot be asynchronous",
+        "explanation/asynchronous.md: what goes with it",
+        lambda c: c.algorithm in ("scaffold", "easgd") and is_asynchronous(c),
+    ),
+    Rule(
+        'engine.executor "fused"',
+        "how-to/executors.md: chains of layers that all train, with cross-entropy",
+        lambda c: c.place == "fused" and (not is_plain_chain(c) or c.objective != "cross_entropy"),
+    ),
+    Rule(
+        "trainers of their own, which train one at a time",
+        "how-to/executors.md: a trainer of your own is no executor's to stack",
+        lambda c: (
+            c.own == "trainer"
+            and (c.place in ("vmap", "fused") or (c.place != "memory" and c.block_size > 1))
+        ),
+    ),
+    Rule(
+        "one output and one label an example",
+        "reference/python.md: BinaryCrossEntropy",
+        lambda c: c.objective == "binary" and c.model == "sequence",
+    ),
+    Rule(
+        "does not honour",
+        "how-to/own-algorithm.md: a trainer",
+        lambda c: (
+            c.own == "trainer"
+            and (c.algorithm == "fedprox" or c.gradient_clip > 0 or c.schedule != "none")
+        ),
+    ),
+)
+
+
+def reasons(c: Configuration) -> list[str]:
+    """Return what the refusal of a configuration may say; nothing if it must run."""
+    return [rule.says for rule in RULES if rule.holds(c)]

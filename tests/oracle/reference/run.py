@@ -1,0 +1,236 @@
+"""Rounds, one after another, given who was asked.
+
+Which clients were drawn, and in which order an asynchronous run heard from them, are random and
+come from the record. Everything else follows: who reports, which model each client started from,
+what it sends, how much that counts, what it keeps.
+
+What a client keeps changes only when its update counts in a round that moves the model. An update
+that is late, refused, failed, or part of an attempt that was thrown away leaves no trace.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tests.oracle.configuration import NUM_ROUNDS, Configuration
+from tests.oracle.observed import Run
+from tests.oracle.reference import client, server
+from tests.oracle.reference.client import Batch, Contribution, Memory, Task
+from tests.oracle.reference.measures import evaluate, is_due
+from tests.oracle.reference.model import Model, Tensors
+from tests.oracle.workloads import Examples, duration_s, fails, take
+
+#: From (round of the model, client, epoch, examples) to the order in which the client visits them.
+Order = Callable[[int, int, int, int], Sequence[int]]
+#: What a client contributes; ``None`` if it cannot train.
+Contribute = Callable[[int], Contribution | None]
+
+MAX_EXAMPLES = 8
+REPORTED, LATE, FAILED = "reported", "late", "failed"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a synchronous round closes: see the how-to on stragglers."""
+
+    num_wanted: int
+    num_asked: int
+    deadline_s: float
+    min_reports: int
+    below_minimum: str = "retry"
+    max_retries: int = 20
+
+
+POLICIES = {
+    "wait": Policy(4, 4, math.inf, 2),
+    "some": Policy(4, 4, 0.9, 1),
+    "oversample": Policy(3, 5, math.inf, 2),
+    "retry": Policy(4, 4, 0.9, 3),
+    "skip": Policy(4, 4, 0.9, 3, "skip"),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a round must come to.
+
+    Attributes:
+        statuses: By client; ``None`` where the record alone knows who arrived when.
+        losses: Training loss of each client that reported.
+        metrics: From the clients that are evaluated to what is recorded; ``None``: nothing is due.
+        invariants: What must hold of any model, by name, and whether it does.
+    """
+
+    statuses: dict[int, str] | None
+    tensors: Tensors
+    kept: dict[int, Memory]
+    train_loss: float
+    losses: dict[int, float]
+    staleness: dict[int, int]
+    metrics: Callable[[Sequence[int]], dict[str, float]] | None
+    invariants: dict[str, bool]
+
+
+class Replay:
+    """A run that is replayed from its record.
+
+    Args:
+        c: The configuration.
+        module: Its model; the weights do not matter.
+        examples: Of all clients.
+        run: Its record says who was asked, and gives the initial model.
+        order: The recorded stream of shuffles.
+    """
+
+    def __init__(
+        self, c: Configuration, module: nn.Module, examples: Examples, run: Run, order: Order
+    ) -> None:
+        self.c, self.examples, self._run, self._order = c, examples, run, order
+        self.model = Model(module, c.objective)
+        floats = {name: value for name, value in run.initial.items() if value.is_floating_point()}
+        x = {name: value.double() for name, value in floats.items()}
+        #: Before each round: the model, and the server's state, which clients may be told.
+        self.history = [(x, server.begin(c, self.model, x))]
+        self.kept = dict[int, Memory]()
+
+    def rounds(self) -> Iterator[Expected]:
+        """Yield what each round must come to."""
+        for round_num, seen in enumerate(self._run.rounds):
+            (x, state), base = self.history[-1], dict(seen.in_flight)
+            asked = [row.client_id for row in seen.rows]
+            reported = [row.client_id for row in seen.rows if row.status == REPORTED]
+            sent = {}
+            for each in reported:
+                made = self.contribute(each, base.get(each, round_num))
+                if made is not None:
+                    sent[each] = made
+            staleness = {each: round_num - base.get(each, round_num) for each in sent}
+            if seen.is_aggregated:
+                counted = [server.Counted(sent[each], staleness[each]) for each in sent]
+                x, state = server.step(self.c, self.model, x, state, counted)
+            statuses = self._statuses(asked, round_num, seen.attempt)
+            if seen.is_aggregated:
+                self.kept |= {each: made.kept for each, made in sent.items() if made.kept}
+            self.history.append((x, state))
+            yield Expected(
+                statuses=statuses,
+                tensors=x,
+                kept=dict(self.kept),
+                train_loss=mean_loss(self.c, list(sent.values())),
+                losses={each: made.loss for each, made in sent.items()},
+                staleness=histogram(list(staleness.values())),
+                metrics=self._metrics(x, round_num + 1),
+                invariants=invariants(self.model, x),
+            )
+
+    def contribute(self, client_id: int, based_on: int) -> Contribution | None:
+        """Return what a client sends that was sent the model of round ``based_on``."""
+        x_0, told = self.history[based_on]
+        task = Task(
+            c=self.c,
+            model=self.model,
+            x_0=x_0,
+            told=told,
+            round_num=based_on,
+            kept=self.kept.get(client_id, {}),
+            num_examples=len(self.examples.of(client_id)[1]),
+        )
+        try:
+            return client.train(task, self._batches(client_id, based_on))
+        except ValueError:  # BatchNorm has no variance of one example
+            return None
+
+    def _batches(self, client_id: int, round_num: int) -> Iterator[Batch]:
+        """Yield the batches of a client's round; the last one of an epoch may be smaller."""
+        c, (features, labels) = self.c, self.examples.of(client_id)
+        num = len(labels)
+        epochs, size, shuffle = c.epochs, c.batch_size or num, c.shuffle
+        if c.own == "trainer":
+            epochs, size, shuffle = 1, num, False
+        if c.own == "locals" and client_id % 2 == 0:
+            epochs = 1
+        for epoch in range(epochs):
+            visited = self._order(round_num, client_id, epoch, num) if shuffle else range(num)
+            for start in range(0, num, size):
+                rows = torch.tensor(list(visited[start : start + size]))
+                yield take(features, rows), labels[rows]
+
+    def _statuses(self, asked: list[int], round_num: int, attempt: int) -> dict[int, str] | None:
+        is_buffer = self.c.algorithm in ("fedbuff", "fedasync")
+        if self.c.rounds != "synchronous" or is_buffer:
+            return None
+        return close(
+            self.c, asked, round_num, attempt, lambda each: self.contribute(each, round_num)
+        )
+
+    def _metrics(
+        self, x: Tensors, num_finished: int
+    ) -> Callable[[Sequence[int]], dict[str, float]] | None:
+        if not is_due(self.c, num_finished, NUM_ROUNDS):
+            return None
+        return lambda clients: evaluate(self.c, self.model, x, self.examples, clients)
+
+
+def close(
+    c: Configuration, asked: Sequence[int], round_num: int, attempt: int, contribute: Contribute
+) -> dict[int, str]:
+    """Return what becomes of each client that a synchronous round asked.
+
+    The round closes with the last report that it wants, or at the deadline. A client that has not
+    answered by then is late, even if it would have failed.
+    """
+    policy, statuses, num_reports = POLICIES[c.stragglers], dict[int, str](), 0
+    for each in sorted(asked, key=lambda one: duration_s(c, one, round_num, attempt)):
+        is_closed = num_reports == policy.num_wanted
+        if is_closed or duration_s(c, each, round_num, attempt) > policy.deadline_s:
+            statuses[each] = LATE
+        elif fails(c, each, round_num, attempt) or is_refused(c, contribute(each)):
+            statuses[each] = FAILED
+        else:
+            statuses[each], num_reports = REPORTED, num_reports + 1
+    return statuses
+
+
+def is_refused(c: Configuration, sent: Contribution | None) -> bool:
+    """Return whether a client could not train, or its update is beyond the bounds.
+
+    Each vector of an update is held to the bound by itself.
+    """
+    if sent is None:
+        return True
+    if c.bound == "norm":
+        return any(client.norm(each) > max_norm(c) for each in (sent.delta, *sent.lanes.values()))
+    return c.bound == "examples" and sent.num_examples > MAX_EXAMPLES
+
+
+def max_norm(c: Configuration) -> float:
+    """Return a bound on updates that some of them exceed, by how far the optimizer steps."""
+    if c.own in ("update", "trainer"):
+        return 1.5 if c.own == "update" else 0.3
+    return {"sgd": 0.4, "momentum": 1.2}.get(c.optimizer.removesuffix("_kept"), 1.5)
+
+
+def mean_loss(c: Configuration, sent: Sequence[Contribution]) -> float:
+    """Return the training loss of a round: by examples, or by clients in a secure sum of equals."""
+    if not sent:
+        return math.nan
+    is_uniform = c.secure != "off" and not c.by_examples
+    w = [1.0 if is_uniform else float(each.num_examples) for each in sent]
+    return sum(a * each.loss for a, each in zip(w, sent, strict=True)) / sum(w)
+
+
+def histogram(staleness: Sequence[int]) -> dict[int, int]:
+    """Return how many updates have which staleness."""
+    return {each: staleness.count(each) for each in sorted(set(staleness))}
+
+
+def invariants(model: Model, x: Tensors) -> dict[str, bool]:
+    """Return what must hold of any model after a round."""
+    variances = [x[name] for name in model.statistics if name.endswith("running_var")]
+    return {
+        "finite weights": all(bool(value.isfinite().all()) for value in x.values()),
+        "variances of at least 0": all(bool((value >= 0).all()) for value in variances),
+    }

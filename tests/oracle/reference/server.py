@@ -1,0 +1,161 @@
+r"""From what clients send to the next global model.
+
+============================ ==========================================================
+symbol                       here
+============================ ==========================================================
+:math:`\Delta_i, w_i`        a client's ``delta`` and weight
+:math:`s(\tau_i)`            what staleness multiplies its weight by: ``discount``
+:math:`\Delta`               the aggregated delta; it is local minus global, so it is *added*
+:math:`\eta_g, \beta, \tau`  ``SERVER_ETA``, ``SERVER_BETA``, ``TAU``
+:math:`c, N, S`              SCAFFOLD: ``state["control"]``, all clients, those that reported
+============================ ==========================================================
+
+Only trained parameters go through the server's optimizer. Statistics are averaged as they are.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.oracle.configuration import NUM_CLIENTS, Configuration
+from tests.oracle.reference.client import Contribution, Memory
+from tests.oracle.reference.model import Model, Tensors
+
+SERVER_ETA, SERVER_BETA = 0.9, 0.6
+ADAPTIVE_ETA, BETA_1, BETA_2, TAU = 0.1, 0.6, 0.9, 0.05
+MIXING, STALENESS_EXPONENT, MAX_STALENESS = 0.6, 0.5, 3
+TRIMMED = 1
+
+
+@dataclass
+class Counted:
+    """A contribution that counts in a round."""
+
+    contribution: Contribution
+    staleness: int
+
+
+def begin(c: Configuration, model: Model, x: Tensors) -> Memory:
+    """Return the server's state before the first round."""
+    zeros = {name: torch.zeros_like(x[name]) for name in model.trained}
+    if c.algorithm == "fedavgm":
+        return {"velocity": zeros}
+    if c.algorithm in ("fedadagrad", "fedadam", "fedyogi"):
+        return {
+            "first_moment": zeros,
+            "second_moment": {name: value + TAU**2 for name, value in zeros.items()},
+        }
+    return {"control": zeros} if c.algorithm == "scaffold" else {}
+
+
+def step(
+    c: Configuration, model: Model, x: Tensors, state: Memory, counted: Sequence[Counted]
+) -> tuple[Tensors, Memory]:
+    """Return the next model and state; below, equation numbers are those of the papers."""
+    delta = aggregate(c, [each.contribution.delta for each in counted], counted)
+    if c.own == "strategy":  # FedNova: the mean step, times the mean number of steps
+        (tau,) = aggregate(
+            c, [each.contribution.lanes["tau"] for each in counted], counted
+        ).values()
+        delta |= {name: tau * delta[name] for name in model.trained}
+    moved, state = optimize(c, {name: delta[name] for name in model.trained}, state, len(counted))
+    if c.algorithm == "scaffold":
+        mean = {
+            name: sum_of(each.contribution.lanes["control"][name] for each in counted)
+            / NUM_CLIENTS  # |S| / N times the mean over S
+            for name in model.trained
+        }
+        state = {"control": {name: state["control"][name] + mean[name] for name in mean}}
+    moved |= {name: delta[name] for name in model.statistics}
+    return {name: value + moved.get(name, 0.0) for name, value in x.items()}, state
+
+
+def weight(c: Configuration, num_examples: int) -> float:
+    """Return how much a client counts."""
+    if c.own == "weigh":
+        return math.sqrt(num_examples)
+    unweighted = ("scaffold", "easgd", "median", "fedasync")
+    is_private = c.privacy != "off"
+    if not c.by_examples or c.algorithm in unweighted or c.own == "aggregation" or is_private:
+        return 1.0
+    return float(num_examples)
+
+
+def discount(staleness: int) -> float:
+    """Return what an update counts that is based on an older model: (1 + tau)^-a."""
+    return float((1 + staleness) ** -STALENESS_EXPONENT)
+
+
+def aggregate(c: Configuration, vectors: Sequence[Tensors], counted: Sequence[Counted]) -> Tensors:
+    """Return what the vectors of the clients come to, one of each.
+
+    Means and medians are of whole weights; the result is then multiplied by the weighted mean of
+    the discounts, so that a buffer of stale updates is a smaller step.
+    """
+    w = [weight(c, each.contribution.num_examples) for each in counted]
+    s = [discount(each.staleness) for each in counted]
+    names = list(vectors[0])
+    if c.algorithm == "median" or c.own == "aggregation":
+        factor = sum(map(float.__mul__, w, s)) / sum(w)
+        combine = median if c.algorithm == "median" else trimmed_mean
+        return {name: factor * combine([each[name] for each in vectors]) for name in names}
+    lowered = list(map(float.__mul__, w, s))
+    return {
+        name: weighted_sum([each[name] for each in vectors], lowered) / sum(w) for name in names
+    }
+
+
+def optimize(
+    c: Configuration, delta: Tensors, state: Memory, num_reports: int
+) -> tuple[Tensors, Memory]:
+    """Return how trained parameters move, and the optimizer's next state."""
+    if c.algorithm == "fedavgm":  # Hsu, Qi and Brown, 2019
+        v = {name: SERVER_BETA * state["velocity"][name] + d for name, d in delta.items()}
+        return {name: SERVER_ETA * value for name, value in v.items()}, {"velocity": v}
+    if c.algorithm in ("fedadagrad", "fedadam", "fedyogi"):  # Reddi et al., 2021, algorithm 2
+        m = {
+            name: BETA_1 * state["first_moment"][name] + (1 - BETA_1) * d
+            for name, d in delta.items()
+        }
+        v = {
+            name: second_moment(c.algorithm, state["second_moment"][name], d**2)
+            for name, d in delta.items()
+        }
+        moved = {name: ADAPTIVE_ETA * m[name] / (v[name].sqrt() + TAU) for name in delta}
+        return moved, {"first_moment": m, "second_moment": v}
+    eta = {"scaffold": SERVER_ETA, "fedasync": MIXING, "easgd": float(num_reports)}
+    return {name: eta.get(c.algorithm, 1.0) * d for name, d in delta.items()}, state
+
+
+def second_moment(algorithm: str, v: Tensor, square: Tensor) -> Tensor:
+    """Return the next second moment."""
+    if algorithm == "fedadagrad":
+        return v + square
+    if algorithm == "fedadam":
+        return BETA_2 * v + (1 - BETA_2) * square
+    return v - (1 - BETA_2) * square * torch.sign(v - square)
+
+
+def median(values: Sequence[Tensor]) -> Tensor:
+    """Return the median of each number; of an even count the mean of the two in the middle."""
+    return torch.quantile(torch.stack(list(values)), 0.5, dim=0)
+
+
+def trimmed_mean(values: Sequence[Tensor]) -> Tensor:
+    """Return the mean without the smallest and largest values of each number: one's own rule."""
+    cut = min(TRIMMED, (len(values) - 1) // 2)
+    ordered = torch.stack(list(values)).sort(dim=0).values
+    return ordered[cut : len(values) - cut].mean(dim=0)
+
+
+def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the sum of weighted tensors."""
+    return sum_of(value * w for value, w in zip(values, weights, strict=True))
+
+
+def sum_of(values: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors."""
+    return torch.stack(list(values)).sum(dim=0)

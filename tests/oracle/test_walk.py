@@ -1,0 +1,44 @@
+"""fedlearn does what the reference says, or refuses for a true reason, on every pair of options."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.oracle.configuration import Configuration
+from tests.oracle.covering import covering, settle
+from tests.oracle.walk import judge, shrink
+
+#: The walk of the default run is divided among so many tests, which may run beside each other.
+NUM_PARTS = 4
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+
+@pytest.fixture(scope="session")
+def configurations() -> list[Configuration]:
+    """The configurations that try every pair of values."""
+    return list(covering(0))
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_every_pair_of_options_equals_the_reference(
+    part: int, configurations: list[Configuration]
+) -> None:
+    """``python -m tests.oracle`` walks further."""
+    torch.set_num_threads(1)
+    counts = Counter[str]()
+    for c in configurations[part::NUM_PARTS]:
+        verdict = judge(c)
+        counts[verdict.kind] += 1
+        if verdict.kind == "disagrees":
+            command = f"python -m tests.oracle --only '{shrink(c).to_json()}'"
+            pytest.fail("\n".join([*verdict.problems, command]))
+    assert counts["agrees"] > counts["refused"]
+
+
+def test_a_configuration_is_read_back_from_its_text() -> None:
+    """So that a command repeats it."""
+    c = settle(Configuration(algorithm="scaffold", weight_decay=0.1, seed=1))
+    assert Configuration.from_json(c.to_json()) == c
+    assert Configuration.from_json("{}") == Configuration()

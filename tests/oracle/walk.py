@@ -1,0 +1,172 @@
+"""Compares fedlearn with the reference on configurations, one after another."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tests.oracle import product
+from tests.oracle.configuration import NUM_CLIENTS, Configuration
+from tests.oracle.covering import settle
+from tests.oracle.observed import Refused, Round, Run
+from tests.oracle.reference.refusals import reasons
+from tests.oracle.reference.run import Expected, Replay
+from tests.oracle.workloads import make_examples, make_model
+
+#: Largest difference of two numbers, as a part of the larger one or of 1.
+TOLERANCE = {"float32": 2e-5, "float64": 1e-9}
+#: A larger difference in float32 is no rounding; a smaller one may be, and is tried in float64.
+ROUNDING = 1e-3
+MAX_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a configuration: it agrees, is refused with a true reason, or disagrees."""
+
+    kind: str
+    problems: tuple[str, ...] = ()
+
+
+def judge(c: Configuration) -> Verdict:
+    """Run a configuration on both sides."""
+    expected_reasons = reasons(c)
+    try:
+        found = product.run(c)
+    except Exception as error:  # noqa: BLE001 - whatever a run raises is a finding
+        return Verdict("disagrees", (f"the run ended by {type(error).__name__}: {error}",))
+    if isinstance(found, Refused):
+        if any(each in found.message for each in expected_reasons):
+            return Verdict("refused")
+        wanted = f"one of {expected_reasons}" if expected_reasons else "a run"
+        return Verdict("disagrees", (f"refused: {found.message!r}; expected {wanted}",))
+    if expected_reasons:
+        return Verdict("disagrees", (f"it ran; expected a refusal, one of {expected_reasons}",))
+    problems = tuple(itertools.islice(compare(c, found), MAX_PROBLEMS))
+    if problems and c.dtype == "float32" and not tuple(compare(c, found, tolerance=ROUNDING)):
+        exact = judge(replace(c, dtype="float64"))  # is it rounding?
+        return exact if exact.kind == "agrees" else Verdict("disagrees", problems)
+    return Verdict("disagrees" if problems else "agrees", problems)
+
+
+def shrink(c: Configuration) -> Configuration:
+    """Return a smaller configuration that disagrees: options at their defaults, one by one."""
+    simplest = Configuration()
+    for option in c.changed():
+        tried = settle(c.with_value(option, getattr(simplest, option)))
+        if tried != c and judge(tried).kind == "disagrees":
+            c = tried
+    return c
+
+
+def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> Iterator[str]:
+    """Yield where a run differs from what the reference says it must come to."""
+    allowed = TOLERANCE[c.dtype] if tolerance is None else tolerance
+    torch.manual_seed(0)
+    module, candidates = make_model(c), None
+    replay = Replay(c, module, make_examples(c), found, product.order(c))
+    for number, (expected, seen) in enumerate(zip(replay.rounds(), found.rounds, strict=True)):
+        place = f"round {number}"
+        for problem in _compare_round(
+            c, expected, seen, allowed, is_last=number == len(found.rounds) - 1
+        ):
+            yield f"{place}: {problem}"
+        matching = _measured_sets(c, expected, seen, allowed)
+        candidates = matching if candidates is None or matching is None else candidates & matching
+        if matching is not None and not matching:
+            sets = list(_client_sets(c))
+            assert expected.metrics is not None
+            yield f"{place}: metrics {dict(seen.metrics)}, expected {expected.metrics(sets[0])}"
+    if candidates is not None and not candidates:
+        yield "the clients that are evaluated differ from round to round"
+
+
+def _compare_round(
+    c: Configuration, expected: Expected, seen: Round, allowed: float, *, is_last: bool
+) -> Iterator[str]:
+    yield from (f"not {name}" for name, is_true in expected.invariants.items() if not is_true)
+    statuses = {row.client_id: row.status for row in seen.rows}
+    if expected.statuses not in (None, statuses):
+        yield f"statuses {statuses}, expected {expected.statuses}"
+    for name, value in expected.tensors.items():
+        if not close(seen.tensors[name], value, allowed):
+            off = float((seen.tensors[name].double() - value).abs().max())
+            yield f"tensor {name} is off by {off:.2e} of {float(value.abs().max()):.2e}"
+    losses = {row.client_id: row.loss for row in seen.rows if row.status == "reported"}
+    pairs = {"of the round": (seen.train_loss, expected.train_loss)}
+    pairs |= {
+        f"of client {each}": (loss, expected.losses.get(each, math.nan))
+        for each, loss in losses.items()
+    }
+    for name, (found, wanted) in pairs.items():
+        if not number_close(found, wanted, allowed):
+            yield f"training loss {name} {found}, expected {wanted}"
+    if seen.staleness and dict(seen.staleness) != expected.staleness:
+        yield f"staleness {dict(seen.staleness)}, expected {expected.staleness}"
+    if c.checkpoints == "every_round" or is_last:
+        yield from _compare_kept(expected, seen, allowed)
+
+
+def _compare_kept(expected: Expected, seen: Round, allowed: float) -> Iterator[str]:
+    if seen.kept.keys() != expected.kept.keys():
+        yield f"clients {sorted(seen.kept)} keep something, expected {sorted(expected.kept)}"
+        return
+    for client_id, memory in expected.kept.items():
+        for name, tensors in memory.items():
+            values = list(tensors.values())
+            is_count = name == "num_steps"
+            flat = torch.stack([v.flatten()[0] for v in values]) if is_count else _flat(values)
+            own = seen.kept[client_id].get(name)
+            if own is None:
+                yield f"client {client_id} does not keep its {name}"
+            elif not close(own, flat, allowed):
+                off = float((own.double() - flat).abs().max())
+                yield f"{name} of client {client_id} is off by {off:.2e}"
+
+
+def _flat(values: list[Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in values])
+
+
+def _client_sets(c: Configuration) -> Iterator[tuple[int, ...]]:
+    num = {"all": NUM_CLIENTS, "some": 3, "none": 0}[c.evaluated_clients]
+    return itertools.combinations(range(NUM_CLIENTS), num)
+
+
+def _measured_sets(
+    c: Configuration, expected: Expected, seen: Round, allowed: float
+) -> set[tuple[int, ...]] | None:
+    """Return which clients the metrics may be of; ``None`` where none are due, and none are."""
+    if expected.metrics is None:
+        return None if not seen.metrics else set()
+    return {
+        each
+        for each in _client_sets(c)
+        if _same_metrics(seen.metrics, expected.metrics(each), allowed)
+    }
+
+
+def _same_metrics(
+    found: Mapping[str, float], expected: Mapping[str, float], allowed: float
+) -> bool:
+    return found.keys() == expected.keys() and all(
+        number_close(found[name], value, allowed) for name, value in expected.items()
+    )
+
+
+def close(found: Tensor, expected: Tensor, allowed: float) -> bool:
+    """Return whether tensors differ by at most a part of the larger number, or of 1."""
+    if found.shape != expected.shape:
+        return False
+    off = (found.double() - expected).abs()
+    return bool((off <= allowed * expected.abs().clamp(min=1.0)).all())
+
+
+def number_close(found: float, expected: float, allowed: float) -> bool:
+    """Return the same of numbers; NaN equals NaN."""
+    if math.isnan(found) or math.isnan(expected):
+        return math.isnan(found) and math.isnan(expected)
+    return abs(found - expected) <= allowed * max(1.0, abs(expected))

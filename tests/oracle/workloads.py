@@ -1,0 +1,209 @@
+"""The models and examples of the configurations: plain torch and numpy, for both sides.
+
+Every model is an encoder, hidden layers and a head; every option about layers applies to each.
+Activations are smooth, so that rounding does not choose a branch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.oracle.configuration import NUM_CLIENTS, Configuration
+
+WIDTH, NUM_CLASSES, LENGTH, NUM_WORDS, NUM_INPUTS, NUM_TEST = 4, 3, 5, 7, 6, 17
+
+#: The features of some examples: one tensor, or several by the name of the model's argument.
+Inputs: TypeAlias = Tensor | dict[str, Tensor]
+
+#: Examples of each client.
+SIZES = {
+    "ragged": (5, 11, 7, 4, 9, 6),
+    "even": (8, 8, 8, 8, 8, 8),
+    "one_row": (9, 8, 5, 1, 8, 7),  # a last batch of one row, for clients 0, 2 and 3
+    "empty": (5, 0, 7, 4, 9, 6),
+}
+
+
+class Encoder(nn.Module):
+    """From the inputs of an example to WIDTH numbers, or to WIDTH numbers for each position."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind in ("words", "recurrent", "sequence"):
+            self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
+        if kind == "recurrent":
+            self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        if kind == "two_inputs":
+            self.first, self.second = nn.Linear(NUM_INPUTS, WIDTH), nn.Linear(2, WIDTH)
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        """Return [n, WIDTH]; of a sequence [n, LENGTH, WIDTH]."""
+        if extra is not None:
+            both: Tensor = self.first(x) + self.second(extra)
+            return both
+        embedded: Tensor = self.embedding(x)
+        if self.kind == "words":
+            return embedded.mean(1)
+        if self.kind == "recurrent":
+            last: Tensor = self.recurrent(embedded)[1][0]
+            return last
+        return embedded
+
+
+class Several(nn.Module):
+    """A chain whose first layer takes several inputs, and which may hold a layer nobody calls."""
+
+    def __init__(self, layers: nn.Sequential, *, unused: bool) -> None:
+        super().__init__()
+        self.layers = layers
+        if unused:
+            self.spare = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        """Return the outputs [n, classes]; of a sequence [n, LENGTH, classes]."""
+        first, *rest = self.layers
+        hidden: Tensor = first(x) if extra is None else first(x, extra)
+        for layer in rest:
+            hidden = layer(hidden)
+        return hidden
+
+
+def make_model(configuration: Configuration) -> nn.Module:
+    """Return the model of a configuration, with weights drawn from torch's generator."""
+    c = configuration
+    encoder: list[nn.Module] = [Encoder(c.model)]
+    if c.model in ("mlp", "linear"):
+        encoder = [nn.Linear(NUM_INPUTS, WIDTH)]
+    if c.model == "conv":
+        encoder = [nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, WIDTH)]
+    hidden: list[nn.Module] = []
+    if c.norm == "batch":
+        # Over the channels of a sequence, whose layout is [n, LENGTH, WIDTH].
+        hidden.append(nn.BatchNorm1d(LENGTH if c.model == "sequence" else WIDTH))
+    if c.norm == "layer":
+        hidden.append(nn.LayerNorm(WIDTH))
+    if c.model != "linear":
+        hidden.append(nn.Tanh())
+    if c.tied != "none":
+        one = nn.Linear(WIDTH, WIDTH)
+        other = one if c.tied == "module" else nn.Linear(WIDTH, WIDTH)
+        other.weight = one.weight
+        hidden += [one, nn.Tanh(), other, nn.Tanh()]
+    head = nn.Linear(WIDTH, num_outputs(c))
+    chain = nn.Sequential(*encoder, *hidden, head)
+    for name, parameter in chain.named_parameters():
+        is_frozen = {
+            "none": False,
+            "encoder": name.startswith("0."),
+            "biases": name.endswith("bias"),
+        }[c.frozen]
+        parameter.requires_grad_(not is_frozen)
+    model: nn.Module = chain
+    if c.unused or c.model in ("words", "recurrent", "two_inputs", "sequence"):
+        model = Several(chain, unused=c.unused)
+    return model.double() if c.dtype == "float64" else model
+
+
+def num_outputs(configuration: Configuration) -> int:
+    """Return how many numbers the model has for an example."""
+    return 1 if configuration.objective in ("squared_error", "binary") else NUM_CLASSES
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of all clients, those of one client after another, and a test set."""
+
+    features: Inputs
+    labels: Tensor
+    owners: NDArray[np.int64]
+    test_features: Inputs
+    test_labels: Tensor
+
+    def of(self, client_id: int) -> tuple[Inputs, Tensor]:
+        """Return one client's examples."""
+        rows = torch.from_numpy(np.flatnonzero(self.owners == client_id))
+        return take(self.features, rows), self.labels[rows]
+
+
+def make_examples(configuration: Configuration) -> Examples:
+    """Return the examples of a configuration, in the dtype of its model."""
+    sizes = SIZES[configuration.sizes]
+    assert len(sizes) == NUM_CLIENTS
+    generator = torch.Generator().manual_seed(17)
+    features, labels = _drawn(configuration, sum(sizes), generator)
+    test_features, test_labels = _drawn(configuration, NUM_TEST, generator)
+    owners = np.repeat(np.arange(NUM_CLIENTS), sizes)
+    return Examples(features, labels, owners, test_features, test_labels)
+
+
+def _drawn(c: Configuration, num: int, generator: torch.Generator) -> tuple[Inputs, Tensor]:
+    dtype = torch.float64 if c.dtype == "float64" else torch.float32
+
+    def numbers(*shape: int) -> Tensor:
+        drawn = torch.randn(num, *shape, generator=generator, dtype=torch.float64)
+        return drawn.float().to(dtype)  # the same numbers in both
+
+    features: Inputs
+    if c.model in ("words", "recurrent", "sequence"):
+        features = torch.randint(NUM_WORDS, (num, LENGTH), generator=generator)
+    elif c.model == "two_inputs":
+        features = {"x": numbers(NUM_INPUTS), "extra": numbers(2)}
+    else:
+        features = numbers(1, 3, 3) if c.model == "conv" else numbers(NUM_INPUTS)
+    if c.objective == "squared_error":
+        return features, numbers(LENGTH, 1) if c.model == "sequence" else numbers(1)
+    shape = (num, LENGTH) if c.model == "sequence" else (num,)
+    most = 2 if c.objective == "binary" else NUM_CLASSES
+    return features, torch.randint(most, shape, generator=generator)
+
+
+def take(features: Inputs, rows: Tensor) -> Inputs:
+    """Return some rows of all inputs."""
+    if isinstance(features, dict):
+        return {name: value[rows] for name, value in features.items()}
+    return features[rows]
+
+
+def smoothed(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A loss of one's own: one number for each example."""
+    losses = F.cross_entropy(
+        outputs.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=0.2
+    )
+    return losses.view(len(labels), -1).mean(1)
+
+
+def coupled(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A loss of one's own that compares the examples of a batch: one number for all of them."""
+    centered = outputs - outputs.mean(0)
+    return smoothed(outputs, labels).mean() + 0.1 * centered.square().mean()
+
+
+def largest_error(outputs: Tensor, labels: Tensor) -> float:
+    """A measure of a whole set that is no mean over its examples."""
+    return float((outputs.reshape(len(labels), -1).double().sum(1)).max())
+
+
+def duration_s(configuration: Configuration, client_id: int, round_num: int, attempt: int) -> float:
+    """Return how long a client's device takes: no two take equally long."""
+    if configuration.devices == "ideal":
+        return 0.0
+    tenths = (client_id * 7 + round_num * 4 + attempt * 3) % 13
+    return 0.1 + tenths / 10 + client_id / 1000
+
+
+def fails(configuration: Configuration, client_id: int, round_num: int, attempt: int) -> bool:
+    """Return whether a client's device drops out."""
+    return configuration.devices == "flaky" and (client_id + 2 * round_num + 3 * attempt) % 4 == 0
+
+
+def own_cohort(available: Sequence[int], num: int, round_num: int, attempt: int) -> list[int]:
+    """Return whom the sampler of one's own asks: those who are there, in turn."""
+    turn = [(2 * round_num + attempt + each) % NUM_CLIENTS for each in range(NUM_CLIENTS)]
+    return [each for each in turn if each in set(available)][:num]
