@@ -225,6 +225,8 @@ class BlockGradient:
         self.objective, self.device, self._precision = objective, device, precision
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
+        # Looked up once: a call leaves other tensors in a module that stands twice in the model.
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.statistics = [spec.name for spec in self.layout.statistics]
         self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
         out_dims: Any = (0, (0, (0, None)))  # vmap's annotation does not know nested ones
@@ -244,8 +246,7 @@ class BlockGradient:
         """Return the parameters that do not train."""
         return {
             name: params.constants.get(name, value.detach()).to(self.device)
-            for name, value in self.module.named_parameters()
-            if not value.requires_grad
+            for name, value in self._frozen.items()
         }
 
     def constants(self, params: Params) -> Named:
