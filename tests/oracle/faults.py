@@ -110,7 +110,7 @@ def _with_moment(change: Callable[[Moment], Moment]) -> Change:
 def _statistics_stay(right: Any) -> Any:
     def wrong(params: Any, delta_P: Any, update: Any) -> Any:
         after = right(params, delta_P, update)
-        split = params.layout.num_parameters
+        split = params.layout.num_trainable
         return after.with_vector(torch.cat([after.vector[:split], params.vector[split:]]))
 
     return wrong

@@ -69,7 +69,7 @@ class Nova(fl.Strategy):
     def step(self, params: Any, aggregate: Aggregate, state: Mapping[str, Tensor]) -> fl.Stepped:
         """Move parameters by the mean step times the mean number of steps."""
         delta, tau = aggregate.lanes["delta"], aggregate.lanes["tau"]
-        last = params.layout.num_parameters
+        last = params.layout.num_trainable
         moved = torch.cat([delta[:last] * tau, delta[last:]])
         return fl.Stepped(params.with_vector(params.vector + moved), {})
 
