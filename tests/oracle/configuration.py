@@ -65,10 +65,9 @@ class Configuration:
     metric: bool = False
     seed: int = 0
 
-    def with_value(self, option: str, value: Value) -> Self:
-        """Return the same run with another value of one option."""
-        changed: Mapping[str, Any] = {option: value}  # Any: fields differ in type
-        return replace(self, **changed)
+    def with_values(self, values: Mapping[str, Any]) -> Self:  # Any: fields differ in type
+        """Return the same run with other values of some options."""
+        return replace(self, **values)
 
     def changed(self) -> dict[str, Value]:
         """Return the options that differ from the defaults, by name."""
@@ -101,7 +100,7 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "epochs": (2, 1),
     "batch_size": (4, 3, 0),
     "shuffle": (True, False),
-    "optimizer": ("sgd", "momentum", "adam", "adamw"),
+    "optimizer": ("sgd", "momentum", "momentum_kept", "adam", "adam_kept", "adamw", "adamw_kept"),
     "weight_decay": (0.0, 0.1),
     "gradient_clip": (0.0, 0.3),
     "schedule": ("none", "decay", "cosine", "warmup"),
@@ -110,6 +109,8 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
         "fedavg",
         "fedsgd",
         "fedprox",
+        "scaffold",
+        "easgd",
         "fedavgm",
         "fedadagrad",
         "fedadam",
@@ -123,7 +124,7 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "bound": ("none", "norm", "examples"),
     "rounds": ("synchronous", "late", "buffered"),
     "devices": ("ideal", "slow", "flaky"),
-    "stragglers": ("wait", "some", "oversample", "skip"),
+    "stragglers": ("wait", "some", "oversample", "retry", "skip"),
     "sampling": ("uniform", "own"),
     "privacy": ("off",),
     "secure": ("off",),

@@ -2,9 +2,8 @@
 
 Cohen et al., 1997, `The AETG System <https://doi.org/10.1109/32.605761>`_: take a pair of values
 that no configuration has yet, complete it at random several times, keep the completion that covers
-most new pairs. Configurations that must run come first: a refusal hides every other pair in it. A
-refused configuration covers only the pair that it was made for, and only if every completion that
-was tried is refused.
+most new pairs. A refusal would hide every other pair in a configuration, so completions are refused
+by no rule; a pair that is refused whatever stands beside it is a configuration of its own.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from tests.oracle.configuration import OPTIONS, Configuration, Value
 from tests.oracle.reference.refusals import reasons
 
 #: Completions of a pair that are tried.
-NUM_TRIED = 12
+NUM_TRIED = 10
 
 Pair = tuple[tuple[str, Value], tuple[str, Value]]
 
@@ -30,29 +29,38 @@ def walk(seed: int) -> Iterator[Configuration]:
 def covering(seed: int) -> Iterator[Configuration]:
     """Yield configurations until every pair of values that can be said is in one of them."""
     rng = np.random.default_rng([seed, 0])
-    missing = dict.fromkeys(_all_pairs(rng))
+    never = [value for value in _values() if reasons(settle(_with(value)))]
+    yield from (settle(_with(value)) for value in never)
+    pairs = [pair for pair in _all_pairs(rng) if not set(pair) & set(never)]
+    missing = dict.fromkeys(pairs)
     while missing:
         wanted = next(iter(missing))
-        best, best_gain = None, -1
-        refused = None
-        for _ in range(NUM_TRIED):
-            tried = settle(_with(_drawn(rng), wanted))
-            if wanted not in _pairs(tried):
-                continue
-            if reasons(tried):
-                refused = refused or tried
-                continue
-            gain = sum(pair in missing for pair in _pairs(tried))
-            if gain > best_gain:
-                best, best_gain = tried, gain
-        if best is not None:
-            for pair in _pairs(best):
-                missing.pop(pair, None)
-            yield best
-        else:
-            del missing[wanted]  # no configuration says it, or all that do are refused
-            if refused is not None:
-                yield refused
+        alone = settle(_with(*wanted))
+        if not _has(alone, wanted) or reasons(alone):
+            del missing[wanted]  # it says nothing, or is refused whatever stands beside it
+            if _has(alone, wanted):
+                yield alone
+            continue
+        tried = [_completed(rng, wanted) for _ in range(NUM_TRIED)]
+        gains = [sum(pair in missing for pair in _pairs(each)) for each in tried]
+        best = tried[int(np.argmax(gains))]
+        for pair in _pairs(best):
+            missing.pop(pair, None)
+        yield best
+
+
+def _completed(rng: np.random.Generator, wanted: Pair) -> Configuration:
+    """Return a random configuration with a pair, made simpler until no rule refuses it."""
+    c = settle(_drawn(rng).with_values(dict(wanted)))
+    simplest, names = Configuration(), list(OPTIONS)
+    for place in rng.permutation(len(names)):
+        if _has(c, wanted) and not reasons(c):
+            return c
+        if names[place] not in dict(wanted):
+            c = settle(
+                c.with_values({names[place]: getattr(simplest, names[place])} | dict(wanted))
+            )
+    return c
 
 
 def settle(c: Configuration) -> Configuration:
@@ -61,11 +69,11 @@ def settle(c: Configuration) -> Configuration:
     FedSGD has no other optimizer than its one step, for instance, and a client's session has no
     block size.
     """
+    settled = dict[str, Value]()
     for when, options in _settled(c):
         if when:
-            for option, value in options.items():
-                c = c.with_value(option, value)
-    return c
+            settled |= options
+    return c.with_values(settled)
 
 
 def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
@@ -103,6 +111,19 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield c.sizes == "empty", {"source": "dataset"}
 
 
+def _has(c: Configuration, pair: Pair) -> bool:
+    return all(getattr(c, name) == value for name, value in pair)
+
+
+def _values() -> Iterator[tuple[str, Value]]:
+    for name, values in OPTIONS.items():
+        yield from ((name, value) for value in values)
+
+
+def _with(*values: tuple[str, Value]) -> Configuration:
+    return Configuration().with_values(dict(values))
+
+
 def _all_pairs(rng: np.random.Generator) -> list[Pair]:
     names = list(OPTIONS)
     found = [
@@ -123,13 +144,5 @@ def _pairs(c: Configuration) -> Iterator[Pair]:
 
 
 def _drawn(rng: np.random.Generator) -> Configuration:
-    c = Configuration()
-    for name, values in OPTIONS.items():
-        c = c.with_value(name, values[int(rng.integers(len(values)))])
-    return c
-
-
-def _with(c: Configuration, pair: Pair) -> Configuration:
-    for option, value in pair:
-        c = c.with_value(option, value)
-    return c
+    drawn = {name: values[int(rng.integers(len(values)))] for name, values in OPTIONS.items()}
+    return Configuration().with_values(drawn)

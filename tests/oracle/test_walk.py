@@ -1,5 +1,6 @@
-"""fedlearn does what the reference says, or refuses for a true reason, on every pair of options."""
+"""fedlearn does what the reference says, or refuses for a true reason, on pairs of options."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -9,7 +10,9 @@ from tests.oracle.configuration import Configuration
 from tests.oracle.covering import covering, settle
 from tests.oracle.walk import judge, shrink
 
-#: The walk of the default run is divided among so many tests, which may run beside each other.
+#: The walk of the default run: the first configurations, which cover nearly all pairs of values.
+NUM_CONFIGURATIONS = 120
+#: It is divided among so many tests, which may run beside each other.
 NUM_PARTS = 4
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -17,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 
 @pytest.fixture(scope="session")
 def configurations() -> list[Configuration]:
-    """The configurations that try every pair of values."""
-    return list(covering(0))
+    """The configurations of the short walk."""
+    return list(itertools.islice(covering(0), NUM_CONFIGURATIONS))
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_every_pair_of_options_equals_the_reference(
+def test_pairs_of_options_equal_the_reference(
     part: int, configurations: list[Configuration]
 ) -> None:
     """``python -m tests.oracle`` walks further."""

@@ -56,7 +56,7 @@ def shrink(c: Configuration) -> Configuration:
     """Return a smaller configuration that disagrees: options at their defaults, one by one."""
     simplest = Configuration()
     for option in c.changed():
-        tried = settle(c.with_value(option, getattr(simplest, option)))
+        tried = settle(c.with_values({option: getattr(simplest, option)}))
         if tried != c and judge(tried).kind == "disagrees":
             c = tried
     return c

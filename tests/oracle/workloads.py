@@ -58,21 +58,21 @@ class Encoder(nn.Module):
 
 
 class Several(nn.Module):
-    """A chain whose first layer takes several inputs, and which may hold a layer nobody calls."""
+    """A chain whose first layer may take several inputs, perhaps with a layer that nobody calls."""
 
-    def __init__(self, layers: nn.Sequential, *, unused: bool) -> None:
+    def __init__(self, layers: nn.Sequential, *, unused: bool, has_positions: bool) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.has_positions = layers, has_positions
         if unused:
             self.spare = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Return the outputs [n, classes]; of a sequence [n, LENGTH, classes]."""
+        """Return the outputs [n, classes]; of a sequence [n, classes, LENGTH], as torch does."""
         first, *rest = self.layers
         hidden: Tensor = first(x) if extra is None else first(x, extra)
         for layer in rest:
             hidden = layer(hidden)
-        return hidden
+        return hidden.movedim(-1, 1) if self.has_positions else hidden
 
 
 def make_model(configuration: Configuration) -> nn.Module:
@@ -107,7 +107,8 @@ def make_model(configuration: Configuration) -> nn.Module:
         parameter.requires_grad_(not is_frozen)
     model: nn.Module = chain
     if c.unused or c.model in ("words", "recurrent", "two_inputs", "sequence"):
-        model = Several(chain, unused=c.unused)
+        has_positions = c.model == "sequence" and num_outputs(c) > 1
+        model = Several(chain, unused=c.unused, has_positions=has_positions)
     return model.double() if c.dtype == "float64" else model
 
 
@@ -173,9 +174,7 @@ def take(features: Inputs, rows: Tensor) -> Inputs:
 
 def smoothed(outputs: Tensor, labels: Tensor) -> Tensor:
     """A loss of one's own: one number for each example."""
-    losses = F.cross_entropy(
-        outputs.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=0.2
-    )
+    losses = F.cross_entropy(outputs, labels, reduction="none", label_smoothing=0.2)
     return losses.view(len(labels), -1).mean(1)
 
 

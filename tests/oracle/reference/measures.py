@@ -41,6 +41,7 @@ def evaluate(
     for name in each[0] if each else ():
         values = np.sort([own[name] for own in each])
         parts = {"mean": values.mean(), "worst_decile": worst(values, name).mean()}
+        parts["num_clients"] = len(values)
         parts |= {f"p{part}": np.quantile(values, part / 100) for part in (10, 50, 90)}
         found |= {f"clients/{name}_{part}": float(value) for part, value in parts.items()}
     return found

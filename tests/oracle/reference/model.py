@@ -67,7 +67,7 @@ class Model:
         if self._objective == "smoothed":
             return smoothed(outputs, labels)
         if self._objective == "cross_entropy":
-            flat = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="none")
+            flat = F.cross_entropy(outputs, labels, reduction="none")
         elif self._objective == "binary":
             flat = F.binary_cross_entropy_with_logits(
                 outputs.flatten(), labels.flatten().double(), reduction="none"
@@ -79,7 +79,7 @@ class Model:
     def correct(self, outputs: Tensor, labels: Tensor) -> Tensor | None:
         """Return the accuracy on each example; ``None`` for a loss without one."""
         if self._objective == "cross_entropy":
-            hits = outputs.argmax(-1) == labels
+            hits = outputs.argmax(1) == labels
         elif self._objective == "binary":
             hits = (outputs.flatten() > 0) == (labels.flatten() > 0)
         else:

@@ -1,0 +1,16 @@
+"""The walk notices what fedlearn does wrong: the control of ``test_walk.py``."""
+
+import pytest
+import torch
+
+from tests.oracle.faults import FAULTS, Fault, caught
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_walk_catches_a_fault(fault: Fault) -> None:
+    """``python -m tests.oracle --faults`` prints which configuration does."""
+    torch.set_num_threads(1)
+    assert caught(fault) is not None
