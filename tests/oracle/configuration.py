@@ -120,7 +120,7 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
         "fedasync",
     ),
     "by_examples": (True, False),
-    "own": ("none", "update", "aggregation", "weigh", "strategy", "locals"),
+    "own": ("none", "aggregation", "weigh", "locals"),
     "bound": ("none", "norm", "examples"),
     "rounds": ("synchronous", "late", "buffered"),
     "devices": ("ideal", "slow", "flaky"),

@@ -159,7 +159,7 @@ def _finish(simulate: Any, watch: Watch, *, name: str) -> fl.Run:
 
 def _simulation(c: Configuration) -> Any:
     examples = make_examples(c)
-    policy = POLICIES[c.stragglers]
+    policy, is_usual = POLICIES[c.stragglers], c.stragglers == "wait"
     is_buffered = c.algorithm in ("fedbuff", "fedasync") or c.rounds == "buffered"
     settings: dict[str, Any] = {
         "num_rounds": NUM_ROUNDS,
@@ -182,12 +182,20 @@ def _simulation(c: Configuration) -> Any:
         settings["stragglers"] = {
             "over_selection": policy.num_asked / policy.num_wanted,
             "deadline_s": "none" if math.isinf(policy.deadline_s) else policy.deadline_s,
-            "min_reports": policy.min_reports,
+            # Secure aggregation has a minimum of its own, by which "half" goes.
+            "min_reports": "half" if is_usual and c.secure != "off" else policy.min_reports,
             "below_minimum": policy.below_minimum,
             "max_retries": policy.max_retries,
         }
     if c.rounds == "late":
         settings["late_updates"] = {"mode": "keep", **STALENESS}
+    if c.secure != "off":
+        settings["secure_aggregation"] = {
+            "mode": "complete",
+            "clip_norm": client.SECURE_NORM,
+            "statistics_norm": client.STATISTICS_NORM,
+            "simulate_as": c.secure,
+        }
     if c.bound != "none":
         settings["updates"] = (
             {"max_norm": max_norm(c)} if c.bound == "norm" else {"max_examples": MAX_EXAMPLES}

@@ -32,6 +32,8 @@ from tests.oracle.workloads import Inputs
 ETA, BETA, MU, RHO = 0.2, 0.8, 0.7, 0.4
 ADAM_ETA, BETA_1, BETA_2, EPSILON = 0.05, 0.8, 0.95, 0.01
 DECAY, COSINE_ROUNDS, WARMUP_STEPS = 0.5, 4, 3
+#: To what secure aggregation clips an update, and the statistics in it.
+SECURE_NORM, STATISTICS_NORM = 0.3, 100.0
 #: The update of one's own divides the gradient of each tensor by its norm plus this.
 OWN_FLOOR = 0.3
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.oracle.configuration import NUM_ROUNDS, Configuration
-from tests.oracle.observed import Run
+from tests.oracle.observed import Round, Run
 from tests.oracle.reference import client, server
 from tests.oracle.reference.client import Batch, Contribution, Memory, Task
 from tests.oracle.reference.measures import evaluate, is_due
@@ -99,18 +99,20 @@ class Replay:
     def rounds(self) -> Iterator[Expected]:
         """Yield what each round must come to."""
         for round_num, seen in enumerate(self._run.rounds):
-            (x, state), base = self.history[-1], dict(seen.in_flight)
-            asked = [row.client_id for row in seen.rows]
-            reported = [row.client_id for row in seen.rows if row.status == REPORTED]
-            sent = {}
-            for each in reported:
-                made = self.contribute(each, base.get(each, round_num))
-                if made is not None:
-                    sent[each] = made
-            staleness = {each: round_num - base.get(each, round_num) for each in sent}
+            x, state = self.history[-1]
+            sent, staleness = dict[int, Contribution](), dict[int, int]()
+            for row in seen.rows:
+                if row.status == REPORTED:
+                    bases = self._bases(seen, row.client_id, round_num)
+                    made = [(self.contribute(row.client_id, base), base) for base in bases]
+                    sound = [(each, base) for each, base in made if each is not None]
+                    if sound:
+                        best, base = min(sound, key=lambda pair: abs(pair[0].loss - row.loss))
+                        sent[row.client_id], staleness[row.client_id] = best, round_num - base
             if seen.is_aggregated:
                 counted = [server.Counted(sent[each], staleness[each]) for each in sent]
                 x, state = server.step(self.c, self.model, x, state, counted)
+            asked = [row.client_id for row in seen.rows]
             statuses = self._statuses(asked, round_num, seen.attempt)
             if seen.is_aggregated:
                 self.kept |= {each: made.kept for each, made in sent.items() if made.kept}
@@ -125,6 +127,18 @@ class Replay:
                 metrics=self._metrics(x, round_num + 1),
                 invariants=invariants(self.model, x),
             )
+
+    @staticmethod
+    def _bases(seen: Round, client_id: int, round_num: int) -> list[int]:
+        """Return the rounds of whose models a client's update may be.
+
+        A client that was in flight as the round began may have failed in an attempt of it and have
+        been asked again, on the newest model: the record does not say. The loss tells.
+        """
+        if client_id not in seen.in_flight:
+            return [round_num]
+        in_flight = seen.in_flight[client_id]
+        return [in_flight, round_num] if seen.attempt else [in_flight]
 
     def contribute(self, client_id: int, based_on: int) -> Contribution | None:
         """Return what a client sends that was sent the model of round ``based_on``."""
@@ -217,8 +231,8 @@ def mean_loss(c: Configuration, sent: Sequence[Contribution]) -> float:
     """Return the training loss of a round: by examples, or by clients in a secure sum of equals."""
     if not sent:
         return math.nan
-    is_uniform = c.secure != "off" and not c.by_examples
-    w = [1.0 if is_uniform else float(each.num_examples) for each in sent]
+    n = [each.num_examples for each in sent]
+    w = [server.weight(c, each) if c.secure != "off" else float(each) for each in n]
     return sum(a * each.loss for a, each in zip(w, sent, strict=True)) / sum(w)
 
 
