@@ -10,10 +10,10 @@ from tests.oracle.configuration import Configuration
 from tests.oracle.covering import covering, settle
 from tests.oracle.walk import judge, shrink
 
-#: The walk of the default run: the first configurations, which cover nearly all pairs of values.
-NUM_CONFIGURATIONS = 120
+#: The walk of the default run: the first configurations, which cover most pairs of values.
+NUM_CONFIGURATIONS = 60
 #: It is divided among so many tests, which may run beside each other.
-NUM_PARTS = 4
+NUM_PARTS = 3
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 

@@ -212,9 +212,13 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
     delta = {name: sent[name] - task.x_0[name] for name in names}
     if task.c.update_clip:
         delta = clip(delta, task.c.update_clip)
-    return (
-        {name: value / 2 for name, value in delta.items()} if task.c.own == "transform" else delta
-    )
+    if task.c.own == "transform":
+        delta = {name: value / 2 for name, value in delta.items()}
+    if task.c.secure != "off":  # updates and statistics each have a bound of their own
+        trained = {name: delta[name] for name in task.model.trained}
+        statistics = {name: delta[name] for name in task.model.statistics}
+        delta = clip(trained, SECURE_NORM) | clip(statistics, STATISTICS_NORM)
+    return delta
 
 
 def names_kept(c: Configuration) -> list[str]:

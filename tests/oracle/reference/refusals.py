@@ -89,6 +89,51 @@ RULES: tuple[Rule, ...] = (
             and (c.algorithm == "fedprox" or c.gradient_clip > 0 or c.schedule != "none")
         ),
     ),
+    # What secure aggregation does not go with: how-to/aggregate-securely.md and
+    # explanation/secure-aggregation.md.
+    Rule(
+        "engine.transport",
+        "how-to/aggregate-securely.md: the protocol runs over memory, its sum in the engine",
+        lambda c: (
+            (c.secure == "protocol" and c.place != "memory")
+            or (c.secure == "modular_sum" and c.place == "memory")
+        ),
+    ),
+    Rule(
+        "must see each update",
+        "how-to/own-algorithm.md: the coordinator sees each update",
+        lambda c: c.secure != "off" and (c.algorithm == "median" or c.own == "aggregation"),
+    ),
+    Rule(
+        "its own methods would not be called",
+        "how-to/aggregate-securely.md: clients weigh by examples or alike",
+        lambda c: c.secure != "off" and c.own == "weigh",
+    ),
+    Rule(
+        "has no bound",
+        "explanation/secure-aggregation.md: sums of numbers of a known size",
+        lambda c: c.secure != "off" and (c.own == "strategy" or c.algorithm == "scaffold"),
+    ),
+    Rule(
+        "which clips",
+        "explanation/aggregation.md: bounds mean nothing where no update is seen",
+        lambda c: c.secure != "off" and c.bound != "none",
+    ),
+    Rule(
+        "sampler= may ask any number",
+        "how-to/own-sampler-and-callbacks.md: secure aggregation rests on how many are asked",
+        lambda c: c.secure != "off" and c.sampling == "own",
+    ),
+    Rule(
+        "masks cancel in the sum of one session",
+        "explanation/asynchronous.md: what goes with it",
+        lambda c: c.secure != "off" and is_asynchronous(c),
+    ),
+    Rule(
+        "secure aggregation releases no sum of fewer than",
+        "explanation/secure-aggregation.md: below the minimum nothing is released",
+        lambda c: c.secure != "off" and c.stragglers in ("some", "oversample"),
+    ),
 )
 
 

@@ -29,6 +29,8 @@ Order = Callable[[int, int, int, int], Sequence[int]]
 Contribute = Callable[[int], Contribution | None]
 
 MAX_EXAMPLES = 8
+#: Fewest clients in a secure sum of four, of whom a tenth may collude and three tenths drop out.
+LEAST_SUMMED = 3
 REPORTED, LATE, FAILED = "reported", "late", "failed"
 
 
@@ -205,6 +207,9 @@ def close(
             statuses[each] = FAILED
         else:
             statuses[each], num_reports = REPORTED, num_reports + 1
+    if c.secure != "off" and num_reports < max(policy.min_reports, LEAST_SUMMED):
+        # No sum is opened, so nobody learns what these clients sent.
+        statuses = {each: FAILED if own == REPORTED else own for each, own in statuses.items()}
     return statuses
 
 
