@@ -115,6 +115,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.secure != "off" and (c.own == "strategy" or c.algorithm == "scaffold"),
     ),
     Rule(
+        "its terms name one training for all",
+        "explanation/secure-aggregation.md: the signed terms of a session",
+        lambda c: c.secure != "off" and c.own == "locals",
+    ),
+    Rule(
         "which clips",
         "explanation/aggregation.md: bounds mean nothing where no update is seen",
         lambda c: c.secure != "off" and c.bound != "none",
