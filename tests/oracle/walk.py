@@ -81,9 +81,9 @@ def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> 
         matching = _measured_sets(c, expected, seen, allowed)
         candidates = matching if candidates is None or matching is None else candidates & matching
         if matching is not None and not matching:
-            sets = list(_client_sets(c))
-            assert expected.metrics is not None
-            yield f"{place}: metrics {dict(seen.metrics)}, expected {expected.metrics(sets[0])}"
+            first = next(_client_sets(c))
+            wanted = expected.of_round | (expected.metrics(first) if expected.metrics else {})
+            yield f"{place}: metrics {dict(seen.metrics)}, expected {wanted}"
     if candidates is not None and not candidates:
         yield "the clients that are evaluated differ from round to round"
 
@@ -146,12 +146,13 @@ def _measured_sets(
     c: Configuration, expected: Expected, seen: Round, allowed: float
 ) -> set[tuple[int, ...]] | None:
     """Return which clients the metrics may be of; ``None`` where none are due, and none are."""
+    own = expected.of_round
     if expected.metrics is None:
-        return None if not seen.metrics else set()
+        return None if _same_metrics(seen.metrics, own, allowed) else set()
     return {
         each
         for each in _client_sets(c)
-        if _same_metrics(seen.metrics, expected.metrics(each), allowed)
+        if _same_metrics(seen.metrics, expected.metrics(each) | own, allowed)
     }
 
 

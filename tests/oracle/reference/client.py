@@ -33,7 +33,7 @@ ETA, BETA, MU, RHO = 0.2, 0.8, 0.7, 0.4
 ADAM_ETA, BETA_1, BETA_2, EPSILON = 0.05, 0.8, 0.95, 0.01
 DECAY, COSINE_ROUNDS, WARMUP_STEPS = 0.5, 4, 3
 #: To what secure aggregation clips an update, and the statistics in it.
-SECURE_NORM, STATISTICS_NORM = 0.3, 100.0
+SECURE_NORM, STATISTICS_NORM = 0.3, 10.0
 #: The update of one's own divides the gradient of each tensor by its norm plus this.
 OWN_FLOOR = 0.3
 
@@ -73,6 +73,7 @@ class Contribution:
         delta: Local minus global: trained parameters and statistics.
         lanes: Whatever else the algorithm has clients send.
         loss: Mean training loss over the examples of all steps.
+        is_scaled_down: Whether secure aggregation scales the update down to its bound.
     """
 
     delta: Tensors
@@ -81,6 +82,7 @@ class Contribution:
     num_steps: int
     loss: float
     kept: Memory
+    is_scaled_down: bool
 
 
 def train(task: Task, batches: Iterable[Batch]) -> Contribution:
@@ -102,13 +104,16 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
             for name, force in memory["force"].items():
                 x[name] -= force  # of the distance before the step
     sent, lanes = report(task, x, memory, num_steps=len(losses))
+    delta = delta_of(task, sent)
+    is_secure = task.c.secure != "off"
     return Contribution(
-        delta=delta_of(task, sent),
+        delta=bounded(task, delta) if is_secure else delta,
         lanes=lanes,
         num_examples=task.num_examples,
         num_steps=len(losses),
         loss=sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
         kept={name: memory[name] for name in names_kept(task.c)},
+        is_scaled_down=is_secure and norm(delta) > norm(bounded(task, delta)),
     )
 
 
@@ -214,11 +219,14 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
         delta = clip(delta, task.c.update_clip)
     if task.c.own == "transform":
         delta = {name: value / 2 for name, value in delta.items()}
-    if task.c.secure != "off":  # updates and statistics each have a bound of their own
-        trained = {name: delta[name] for name in task.model.trained}
-        statistics = {name: delta[name] for name in task.model.statistics}
-        delta = clip(trained, SECURE_NORM) | clip(statistics, STATISTICS_NORM)
     return delta
+
+
+def bounded(task: Task, delta: Tensors) -> Tensors:
+    """Return what a secure sum takes of a delta: parameters and statistics have a bound each."""
+    trained = {name: delta[name] for name in task.model.trained}
+    statistics = {name: delta[name] for name in task.model.statistics}
+    return clip(trained, SECURE_NORM) | clip(statistics, STATISTICS_NORM)
 
 
 def names_kept(c: Configuration) -> list[str]:

@@ -63,6 +63,7 @@ class Expected:
         statuses: By client; ``None`` where the record alone knows who arrived when.
         losses: Training loss of each client that reported.
         metrics: From the clients that are evaluated to what is recorded; ``None``: nothing is due.
+        of_round: What the round itself says, whether the model is measured after it or not.
         invariants: What must hold of any model, by name, and whether it does.
     """
 
@@ -73,6 +74,7 @@ class Expected:
     losses: dict[int, float]
     staleness: dict[int, int]
     metrics: Callable[[Sequence[int]], dict[str, float]] | None
+    of_round: dict[str, float]
     invariants: dict[str, bool]
 
 
@@ -112,7 +114,14 @@ class Replay:
                         best, base = min(sound, key=lambda pair: abs(pair[0].loss - row.loss))
                         sent[row.client_id], staleness[row.client_id] = best, round_num - base
             if seen.is_aggregated:
-                counted = [server.Counted(sent[each], staleness[each]) for each in sent]
+                counted = [
+                    server.Counted(
+                        contribution=made,
+                        x_0=self.history[round_num - staleness[each]][0],
+                        staleness=staleness[each],
+                    )
+                    for each, made in sent.items()
+                ]
                 x, state = server.step(self.c, self.model, x, state, counted)
             asked = [row.client_id for row in seen.rows]
             statuses = self._statuses(asked, round_num, seen.attempt)
@@ -127,6 +136,7 @@ class Replay:
                 losses={each: made.loss for each, made in sent.items()},
                 staleness=histogram(list(staleness.values())),
                 metrics=self._metrics(x, round_num + 1),
+                of_round=self._of_round(list(sent.values()), is_aggregated=seen.is_aggregated),
                 invariants=invariants(self.model, x),
             )
 
@@ -181,6 +191,12 @@ class Replay:
         return close(
             self.c, asked, round_num, attempt, lambda each: self.contribute(each, round_num)
         )
+
+    def _of_round(self, sent: list[Contribution], *, is_aggregated: bool) -> dict[str, float]:
+        """Return how many updates were scaled down for a secure sum: a simulation may know."""
+        if self.c.secure == "off" or not is_aggregated:
+            return {}
+        return {"num_clipped": float(sum(each.is_scaled_down for each in sent))}
 
     def _metrics(
         self, x: Tensors, num_finished: int

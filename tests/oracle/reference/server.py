@@ -32,9 +32,14 @@ TRIMMED = 1
 
 @dataclass
 class Counted:
-    """A contribution that counts in a round."""
+    """A contribution that counts in a round.
+
+    Attributes:
+        x_0: The model that its client was sent.
+    """
 
     contribution: Contribution
+    x_0: Tensors
     staleness: int
 
 
@@ -55,7 +60,7 @@ def step(
     c: Configuration, model: Model, x: Tensors, state: Memory, counted: Sequence[Counted]
 ) -> tuple[Tensors, Memory]:
     """Return the next model and state; below, equation numbers are those of the papers."""
-    delta = aggregate(c, [each.contribution.delta for each in counted], counted)
+    delta = aggregate(c, [relative_to(x, model, each) for each in counted], counted)
     if c.own == "strategy":  # FedNova: the mean step, times the mean number of steps
         (tau,) = aggregate(
             c, [each.contribution.lanes["tau"] for each in counted], counted
@@ -71,6 +76,16 @@ def step(
         state = {"control": {name: state["control"][name] + mean[name] for name in mean}}
     moved |= {name: delta[name] for name in model.statistics}
     return {name: value + moved.get(name, 0.0) for name, value in x.items()}, state
+
+
+def relative_to(x: Tensors, model: Model, counted: Counted) -> Tensors:
+    """Return a delta whose statistics are changes of the newest model.
+
+    So statistics are averaged as values, whichever models the clients started from: changes of
+    several models would add up to anything, such as a negative variance.
+    """
+    delta, x_0 = counted.contribution.delta, counted.x_0
+    return delta | {name: x_0[name] + delta[name] - x[name] for name in model.statistics}
 
 
 def weight(c: Configuration, num_examples: int) -> float:
