@@ -513,7 +513,7 @@ def _groups(examples: Examples) -> NDArray[np.generic]:
 
 def _require_division(partition: object) -> None:
     """Refuse a partition that is no rule, such as a number of clients or a class."""
-    if isinstance(partition, type) or not (
+    if isinstance(partition, type | str) or not (
         isinstance(partition, Natural | Bootstrap) or hasattr(partition, "split")
     ):
         number = partition if isinstance(partition, int) else 10
