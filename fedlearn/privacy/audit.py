@@ -1,24 +1,21 @@
 r"""What an attacker finds out about canaries: a lower bound on ε, from one run.
 
-A *canary* is a client that is made up. By a fair coin of its own it is in, and then contributes a
-direction of its own, as long as the clip norm, whenever it is asked; or it is out, and contributes
-nothing. Who sees the releases guesses for some of the canaries that they were in. Under
-(ε, δ)-differential privacy no attacker can be right too often, whatever it does, so one who is
-right more often shows that ε is not what it is said to be. The attacker may know all about the
-other clients, and take away what they contribute: here they contribute nothing.
+A *canary* is a client that is made up. Canaries come in pairs. A fair coin decides which one of a
+pair is in: it contributes a direction of its own, as long as the clip norm, in each round. The
+other one contributes nothing or, where the guarantee is about replaced users, the opposite
+direction. The attacker sees the releases, knows all about the other clients (here they contribute
+nothing), and guesses for each pair which one was in.
 
-========================= ==================================================
-symbol                    here
-========================= ==================================================
-:math:`m, r, v`           ``num_canaries``, ``num_guesses``, ``num_correct``
-:math:`\beta`             one minus ``confidence``
-========================= ==================================================
+No two directions share a coordinate, so the pairs are independent trials. Noise that hides each
+canary as a Gaussian does at distance :math:`\mu` hides a pair, two contributions at a right angle,
+as one at :math:`\sqrt 2 \mu`. The best guess is then right with probability
+:math:`\Phi(\mu / \sqrt 2)`. So many right guesses bound :math:`\mu` from below, and with it ε.
 
 References:
-    Steinke, Nasr and Jagielski, 2023, `Privacy Auditing with One (1) Training Run
-    <https://arxiv.org/abs/2305.08846>`_, theorem 5.2. Canaries that are clients, with random
-    directions: Andrew et al., 2023, `One-shot Empirical Privacy Estimation for Federated Learning
-    <https://arxiv.org/abs/2302.03098>`_.
+    Canaries that are clients: Andrew et al., 2023, `One-shot Empirical Privacy Estimation for
+    Federated Learning <https://arxiv.org/abs/2302.03098>`_. A bound by way of the Gaussian: Nasr et
+    al., 2023, `Tight Auditing of Differentially Private Machine Learning
+    <https://arxiv.org/abs/2302.07956>`_.
 """
 
 import math
@@ -29,143 +26,140 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import binom
+from scipy.stats import beta, binom, norm
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, matrix
 from fedlearn.algorithms.strategy import State, Stepped, Wrapped
 from fedlearn.algorithms.transforms import Transform
-from fedlearn.core.messages import ClientId
 from fedlearn.core.noise import SecretStream
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.privacy.gaussian import gaussian_epsilon
 
 #: The state in which an audited strategy adds up what was released.
 SEEN = "audit_seen"
-#: Numbers of all directions together that are held at once.
-_LARGEST_MATRIX = 5e7
 #: The length of what a canary contributes, before it is clipped.
 _LOUD = 1e9
-#: The bisection of ε ends at this width.
-_WIDTH = 1e-4
-
-
-def p_value(
-    epsilon: float, *, target_delta: float, num_canaries: int, num_guesses: int, num_correct: int
-) -> float:
-    r"""Return how probable so many correct guesses are at most under (ε, δ)-differential privacy.
-
-    :math:`P[V \ge v] \le \beta + 2 m \delta \max_{1 \le i \le v} \frac{1}{i} P[v > B \ge v - i]`,
-    where :math:`B` is binomial of r trials at :math:`e^\varepsilon / (1 + e^\varepsilon)` and
-    :math:`\beta = P[B \ge v]`.
-
-    Args:
-        epsilon: ε >= 0.
-        target_delta: δ.
-        num_canaries: m, of which each is in by a fair coin.
-        num_guesses: r <= m; of the others nothing is said.
-        num_correct: v <= r.
-    """
-    rate = 1.0 / (1.0 + math.exp(-epsilon))
-    counts = np.arange(num_correct)
-    below = np.cumsum(binom.pmf(counts, num_guesses, rate)[::-1])  # P[v > B >= v - i], i = 1..v
-    excess = float(np.max(below / np.arange(1, num_correct + 1))) if num_correct else 0.0
-    beta = float(binom.sf(num_correct - 1, num_guesses, rate))
-    return min(1.0, beta + 2.0 * num_canaries * target_delta * excess)
 
 
 def lower_bound(
-    *,
-    target_delta: float,
-    num_canaries: int,
-    num_guesses: int,
-    num_correct: int,
-    confidence: float,
+    *, target_delta: float, num_pairs: int, num_correct: int, confidence: float
 ) -> float:
-    """Return the largest ε that so many correct guesses rule out; 0.0: they rule out none.
+    """Return the ε of the most Gaussian noise that so many right guesses rule out.
+
+    Args:
+        target_delta: δ, in (0, 1).
+        num_pairs: Pairs of canaries, one guess each.
+        num_correct: Guesses that were right.
+        confidence: That the bound holds, below 1 (Clopper and Pearson, 1934).
 
     Example:
-        >>> counts = {"num_canaries": 300, "num_guesses": 100, "target_delta": 1e-5}
-        >>> round(lower_bound(num_correct=100, confidence=0.95, **counts), 1)
-        3.5
-        >>> lower_bound(num_correct=52, confidence=0.95, **counts)
+        >>> counts = {"num_pairs": 1000, "target_delta": 1e-5, "confidence": 0.95}
+        >>> round(lower_bound(num_correct=640, **counts), 1)
+        1.6
+        >>> lower_bound(num_correct=500, **counts)
         0.0
     """
-
-    def is_ruled_out(epsilon: float) -> bool:
-        found = p_value(
-            epsilon,
-            target_delta=target_delta,
-            num_canaries=num_canaries,
-            num_guesses=num_guesses,
-            num_correct=num_correct,
-        )
-        return found <= 1.0 - confidence
-
-    if not is_ruled_out(0.0):
+    if num_correct == 0:
         return 0.0
-    low, high = 0.0, 1.0
-    while is_ruled_out(high):
-        low, high = high, 2.0 * high
-    while high - low > _WIDTH:
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if is_ruled_out(middle) else (low, middle)
-    return low
+    rate = float(beta.ppf(1.0 - confidence, num_correct, num_pairs - num_correct + 1))
+    distance = math.sqrt(2.0) * float(norm.ppf(rate))
+    return gaussian_epsilon(distance, target_delta) if distance > 0.0 else 0.0
+
+
+def power(
+    claimed: float, *, distance: float, target_delta: float, num_pairs: int, confidence: float
+) -> float:
+    """Return how probable it is that a run is refuted whose noise hides canaries so little.
+
+    Args:
+        claimed: ε that the run claims.
+        distance: Of a canary's contribution by the standard deviation of the noise that is there.
+        target_delta: As for :func:`lower_bound`, as are ``num_pairs`` and ``confidence``.
+        num_pairs: As there.
+        confidence: As there.
+    """
+    few, enough = -1, num_pairs + 1
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        found = lower_bound(
+            target_delta=target_delta,
+            num_pairs=num_pairs,
+            num_correct=middle,
+            confidence=confidence,
+        )
+        few, enough = (few, middle) if found > claimed else (middle, enough)
+    return float(binom.sf(enough - 1, num_pairs, norm.cdf(distance / math.sqrt(2.0))))
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """Clients that are made up, with the numbers behind those of the real ones.
+    """Pairs of clients that are made up: the first two, the next two, and so on.
 
     Attributes:
-        first: The number of the first one.
-        is_in: By canary, whether it is in: shape [m].
+        is_in: By canary, whether it is in; of each pair one is: shape [m].
         seed: Of their directions.
+        opposite: Whether the others contribute the opposite direction, and not nothing.
     """
 
-    first: int
     is_in: NDArray[np.bool_]
     seed: Seed
+    opposite: bool
 
     @classmethod
-    def drawn(cls, *, first: int, count: int) -> "Canaries":
-        """Return so many, whose coins and directions nobody can tell."""
-        *coins, seed = SecretStream.fresh().words(np.uint64, count + 1).tolist()
-        return cls(first, np.array([coin % 2 == 1 for coin in coins]), Seed(seed >> 1))
+    def drawn(cls, *, num_pairs: int, opposite: bool) -> "Canaries":
+        """Return so many pairs, whose coins and directions nobody can tell."""
+        *coins, seed = SecretStream.fresh().words(np.uint64, num_pairs + 1).tolist()
+        firsts = np.array([coin % 2 == 1 for coin in coins])
+        return cls(np.stack([firsts, ~firsts], 1).ravel(), Seed(seed >> 1), opposite)
 
-    def has(self, client_id: ClientId) -> bool:
-        """Return whether a client is a canary that is in."""
-        return client_id >= self.first and bool(self.is_in[client_id - self.first])
+    def direction(self, canary: int, size: int) -> Tensor:
+        """Return a canary's own direction: a unit vector, [size].
 
-    def direction(self, client_id: ClientId, size: int) -> Tensor:
-        """Return a canary's own direction: a unit vector, [size]."""
-        rng = self.seed.derive("canary", client_id).numpy()
-        values = torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
-        unit: Tensor = values / values.norm()
+        Its coordinates are every m-th of them, so that canaries share none, and cover all.
+        """
+        own = torch.zeros(size)
+        own[canary :: len(self.is_in)] = self._signs(size)[canary :: len(self.is_in)]
+        unit: Tensor = own / own.norm()
         return unit
 
-    def scores(self, seen: Tensor) -> NDArray[np.float64]:
-        """Return by canary how much of its direction is in what was seen, [size]: shape [m].
+    def contribution(self, canary: int, size: int) -> Tensor:
+        """Return what a canary contributes before it is clipped: [size]."""
+        if self.is_in[canary]:
+            return _LOUD * self.direction(canary, size)
+        return (-_LOUD if self.opposite else 0.0) * self.direction(canary, size)
 
-        In few dimensions the others' directions are in the way, and are taken away.
-        """
-        size, count = len(seen), len(self.is_in)
-        numbers = [ClientId(self.first + place) for place in range(count)]
-        if 2 * count > size or count * size > _LARGEST_MATRIX:
-            return np.array([float(self.direction(n, size) @ seen.float()) for n in numbers])
-        directions_MP = torch.stack([self.direction(n, size) for n in numbers]).double()
-        products_MM = directions_MP @ directions_MP.t()
-        parts_M: Tensor = torch.linalg.solve(products_MM, directions_MP @ seen.double())
-        return np.asarray(parts_M)
+    def scores(self, seen: Tensor) -> NDArray[np.float64]:
+        """Return by canary how much of its direction is in what was seen, [size]: shape [m]."""
+        count, size = len(self.is_in), len(seen)
+        products = (seen.double() * self._signs(size)).numpy()
+        owners = np.arange(size) % count
+        sums = np.bincount(owners, weights=products, minlength=count)
+        return np.asarray(sums / np.sqrt(np.bincount(owners, minlength=count)))
+
+    def num_correct(self, scores: NDArray[np.float64]) -> int:
+        """Return of how many pairs the one that was in has the higher score."""
+        pairs, is_in = scores.reshape(-1, 2), self.is_in.reshape(-1, 2)
+        return int(((pairs[:, 0] > pairs[:, 1]) == is_in[:, 0]).sum())
+
+    def distance(self, scores: NDArray[np.float64]) -> float:
+        """Return how far apart scores of both kinds are, by their standard deviation."""
+        both = scores[self.is_in], scores[~self.is_in]
+        spread = math.sqrt(sum(float(kind.var(ddof=1)) for kind in both) / 2.0)
+        return float(both[0].mean() - both[1].mean()) / max(spread, 1e-12)
+
+    def _signs(self, size: int) -> Tensor:
+        values = self.seed.derive("canaries").numpy().integers(0, 2, size) * 2.0 - 1.0
+        return torch.from_numpy(values)
 
 
 @dataclass(frozen=True)
 class CanaryUpdates:
-    """Has canaries alone contribute to the model: a transform, of all that follow it.
+    """Replaces each update by what a canary contributes, longer than any clip.
 
     Attributes:
-        canaries: Those that are in contribute their direction, longer than any clip; all others
-            nothing, as if they were not there, or somebody had taken it away.
+        canaries: All clients.
     """
 
     takes_blocks: ClassVar[bool] = True
@@ -176,18 +170,17 @@ class CanaryUpdates:
         """Return other updates, of the same clients."""
         rows = torch.zeros_like(matrix(updates.lanes[DELTA.name]))
         for row, client_id in zip(rows, updates.client_ids, strict=True):
-            if self.canaries.has(client_id):
-                row.copy_(_LOUD * self.canaries.direction(client_id, len(row)))
+            row.copy_(self.canaries.contribution(client_id, len(row)))
         return replace(updates, lanes={**updates.lanes, DELTA.name: rows})
 
 
 @dataclass(frozen=True)
 class Watched(Wrapped):
-    """A strategy with canaries among its clients, whose releases somebody adds up.
+    """A strategy whose clients are canaries, and whose releases are added up.
 
     Attributes:
         inner: The strategy otherwise.
-        canaries: Those of its clients that are made up.
+        canaries: All clients.
     """
 
     canaries: Canaries
@@ -208,8 +201,3 @@ class Watched(Wrapped):
         stepped = super().step(params, aggregate, state)
         seen = state[SEEN] + aggregate.lanes[DELTA.name]
         return replace(stepped, state={**stepped.state, SEEN: seen})
-
-
-def guesses(scores: Sequence[float] | NDArray[np.float64], *, count: int) -> NDArray[np.int64]:
-    """Return the canaries of which an attacker says that they were in: those of highest score."""
-    return np.argsort(-np.asarray(scores), kind="stable")[:count]

@@ -19,7 +19,7 @@ num_rounds = 12
 [data.partition]
 num_clients = 60
 [model]
-kind = "logistic"
+kind = "mlp"
 [client]
 epochs = 1
 [cohort]
@@ -45,7 +45,7 @@ MODES = {
     "adaptive": ("--set", "privacy.clip_quantile=0.5"),
     "bands": (
         *("--set", "privacy.bands=4", "--set", "cohort.sampling=cyclic"),
-        *("--set", "cohort.num_wanted=60"),
+        *("--set", "cohort.num_wanted=15"),
     ),
     "distributed": ("--set", "privacy.mode=distributed"),
     "local": ("--set", "privacy.mode=local"),
@@ -60,7 +60,7 @@ def _configuration(surroundings: None) -> None:
 
 def audited(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, object]]:
     """Return the exit code of an audit, and what it says to a program."""
-    code = main(["audit", "own.toml", "--canaries", "200", "--json", *options])
+    code = main(["audit", "own.toml", "--json", *options])
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return code, found
 
@@ -79,12 +79,30 @@ def test_noise_of_the_right_scale_is_not_refuted(capsys: pytest.CaptureFixture[s
     budget = ("--set", "privacy.epsilon=1.0", "--confidence", "0.9999")
     code, found = audited(capsys, *budget)
     assert code == 0
-    assert 0.9 < float(str(found["claimed_epsilon"])) <= 1.0
+    assert 0.0 < float(str(found["claimed_epsilon"])) <= 2.0
     assert found["refuted"] is False
-    assert (found["canaries"], found["guesses"]) == (200, 67)
+    assert found["pairs"] == 1000
     assert list(Path().iterdir()) == [Path("own.toml")]
-    assert main(["audit", "own.toml", "--canaries", "100", *budget]) == 0
-    assert "no proof of it either" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", [1 / 2, 1 / 3])
+def test_a_build_with_too_little_noise_is_found_out(
+    share: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a claim of about 1; the odds that an audit of the right noise tells of are high."""
+    claim = ("--set", "privacy.noise_multiplier=4.2", "--set", "privacy.target_delta=1e-5")
+    code, right = audited(capsys, *claim, "--confidence", "0.9999")
+    assert code == 0
+    assert 0.7 < float(str(right["claimed_epsilon"])) < 1.3
+    draw = DrawnNoise.draw
+    monkeypatch.setattr(
+        DrawnNoise,
+        "draw",
+        lambda self, sigma, size, **more: draw(self, share * sigma, size, **more),
+    )
+    code, found = audited(capsys, *claim)
+    assert code == 3
+    assert found["refuted"] is True
 
 
 @pytest.mark.parametrize("privacy", MODES.values(), ids=MODES)
@@ -99,7 +117,7 @@ def test_a_build_without_noise_is_found_out(
     code, found = audited(capsys, "--set", "privacy.epsilon=1.0", *privacy)
     assert code == 3
     assert found["refuted"] is True
-    assert float(str(found["lower_bound"])) > 2.0
+    assert float(str(found["lower_bound"])) > 1.5 * float(str(found["claimed_epsilon"]))
     if not privacy:
         assert main(["audit", "own.toml", "--set", "privacy.epsilon=1.0"]) == 3
         assert "REFUTED" in capsys.readouterr().out
