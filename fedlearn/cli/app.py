@@ -225,13 +225,14 @@ def audit(
     experiment: Experiment = None,
     overrides: Overrides = None,
     canaries: Annotated[
-        int, typer.Option(metavar="N", help="Clients to make up: the more, the sharper.")
+        int,
+        typer.Option(metavar="N", help="Clients or examples to make up: the more, the sharper."),
     ] = 2000,
     confidence: Annotated[float, typer.Option(metavar="P", help="Of the bound, below 1.")] = 0.95,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Attack a configuration's privacy: run it with made-up clients, and guess who was in.
+    """Attack a configuration's privacy: run it with made-up clients or examples, and guess them.
 
     Prints the least epsilon that the guesses prove, next to the claim, and how likely less
     noise would have been refuted. Nothing is kept, and no budget is charged. Exit code 3:

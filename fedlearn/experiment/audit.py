@@ -1,4 +1,4 @@
-"""An audit: a run whose clients are canaries, and what an attacker finds out about them."""
+"""An audit: a run of canaries, and what an attacker finds out about them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,21 +8,42 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from scipy.linalg import toeplitz
+from torch import Tensor, nn
 
-from fedlearn.build import simulation
+from fedlearn.algorithms.objectives import CustomLoss
+from fedlearn.algorithms.sampling import whose_turn
+from fedlearn.build import Simulation, algorithm, around, simulation
 from fedlearn.config import Config
+from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.simulate import run_pieces
 from fedlearn.experiment.site import Site
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
-from fedlearn.privacy.audit import SEEN, Canaries, Watched, lower_bound, power
+from fedlearn.privacy.audit import (
+    SEEN,
+    Canaries,
+    OwnNumbers,
+    Planted,
+    SeenSingly,
+    Watched,
+    lower_bound,
+    power,
+)
+from fedlearn.privacy.banded_matrix import optimal
 from fedlearn.privacy.events import Adjacency
-from fedlearn.privacy.plan import BandedPlan, PrivacyPlan
+from fedlearn.privacy.plan import BandedPlan, ExampleLevelPlan, LocalPlan, PrivacyPlan
+from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import ClientRows, Population, UnreadRows, unread_rows
+from fedlearn.simulation.sources import Examples
 
 _FEWEST = 30
+#: Canary examples that a client holds, at the most.
+_IN_A_BATCH = 50
 #: Rounds are audited up to this ε: where guesses are all but sure, more of them show no more.
 _LARGEST_EPSILON = 1.0
 #: δ is at most this share of one by the number of canaries.
@@ -68,6 +89,43 @@ class CanaryPopulation:
             offsets=np.arange(len(firsts) + 1),
             place=lambda at: place(int(firsts[at])),
         )
+
+
+@dataclass(frozen=True)
+class CanaryExamples:
+    """Clients whose examples are canaries: features that are the canary's gradient, for descent.
+
+    Attributes:
+        canaries: The examples of all clients, one client after another.
+        per_client: Examples a client; those beyond the last canary are zeros.
+    """
+
+    canaries: Canaries
+    per_client: int
+
+    @property
+    def size(self) -> int:
+        """Numbers of an example: one for each canary."""
+        return len(self.canaries.is_in)
+
+    @property
+    def num_clients(self) -> int:
+        """As many as hold all canaries."""
+        return -(-self.size // self.per_client)
+
+    def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return as many for each of these clients."""
+        return np.full(client_ids.shape, self.per_client)
+
+    def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
+        """Return the examples of these clients, in this order."""
+        own = client_ids[:, None] * self.per_client + np.arange(self.per_client)
+        places = np.flatnonzero(own.ravel() < self.size)
+        features = torch.zeros(own.size, self.size)
+        which = own.ravel()[places].tolist()
+        features[torch.from_numpy(places)] = -self.canaries.contributions(which, self.size)
+        offsets = np.arange(len(client_ids) + 1) * self.per_client
+        return ClientRows(features, torch.zeros(own.size), np.arange(own.size), offsets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,42 +193,50 @@ class Audit:
 
 
 def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -> Audit:
-    """Run a simulation whose clients are canaries, and return what its releases show.
+    """Run a simulation of canaries, and return what its releases show.
 
-    The noise is that of the run: by the multiplier that it gives, or that its ε takes. All canaries
-    are in every round, so that no secret cohorts hide them, and there are only as many rounds as
-    come to an ε of about 1. Nothing is charged or kept.
+    Canaries are clients or, in mode "example", examples. The noise is that of the run: by the
+    multiplier that it gives, or that its ε takes. All canaries are in every round, so that no
+    secret cohorts hide them, and there are only as many rounds as come to an ε of about 1. Where
+    users take turns, each has one turn. Nothing is charged or kept.
 
     Raises:
-        ConfigError: The run claims no ε, or the numbers are out of range.
+        ConfigError: The run claims no ε, the numbers are out of range, or there are fewer canaries
+            or numbers of the model than a pair in each group of users takes.
         FedlearnError: As a simulation.
     """
     _require_auditable(config, num_canaries, confidence)
-    real = simulation(config, data_dir=site.addresses.data_dir)
+    data_dir = site.addresses.data_dir
+    real = simulation(config, data_dir=data_dir)
     plan, delta = real.privacy, config.privacy.target_delta
     assert plan is not None
     assert delta is not None  # the configuration makes sure of both
-    # No two canaries share a number of the model.
-    num_pairs = min(num_canaries, len(Params.of(real.make_model()).vector)) // 2
-    delta = min(delta, _SHARE / (2 * num_pairs))
-    num_rounds = _num_rounds(plan, config.num_rounds, delta)
+    num_pairs = _num_pairs(real, num_canaries)
     canaries = Canaries.drawn(
         num_pairs=num_pairs, opposite=plan.event.cohorts.adjacency is Adjacency.REPLACE
     )
-    pieces = simulation(
-        _audited(config, plan, num_clients=2 * num_pairs, num_rounds=num_rounds, delta=delta),
-        data_dir=site.addresses.data_dir,
-        of_clients=partial(CanaryPopulation, num_clients=2 * num_pairs),
-        of_algorithm=partial(Watched, canaries=canaries),
-    )
+    delta = min(delta, _SHARE / (2 * num_pairs))
+    num_rounds = _num_rounds(plan, config.num_rounds, delta)
+    per_client = _per_client(real)
+    num_clients = -(-2 * num_pairs // per_client)
+    audited = _audited(config, plan, num_clients=num_clients, num_rounds=num_rounds, delta=delta)
+    weights_Tm = _weights(audited, plan, canaries)
+    if isinstance(plan, ExampleLevelPlan):
+        pieces = _with_canary_examples(
+            audited, canaries, per_client=per_client, weights_Tm=weights_Tm, data_dir=data_dir
+        )
+    else:
+        pieces = simulation(
+            audited,
+            data_dir=data_dir,
+            of_clients=partial(CanaryPopulation, num_clients=num_clients),
+            of_algorithm=lambda inner: Watched(Planted(inner, canaries), weights_Tm),
+        )
+    if isinstance(plan, LocalPlan | ExampleLevelPlan):
+        kept = OwnNumbers(canaries, per_client)
+        pieces = replace(pieces, algorithm=SeenSingly(pieces.algorithm, kept))
     assert pieces.privacy is not None
-    with TemporaryDirectory(prefix="fedlearn-audit-") as folder:
-        addresses = replace(site.addresses, store_url=None, runs_dir=Path(folder))
-        run = run_pieces(pieces, replace(site, addresses=addresses))
-        with run.stored.database:
-            checkpoint = run.stored.load()
-    assert checkpoint is not None  # it has finished
-    scores = canaries.scores(checkpoint.tensors[f"server/{SEEN}"])
+    scores = canaries.scores(_seen(pieces, site))
     num_correct = canaries.num_correct(scores)
     claimed = epsilon_of_release({pieces.privacy.event: num_rounds}, target_delta=delta)
     shown = lower_bound(
@@ -199,17 +265,100 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     )
 
 
+def _num_pairs(real: Simulation, num_canaries: int) -> int:
+    """Return for how many pairs there is room; raises ConfigError if there is none."""
+    if isinstance(real.privacy, ExampleLevelPlan):
+        return num_canaries // 2  # the model of an audit has a number for each
+    # No two canaries share a number of the model.
+    room = min(num_canaries, len(Params.of(real.make_model()).vector))
+    groups = real.privacy.cohorts.num_groups if isinstance(real.privacy, BandedPlan) else 1
+    if room < 2 * groups:
+        raise ConfigError(
+            f"there is room for {room} canaries, the fewer of --canaries and the model's numbers, "
+            f"but a pair in each group of users takes {2 * groups}; raise --canaries, take a "
+            "larger model, or raise cohort.num_wanted"
+        )
+    return room // (2 * groups) * groups
+
+
+def _per_client(real: Simulation) -> int:
+    """Return how many canaries a client holds: examples, no more than are in one batch."""
+    if not isinstance(real.privacy, ExampleLevelPlan):
+        return 1
+    return min(real.algorithm.local.work.batch_size or _IN_A_BATCH, _IN_A_BATCH)
+
+
+def _weights(audited: Config, plan: PrivacyPlan, canaries: Canaries) -> NDArray[np.float64]:
+    r"""Return how much a round's release counts for each canary: [T, m].
+
+    Releases are :math:`x + C^{-1} z` where noise is correlated. The best filter for a canary of
+    turn t is column t of :math:`C^T C`: it undoes the correlation.
+    """
+    num_rounds, count = audited.num_rounds, len(canaries.is_in)
+    if not isinstance(plan, BandedPlan):
+        return np.ones((num_rounds, count))
+    num_groups, everyone = plan.cohorts.num_groups, [ClientId(each) for each in range(count)]
+    matrix = optimal(bands=len(plan.matrix.diagonals), num_rounds=num_rounds)
+    column_T = np.zeros(num_rounds)
+    column_T[: len(matrix.diagonals)] = matrix.diagonals
+    matrix_TT = toeplitz(column_T, np.zeros(num_rounds))
+    filters_TT = matrix_TT.T @ matrix_TT
+    weights_Tm = np.zeros((num_rounds, count))
+    for turn in range(num_rounds):
+        group = whose_turn(everyone, num_groups=num_groups, turn=turn, seed=Seed(audited.seed))
+        weights_Tm[:, list(group)] = filters_TT[:, turn, None]
+    return weights_Tm
+
+
+def _with_canary_examples(
+    audited: Config,
+    canaries: Canaries,
+    *,
+    per_client: int,
+    weights_Tm: NDArray[np.float64],
+    data_dir: Path,
+) -> Simulation:
+    """Return a simulation of clients whose examples are canaries.
+
+    The model is linear, and an example's gradient is its features, whatever the model has learned.
+    All examples of a client are in one batch, so that an update has the noise of no other steps.
+    """
+    population = CanaryExamples(canaries, per_client)
+    nothing = Examples.of(features=torch.zeros(1, population.size), labels=torch.zeros(1))
+    return around(
+        audited,
+        make_model=partial(nn.Linear, population.size, 1, bias=False),
+        objective=CustomLoss(_output),
+        data=FederatedData(population=population, test=nothing),
+        algorithm=Watched(algorithm(audited), weights_Tm),
+        data_dir=data_dir,
+        make_trainer=audited.client.make_trainer(),
+        extra=audited.client.extra,
+    )
+
+
+def _output(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 - a loss takes both
+    """Return the model's output as its loss, example by example."""
+    return outputs[:, 0]
+
+
+def _seen(pieces: Simulation, site: Site) -> Tensor:
+    """Run the simulation in a folder that is then deleted; return what the attacker added up."""
+    with TemporaryDirectory(prefix="fedlearn-audit-") as folder:
+        addresses = replace(site.addresses, store_url=None, runs_dir=Path(folder))
+        run = run_pieces(pieces, replace(site, addresses=addresses))
+        with run.stored.database:
+            checkpoint = run.stored.load()
+    assert checkpoint is not None  # it has finished
+    return checkpoint.tensors[f"server/{SEEN}"]
+
+
 def _require_auditable(config: Config, num_canaries: int, confidence: float) -> None:
     section = config.privacy
     if not section.is_on or section.reproducible:
         raise ConfigError(
             "an audit holds a run to its ε, and this one claims none; set privacy.mode to "
             '"central", and privacy.reproducible to false'
-        )
-    if section.mode == "example":
-        raise ConfigError(
-            'privacy.mode is "example", which hides single examples of clients, and an audit makes '
-            "clients up; audit another mode"
         )
     if config.engine.transport == "memory":
         raise ConfigError(
@@ -249,6 +398,7 @@ def _audited(
     tree["stragglers"] |= {"over_selection": 1.0, "deadline_s": "none", "min_reports": "half"}
     tree["devices"] = {"kind": "ideal"}
     tree["evaluation"] |= {"clients": 0}
+    tree["early_stopping"] = {}
     tree["privacy"] |= {
         "noise_multiplier": plan.noise_multiplier,
         "epsilon": None,

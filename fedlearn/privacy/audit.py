@@ -39,6 +39,7 @@ from fedlearn.privacy.gaussian import gaussian_epsilon
 
 #: The state in which an audited strategy adds up what was released.
 SEEN = "audit_seen"
+_ROUND = "audit_round"
 #: The length of what a canary contributes, before it is clipped.
 _LOUD = 1e9
 
@@ -114,21 +115,18 @@ class Canaries:
         firsts = np.array([coin % 2 == 1 for coin in coins])
         return cls(np.stack([firsts, ~firsts], 1).ravel(), Seed(seed >> 1), opposite)
 
-    def direction(self, canary: int, size: int) -> Tensor:
-        """Return a canary's own direction: a unit vector, [size].
+    def contributions(self, canaries: Sequence[int], size: int) -> Tensor:
+        """Return what these canaries contribute before it is clipped: [K, size].
 
-        Its coordinates are every m-th of them, so that canaries share none, and cover all.
+        Each has its own direction, every m-th coordinate with random signs. So canaries share no
+        coordinate, and cover all.
         """
-        own = torch.zeros(size)
-        own[canary :: len(self.is_in)] = self._signs(size)[canary :: len(self.is_in)]
-        unit: Tensor = own / own.norm()
-        return unit
-
-    def contribution(self, canary: int, size: int) -> Tensor:
-        """Return what a canary contributes before it is clipped: [size]."""
-        if self.is_in[canary]:
-            return _LOUD * self.direction(canary, size)
-        return (-_LOUD if self.opposite else 0.0) * self.direction(canary, size)
+        signs, rows = self._signs(size).float(), torch.zeros(len(canaries), size)
+        for row, canary in zip(rows, canaries, strict=True):
+            own = slice(canary, None, len(self.is_in))
+            length = _LOUD if self.is_in[canary] else -_LOUD if self.opposite else 0.0
+            row[own] = signs[own] * (length / math.sqrt(len(row[own])))
+        return rows
 
     def scores(self, seen: Tensor) -> NDArray[np.float64]:
         """Return by canary how much of its direction is in what was seen, [size]: shape [m]."""
@@ -168,15 +166,39 @@ class CanaryUpdates:
 
     def __call__(self, updates: Updates) -> Updates:
         """Return other updates, of the same clients."""
-        rows = torch.zeros_like(matrix(updates.lanes[DELTA.name]))
-        for row, client_id in zip(rows, updates.client_ids, strict=True):
-            row.copy_(self.canaries.contribution(client_id, len(row)))
+        delta = matrix(updates.lanes[DELTA.name])
+        rows = self.canaries.contributions(updates.client_ids, delta.shape[1]).to(delta)
         return replace(updates, lanes={**updates.lanes, DELTA.name: rows})
 
 
 @dataclass(frozen=True)
-class Watched(Wrapped):
-    """A strategy whose clients are canaries, and whose releases are added up.
+class OwnNumbers:
+    """Keeps the numbers of an update in which the canaries of its client contribute.
+
+    The sum over clients then holds, for each canary, what an attacker sees in the single update.
+
+    Attributes:
+        canaries: All of them.
+        per_client: How many of them each client holds.
+    """
+
+    takes_blocks: ClassVar[bool] = True
+
+    canaries: Canaries
+    per_client: int
+
+    def __call__(self, updates: Updates) -> Updates:
+        """Return the updates with zeros elsewhere."""
+        rows = matrix(updates.lanes[DELTA.name]).clone()
+        holders = torch.arange(rows.shape[1]) % len(self.canaries.is_in) // self.per_client
+        for row, client_id in zip(rows, updates.client_ids, strict=True):
+            row.mul_((holders == client_id).to(row))
+        return replace(updates, lanes={**updates.lanes, DELTA.name: rows})
+
+
+@dataclass(frozen=True)
+class Planted(Wrapped):
+    """A strategy whose clients are canaries.
 
     Attributes:
         inner: The strategy otherwise.
@@ -185,19 +207,52 @@ class Watched(Wrapped):
 
     canaries: Canaries
 
-    own = frozenset({SEEN})
-
     @property
     def transforms(self) -> Sequence[Transform]:
         """The canaries', then those of the inner strategy."""
         return (CanaryUpdates(self.canaries), *self.inner.transforms)
 
+
+@dataclass(frozen=True)
+class SeenSingly(Wrapped):
+    """A strategy whose single updates the attacker sees, with the noise that clients add.
+
+    Attributes:
+        inner: The strategy otherwise.
+        kept: What is left of each update.
+    """
+
+    kept: OwnNumbers
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """Those of the inner strategy, then the choice of numbers."""
+        return (*self.inner.transforms, self.kept)
+
+
+@dataclass(frozen=True)
+class Watched(Wrapped):
+    """A strategy whose releases are added up.
+
+    Attributes:
+        inner: The strategy otherwise.
+        weights_Tm: How much each round's release counts for each canary: T rounds, m canaries.
+    """
+
+    weights_Tm: NDArray[np.float64]
+
+    own = frozenset({SEEN, _ROUND})
+
     def init(self, params: Params) -> State:
         """Return the inner strategy's state, and nothing seen."""
-        return {**self.inner.init(params), SEEN: torch.zeros_like(params.vector)}
+        seen = torch.zeros_like(params.vector)
+        return {**self.inner.init(params), SEEN: seen, _ROUND: torch.tensor(0)}
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
         """Take the inner strategy's step, and look at what was released."""
         stepped = super().step(params, aggregate, state)
-        seen = state[SEEN] + aggregate.lanes[DELTA.name]
-        return replace(stepped, state={**stepped.state, SEEN: seen})
+        released, round_num = aggregate.lanes[DELTA.name], int(state[_ROUND])
+        weights_m = torch.from_numpy(self.weights_Tm[round_num]).to(released)
+        weights = weights_m[torch.arange(len(released)) % len(weights_m)]
+        after = {SEEN: state[SEEN] + weights * released, _ROUND: torch.tensor(round_num + 1)}
+        return replace(stepped, state={**stepped.state, **after})

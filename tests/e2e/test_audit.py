@@ -1,14 +1,14 @@
 """An audit finds nothing where the noise is as it is said to be, and finds out where it is not."""
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from fedlearn.algorithms import transforms
+from fedlearn.algorithms import noised_gradients, transforms
 from fedlearn.cli.app import main
 from fedlearn.privacy.secret import DrawnNoise
 
@@ -39,7 +39,7 @@ target_delta = 1e-4
 """
 
 
-#: All whose noise hides clients.
+#: Settings by mode.
 MODES = {
     "central": (),
     "adaptive": ("--set", "privacy.clip_quantile=0.5"),
@@ -47,8 +47,13 @@ MODES = {
         *("--set", "privacy.bands=4", "--set", "cohort.sampling=cyclic"),
         *("--set", "cohort.num_wanted=15"),
     ),
-    "distributed": ("--set", "privacy.mode=distributed"),
-    "local": ("--set", "privacy.mode=local"),
+    # A user is replaced in the next two, which moves a sum by twice the clip norm.
+    "distributed": ("--set", "privacy.mode=distributed", "--set", "privacy.noise_multiplier=6.0"),
+    "local": ("--set", "privacy.mode=local", "--set", "privacy.noise_multiplier=6.0"),
+    "example": (
+        *("--set", "privacy.mode=example", "--set", "engine.executor=vmap"),
+        *("--set", "client.epochs=2", "--set", "privacy.noise_multiplier=4.2"),
+    ),
 }
 
 
@@ -65,62 +70,62 @@ def audited(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dic
     return code, found
 
 
-@pytest.mark.parametrize("mode", ["bands", "distributed", "local"])
-def test_noise_that_is_there_is_not_refuted(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever adds it; with 99.99 % confidence, since the noise is secret."""
-    budget = ("--set", "privacy.epsilon=1.0", "--confidence", "0.9999")
-    code, found = audited(capsys, *budget, *MODES[mode])
-    assert code == 0
-    assert found["refuted"] is False
+#: A claim of about 1 at δ = 1e-5, from noise of this multiplier.
+CLAIM = ("--set", "privacy.noise_multiplier=3.0", "--set", "privacy.target_delta=1e-5")
 
 
-def test_noise_of_the_right_scale_is_not_refuted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is kept, nothing charged; with 99.99 % confidence, since the noise is secret."""
-    budget = ("--set", "privacy.epsilon=1.0", "--confidence", "0.9999")
-    code, found = audited(capsys, *budget)
-    assert code == 0
-    assert 0.0 < float(str(found["claimed_epsilon"])) <= 2.0
-    assert found["refuted"] is False
-    assert found["pairs"] == 1000
-    assert list(Path().iterdir()) == [Path("own.toml")]
+def scale_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Make each source of noise draw this share of it."""
+    for owner, name in (
+        (DrawnNoise, "draw"),
+        (transforms, "discrete_gaussian"),
+        (noised_gradients, "add_discrete_gaussian"),
+    ):
+        monkeypatch.setattr(owner, name, with_share(getattr(owner, name), share))
 
 
-@pytest.mark.parametrize("share", [1 / 2, 1 / 3])
-def test_a_build_with_too_little_noise_is_found_out(
-    share: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """For a claim of about 1; the odds that an audit of the right noise tells of are high."""
-    claim = ("--set", "privacy.noise_multiplier=4.2", "--set", "privacy.target_delta=1e-5")
-    code, right = audited(capsys, *claim, "--confidence", "0.9999")
-    assert code == 0
-    assert 0.7 < float(str(right["claimed_epsilon"])) < 1.3
-    draw = DrawnNoise.draw
-    monkeypatch.setattr(
-        DrawnNoise,
-        "draw",
-        lambda self, sigma, size, **more: draw(self, share * sigma, size, **more),
-    )
-    code, found = audited(capsys, *claim)
-    assert code == 3
-    assert found["refuted"] is True
+def with_share(draw: Callable[..., Any], share: float) -> Callable[..., Any]:  # Any: three of them
+    """Return a function whose sigma is a share of what it is asked for."""
+    place = list(inspect.signature(draw).parameters).index("sigma")
+
+    def draw_less(*args: Any, **named: Any) -> Any:  # Any: as above
+        if "sigma" in named:
+            return draw(*args, **{**named, "sigma": share * named["sigma"]})
+        return draw(*args[:place], share * args[place], *args[place + 1 :], **named)
+
+    return draw_less
 
 
 @pytest.mark.parametrize("privacy", MODES.values(), ids=MODES)
-def test_a_build_without_noise_is_found_out(
+def test_noise_that_is_there_is_not_refuted(
+    privacy: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 99.99 % confidence, since the noise is secret; nothing is stored or charged."""
+    code, found = audited(capsys, *CLAIM, *privacy, "--confidence", "0.9999")
+    assert code == 0
+    assert 0.7 < float(str(found["claimed_epsilon"])) < 1.6
+    assert found["refuted"] is False
+    assert list(Path().iterdir()) == [Path("own.toml")]
+
+
+@pytest.mark.parametrize("privacy", MODES.values(), ids=MODES)
+def test_a_build_with_too_little_noise_is_refuted(
     privacy: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The control: what it claims is refuted, by the figure and by the exit code."""
-    monkeypatch.setattr(
-        DrawnNoise, "draw", lambda _, sigma, size, **__: torch.zeros(size).double() * sigma
-    )
-    monkeypatch.setattr(transforms, "discrete_gaussian", lambda _, size, **__: np.zeros(size))
-    code, found = audited(capsys, "--set", "privacy.epsilon=1.0", *privacy)
+    """Half of it; with bands a third, since the last turns are cut short by the end of the run."""
+    scale_noise(monkeypatch, 1 / 2 if "privacy.bands=4" not in privacy else 1 / 3)
+    code, found = audited(capsys, *CLAIM, *privacy, "--confidence", "0.9")
     assert code == 3
     assert found["refuted"] is True
-    assert float(str(found["lower_bound"])) > 1.5 * float(str(found["claimed_epsilon"]))
-    if not privacy:
-        assert main(["audit", "own.toml", "--set", "privacy.epsilon=1.0"]) == 3
-        assert "REFUTED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["central", "example"])
+def test_a_build_without_noise_is_refuted(
+    mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scale_noise(monkeypatch, 1e-6)
+    assert main(["audit", "own.toml", *CLAIM, *MODES[mode]]) == 3
+    assert "REFUTED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,6 @@ def test_a_build_without_noise_is_found_out(
         (["--set", 'privacy={mode="off"}', "--set", "cohort.num_wanted=9"], "claims none"),
         (["--set", "privacy.noise_multiplier=1.0", "--set", "privacy.reproducible=true"], "claims"),
         (["--set", "privacy.epsilon=1.0", "--canaries", "3"], "at least 30"),
-        (["--set", "privacy.epsilon=1.0", "--set", "privacy.mode=example"], "makes clients up"),
         (
             ["--set", "privacy.epsilon=1.0", "--set", "engine.transport=memory"],
             'set it to "engine"',

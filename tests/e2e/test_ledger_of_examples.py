@@ -56,6 +56,7 @@ def spent(data: fl.FederatedData, privacy: dict[str, object], name: str | None =
     return done.privacy.epsilon
 
 
+@pytest.mark.slow
 def test_the_cost_of_examples_adds_up_however_they_are_divided() -> None:
     """Other seeds, clients, held-out rows and subsets; control: other examples begin at one."""
     once = spent(divided(), EXAMPLE)

@@ -12,7 +12,7 @@ from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
-from fedlearn.privacy.audit import Canaries, CanaryUpdates, lower_bound, power
+from fedlearn.privacy.audit import Canaries, CanaryUpdates, OwnNumbers, lower_bound, power
 from fedlearn.privacy.bounded_sum import BoundedSum
 from fedlearn.privacy.gaussian import gaussian_epsilon
 
@@ -28,11 +28,11 @@ def bound(num_correct: int, *, confidence: float = 0.95) -> float:
 
 @pytest.mark.parametrize("distance", [0.1, 0.25, 1.0])
 def test_the_best_attack_on_a_gaussian_proves_no_more_than_is_true(distance: float) -> None:
-    """Two thousand audits: above the truth in a twentieth of them, and seldom far below."""
+    """Five hundred audits: above the truth in a twentieth of them, and seldom far below."""
     rng, truth = Seed(7).numpy(), gaussian_epsilon(distance, 1e-5)
-    scores = rng.standard_normal((2000, 1000)) * math.sqrt(2.0) + distance
+    scores = rng.standard_normal((500, 1000)) * math.sqrt(2.0) + distance
     found = np.array([bound(int(count)) for count in (scores > 0.0).sum(1)])
-    assert (found > truth).mean() <= 0.05 + 3.0 * math.sqrt(0.05 * 0.95 / 2000)
+    assert (found > truth).mean() <= 0.05 + 3.0 * math.sqrt(0.05 * 0.95 / 500)
     assert np.median(found) > 0.85 * truth - 0.3
 
 
@@ -51,7 +51,7 @@ def test_half_of_the_noise_is_refuted_for_a_claim_of_one() -> None:
     rng = Seed(3).numpy()
     for share, expected in ((1.0, 0.05), (0.5, 0.97), (1 / 3, 1.0)):
         rate = norm.cdf(distance / share / math.sqrt(2.0))
-        refuted = [bound(int(count)) > claimed for count in rng.binomial(1000, rate, size=500)]
+        refuted = [bound(int(count)) > claimed for count in rng.binomial(1000, rate, size=300)]
         odds = power(
             claimed,
             distance=distance / share,
@@ -87,7 +87,9 @@ def test_canaries_that_are_in_contribute_all_they_may(opposite: bool) -> None:  
 def test_directions_share_no_coordinate_and_cover_all() -> None:
     """So noise that is missing anywhere is missed, and the canaries are independent."""
     canaries = Canaries.drawn(num_pairs=20, opposite=False)
-    directions = torch.stack([canaries.direction(each, LAYOUT.size) for each in range(40)])
+    everybody = Canaries(is_in=np.ones(40, bool), seed=canaries.seed, opposite=False)
+    rows = everybody.contributions(range(40), LAYOUT.size)
+    directions = rows / rows.norm(dim=1, keepdim=True)
     assert torch.allclose(directions @ directions.T, torch.eye(40), atol=1e-6)
     assert bool((directions != 0).any(0).all())
 
@@ -99,3 +101,16 @@ def test_coins_and_directions_are_nobodys() -> None:
     assert (first.is_in != second.is_in).any()
     assert (first.is_in.reshape(-1, 2).sum(1) == 1).all()
     assert 140 < first.is_in[::2].sum() < 260
+
+
+def test_of_a_single_update_the_numbers_of_its_own_canaries_are_kept() -> None:
+    """The sum over clients is what an attacker sees of each canary in the update of its client."""
+    canaries = Canaries.drawn(num_pairs=10, opposite=False)
+    rows = torch.from_numpy(Seed(4).numpy().standard_normal((4, LAYOUT.size))).float()
+    ids = [ClientId(each) for each in (2, 0, 1, 3)]
+    before = Updates(ids, torch.ones(4), {"delta": rows}, [0] * 4)
+    kept = OwnNumbers(canaries, per_client=5)(before)
+    scores = canaries.scores(torch.as_tensor(kept.lanes["delta"]).sum(0))
+    alone = np.stack([canaries.scores(row) for row in rows])
+    expected = np.concatenate([alone[ids.index(ClientId(n))][5 * n : 5 * n + 5] for n in range(4)])
+    assert scores == pytest.approx(expected, abs=1e-5)
