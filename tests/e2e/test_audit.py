@@ -139,6 +139,10 @@ def test_a_build_without_noise_is_refuted(
             'set it to "engine"',
         ),
         (["--set", "privacy.epsilon=1.0", "--confidence", "1.0"], "between 0 and 1"),
+        (
+            ["--set", "cohort.num_wanted=2", "--canaries", "40", *CLAIM, *MODES["bands"][:4]],
+            "a pair in each group of users takes 60",
+        ),
     ],
 )
 def test_what_cannot_be_audited_is_refused(
