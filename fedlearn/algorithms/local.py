@@ -93,11 +93,14 @@ class LocalWork(Ranged):
         epochs: E, passes over the local examples a round, >= 1.
         batch_size: Examples a step, fewer at the end of an epoch; ``None`` takes all at once.
         shuffle: Draw a new order of the examples every epoch.
+        drop_last: Leave out the last batch of an epoch if it is short, as torch's DataLoader does;
+            a client with fewer examples than a batch trains on all of them in one step.
     """
 
     epochs: Count
     batch_size: Count | None
     shuffle: bool = True
+    drop_last: bool = False
 
     @property
     def work(self) -> "LocalWork":
@@ -122,7 +125,32 @@ class LocalWork(Ranged):
         """Return the steps of one epoch, element-wise."""
         if self.batch_size is None:
             return np.ones_like(num_examples)
-        return -(-num_examples // self.batch_size)
+        return -(-self.used_per_epoch(num_examples) // self.batch_size)
+
+    def used_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the examples of one epoch's batches, element-wise: all without ``drop_last``.
+
+        A client counts in the aggregate with so many examples.
+
+        Example:
+            >>> work = LocalWork(epochs=2, batch_size=4, drop_last=True)
+            >>> work.used_per_epoch(np.array([3, 4, 9])).tolist()
+            [3, 4, 8]
+        """
+        if self.batch_size is None or not self.drop_last:
+            return num_examples
+        full = num_examples // self.batch_size * self.batch_size
+        return np.where(full > 0, full, num_examples)
+
+    def num_processed(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the examples of all epochs' batches, element-wise."""
+        return self.used_per_epoch(num_examples) * self.epochs
+
+    def last_batch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the examples of an epoch's last batch, element-wise."""
+        if self.batch_size is None:
+            return num_examples
+        return (self.used_per_epoch(num_examples) - 1) % self.batch_size + 1
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
         """Begin with the global model."""
@@ -492,6 +520,7 @@ def batch_positions(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield for each step which examples a client trains on; one epoch's order is in memory."""
     size = work.batch_size or num_examples
+    num_used = int(work.used_per_epoch(np.asarray(num_examples)))
     for epoch in range(work.epochs):
         order = np.arange(num_examples)
         if work.shuffle:
@@ -502,5 +531,5 @@ def batch_positions(
                 epoch=epoch,
                 num_examples=num_examples,
             )
-        for start in range(0, num_examples, size):
-            yield order[start : start + size]
+        for start in range(0, num_used, size):
+            yield order[start : min(start + size, num_used)]

@@ -24,6 +24,7 @@ class OwnTraining(LocalWork):
             take so long, and clients' policies bound it; >= 1.
         batch_size: Examples a step, for trainers that honour it.
         shuffle: Draw a new order of the examples every epoch, for trainers that honour it.
+        drop_last: Leave out a short last batch, for trainers that honour it.
     """
 
     epochs: Count = 1

@@ -16,7 +16,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, divided
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, pieces_of
+from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, LocalWork, pieces_of
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.proximal import Proximal
@@ -296,8 +296,10 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
                 raise _ignored(field_name, value, who)
         if not (own or name in honoured or name in UPDATES):
             raise _ignored(PIECES, name, who)
+    of_work = _fields(LocalWork)  # which the user's own rules have as well
     for name, value in left.items():
-        if name not in honoured:
+        is_default = name in of_work and value == of_work[name].default
+        if not (is_default or name in honoured):
             raise _ignored(name, value, who)
 
 

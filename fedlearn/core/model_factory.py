@@ -21,6 +21,7 @@ from typing import Any, Self, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from fedlearn.core.randomness import generator_turn
 from fedlearn.errors import ConfigError
 
 #: What belongs to the program and not to a module; what it refers to is not followed.
@@ -61,8 +62,9 @@ class ModelFactory:
                 cannot be copied.
             Exception: What the function raises.
         """
-        # A local name for the module would be one more reference.
-        box: list[Any] = [self.make_model()]  # Any: whatever the user's function returns
+        with generator_turn():  # initial weights are drawn from the generator of all threads
+            # A local name for the module would be one more reference.
+            box: list[Any] = [self.make_model()]  # Any: whatever the user's function returns
         if not isinstance(box[0], nn.Module):
             raise ConfigError(
                 f"make_model() returned {type(box[0]).__name__}; it must return a torch module"

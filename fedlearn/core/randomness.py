@@ -6,7 +6,9 @@ from a global generator.
 """
 
 import hashlib
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,8 +131,29 @@ def _mix_int(state: int) -> int:
     return state ^ (state >> 31)
 
 
+#: All threads share the global generators: from a seed to the last draw they are one thread's.
+_TURN = threading.RLock()
+# A fork has this thread alone, which could not wait for another one to let go.
+os.register_at_fork(
+    before=_TURN.acquire, after_in_parent=_TURN.release, after_in_child=_TURN.release
+)
+
+
+@contextmanager
+def generator_turn() -> Iterator[None]:
+    """Keep other threads from the global generators while the block seeds them and draws.
+
+    Other threads wait, so the block must not wait for them.
+    """
+    with _TURN:
+        yield
+
+
 def seed_global_generators(seed: Seed) -> None:
-    """Seed Python's, numpy's and torch's global generators, for code that draws from them."""
+    """Seed Python's, numpy's and torch's global generators, for code that draws from them.
+
+    Call it in a :func:`generator_turn`.
+    """
     random.seed(seed.value)
     np.random.seed(seed.value & _MASK_32)  # noqa: NPY002 - the old one
     torch.manual_seed(seed.value)
@@ -140,6 +163,8 @@ def seed_global_generators(seed: Seed) -> None:
 def global_generators_kept() -> Iterator[Callable[[], bool]]:
     """Give Python's and numpy's global generators back as they were; yield whether they moved.
 
+    Other threads wait: see :func:`generator_turn`.
+
     Example:
         >>> with global_generators_kept() as have_moved:
         ...     print(have_moved(), random.random() < 1, have_moved())
@@ -147,18 +172,19 @@ def global_generators_kept() -> Iterator[Callable[[], bool]]:
         >>> have_moved()
         False
     """
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the old one
+    with generator_turn():
+        of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the old one
 
-    def have_moved() -> bool:
-        now = np.random.get_state()  # noqa: NPY002 - as above
-        same = all(np.array_equal(a, b) for a, b in zip(now, of_numpy, strict=True))
-        return random.getstate() != of_python or not same
+        def have_moved() -> bool:
+            now = np.random.get_state()  # noqa: NPY002 - as above
+            same = all(np.array_equal(a, b) for a, b in zip(now, of_numpy, strict=True))
+            return random.getstate() != of_python or not same
 
-    try:
-        yield have_moved
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002 - as above
+        try:
+            yield have_moved
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002 - as above
 
 
 @contextmanager
@@ -167,7 +193,7 @@ def keyed_draws() -> Iterator[Callable[[int], Callable[[], bool]]]:
 
     Yields a function that takes a key of 32 bits. Draws after that call depend on the key alone.
     It returns a function to call once, which says whether the block has drawn since. All three
-    generators are restored at the end.
+    generators are restored at the end. Other threads wait: see :func:`generator_turn`.
 
     Example:
         >>> with keyed_draws() as set_key:
@@ -196,9 +222,9 @@ def keyed_draws() -> Iterator[Callable[[int], Callable[[], bool]]]:
         seed(key)
         return lambda: next_bits() != first
 
-    before = generator.get_state()
-    try:
-        with global_generators_kept():
+    with global_generators_kept():  # and so in this thread's turn
+        before = generator.get_state()
+        try:
             yield set_key
-    finally:
-        generator.set_state(before)
+        finally:
+            generator.set_state(before)

@@ -3,10 +3,11 @@
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from fedlearn.algorithms.aggregations import FullAggregation
 from fedlearn.algorithms.collecting import BufferedCollector, Collector, further_bytes
 from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.sampling import (
     CohortSampler,
     CyclicSampler,
@@ -63,7 +65,7 @@ from fedlearn.simulation.choice import (
 )
 from fedlearn.simulation.cluster import Alone, Cluster, under_torchrun
 from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffers
-from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.engine import Engine, by_client
 from fedlearn.simulation.evaluation import (
     CentralEvaluator,
     ClientEvaluator,
@@ -83,12 +85,14 @@ from fedlearn.simulation.sessions import (
     trainers_on,
 )
 from fedlearn.simulation.sources import Examples
-from fedlearn.training.example_gradients import require_separable
+from fedlearn.training.example_gradients import batch_statistics, require_separable
 from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 from fedlearn.transport.memory import MemoryChannel
 
+#: Clients that a note lists.
+_LISTED = 20
 #: A job of fewer floating-point operations is done before a second worker has started.
 _SMALL_JOB_FLOP = 2e12
 
@@ -145,6 +149,7 @@ def resolve(
         rule = type(simulation.algorithm.aggregation).__name__
         notes.append(f"{rule} needs all {wanted} updates of a round at once: {kept_mib:.0f} MiB")
     notes += [*_names(simulation), *_inputs(simulation, params, num_workers)]
+    notes += _single_examples(simulation)
     if (dtypes := params.layout.dtypes()) is not None:
         notes.append(f"the model {dtypes}")
     return replace(simulation, config=config, notes=tuple(notes))
@@ -215,6 +220,28 @@ def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
             "a variance negative. Use GroupNorm or LayerNorm, or freeze them: momentum=0, or a "
             "layer that stays in evaluation mode. A buffer that training does not change is frozen "
             "as nn.Parameter(value, requires_grad=False)"
+        )
+
+
+def _single_examples(simulation: Simulation) -> Iterator[str]:
+    """Yield a warning if the last batch of some clients is one example of a layer's statistics."""
+    with untouched(torch.default_generator):
+        layer = batch_statistics(simulation.make_model().train())
+    if layer is None or simulation.make_trainer is not None:
+        return
+    population = simulation.population
+    client_ids = np.arange(population.num_clients)
+    locals_ = simulation.algorithm.locals_for(cast("list[ClientId]", client_ids.tolist()))
+    last = by_client(LocalWork.last_batch, locals_, population.num_examples(client_ids))
+    found = np.flatnonzero(last == 1)
+    if found.size:
+        names = client_names(population)
+        listed = ", ".join(client_text(each, names) for each in found[:_LISTED].tolist())
+        more = f" and {found.size - _LISTED} more" if found.size > _LISTED else ""
+        yield (
+            f"{found.size} of {population.num_clients} clients have a last batch of one example, "
+            f"which {layer} may not train on: {listed}{more}; set client.drop_last, or another "
+            "client.batch_size"
         )
 
 

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import structlog
 import torch
 from torch import nn
 
@@ -58,6 +60,11 @@ from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 from fedlearn.training.keyed_dropout import untouched
 
+log = structlog.get_logger()
+
+#: Held by the thread that simulates.
+_SIMULATING = threading.RLock()
+
 #: Where an object lies, in a text that describes it.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -70,6 +77,23 @@ _WORKERS = "engine.num_workers"
 _REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "metrics", "algorithm", "client"}
 
 
+@contextmanager
+def simulation_turn() -> Iterator[None]:
+    """Wait until no other thread of this process simulates.
+
+    Simulations share torch's generators and number of threads. Those in several threads take
+    turns, so that each gives what it gives alone; one inside another, in the same thread, may run.
+    """
+    if not _SIMULATING.acquire(blocking=False):
+        log.info("waits for the simulation in another thread of this process")
+        _SIMULATING.acquire()
+    try:
+        yield
+    finally:
+        _SIMULATING.release()
+
+
+@simulation_turn()
 def run_config(config: Config, site: Site) -> Run:
     """Run the simulation that ``config`` describes, from its first round to its last.
 
@@ -88,6 +112,7 @@ def resolve_config(config: Config, site: Site) -> Simulation:
     return _resolved(simulation(config, data_dir=site.addresses.data_dir), site)
 
 
+@simulation_turn()
 def resume(name: str, site: Site, *, from_previous: bool) -> Run:
     """Go on with a run that was interrupted or failed, from its last commit.
 
@@ -120,6 +145,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
 
 
+@simulation_turn()
 def simulate(
     make_model: Callable[[], nn.Module],
     data: FederatedData,
@@ -173,6 +199,9 @@ def simulate(
 
     Returns:
         The finished run: ``.history``, ``.plot()``, ``.report()``, ``.load_model()``.
+
+    Simulations in several threads of a process take turns, so code that a simulation calls must
+    not wait for one in another thread.
 
     Only rank 0 calls the sampler, the devices and the callbacks, however many workers there are.
     What they raise is raised here, as it is; the run stays where it last committed and can be
@@ -294,6 +323,7 @@ def config_around(settings: Mapping[str, object], *, source: str) -> Config:
     return from_mapping({**settings, "data": ARGUMENT_DATA}, source=source)
 
 
+@simulation_turn()
 def run_pieces(pieces: Simulation, site: Site) -> Run:
     """Run a simulation that was put together in Python.
 

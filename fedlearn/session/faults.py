@@ -33,6 +33,11 @@ def described(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {words}"
 
 
+def reason_for(error: Exception) -> str:
+    """Return why a client failed: an error of fedlearn's says it all, another with its place."""
+    return str(error) if isinstance(error, FedlearnError) else described(error)
+
+
 @contextmanager
 def in_users_code() -> Iterator[None]:
     """Run code of the user's, such as what makes a trainer.

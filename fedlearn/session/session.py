@@ -78,6 +78,16 @@ def log_clipped(lanes: Sequence[str]) -> None:
     structlog.get_logger(__name__).info("update_scaled_down", lanes=list(lanes), advice=advice)
 
 
+def public_reason(error: Exception) -> str:
+    """Return what the coordinator is told: of user code the type alone, else what is to be done."""
+    if isinstance(
+        error,
+        AggregationAborted | ModelMismatch | ProcessesParted | SettingsRefused | UnusableResult,
+    ):
+        return str(error)
+    return type(error).__name__
+
+
 @dataclass(frozen=True, eq=False)
 class ClientSession:
     """Answers the coordinator's requests with a trainer's results.
@@ -102,6 +112,7 @@ class ClientSession:
             addition to those that the trainer names as its ``own_transforms``.
         on_clipped: Told which lanes of each update were scaled down to fit a secure sum, if any.
             This says something about the data, so the coordinator of a deployment is not told.
+        reason_of: What the coordinator is told of a failure. A simulation has nothing to hide.
     """
 
     client_id: ClientId
@@ -114,6 +125,7 @@ class ClientSession:
     expanded: Expanded = nothing_expanded
     transforms: Collection[type[Transform]] = ()
     on_clipped: Callable[[Sequence[str]], object] = log_clipped
+    reason_of: Callable[[Exception], str] = public_reason
 
     def handle(
         self,
@@ -172,7 +184,14 @@ class ClientSession:
             return encode(Failure(reason=str(violation))), after_failure(state)
         except Exception as error:  # noqa: BLE001 - the client boundary: one of three in the project
             self._tell_failure(error)
-            return encode(_failure(error)), after_failure(state)
+            return encode(self._failure(error)), after_failure(state)
+
+    def _failure(self, error: Exception) -> Failure:
+        """Return what the coordinator is told, and whose fault it is if that is another client."""
+        reason = self.reason_of(error)
+        if isinstance(error, AggregationAborted) and error.culprits:
+            return Accusation(reason=reason, client_id=ClientId(min(error.culprits)))
+        return Failure(reason=reason)
 
     def _tell_failure(self, error: Exception) -> None:
         # Without the values of local variables, which are the data.
@@ -263,21 +282,3 @@ class ClientSession:
             control=control,
         )
         return train_reply(self.trainer, request, context=context, known=known)
-
-
-def _failure(error: Exception) -> Failure:
-    """Return what the coordinator is told, and whose fault it is if that is another client."""
-    reason = _reason(error)
-    if isinstance(error, AggregationAborted) and error.culprits:
-        return Accusation(reason=reason, client_id=ClientId(min(error.culprits)))
-    return Failure(reason=reason)
-
-
-def _reason(error: Exception) -> str:
-    """Return what the coordinator is told: of user code the type alone, else what is to be done."""
-    if isinstance(
-        error,
-        AggregationAborted | ModelMismatch | ProcessesParted | SettingsRefused | UnusableResult,
-    ):
-        return str(error)
-    return type(error).__name__

@@ -8,7 +8,7 @@ recorded with the run, so that a resumed one keeps it.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fedlearn.algorithms.lanes import Lanes
@@ -27,8 +28,9 @@ from fedlearn.algorithms.settings import UPDATES
 from fedlearn.core.clock import Clock
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import EngineError
+from fedlearn.errors import DataError, EngineError
 from fedlearn.simulation.executors import sequential, stacked
+from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Executor, Work
 from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.fused.chain import Chain, NotAChain, as_chain
@@ -38,7 +40,7 @@ from fedlearn.simulation.executors.stacked import StackedExecutor, why_not_compi
 from fedlearn.simulation.executors.stacked_gradient import BlockGradient
 from fedlearn.simulation.executors.trainers import MakeTrainer, TrainerExecutor
 from fedlearn.simulation.executors.trial import Trial, said, trial_of
-from fedlearn.simulation.population import Population
+from fedlearn.simulation.population import Population, readable_client, spread_clients
 from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 
@@ -97,9 +99,12 @@ class Job:
             metrics=self.metrics,
         )
 
-    def work(self, num_clients: int) -> Work:
-        """Return a block of the population's first clients, to try an executor on."""
-        client_ids = np.arange(min(num_clients, self.population.num_clients))
+    def work(self, client_ids: NDArray[np.int64]) -> Work:
+        """Return a block of some clients, to try an executor on.
+
+        Raises:
+            DataError: Their examples cannot be read.
+        """
         steps = self.local.work.num_steps(self.population.num_examples(client_ids))
         client_ids = client_ids[np.argsort(-steps, kind="stable")]
         return Work.of(
@@ -220,29 +225,49 @@ def _trial(job: Job) -> Trial | str:
     Raises:
         EngineError: Nor does it train like that.
     """
-    work = job.work(1)
     if job.params.layout.others:
         _require_trainable(job)
-    try:
-        return trial_of(job.make_model, job.objective, work, precision=job.precision)
-    except EngineError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the user's code: a handful of examples may not do
-        reason = said(error)
+    reason = ""
+    for shift, client in enumerate(_tried(job)):
+        try:
+            work = job.work(client)
+            return trial_of(
+                job.make_model, job.objective, work, precision=job.precision, shift=shift
+            )
+        except EngineError:
+            raise
+        except Exception as error:  # noqa: BLE001 - user code; another client's examples may do
+            reason = reason or said(error)
     _require_trainable(job)
     return reason
 
 
 def _require_trainable(job: Job) -> None:
-    try:
-        make_executor(job, ExecutorKind.SEQUENTIAL).train(job.work(1))
-    except Exception as error:
-        dtypes = job.params.layout.dtypes()
-        raise EngineError(
-            f"the model cannot be trained, not even one client at a time: {said(error)}"
-            f"{f' (it {dtypes})' if dtypes else ''}; train it on one batch in a loop of your own "
-            "to see where"
-        ) from error
+    """Check that one client trains; of those that were tried the first says why none does.
+
+    Raises:
+        EngineError: None does.
+    """
+    executor, first = make_executor(job, ExecutorKind.SEQUENTIAL), None
+    for client in _tried(job):
+        try:
+            executor.train(job.work(client))
+        except Exception as error:  # noqa: BLE001 - user code raises anything
+            first = first or error
+        else:
+            return
+    assert first is not None  # there is a client
+    dtypes = job.params.layout.dtypes()
+    raise EngineError(
+        f"the model cannot be trained, not even one client at a time: {said(first)}"
+        f"{f' (it {dtypes})' if dtypes else ''}; train it on one batch in a loop of your own "
+        "to see where"
+    ) from first
+
+
+def _tried(job: Job) -> Iterator[NDArray[np.int64]]:
+    """Yield single clients from all over the population: one that fails is not all of them."""
+    yield from spread_clients(job.population, _PROBE_CLIENTS)[:, None]
 
 
 def _objection(job: Job, kind: ExecutorKind, trial: Trial) -> str | None:
@@ -297,7 +322,7 @@ def _chain(job: Job) -> Chain:
         raise EngineError(chain.reason)
     if job.precision is not Precision.FLOAT32:
         raise EngineError(f"precision {job.precision} needs automatic mixed precision")
-    work = job.work(1)
+    work = job.work(np.asarray([readable_client(job.population)]))
     reason = misfit(chain, objective=job.objective, features=work.features, labels=work.labels)
     if reason is not None:
         raise EngineError(reason)
@@ -331,10 +356,23 @@ def _measured(job: Job, clock: Clock, path: Path) -> _Speed:
 
 
 def _probe(job: Job, clock: Clock) -> _Speed:
-    work = job.work(min(_PROBE_CLIENTS, stacked.preferred_block(job.params.layout, job.local)))
+    size = min(_PROBE_CLIENTS, stacked.preferred_block(job.params.layout, job.local))
     sequential = make_executor(job, ExecutorKind.SEQUENTIAL)
     in_a_block = make_executor(job, ExecutorKind.VMAP)
-    return _Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))
+
+    def timed(client_ids: NDArray[np.int64]) -> _Speed:
+        work = job.work(client_ids)
+        return _Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))
+
+    client_ids, errors = np.arange(min(size, job.population.num_clients)), dict[int, Exception]()
+    try:
+        return timed(client_ids)
+    except (DataError, EngineError) as error:
+        trained = attempts(lambda some: sequential.train(job.work(some)), client_ids, errors)
+        sound = [places for places, _ in trained]
+        if not (sound and errors):  # it is not one client's failure
+            raise EngineError(said(error)) from error
+    return timed(np.sort(np.concatenate(sound)))
 
 
 def _seconds(executor: Executor, work: Work, clock: Clock) -> float:

@@ -6,8 +6,9 @@ cut into blocks, trained, validated, and folded into the aggregate. Memory grows
 not with the cohort or the population.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.flight import Asked
 from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
-from fedlearn.algorithms.local import LocalSgd, LocalUpdate, read_only
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import Transform, transformed
@@ -30,16 +31,29 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
 from fedlearn.core.reported import WeightedMeans
-from fedlearn.errors import EngineError, SettingsRefused, UnusableResult
+from fedlearn.errors import EngineError, UnusableResult
+from fedlearn.session.faults import reason_for
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.cluster import Cluster, gathered
+from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Apart, Executor, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
-from fedlearn.simulation.population import ClientRows, Population
+from fedlearn.simulation.population import ClientRows, Population, spread_clients
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
 from fedlearn.simulation.schedule import rows_of_round, training_rows
 from fedlearn.simulation.secure import ModularSum
-from fedlearn.simulation.timeline import REPORTED, TOO_HEAVY, TOO_LONG, UNSOUND, Timeline
+from fedlearn.simulation.timeline import (
+    RAISED,
+    REPORTED,
+    TOO_HEAVY,
+    TOO_LONG,
+    UNSOUND,
+    Timeline,
+    reason_of,
+)
+
+#: Clients that are tried before a failure is taken for everyone's.
+_TRIED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +86,11 @@ class Engine:
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Train those of the cohort that report before the round closes.
 
+        A client whose training raises an error has failed, as a deployed one would have.
+
         Raises:
-            DataError: The examples of a client cannot be trained on.
-            EngineError: The model cannot be trained on a block, a trainer of the user's own would
-                ignore a setting or returned what cannot be used, or another worker is gone.
+            EngineError: No client can be trained in the first round, several workers would have to
+                share what a trainer keeps, or another worker is gone.
         """
         timeline = self._timeline(np.asarray(cohort, np.int64), request)
         reduction, metrics, kept = self.reduction(request), WeightedMeans(), request.kept
@@ -88,8 +103,9 @@ class Engine:
                 losses=trained.losses,
                 num_examples=trained.num_examples,
                 verdicts=trained.verdicts,
+                reasons=trained.reasons,
             )
-        participations = timeline.participations(self.policy, bounds=self.bounds(request))
+        participations = timeline.participations(self.policy)
         least = self.policy.min_reports
         if self.summing is not None:
             participations = self.summing.recorded(participations)
@@ -141,13 +157,12 @@ class Engine:
     def asked(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
         """Return a request as these clients' devices meet it."""
         updates = self._locals(client_ids, [request] * len(client_ids))
-        alike = updates[:1] if _is_one(updates) else updates
-        epochs = [update.work.epochs for update in alike]
+        num_examples = self.population.num_examples(client_ids)
         return DeviceRound(
             client_ids=client_ids,
             round_num=request.round_num,
             attempt=request.attempt,
-            num_examples_processed=self.population.num_examples(client_ids) * np.asarray(epochs),
+            num_examples_processed=by_client(LocalWork.num_processed, updates, num_examples),
             download_bytes=request.download_bytes,
             upload_bytes=request.upload_bytes,
             seed=Seed(request.seed),
@@ -189,20 +204,28 @@ class Engine:
         """
         request, count = requests[0], len(client_ids)
         updates, bounds = self._locals(client_ids, requests), self.bounds(request)
-        steps = _num_steps(updates, self.population.num_examples(client_ids))
+        steps = by_client(LocalWork.num_steps, updates, self.population.num_examples(client_ids))
         reduction.begin(client_ids)
         # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
         report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
+        errors = dict[int, Exception]()
         kept = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
         work = list(zip(updates, requests, strict=True))
         is_apart = not self._takes_apart(updates, requests)
-        for block in _blocks(mine, work, self.block_size, is_apart=is_apart):
+        blocks = _blocks(mine, work, self.block_size, is_apart=is_apart)
+
+        def train(some: NDArray[np.int64]) -> tuple[Trained, Updates]:
+            asked = [requests[place] for place in some.tolist()]
+            trained = self._train_block(client_ids[some], asked, updates[some[0]])
+            return trained, _sent(client_ids[some], trained, asked)
+
+        attempted = chain.from_iterable(attempts(train, each, errors) for each in blocks)
+        for block, (trained, left) in attempted:
             asked = [requests[place] for place in block.tolist()]
-            trained = self._train_block(client_ids[block], asked, updates[block[0]])
             lowered = None if factors is None else factors[block]
-            sent = _updates(client_ids[block], trained, asked, reduction, factors=lowered)
+            sent = _received(left, trained, asked, reduction, factors=lowered)
             is_light = np.ones(len(block), np.bool_)
             if bounds is not None:
                 is_light = trained.num_examples_K <= bounds.max_examples
@@ -213,8 +236,12 @@ class Engine:
                 kept |= unstacked(client_ids[block][sound].tolist(), trained.kept, mine=sound)
             places = zip(block.tolist(), trained.metrics_K, strict=False)
             metrics |= {place: told for place, told in places if report[2, place] == REPORTED}
+        report[2, list(errors)] = RAISED
         reduction.share(self.cluster, more=torch.from_numpy(report))
         verdicts = report[2].astype(np.int64)
+        reasons = self._reasons(verdicts, report[1], errors, bounds)
+        if request.round_num == 0 and (verdicts == RAISED).all():
+            self._require_another(client_ids, request, reasons, errors)
         if isinstance(self.executor, TrainerExecutor):
             everyone = gathered(metrics, self.cluster)
             metrics = {place: told for each in everyone for place, told in each.items()}
@@ -225,7 +252,59 @@ class Engine:
             params=request.params,
             cluster=self.cluster,
         )
-        return Wave(report[0], report[1].astype(np.int64), verdicts, metrics, everything)
+        num_examples = report[1].astype(np.int64)
+        return Wave(report[0], num_examples, verdicts, reasons, metrics, everything)
+
+    def _require_another(
+        self,
+        client_ids: NDArray[np.int64],
+        request: RoundRequest,
+        reasons: Mapping[int, str],
+        errors: Mapping[int, Exception],
+    ) -> None:
+        """Check that some client of the population can be trained, though none of a wave can.
+
+        Raises:
+            EngineError: None of those that were tried can: the mistake is not one client's.
+        """
+        problem = None
+        if self.cluster.rank == 0:
+            others = spread_clients(self.population, _TRIED)
+            others = others[~np.isin(others, client_ids)]
+            trains = any(self._trains(each, request) for each in others.tolist())
+            told = f"client {client_ids[0]}: {reasons[0]}"
+            problem = "" if trains else f"no client can be trained; {told}"
+        problem = self.cluster.broadcast(problem)
+        if problem:
+            cause = next(iter(errors.values()), None)
+            raise EngineError(f"round {request.round_num + 1}: {problem}") from cause
+
+    def _trains(self, client_id: int, request: RoundRequest) -> bool:
+        (local,), client_ids = request.strategy.locals_for([ClientId(client_id)]), [client_id]
+        try:
+            trained = self._train_block(np.asarray(client_ids), [request], local)
+            _sent(np.asarray(client_ids), trained, [request])
+        except Exception:  # noqa: BLE001 - user code raises anything, here once more
+            return False
+        return True
+
+    def _reasons(
+        self,
+        verdicts: NDArray[np.int64],
+        num_examples: NDArray[np.float64],
+        errors: Mapping[int, Exception],
+        bounds: UpdateBounds | None,
+    ) -> dict[int, str]:
+        """Return why clients failed, by place, whichever worker has trained them."""
+        found = {
+            place: reason_of(int(verdicts[place]), int(num_examples[place]), bounds)
+            for place in np.flatnonzero(verdicts != REPORTED).tolist()
+        }
+        if (verdicts == RAISED).any():
+            own = {place: reason_for(error) for place, error in errors.items()}
+            for each in gathered(own, self.cluster):
+                found |= each
+        return found
 
     def _takes_apart(
         self, updates: Sequence[LocalUpdate], requests: Sequence[RoundRequest]
@@ -276,21 +355,10 @@ class Engine:
             kept=stacked(request.kept, client_ids.tolist()),
             apart=apart,
         )
-        try:
-            with read_only(
-                (request.params.vector, *request.told.values()), who=f"{type(local).__name__}.step"
-            ):
-                trained = self.executor.train(work)
-        except (SettingsRefused, UnusableResult) as error:  # of a trainer of the user's own
-            raise EngineError(
-                f"round {request.round_num + 1}: client {client_ids[0]}: {error}"
-            ) from error
-        except Exception as error:
-            raise EngineError(
-                f"round {request.round_num + 1}: the model cannot be trained on clients "
-                f"{client_ids[:5].tolist()}: {type(error).__name__}: {error}; a batch of one "
-                "example, or labels that the loss does not take, are the usual causes"
-            ) from error
+        with read_only(
+            (request.params.vector, *request.told.values()), who=f"{type(local).__name__}.step"
+        ):
+            trained = self.executor.train(work)
         if trained.kept.keys() - local.memory.keys() and self.cluster.world_size > 1:
             raise EngineError(
                 f"the trainer keeps {sorted(trained.kept)} from round to round, which several "
@@ -321,26 +389,20 @@ class Engine:
         return weights(self.summing or request.strategy.aggregation, num_examples_B)
 
 
-def _updates(
-    client_ids: NDArray[np.int64],
-    trained: Trained,
-    requests: Sequence[RoundRequest],
-    reduction: Reduction,
-    *,
-    factors: NDArray[np.float64] | None,
+def _sent(
+    client_ids: NDArray[np.int64], trained: Trained, requests: Sequence[RoundRequest]
 ) -> Updates:
-    """Return a block's updates as they would leave their clients, with their weights."""
+    """Return a block's updates as they leave their clients, with weights of one.
+
+    Raises:
+        UnusableResult: They are not what the strategy declares.
+        Exception: What a transform raises.
+    """
     request = requests[0]
-    num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
     strategy, layout = request.strategy, request.params.layout
-    if adds_own_noise(strategy.local, strategy.transforms):
-        num_examples_B = torch.ones_like(num_examples_B)  # as clients say, since it has no noise
-    weights_B = weights(reduction.aggregation, num_examples_B)
-    if factors is not None:
-        weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
     updates = Updates(
         client_ids=cast("list[ClientId]", client_ids.tolist()),
-        weights_B=weights_B,
+        weights_B=trained.deltas_KP.new_ones(len(client_ids)),
         lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
         based_on=[each.round_num for each in requests],
     )
@@ -348,22 +410,11 @@ def _updates(
     reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
     _require_declared(updates, reported, layout, who=strategy.local)
     if not transforms:
-        return _rebase(updates, requests, reduction.params)
-    try:
-        sent = transformed(
-            updates, transforms, seed=Seed(request.seed), round_num=request.round_num
-        )
-    except UnusableResult as error:
-        raise EngineError(f"round {request.round_num + 1}: {error}") from error
-    except Exception as error:
-        names = ", ".join(type(each).__name__ for each in transforms)
-        raise EngineError(
-            f"round {request.round_num + 1}: of the transforms {names}, one raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        return updates
+    sent = transformed(updates, transforms, seed=Seed(request.seed), round_num=request.round_num)
     # A transform may add a lane, and by the last one all are there.
     _require_declared(sent, strategy.lanes, layout, who=transforms[-1])
-    return _rebase(sent, requests, reduction.params)
+    return sent
 
 
 def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) -> Updates:
@@ -378,6 +429,25 @@ def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) 
         for row, each in zip(updates.lanes[DELTA.name], requests, strict=True)
     ]
     return replace(updates, lanes={**updates.lanes, DELTA.name: deltas})
+
+
+def _received(
+    sent: Updates,
+    trained: Trained,
+    requests: Sequence[RoundRequest],
+    reduction: Reduction,
+    *,
+    factors: NDArray[np.float64] | None,
+) -> Updates:
+    """Return a block's updates as the aggregation takes them: weighted, of the current model."""
+    strategy = requests[0].strategy
+    num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
+    if adds_own_noise(strategy.local, strategy.transforms):
+        num_examples_B = torch.ones_like(num_examples_B)  # as clients say, since it has no noise
+    weights_B = weights(reduction.aggregation, num_examples_B)
+    if factors is not None:
+        weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
+    return _rebase(replace(sent, weights_B=weights_B), requests, reduction.params)
 
 
 def _folded(
@@ -401,18 +471,22 @@ def _folded(
 def _require_declared(
     updates: Updates, lanes: Sequence[LaneSpec], layout: Layout, *, who: object
 ) -> None:
-    """Refuse lanes of a block that are not those declared, as a coordinator would."""
+    """Refuse lanes of a block that are not those declared, as a coordinator would.
+
+    Raises:
+        UnusableResult: They are not.
+    """
     name = type(who).__name__
     counts = {len(rows) for rows in (updates.weights_B, *updates.lanes.values())}
     if counts != {len(updates.client_ids)}:
-        raise EngineError(
+        raise UnusableResult(
             f"{name} returned {sorted(counts)} rows of {len(updates.client_ids)} clients; it "
             "returns one for each"
         )
     first = {lane: rows[0] for lane, rows in updates.lanes.items()}
     problem = misfit(first, lanes, layout)
     if problem is not None:
-        raise EngineError(f"the updates of {name} do not fit: {problem}")
+        raise UnusableResult(f"the updates of {name} do not fit: {problem}")
 
 
 @dataclass(frozen=True)
@@ -423,6 +497,7 @@ class Wave:
         losses: Mean training losses: shape [n].
         num_examples: Examples that each has trained on: shape [n].
         verdicts: What became of each, such as ``timeline.REPORTED``: shape [n].
+        reasons: Why those failed that did, by place in the wave.
         metrics: What else each measured, by the place of a sound client in the wave.
         kept: What sound clients keep now.
     """
@@ -430,6 +505,7 @@ class Wave:
     losses: NDArray[np.float64]
     num_examples: NDArray[np.int64]
     verdicts: NDArray[np.int64]
+    reasons: Mapping[int, str]
     metrics: Mapping[int, Mapping[str, float]]
     kept: Kept
 
@@ -457,14 +533,17 @@ def shared(
     return unstacked(client_ids, rows, mine=np.ones(len(client_ids), np.bool_))
 
 
-def _num_steps(
-    updates: Sequence[LocalUpdate], num_examples: NDArray[np.int64]
+def by_client(
+    count: Callable[[LocalWork, NDArray[np.int64]], NDArray[np.int64]],
+    updates: Sequence[LocalUpdate],
+    num_examples: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return the steps that each client takes."""
+    """Return what ``count`` finds for each client, by its work and its number of examples: [n]."""
     if _is_one(updates):
-        return updates[0].work.num_steps(num_examples)
+        return count(updates[0].work, num_examples)
     each = zip(updates, num_examples[:, None], strict=True)
-    return np.concatenate([update.work.num_steps(own) for update, own in each])
+    # The first part is for a cohort of nobody.
+    return np.concatenate([num_examples[:0], *(count(u.work, own) for u, own in each)])
 
 
 def _blocks(

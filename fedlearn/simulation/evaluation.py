@@ -1,9 +1,11 @@
 """Evaluation inside a simulation: pooled held-out examples, and client by client."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -12,7 +14,9 @@ from fedlearn.core.distribution import distribution
 from fedlearn.core.features import Features, cut, moved, tensors_of
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.cluster import Cluster
+from fedlearn.errors import EngineError
+from fedlearn.session.faults import reason_for
+from fedlearn.simulation.cluster import Cluster, gathered
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
 from fedlearn.training.resident import Measured, ResidentModel
 
@@ -20,6 +24,8 @@ from fedlearn.training.resident import Measured, ResidentModel
 _CLIENTS_AT_ONCE = 64
 #: Bytes of examples that were read from a dataset for an evaluation and are kept for the next.
 _KEPT_BYTES = 256 << 20
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +130,41 @@ class ClientEvaluator:
     cluster: Cluster
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Return how the loss and each metric are spread over the clients."""
+        """Return how the loss and each metric are spread over the clients.
+
+        A client whose evaluation raises an error is left out, as a deployed one would be.
+
+        Raises:
+            EngineError: No client can be evaluated.
+        """
         sample, directions = self.client_ids, self.model.measures.directions
         mine = _share(len(sample), self.cluster)
-        values_MC = np.zeros((len(directions), len(sample)))
+        values_MC, reasons = np.zeros((len(directions), len(sample))), dict[int, str]()
         for start in range(mine.start, mine.stop, _CLIENTS_AT_ONCE):
             part = slice(start, min(mine.stop, start + _CLIENTS_AT_ONCE))
-            found = self._measure(params, sample[part])
+            found = self._measure_each(params, sample[part], reasons)
             values_MC[:, part] = [found[name] for name in directions]
-        self.cluster.all_reduce([torch.from_numpy(values_MC)])
+        is_failed_C = np.isin(sample, list(reasons)).astype(np.float64)
+        self.cluster.all_reduce([torch.from_numpy(values_MC), torch.from_numpy(is_failed_C)])
+        if is_failed_C.all():
+            client_id, reason = min(min(each.items()) for each in gathered(reasons, self.cluster))
+            raise EngineError(f"no client can be evaluated; client {client_id}: {reason}")
         return distribution(dict(zip(directions, values_MC, strict=True)), directions=directions)
+
+    def _measure_each(
+        self, params: Params, client_ids: NDArray[np.int64], reasons: dict[int, str]
+    ) -> dict[str, NDArray[np.float64]]:
+        """Return what :meth:`_measure` does; NaN for clients that fail, with ``reasons`` by id."""
+        try:
+            return self._measure(params, client_ids)
+        except Exception as error:  # noqa: BLE001 - a client boundary: user code raises anything
+            if len(client_ids) == 1:
+                client_id = int(client_ids[0])
+                reasons[client_id] = reason = reason_for(error)
+                log.warning("client_evaluation_failed", client_id=client_id, reason=reason)
+                return {name: np.asarray([math.nan]) for name in self.model.measures.directions}
+        parts = [self._measure_each(params, each, reasons) for each in client_ids[:, None]]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _measure(
         self, params: Params, client_ids: NDArray[np.int64]

@@ -25,7 +25,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.reported import WeightedMeans
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.reduction import Reduction
-from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED, reason_of
+from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,13 +165,14 @@ class _Round:
         trained.add_metrics(self.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         told = zip(*(column.tolist() for column in columns), strict=True)
-        for (place, asked), (verdict, loss, num_examples) in zip(self.waiting, told, strict=True):
+        waiting = enumerate(zip(self.waiting, told, strict=True))
+        for at, ((place, asked), (verdict, loss, num_examples)) in waiting:
             row = self.rows[place]
             if verdict == REPORTED:
                 self.rows[place] = row._replace(num_examples=num_examples, loss=loss)
                 continue
             self.buffer.refuse(asked.client_id)
-            reason = reason_of(verdict, num_examples, self.engine.bounds(self.request))
+            reason = trained.reasons[at]
             self.rows[place] = row._replace(status=Status.FAILED, reason=reason)
             self.num_failed += 1
         self.waiting.clear()

@@ -32,6 +32,7 @@ from fedlearn.simulation.population import (
     MapDataset,
     Population,
     client_names,
+    readable_client,
 )
 from fedlearn.simulation.sources import (
     Examples,
@@ -533,18 +534,21 @@ def _require_examples(population: Population) -> None:
 
 
 def _require_alike(population: Population, *, test: Examples) -> None:
-    first = population.load(np.zeros(1, np.int64))
+    client_id = readable_client(population)
+    first = population.load(np.asarray([client_id]))
     ours, theirs = ({**named(each.features), "labels": each.labels} for each in (first, test))
     if ours.keys() != theirs.keys():
         raise DataError(
-            f"client 0 has {', '.join(ours)}, the test set {', '.join(theirs)}; make them alike"
+            f"client {client_id} has {', '.join(ours)}, the test set {', '.join(theirs)}; make "
+            "them alike"
         )
     for what, own in ours.items():
         other = theirs[what]
         if own.shape[1:] != other.shape[1:] or _kind(own.dtype) != _kind(other.dtype):
             raise DataError(
-                f"client 0 has {what} of {own.dtype} and shape {tuple(own.shape[1:])} an example, "
-                f"the test set of {other.dtype} and shape {tuple(other.shape[1:])}; make them alike"
+                f"client {client_id} has {what} of {own.dtype} and shape {tuple(own.shape[1:])} an "
+                f"example, the test set of {other.dtype} and shape {tuple(other.shape[1:])}; make "
+                "them alike"
             )
 
 

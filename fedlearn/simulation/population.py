@@ -5,6 +5,7 @@ and which. It returns tensors and row numbers into them, so what lies in memory 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -469,6 +470,28 @@ def _require_rows(partition: Partition, *, num_rows: int) -> None:
             f"the partition names rows {low}..{high}, there are {num_rows} examples; split the "
             "labels of these examples"
         )
+
+
+def spread_clients(population: Population, num_wanted: int) -> NDArray[np.int64]:
+    """Return up to ``num_wanted`` clients from all over a population, the first among them."""
+    last = population.num_clients - 1
+    ends = np.linspace(0, last, min(num_wanted, population.num_clients))
+    return np.unique(ends.astype(np.int64))
+
+
+def readable_client(population: Population) -> int:
+    """Return a client whose examples can be read, the first if its own can.
+
+    Raises:
+        Exception: None of those that were tried has such examples; as reading the last one raises.
+    """
+    *others, last = spread_clients(population, 16)
+    for client_id in others:
+        with suppress(Exception):  # user code raises anything
+            population.load(np.asarray([client_id]))
+            return int(client_id)
+    population.load(np.asarray([last]))
+    return int(last)
 
 
 def sizes_of(offsets: NDArray[np.int64], *, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:

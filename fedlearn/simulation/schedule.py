@@ -69,7 +69,8 @@ def schedule(
     step_T = np.arange(num_steps)[:, None]
     epoch_TK, within_TK = step_T // steps_K, step_T % steps_K
     positions_TKB = (within_TK * batch)[:, :, None] + np.arange(batch)
-    real_TKB = (positions_TKB < sizes_K[:, None]) & (epoch_TK < work.epochs)[:, :, None]
+    used_K = work.used_per_epoch(sizes_K)
+    real_TKB = (positions_TKB < used_K[:, None]) & (epoch_TK < work.epochs)[:, :, None]
     positions_TKB = np.where(real_TKB, positions_TKB, 0)
     if work.shuffle:
         order_KEN = _orders(work, sizes_K, client_ids, round_num=round_num, seed=seed)

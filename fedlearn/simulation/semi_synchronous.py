@@ -24,7 +24,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.reported import WeightedMeans
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.reduction import Reduction
-from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED, reason_of
+from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,16 +188,14 @@ class _Round:
         trained.add_metrics(self.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         counting = list[Asked]()
-        for asked, verdict, loss, num_examples in zip(
-            wave, *(column.tolist() for column in columns), strict=True
-        ):
+        told = zip(wave, *(column.tolist() for column in columns), strict=True)
+        for place, (asked, verdict, loss, num_examples) in enumerate(told):
             if verdict == REPORTED:
                 self.settle(asked, Status.REPORTED, num_examples=num_examples, loss=loss)
                 self.taken.append(_Taken(asked, num_examples))
                 counting.append(asked)
             else:
-                reason = reason_of(verdict, num_examples, self.engine.bounds(self.request))
-                self.settle(asked, Status.FAILED, reason=reason)
+                self.settle(asked, Status.FAILED, reason=trained.reasons[place])
         return counting
 
     def settle(

@@ -6,6 +6,7 @@ Slower than the engine and equal to it, for parity and for code that lives in se
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import delta_bytes
 from fedlearn.core.randomness import Seed
+from fedlearn.session.faults import reason_for
 from fedlearn.session.secure import KeptState
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
@@ -50,6 +52,9 @@ from fedlearn.training.resident import ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.memory import Handler, MemoryChannel
+
+#: Settings that say how much a client does.
+_AMOUNTS = {"epochs", "batch_size", "drop_last"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         population: Who there is, and their examples.
         behaviour: How long their rounds take and which of them fail.
         make_trainer: Makes the trainer of a client, of its features and labels.
-        work: How much clients do that are not told another number of epochs.
+        work: How much clients do that are not told otherwise.
         further_bytes: Size of what a client contributes beside the model's delta.
         identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
         transforms: Classes of transforms of the user's own, which all clients know.
@@ -132,7 +137,10 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         train = _training(peek(data))
         if train is not None and self.behaviour.failures(self._asked([client_id], train))[0]:
             return encode(Failure(DROPPED_OUT)), state
-        trainer = self._trainer(client_id, train)
+        try:
+            trainer = self._trainer(client_id, train)
+        except Exception as error:  # noqa: BLE001 - a client boundary: user code raises anything
+            return encode(Failure(reason_for(error))), state
         secure = None if self.identities is None else self.identities.client(client_id)
         session = ClientSession(
             client_id,
@@ -140,6 +148,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             secure,
             transforms=self.transforms,
             on_clipped=partial(self._note_clipped, client_id),
+            reason_of=reason_for,
         )
         return session.handle(data, state)
 
@@ -167,14 +176,15 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             self.clipped.add(client_id)
 
     def _asked(self, clients: Sequence[ClientId], train: TrainRequest) -> DeviceRound:
-        client_ids, epochs = np.asarray(clients, np.int64), train.settings.get("epochs")
+        client_ids = np.asarray(clients, np.int64)
+        told: dict[str, Any] = {n: each for n, each in train.settings.items() if n in _AMOUNTS}
+        work = replace(self.work, **told)
         num_bytes = sum(tensor.nbytes for tensor in train.tensors.values())
         return DeviceRound(
             client_ids=client_ids,
             round_num=train.round_num,
             attempt=train.attempt,
-            num_examples_processed=self.population.num_examples(client_ids)
-            * (epochs if isinstance(epochs, int) else self.work.epochs),
+            num_examples_processed=work.num_processed(self.population.num_examples(client_ids)),
             download_bytes=num_bytes + sum(told.nbytes for told in train.told.values()),
             upload_bytes=delta_bytes(train.tensors, order=train.order) + self.further_bytes,
             seed=Seed(train.seed),

@@ -6,7 +6,8 @@ was not, the next to arrive.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -23,13 +24,15 @@ REPORTED, UNSOUND, TOO_LONG, TOO_HEAVY = range(1, 5)
 #: Its client vanished before it reported.
 DROPPED = 5
 _PENDING, _TOO_LATE = 0, 6
-_FAILED = (UNSOUND, TOO_LONG, TOO_HEAVY, DROPPED)
+#: Its local training raised an error.
+RAISED = 7
+_FAILED = (UNSOUND, TOO_LONG, TOO_HEAVY, DROPPED, RAISED)
 
 #: Why a client that vanished in the middle of a round failed.
 DROPPED_OUT = "dropped out before reporting"
 
 #: The status code of each outcome.
-_STATUSES = (Status.LATE, Status.REPORTED, *[Status.FAILED] * 4, Status.LATE)
+_STATUSES = (Status.LATE, Status.REPORTED, *[Status.FAILED] * 4, Status.LATE, Status.FAILED)
 _CODES = np.asarray([STATUSES.index(status) for status in _STATUSES])
 
 
@@ -43,6 +46,7 @@ class Timeline:
         durations_s: Seconds from the broadcast to each arrival: shape [n], ascending.
         outcome: What is known of each: shape [n].
         losses: Training losses of those that reported: shape [n].
+        reasons: Why clients failed that were trained, by place.
     """
 
     client_ids: NDArray[np.int64]
@@ -50,6 +54,7 @@ class Timeline:
     durations_s: NDArray[np.float64]
     outcome: NDArray[np.int64]
     losses: NDArray[np.float64]
+    reasons: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -79,14 +84,30 @@ class Timeline:
         losses: NDArray[np.float64],
         num_examples: NDArray[np.int64],
         verdicts: NDArray[np.int64],
+        reasons: Mapping[int, str],
     ) -> Self:
-        """Return the timeline with a wave trained; ``verdicts`` such as :data:`REPORTED`."""
+        """Return the timeline with a wave trained.
+
+        Args:
+            wave: Places of the clients: shape [m].
+            losses: Their mean training losses: shape [m].
+            num_examples: Examples that each has trained on: shape [m].
+            verdicts: Such as :data:`REPORTED`: shape [m].
+            reasons: Why clients failed, by place in the wave.
+        """
         outcome, known = self.outcome.copy(), self.losses.copy()
         counts = self.num_examples.copy()
         outcome[wave] = verdicts
         known[wave] = np.where(verdicts == REPORTED, losses, math.nan)
         counts[wave] = num_examples
-        return replace(self, outcome=outcome, losses=known, num_examples=counts)
+        failed = {int(wave[place]): reason for place, reason in reasons.items()}
+        return replace(
+            self,
+            outcome=outcome,
+            losses=known,
+            num_examples=counts,
+            reasons={**self.reasons, **failed},
+        )
 
     def closed_s(self, policy: StragglerPolicy) -> float:
         """Return when the round closed: seconds after the broadcast."""
@@ -97,9 +118,7 @@ class Timeline:
             return policy.deadline_s
         return float(settled_s[-1]) if len(settled_s) else 0.0
 
-    def participations(
-        self, policy: StragglerPolicy, *, bounds: UpdateBounds | None
-    ) -> Participations:
+    def participations(self, policy: StragglerPolicy) -> Participations:
         """Return what became of each client, in order of arrival.
 
         A client that would have failed after the close of the round is merely late.
@@ -107,14 +126,14 @@ class Timeline:
         outcome = self.outcome.copy()
         if (closing := self._closing(policy)) is not None:
             outcome[closing + 1 :] = _TOO_LATE
-        failed, counts = np.flatnonzero(np.isin(outcome, _FAILED)).tolist(), self.num_examples
+        failed = np.flatnonzero(np.isin(outcome, _FAILED)).tolist()
         return Participations(
             self.client_ids,
             _CODES[outcome],
             self.durations_s,
             np.where(outcome == REPORTED, self.num_examples, 0),
             self.losses,
-            {place: reason_of(int(outcome[place]), int(counts[place]), bounds) for place in failed},
+            {place: self.reasons.get(place, DROPPED_OUT) for place in failed},
         )
 
     def _closing(self, policy: StragglerPolicy) -> int | None:
@@ -123,10 +142,10 @@ class Timeline:
         return int(reported[-1]) if len(reported) == policy.num_wanted else None
 
 
-def reason_of(outcome: int, num_examples: int, bounds: UpdateBounds | None) -> str:
-    """Return why a client failed whose update is no :data:`REPORTED`."""
-    if outcome == TOO_LONG and bounds is not None:
+def reason_of(verdict: int, num_examples: int, bounds: UpdateBounds | None) -> str:
+    """Return why an update was refused, by its verdict."""
+    if verdict == TOO_LONG and bounds is not None:
         return bounds.too_long(DELTA.name)
-    if outcome == TOO_HEAVY and bounds is not None:
+    if verdict == TOO_HEAVY and bounds is not None:
         return bounds.too_heavy(num_examples)
-    return DROPPED_OUT if outcome == DROPPED else unsound(DELTA.name)
+    return unsound(DELTA.name)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.core.randomness import Seed
+from fedlearn.core.randomness import Seed, generator_turn
 
 _Dropout: TypeAlias = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
 _MASK_32 = 0xFFFFFFFF
@@ -83,12 +83,16 @@ def global_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def untouched(generator: torch.Generator) -> Iterator[None]:
-    """Give the generator back as it was: the application's own draws are not ours to move."""
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(state)
+    """Give the generator back as it was: the application's own draws are not ours to move.
+
+    Other threads wait: see :func:`~fedlearn.core.randomness.generator_turn`.
+    """
+    with generator_turn():
+        state = generator.get_state()
+        try:
+            yield
+        finally:
+            generator.set_state(state)
 
 
 class KeyedDropouts:

@@ -162,11 +162,10 @@ def read_pairs(dataset: Readable, *, rows: NDArray[np.int64]) -> list[Pair]:
     of numbers too, becomes one tensor.
 
     Raises:
-        DataError: A row is no pair of numbers.
+        DataError: A row cannot be read, or is no pair of numbers.
     """
     numbers = rows.tolist()
-    read_all = getattr(dataset, "__getitems__", None)  # as a DataLoader asks for it
-    items = read_all(numbers) if read_all else [dataset[row] for row in numbers]
+    items = _read(dataset, numbers)
     return [_as_pair(item, row=row) for item, row in zip(items, numbers, strict=True)]
 
 
@@ -189,6 +188,32 @@ def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Feat
     stacked = [_stacked([each[name] for each in rest], rows=numbers, what=name) for name in first]
     labels = _stacked([label for _, label in pairs], rows=numbers, what="a label")
     return rebuilt(stacked, like=pairs[0][0]), labels
+
+
+def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not looked at yet
+    """Return the items of these rows.
+
+    Raises:
+        DataError: The dataset raises an error for one of them.
+    """
+    read_all = getattr(dataset, "__getitems__", None)  # as a DataLoader asks for it
+    try:
+        return read_all(rows) if read_all else [dataset[row] for row in rows]
+    except Exception as error:
+        row = next((row for row in rows if not _is_readable(dataset, row)), None)
+        which = f"rows {rows[0]}..{rows[-1]}" if row is None else f"row {row}"
+        raise DataError(
+            f"{which} of the dataset cannot be read: {type(error).__name__}: {error}; correct the "
+            "row, or leave it out"
+        ) from error
+
+
+def _is_readable(dataset: Readable, row: int) -> bool:
+    try:
+        dataset[row]
+    except Exception:  # noqa: BLE001 - user code raises anything
+        return False
+    return True
 
 
 def _as_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet

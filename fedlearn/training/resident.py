@@ -48,7 +48,12 @@ from fedlearn.algorithms.settings import is_own
 from fedlearn.core.features import Features, arguments, called, cut, mapped, one_tensor
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
-from fedlearn.core.randomness import Seed, global_generators_kept, seed_global_generators
+from fedlearn.core.randomness import (
+    Seed,
+    generator_turn,
+    global_generators_kept,
+    seed_global_generators,
+)
 from fedlearn.training import memory_format
 from fedlearn.training.example_gradients import ExampleGradients
 from fedlearn.training.input_dtypes import InputCast
@@ -281,10 +286,13 @@ class ResidentModel:
             ValueError: The model has another layout than the module.
         """
         self.load(params)
+        # Not `untouched`: other threads get their turns between the steps, which seed anew.
+        state = self._generator.get_state()
         try:
-            with untouched(self._generator):
-                yield
+            yield
         finally:
+            with generator_turn():
+                self._generator.set_state(state)
             self._rejoin()
 
     def gradients(self, parts: Iterable[Part], *, num_examples: int) -> Gradients:
@@ -304,16 +312,17 @@ class ResidentModel:
         weight: Tensor | float = 0.0
         for part in parts:
             self._choose_formats(part.features, part.labels)
-            self._seed_masks(part)
-            loss = self._loss(part.features, part.labels)
-            weighs: Tensor | float = float(len(part.labels))
-            if len(part.labels) < num_examples:
-                own = example_weights(self._objective, part.labels).get("loss")
-                if own is not None:  # an example of several positions weighs their mean
-                    weighs = own.sum() / part.labels.shape[1:].numel()
-                loss = loss * (weighs / num_examples)
+            with generator_turn():
+                self._seed_masks(part)
+                loss = self._loss(part.features, part.labels)
+                weighs: Tensor | float = float(len(part.labels))
+                if len(part.labels) < num_examples:
+                    own = example_weights(self._objective, part.labels).get("loss")
+                    if own is not None:  # an example of several positions weighs their mean
+                        weighs = own.sum() / part.labels.shape[1:].numel()
+                    loss = loss * (weighs / num_examples)
+                further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
             weight = weight + weighs
-            further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
             grads = list(map(_sum, grads, further)) if grads else further
             losses.append(loss.detach())
         if not losses:
@@ -355,20 +364,21 @@ class ResidentModel:
         size = sum(value.numel() for value in stack)
         num_together = min(TOGETHER, max(1, _EXAMPLE_BYTES // (self.vector_P.itemsize * size)))
         for part in parts:
-            self._seed_masks(part)
-            places = torch.arange(len(part.labels), device=self.device) + part.first
-            keys, features = example_keys(part.key, places), self.inputs(part.features)
-            for first in range(0, len(places), num_together):
-                now = slice(first, first + num_together)
-                with autocast(self._precision, self.device):
-                    grads, losses = self._by_example(
-                        cut(features, now), part.labels[now], keys=keys[now]
-                    )
-                is_real = torch.ones(1, len(losses), dtype=torch.bool, device=self.device)
-                clipped = rule.clipped([grad.unsqueeze(0) for grad in grads], is_real)
-                for value, more in zip(sums, clipped, strict=True):
-                    value.add_(more)
-                total += losses.sum(dtype=torch.float64)
+            with generator_turn():
+                self._seed_masks(part)
+                places = torch.arange(len(part.labels), device=self.device) + part.first
+                keys, features = example_keys(part.key, places), self.inputs(part.features)
+                for first in range(0, len(places), num_together):
+                    now = slice(first, first + num_together)
+                    with autocast(self._precision, self.device):
+                        grads, losses = self._by_example(
+                            cut(features, now), part.labels[now], keys=keys[now]
+                        )
+                    is_real = torch.ones(1, len(losses), dtype=torch.bool, device=self.device)
+                    clipped = rule.clipped([grad.unsqueeze(0) for grad in grads], is_real)
+                    for value, more in zip(sums, clipped, strict=True):
+                        value.add_(more)
+                    total += losses.sum(dtype=torch.float64)
         return self._noised(sums, total, num_examples=num_examples, rule=rule, together=together)
 
     def _noised(

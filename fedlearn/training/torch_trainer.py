@@ -321,7 +321,7 @@ class TorchTrainer:
             report = training.report()
         return LocalResult(
             tensors={**params.constants, **params.layout.views(self._model.vector_P.clone())},
-            num_examples=min(len(self._data), sum(sizes)),
+            num_examples=min(self._num_used(local.work), sum(sizes)),
             metrics={"loss": weighted_mean(losses.cpu().numpy(), np.asarray(sizes))},
             state=_state(report, context.state),
             lanes={name: rows[0] for name, rows in report.lanes.items()},
@@ -425,8 +425,12 @@ class TorchTrainer:
                 control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
 
         turns(take, losses, control=context.control)
-        sizes = _batch_sizes(work, num_examples=len(self._data))
+        sizes = _batch_sizes(work, num_examples=self._num_used(work))
         return losses, sizes[:num_steps]
+
+    def _num_used(self, work: LocalWork) -> int:
+        """Return how many examples an epoch's batches have."""
+        return int(work.used_per_epoch(np.asarray(len(self._data))))
 
     def _parts(
         self,

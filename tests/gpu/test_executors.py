@@ -80,7 +80,7 @@ def job_of(
 
 def trained(job: Job, kind: ExecutorKind) -> Trained:
     """Train one block of all clients."""
-    return make_executor(job, kind).train(job.work(len(SIZES)))
+    return make_executor(job, kind).train(job.work(np.arange(len(SIZES))))
 
 
 def apart(one: Trained, other: Trained) -> float:

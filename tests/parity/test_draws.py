@@ -113,14 +113,14 @@ def sent(trained: Trained, place: int) -> dict[str, Tensor]:
 
 def by_executor(local: LocalUpdate, kind: ExecutorKind, *, num_clients: int) -> dict[str, Tensor]:
     """Return what client 0 sends, in a block of so many, in round 3."""
-    work: Work = replace(job(local).work(num_clients), round_num=3)
+    work: Work = replace(job(local).work(np.arange(num_clients)), round_num=3)
     trained = make_executor(job(local), kind).train(work)
     return sent(trained, work.client_ids.tolist().index(0))
 
 
 def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
     """Return what the same client sends where it is deployed."""
-    work = job(local).work(1)
+    work = job(local).work(np.arange(1))
     rows = torch.from_numpy(work.rows_K[0])
     trainer = TorchTrainer.of(
         make_model,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -231,7 +232,7 @@ def job(local: LocalUpdate) -> Job:
 def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:
     """Return what clients send and keep, by round and name."""
     executor, found = make_executor(job(local), kind), dict[str, Tensor]()
-    work: Work = job(local).work(6)
+    work: Work = job(local).work(np.arange(6))
     for round_num in range(2):
         trained: Trained = executor.train(work)
         found |= {f"{round_num} {name}": rows for name, rows in trained.lanes.items()}
@@ -386,8 +387,8 @@ def test_an_update_may_write_to_views_of_convolutions() -> None:
             population=data.population,
             params=Params.of(make_convolution()),
         )
-        found[kind] = make_executor(task, kind).train(task.work(2)).deltas_KP[0].clone()
-    work, model = task.work(1), make_convolution()
+        found[kind] = make_executor(task, kind).train(task.work(np.arange(2))).deltas_KP[0].clone()
+    work, model = task.work(np.arange(1)), make_convolution()
     rows = torch.from_numpy(work.rows_K[0])
     start = nn.utils.parameters_to_vector(model.parameters()).detach()
     for _ in range(2):

@@ -386,7 +386,7 @@ def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
     }
     for kind, (settings, piece) in expected.items():
         built = _built({"data": mnist, "model": {"kind": kind} | settings})
-        assert built.make_model == piece
+        assert built.make_model.make_model == piece
         assert built.make_model()(torch.zeros(2, *shape)).shape == (2, 10)
     model = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 7}}
     built = _built({"data": mnist, "model": model})
@@ -903,7 +903,7 @@ def test_pieces_made_in_python_are_taken_as_they_are() -> None:
             data_dir=Path("nowhere"),
         )
 
-    assert built(config).make_model is network
+    assert built(config).make_model.make_model is network
     assert built(config).policy.num_wanted == 5
     crowd = from_mapping(
         {"cohort": {"num_wanted": 40}, "data": {"partition": {"num_clients": 60}}}, source="a test"

@@ -109,8 +109,8 @@ class Work:
         )
 
     def num_examples(self) -> NDArray[np.int64]:
-        """Return how many examples each client has: shape [K]."""
-        return np.asarray([len(rows) for rows in self.rows_K])
+        """Return how many examples each client trains on in an epoch: shape [K]."""
+        return self.local.work.used_per_epoch(np.asarray([len(rows) for rows in self.rows_K]))
 
     def num_steps(self) -> Tensor:
         """Return how many steps each client takes: shape [K], of the model's dtype."""

@@ -59,6 +59,8 @@ from fedlearn.training.input_dtypes import InputCast
 
 #: Bytes that the gradients of examples may take together.
 _EXAMPLE_BYTES = 128 << 20
+#: Examples, at the least, on which a model is tried.
+_TRIED_ROWS = 8
 #: Traced shapes per block size: a step runs at the next of so many evenly spaced heights.
 NUM_HEIGHTS = 4
 
@@ -143,7 +145,11 @@ class StackedExecutor:
         if work.params.layout != self._layout:
             raise ValueError("the weights are of another model than the one that is stacked")
         if self._mixes is None:
-            self._mixes = self._gradient.mixes_examples(work.features, work.labels)
+            own = np.concatenate(work.rows_K)
+            # A few rows may be alike, which would hide what they do to each other.
+            rows_N = own if len(own) >= _TRIED_ROWS else np.arange(len(work.labels))
+            rows = torch.from_numpy(rows_N).to(work.labels.device)
+            self._mixes = self._gradient.mixes_examples(work.features, work.labels, rows=rows)
         if isinstance(work.local, NoisedGradients):
             self._require_examples()
         with torch.no_grad(), without_global_draws(work), warnings.catch_warnings():

@@ -352,22 +352,23 @@ class BlockGradient:
 
     # --- what the model does with a batch -----------------------------------------------
 
-    def draws_random_numbers(self, features: Features, labels: Tensor) -> bool:
-        """Whether a training forward pass moves the global generator."""
+    def draws_random_numbers(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool:
+        """Whether a training forward pass on some of these ``rows`` moves the global generator."""
         generator = global_generator(self.device)
         with untouched(generator):
             before = generator.get_state()
-            self._probe(spread(len(labels), 2, like=labels), features, labels)
+            self._probe(rows[spread(len(rows), 2, like=rows)], features, labels)
             return not torch.equal(before, generator.get_state())
 
-    def mixes_examples(self, features: Features, labels: Tensor) -> bool:
+    def mixes_examples(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool:
         """Whether an example's output or loss or a statistic depends on the rest of its batch.
 
-        As in BatchNorm or a Cox likelihood: a padded batch would then train another model.
+        As in BatchNorm or a Cox likelihood: a padded batch would then train another model. Only
+        ``rows`` are tried, int64 [n]: those of other clients may be ones that no model takes.
         """
         if not self.objective.per_example:
             return True
-        rows = spread(len(labels), 8, like=labels)
+        rows = rows[spread(len(rows), 8, like=rows)]
         generator, results = global_generator(self.device), []
         with untouched(generator):
             for part in (rows[:2], rows):

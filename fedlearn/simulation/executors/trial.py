@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.elastic_averaging import without_force
@@ -108,7 +109,12 @@ class Trial:
 
 
 def trial_of(
-    make_model: Callable[[], nn.Module], objective: Objective, work: Work, *, precision: Precision
+    make_model: Callable[[], nn.Module],
+    objective: Objective,
+    work: Work,
+    *,
+    precision: Precision,
+    shift: int = 0,
 ) -> Trial | str:
     """Return the trial of a model, or why the model must train one client at a time.
 
@@ -117,6 +123,7 @@ def trial_of(
         objective: The loss.
         work: What is to be done; some of its examples are taken, whichever clients they are of.
         precision: Of the forward and backward pass.
+        shift: Rows by which the choice of examples is moved, where the first ones cannot be used.
 
     Raises:
         EngineError: ``make_model`` builds a model of other tensors each time.
@@ -125,7 +132,8 @@ def trial_of(
     params, device = work.params, work.params.vector.device
     for spec in params.layout.others:
         return f"{spec.name!r} is {spec.dtype}, not {params.layout.dtype}, and trains as such"
-    sample = _sample_of(work)
+    rows = (spread(len(work.labels), 5, like=work.labels) + shift) % len(work.labels)
+    sample = _sample_of(work, rows.cpu().numpy())
     with global_generators_kept() as have_moved, untouched(torch.default_generator):
         first, second = (
             ResidentModel(make_model, objective, device=device, precision=precision)
@@ -134,7 +142,7 @@ def trial_of(
         for model in (first, second):
             _require_layout(model, params)
         gradient = BlockGradient(make_model, objective, device=device, precision=precision)
-        if gradient.draws_random_numbers(work.features, work.labels):
+        if gradient.draws_random_numbers(work.features, work.labels, rows=rows):
             return "it draws random numbers in its forward pass"
         runs, states = list[Trained](), list[Mapping[str, bytes]]()
         for model in (*(first,) * _TIMES, second):
@@ -211,12 +219,12 @@ def _reports(trained: Trained) -> dict[str, Tensor]:
     return lanes | {f"the kept {name!r}": rows for name, rows in trained.kept.items()}
 
 
-def _sample_of(work: Work) -> Work:
-    """Return the work of two clients with a batch each, or smaller ones, in two epochs.
+def _sample_of(work: Work, rows: NDArray[np.int64]) -> Work:
+    """Return the work of two clients of three and two ``rows``, in two epochs.
 
     No batch is larger than the clients' own, for which a stacked step is laid out.
     """
-    rows, client_ids = spread(len(work.labels), 5, like=work.labels).cpu().numpy(), np.arange(2)
+    client_ids = np.arange(2)
     batches = schedule(
         LocalWork(epochs=2, batch_size=work.local.work.batch_size, shuffle=False),
         ClientRows(work.features, work.labels, rows, np.array([0, 3, 5])),

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedlearn.algorithms.local import LocalSgd, batch_positions
 from fedlearn.core.randomness import Seed
@@ -39,6 +40,7 @@ locals_ = st.builds(
     batch_size=st.none() | st.integers(1, 9),
     learning_rate=st.just(0.1),
     shuffle=st.booleans(),
+    drop_last=st.booleans(),
 )
 sizes_ = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 
@@ -58,6 +60,23 @@ def test_every_client_trains_on_its_own_batches(local: LocalSgd, sizes: list[int
             scheduled = made.rows_TKB[step, client, : counts[step]]
             assert scheduled.tolist() == own[positions].tolist()
         assert not counts[len(alone) :].any()
+
+
+@settings(max_examples=100)
+@given(local=locals_, size=st.integers(1, 20))
+def test_batches_are_those_of_a_data_loader(local: LocalSgd, size: int) -> None:
+    """Save that a client with fewer examples than a batch trains on all of them."""
+    batch_size = local.batch_size or size
+    drops = local.drop_last and size >= batch_size
+    loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(
+        TensorDataset(torch.zeros(size)), batch_size=batch_size, drop_last=drops
+    )
+    want = [len(batch[0]) for batch in loader] * local.epochs
+    counts = schedule_of(local, [size]).counts_TK[:, 0].tolist()
+    assert counts == want
+    assert int(local.num_steps(np.array(size))) == len(want)
+    assert int(local.num_processed(np.array(size))) == sum(want)
+    assert int(local.last_batch(np.array(size))) == want[-1]
 
 
 @settings(max_examples=100)

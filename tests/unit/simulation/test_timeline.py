@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
-from fedlearn.algorithms.bounds import GENEROUS
 from fedlearn.algorithms.collecting import RoundRequest
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -64,9 +63,12 @@ def played(
             losses=np.full(len(wave), 0.5),
             num_examples=np.ones(len(wave), np.int64),
             verdicts=np.where(kind[wave] == SOUND, timeline_of.REPORTED, timeline_of.UNSOUND),
+            reasons={
+                place: unsound("delta") for place in np.flatnonzero(kind[wave] != SOUND).tolist()
+            },
         )
     return (
-        list(timeline.participations(policy, bounds=GENEROUS)),
+        list(timeline.participations(policy)),
         timeline.closed_s(policy),
         trained,
     )
