@@ -18,6 +18,7 @@ from fedlearn.simulation.population import (
     BootstrapPopulation,
     ClientRows,
     Population,
+    unread_rows,
 )
 from fedlearn.training.keyed_dropout import untouched
 
@@ -107,9 +108,22 @@ def _blocks(population: Population) -> Iterator[ClientRows]:
 
 
 def _reads_alike(population: Population) -> bool:
-    """Return whether the first examples are the same the second and third time."""
+    """Return whether the first examples are the same the second and third time.
+
+    What a dataset draws is keyed, so it is read with several keys: draws would differ.
+    """
     client_ids = np.arange(min(_READ_TWICE, population.num_clients))
     ends = np.cumsum(population.num_examples(client_ids))
     some = client_ids[: max(1, int(np.searchsorted(ends, _READ_TWICE, side="right")))]
-    first, *others = (example_hashes(population.load(some)) for _ in range(3))
+    first, *others = (example_hashes(_read(population, some, key=key)) for key in range(3))
     return all(np.array_equal(first, again) for again in others)
+
+
+def _read(population: Population, client_ids: NDArray[np.int64], *, key: int) -> ClientRows:
+    """Read the examples of these clients; what a dataset draws depends on ``key`` alone."""
+    unread = unread_rows(population, client_ids)
+    if unread is None:
+        return population.load(client_ids)
+    places = np.arange(len(unread.rows))
+    features, labels = unread.batch(places, key=key)
+    return ClientRows(features, labels, places, unread.offsets)
