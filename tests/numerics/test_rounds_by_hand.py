@@ -164,7 +164,8 @@ def test_rounds_are_those_of_the_formulas(kind: str, transport: str) -> None:
         num_rounds=NUM_ROUNDS,
         callbacks=[kept],
         devices=DEVICES,
-        evaluation={"batch_size": 7},  # so that the last batch is smaller than the others
+        # All clients; and batches of which the last is smaller than the others.
+        evaluation={"clients": data.population.num_clients, "batch_size": 7},
         engine={"transport": transport, "num_workers": 1},
         store={"keep_last": NUM_ROUNDS + 1, "checkpoint_every_s": 0.0},
         **settings,
