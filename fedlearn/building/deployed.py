@@ -55,7 +55,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
         Deployment(
             **training_of(config, data),
             own=own_population(config, data),
-            test=None if data is None else data.test,
+            test=None if data is None else data.stored_test,
             sampler=config.cohort.build(),
             policy=config.straggler_policy(),
             requirements=built(Requirements, config.coordinator.eligibility),

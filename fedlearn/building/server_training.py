@@ -77,7 +77,7 @@ def alone(config: Config, *, data_dir: Path) -> Pieces:
     data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
     return Pieces(
         **training_of(config, data),
-        test=None if data is None else data.test,
+        test=None if data is None else data.stored_test,
         sampler=UniformSampler(),
         policy=ALONE,
         config=config,

@@ -126,7 +126,7 @@ def around(
         make_model=ModelFactory.of(make_model),
         objective=objective,
         metrics={} if metrics is None else metrics,
-        test=data.test,
+        test=data.stored_test,
         population=PooledPopulation(data.population) if pooled else data.population,
         algorithm=algorithm,
         sampler=UniformSampler() if pooled else config.cohort.build(),

@@ -29,6 +29,7 @@ from fedlearn.core.cores import num_cores
 from fedlearn.core.features import moved, tensors_of
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.messages import ClientId
+from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError, EngineError, SettingsRefused
@@ -202,7 +203,8 @@ def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
         return simulation
     if not names:
         return simulation
-    return replace(simulation, make_model=HoldingBuffers(simulation.make_model, names))
+    holding = HoldingBuffers(simulation.make_model, names)
+    return replace(simulation, make_model=ModelFactory.of(holding))
 
 
 def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:

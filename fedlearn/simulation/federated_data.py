@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
-from fedlearn.core.features import Features, Inputs, named, only, rebuilt, tensors_of
+from fedlearn.core.features import Features, Inputs, mapped, named, only, rebuilt, tensors_of
 from fedlearn.core.randomness import Seed, keyed_draws
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import DataError
@@ -55,7 +55,9 @@ class FederatedData:
 
     Attributes:
         population: The clients and their examples.
-        test: Examples of the central test set.
+        test: Examples of the central test set; features in float64 are in float32 here, as most
+            models take them.
+        stored_test: The same with features as the data have them, for a model in float64.
 
     Raises:
         DataError: A client or the test set has no examples, or the first client's examples
@@ -65,12 +67,15 @@ class FederatedData:
 
     population: Population
     test: Examples = field(repr=False)
+    stored_test: Examples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self.test.labels):
             raise DataError("the test set has no examples; give at least one")
         _require_examples(self.population)
         _require_alike(self.population, test=self.test)
+        object.__setattr__(self, "stored_test", self.test)  # the class is frozen
+        object.__setattr__(self, "test", _in_float32(self.test))
 
     @property
     def names(self) -> NDArray[Any] | None:
@@ -510,6 +515,16 @@ def _groups(examples: Examples) -> NDArray[np.generic]:
             "groups, or take another partition"
         )
     return examples.groups
+
+
+def _in_float32(examples: Examples) -> Examples:
+    """Return examples whose features in float64 are in float32; the very same if none are."""
+    if all(each.dtype != torch.float64 for each in tensors_of(examples.features)):
+        return examples
+    single = mapped(
+        lambda each: each.float() if each.dtype == torch.float64 else each, examples.features
+    )
+    return replace(examples, features=single)
 
 
 def _require_division(partition: object) -> None:

@@ -63,5 +63,5 @@ def test_secure_aggregation_is_refused_when_it_is_built(tmp_path: Path) -> None:
     asked = ("algorithm.name=fedmedian", "engine.transport=memory")
     secure = "secure_aggregation.mode=complete"
     build.simulation(load(None, overrides=asked), data_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"CoordinateMedian must see each update.*fl.WeightedMean"):
+    with pytest.raises(ConfigError, match=r"CoordinateMedian must see each .*fl.WeightedMean"):
         build.simulation(load(None, overrides=(*asked, secure)), data_dir=tmp_path)

@@ -71,7 +71,8 @@ def test_arrays_are_divided_into_clients_and_a_test_set() -> None:
     everything = sorted(sum(clients, only(data.test.features)[:, 0].tolist()))
     assert everything == _FEATURES[:, 0].tolist()
     assert torch.bincount(data.test.labels).tolist() == [4, 4, 4]
-    assert only(data.test.features).dtype == torch.float64
+    assert only(data.stored_test.features).dtype == torch.float64
+    assert only(data.test.features).dtype == torch.float32
     assert data.feature_shape == (2,)
     assert data.test.num_classes == 3
 
@@ -140,7 +141,9 @@ def test_features_keep_their_dtype_in_memory(given: str, kept: torch.dtype) -> N
     features = (_FEATURES % 2).astype(given)
     data = _from_arrays(features=features, labels=_LABELS.tolist())
     assert (
-        only(data.test.features).dtype == only(data.population.load(_FIRST).features).dtype == kept
+        only(data.stored_test.features).dtype
+        == only(data.population.load(_FIRST).features).dtype
+        == kept
     )
     assert data.test.labels.dtype == torch.int64
 
@@ -378,7 +381,7 @@ def test_arrays_of_several_inputs_keep_their_kinds_and_their_rows(
         features=tuple(arrays.values()) if is_positional else arrays, partition=partition
     )
     clients, _ = data.population.load(np.array([1, 3])).gathered()
-    for features in (clients, data.test.features):
+    for features in (clients, data.stored_test.features):
         inputs = _by_name(features, arrays)
         assert inputs["mask"].dtype == torch.bool
         assert inputs["x"].dtype == torch.float64
