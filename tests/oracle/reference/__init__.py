@@ -8,6 +8,5 @@ Speed does not matter here: one client, one step, one tensor at a time. Read it 
 - :mod:`~tests.oracle.reference.server`: from contributions to the next global model;
 - :mod:`~tests.oracle.reference.measures`: evaluation;
 - :mod:`~tests.oracle.reference.run`: who counts in a round, and rounds one after another;
-- :mod:`~tests.oracle.reference.refusals`: what must not start, and why;
-- :mod:`~tests.oracle.reference.accounting`: epsilon.
+- :mod:`~tests.oracle.reference.refusals`: what must not start, and why.
 """

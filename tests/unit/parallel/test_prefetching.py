@@ -185,7 +185,7 @@ def test_an_error_arrives_with_its_reason_where_it_is_met(tmp_path: Path, num_wo
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_dataset_raises_arrives(num_workers: int) -> None:
-    with pytest.raises(ValueError, match="row 3 is no picture"):
+    with pytest.raises(DataError, match=r"row 3 of the dataset cannot .*: row 3 is no picture"):
         _read(_shuffled(bad=3), num_workers=num_workers, steps=range(40))
 
 
@@ -254,6 +254,10 @@ from fedlearn.core.randomness import Seed
 from fedlearn.parallel.prefetching import read_ahead
 from fedlearn.parallel.table_stream import TableFiles
 
+def take_any(*_):
+    pass
+
+
 if __name__ == "__main__":
     files = TableFiles(
         path=Path(sys.argv[1]), label_column="y", feature_columns=None, window_bytes=1000
@@ -264,7 +268,7 @@ if __name__ == "__main__":
         share=lambda step: range(step, step + 1),
         num_workers=2,
         device=torch.device("cpu"),
-        check=_take_any,
+        check=take_any,
     ) as batches:
         next(batches)
         print(*(each.pid for each in multiprocessing.active_children()), flush=True)
