@@ -22,7 +22,7 @@ LENGTH = 80
 
 
 class CharacterModel(nn.Module):
-    """A recurrent network: codes [batch, length] to logits [batch, length, 128]."""
+    """A recurrent network: codes [batch, length] to logits [batch, 128, length]."""
 
     def __init__(self, num_hidden: int = 128) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class CharacterModel(nn.Module):
         """Return at each position the logits of the character that follows."""
         hidden, _ = self.recurrent(self.embedding(codes))
         logits: Tensor = self.output(hidden)
-        return logits
+        return logits.movedim(-1, 1)  # classes in dimension 1, as torch's cross-entropy takes them
 
 
 def make_model() -> nn.Module:

@@ -233,13 +233,13 @@ def test_a_task_that_was_interrupted_goes_on_to_the_bit(
 def test_what_a_worker_fails_of_is_told_without_its_words(
     shared: SharedTrainer, file: Path
 ) -> None:
-    """The type of an error of fedlearn's, or that the process ended; and the next task works."""
+    """The type of the error alone, since its words may quote the data; and the next task works."""
     in_order = replace(CONTEXT, settings=settings_of(replace(SGD, epochs=1, shuffle=False)))
-    for name, words in (("odd", "failed: DataError"), ("broken", "ended with exit code 1")):
+    for name in ("odd", "broken"):
         mark = file.parent / name
         mark.touch()
         try:
-            with pytest.raises(ProcessesParted, match=words) as error:
+            with pytest.raises(ProcessesParted, match="failed: DataError") as error:
                 shared.train(weights(), context=in_order)  # the last example is the worker's
         finally:
             mark.unlink()
