@@ -140,7 +140,7 @@ def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[st
             features, labels = task.stream.batch(range(taken * 16, (taken + 1) * 16))
             assert isinstance(features, torch.Tensor)
             optimizer.zero_grad()
-            F.cross_entropy(model(features), labels).backward()
+            F.cross_entropy(model(features.float()), labels).backward()
             optimizer.step()
             taken += 1
 
@@ -149,7 +149,7 @@ def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[st
     features, labels = examples.batch(np.arange(len(examples)), key=0)
     assert isinstance(features, torch.Tensor)
     for number in range(1, 5):
-        loss = F.cross_entropy(model(features), labels)
+        loss = F.cross_entropy(model(features.float()), labels)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
