@@ -319,8 +319,8 @@ class ResidentModel:
                 if len(part.labels) < num_examples:
                     own = example_weights(self._objective, part.labels).get("loss")
                     if own is not None:  # an example of several positions weighs their mean
-                        weighs = own.sum() / part.labels.shape[1:].numel()
-                    loss = loss * (weighs / num_examples)
+                        weighs = own.double().sum() / part.labels.shape[1:].numel()
+                    loss = loss * torch.as_tensor(weighs / num_examples).to(loss)
                 further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
             weight = weight + weighs
             grads = list(map(_sum, grads, further)) if grads else further

@@ -147,6 +147,8 @@ def run(**settings: Any) -> fl.Run:  # Any: keys and tables
         "engine": {"num_workers": 1, "executor": "sequential"},
         **settings,
     }
+    clients = {} if "centralized" in settings else {"clients": clinics().population.num_clients}
+    everything["evaluation"] = {**clients, **everything.get("evaluation", {})}
     return fl.simulate(
         make_model,
         clinics(),
