@@ -112,6 +112,7 @@ def expected_of(weights: Array) -> dict[str, float]:
         for part in (10, 50, 90):
             everything[f"clients/{name}_p{part}"] = float(np.quantile(values, part / 100))
         everything[f"clients/{name}_worst_decile"] = worst(values)
+        everything[f"clients/{name}_num_clients"] = float(len(values))
     return everything
 
 
