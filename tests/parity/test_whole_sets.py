@@ -310,7 +310,7 @@ def test_a_file_says_the_same_as_the_program(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     (tmp_path / "program.py").write_text(PROGRAM.format(root=root))
     (tmp_path / "experiment.toml").write_text(FILE)
-    config = load(tmp_path / "experiment.toml", overrides=[])
+    config = load(tmp_path / "experiment.toml", overrides=[f"evaluation.clients={len(SIZES)}"])
     addresses = resolve_addresses(config, environ=os.environ)
     found = run_config(config, Site(addresses, os.environ, SystemClock(), Silent()))
     expected = run()
