@@ -130,8 +130,7 @@ class Engine:
         bounds = self.bounds(request)
         max_norm = None if bounds is None else bounds.max_norm
         if self.summing is not None:
-            if isinstance(self.summing, ModularSum):
-                self.summing.plan.require_same_mean(aggregation)
+            self.summing.plan.require_same_mean(aggregation)
             return Summed(self.summing, strategy.lanes, request.params, max_norm=max_norm)
         if isinstance(aggregation, FullAggregation):
             return Gathered(aggregation, strategy.lanes, request.params, max_norm=max_norm)
