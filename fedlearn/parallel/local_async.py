@@ -102,7 +102,7 @@ class Hogwild:
         """
         _require_memoryless(self._trainer.update_of(context.settings))
         if not self._is_shared:
-            self._trainer.share_memory()
+            self._trainer.share_memory(tensors)
             self._is_shared = True
         return self._trainer.train_with(ALONE, tensors, context=context, turns=self._by_turns)
 

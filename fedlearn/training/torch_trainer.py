@@ -244,8 +244,16 @@ class TorchTrainer:
         """Return the local update that is asked for; SettingsRefused if it knows none such."""
         return update_from(settings, known=self._local_updates)
 
-    def share_memory(self) -> None:
-        """Have forks of this process train the model that this process has, not copies of it."""
+    def share_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have forks of this process train the model that this process has, not copies of it.
+
+        Args:
+            tensors: The global model, on which memory formats are tried out as in a training.
+
+        Raises:
+            ModelMismatch: The tensors are those of another model.
+        """
+        self._model.load(self._params(tensors))
         rows = np.arange(min(len(self._data), _TRIED))
         self._model.share_memory(*self._data.batch(rows, key=0))
 

@@ -23,6 +23,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import Cancelled, DeploymentError, ProcessesParted, SettingsRefused
 from fedlearn.parallel.local_async import Hogwild
+from fedlearn.training import memory_format
 from fedlearn.training.resident import ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalResult, TrainContext, Unattended
@@ -77,6 +78,20 @@ def test_one_process_is_plain_sgd_to_the_bit(local: LocalUpdate) -> None:
             assert torch.equal(found.tensors[name], value), name
         assert found.metrics == expected.metrics
         assert found.num_examples == expected.num_examples
+
+
+def test_the_global_model_decides_on_the_memory_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first bytes of the shared memory would decide at random."""
+    tried: list[Tensor] = []
+
+    def agrees(tried_weights: Mapping[str, Tensor], _: object) -> bool:
+        tried.extend(weight.detach().clone() for weight in tried_weights.values())
+        return True
+
+    monkeypatch.setattr(memory_format, "agrees", agrees)
+    Hogwild(trainer(), num_processes=1).train(weights(), context=context())
+    assert len(tried) == 1
+    assert torch.equal(tried[0], weights()["1.weight"])
 
 
 def loss(result: LocalResult) -> float:
