@@ -346,8 +346,10 @@ def test_distillation_begins_at_the_model_that_the_coordinator_has_trained() -> 
 
 
 def spent(num_clients: int, training: dict[str, Any]) -> tuple[float, Sequence[str]]:
-    """Return the ε of a private run on so many clients, and its notes."""
-    told, privacy = Told(), {**PRIVACY, "noise_multiplier": 1.0, "reproducible": False}
+    """Return the ε of a private run on so many clients, and its notes; each has its own ledger."""
+    own: dict[str, Any] = {"noise_multiplier": 1.0, "reproducible": False}
+    own["population"] = f"{num_clients}, {training}"
+    told, privacy = Told(), {**PRIVACY, **own}
     settings: dict[str, Any] = {"cohort": POISSON, "privacy": privacy, "num_rounds": 2}
     run(ALIKE, training, told=told, data=data(num_clients), **settings)
     assert told.summary is not None
