@@ -5,13 +5,14 @@ import io
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import fedlearn as fl
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.progress import progress_to
 from fedlearn.simulation.federated_data import Division
+from tests.augmented import Augmented
 
 NUM = 120
 FEATURES = np.random.default_rng(0).normal(size=(NUM, 4)).astype(np.float32)
@@ -90,21 +91,12 @@ def test_users_that_hold_other_examples_need_a_name() -> None:
         spent(divided(seed=2), CENTRAL)
 
 
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Adds noise to each example whenever it is read."""
-
-    def __len__(self) -> int:
-        return NUM
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        features = torch.from_numpy(FEATURES[index])
-        return features + torch.randn(4), torch.tensor(LABELS[index])
-
-
 def test_examples_that_cannot_be_known_again_need_a_name() -> None:
     """As those with random augmentation; control: with a name they train."""
     test = TensorDataset(torch.from_numpy(FEATURES), torch.from_numpy(LABELS))
-    data = fl.from_dataset(Augmented(), labels=LABELS, partition=fl.Iid(4), test=test, seed=0)
+    data = fl.from_dataset(
+        Augmented(FEATURES, LABELS), labels=LABELS, partition=fl.Iid(4), test=test, seed=0
+    )
     with pytest.raises(ConfigError, match=r"others each time they are read.* name the population"):
         spent(data, EXAMPLE)
     assert spent(data, EXAMPLE | {"population": "ward 5"}) > 0.0

@@ -4,7 +4,7 @@ import random  # noqa: TID251 - what is tried
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from fedlearn.algorithms.local import (
     Around,
     LocalSgd,
     LocalUpdate,
-    LocalWork,
     Memory,
     MemorySpec,
     Moment,
@@ -33,22 +32,18 @@ from fedlearn.simulation.choice import ExecutorKind, choose, make_executor, name
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
-from tests.parity.test_layerwise_updates import job, make_model
+from tests.parity.test_layerwise_updates import Remembering, job, make_model
 
 
 @dataclass(frozen=True, kw_only=True)
-class StochasticSign(LocalWork):
+class StochasticSign(Remembering):
     """Steps by signs, each right with a probability that grows with the gradient."""
 
     learning_rate: float = 0.01
-
-    @property
-    def memory(self) -> Mapping[str, MemorySpec]:
-        """A coin for each number, and a mean that is kept."""
-        return {
-            "coin": MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="uniform"),
-            "mean": MemorySpec(over=Over.TRAINABLE, is_kept=True),
-        }
+    specs: ClassVar[Mapping[str, MemorySpec]] = {
+        "coin": MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="uniform"),
+        "mean": MemorySpec(over=Over.TRAINABLE, is_kept=True),
+    }
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collecting import Collector, RoundRequest
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedBuff
 from fedlearn.algorithms.sampling import UniformSampler
@@ -47,6 +47,7 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.choice import Job
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
@@ -180,9 +181,25 @@ def population() -> ArrayPopulation:
     )
 
 
-def resident() -> ResidentModel:
+def resident(make: Callable[[], nn.Module] = make_model) -> ResidentModel:
     cpu = torch.device("cpu")
-    return ResidentModel(make_model, OBJECTIVE, device=cpu, precision=Precision.FLOAT32)
+    return ResidentModel(make, OBJECTIVE, device=cpu, precision=Precision.FLOAT32)
+
+
+def job(local: LocalUpdate, make: Callable[[], nn.Module]) -> Job:
+    """Return what an executor is made for: the clients here, with a model of the test's own."""
+    return Job(
+        make_model=make,
+        objective=OBJECTIVE,
+        metrics={},
+        local=local,
+        population=population(),
+        told={},
+        params=Params.of(make()),
+        precision=Precision.FLOAT32,
+        num_clients=len(SIZES),
+        seed=Seed(5),
+    )
 
 
 def grid_of_nodes(
@@ -258,10 +275,10 @@ def securely_in_memory(algorithm: Strategy) -> Collector:
     )
 
 
-def in_memory(algorithm: Strategy) -> PlainCollector:
+def in_memory(algorithm: Strategy, make: Callable[[], nn.Module] = make_model) -> PlainCollector:
     return PlainCollector(
         channel=SimulatedSessions(
-            population(), Spread(), trainers_on(resident()), work=algorithm.local.work
+            population(), Spread(), trainers_on(resident(make)), work=algorithm.local.work
         ).channel(),
         policy=POLICY,
         slab_bytes=0,
@@ -280,15 +297,23 @@ def by_the_engine(algorithm: Strategy) -> Collector:
 
 
 def run(
-    algorithm: Strategy, collector: Collector, *, policy: StragglerPolicy = POLICY
+    algorithm: Strategy,
+    collector: Collector,
+    *,
+    policy: StragglerPolicy = POLICY,
+    make: Callable[[], nn.Module] = make_model,
 ) -> tuple[Params, list[int]]:
     """Return the model after some rounds, and who reported, in order."""
-    state, reported = ran(algorithm, collector, policy=policy)
+    state, reported = ran(algorithm, collector, policy=policy, make=make)
     return state.params, reported
 
 
 def ran(
-    algorithm: Strategy, collector: Collector, *, policy: StragglerPolicy = POLICY
+    algorithm: Strategy,
+    collector: Collector,
+    *,
+    policy: StragglerPolicy = POLICY,
+    make: Callable[[], nn.Module] = make_model,
 ) -> tuple[ServerState, list[int]]:
     """Return all that passes on after some rounds, and who reported, in order."""
     plan: RoundPlan = RoundPlan(
@@ -304,7 +329,7 @@ def ran(
         seed=Seed(5),
     )
     torch.manual_seed(0)
-    state, reported = plan.init(Params.of(make_model())), list[int]()
+    state, reported = plan.init(Params.of(make())), list[int]()
     for _ in range(NUM_ROUNDS):
         state, collected, _ = run_round(state, plan, attempt=0)
         reported += [ClientId(p.client_id) for p in collected.participations]

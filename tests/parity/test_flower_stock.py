@@ -1,6 +1,6 @@
 """Flower's own records between the two sides: the model is that of fedlearn's own messages."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as StockFedAvg
 from flwr.serverapp.strategy import FedProx as StockFedProx
+from torch import nn
 
 from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.local import LocalUpdate
@@ -49,14 +50,14 @@ from tests.parity.test_flower import (
 SEED = 5
 
 
-def trainer_of(client_id: int) -> TorchTrainer:
+def trainer_of(client_id: int, make: Callable[[], nn.Module] = make_model) -> TorchTrainer:
     rows = population().load(np.asarray([client_id]))
     index = torch.from_numpy(rows.rows)
     features, labels = only(rows.features)[index], rows.labels[index]
-    return TorchTrainer.of(make_model, features, labels, objective=OBJECTIVE, device="cpu")
+    return TorchTrainer.of(make, features, labels, objective=OBJECTIVE, device="cpu")
 
 
-def foreign_app(local: LocalUpdate) -> ClientApp:
+def foreign_app(local: LocalUpdate, make: Callable[[], nn.Module] = make_model) -> ClientApp:
     """Return an app that answers as those for Flower's strategies do, by arithmetic of ours."""
     app = ClientApp()
 
@@ -67,7 +68,7 @@ def foreign_app(local: LocalUpdate) -> ClientApp:
         round_num, seed = config["server-round"], config["seed"]
         assert isinstance(round_num, int)
         assert isinstance(seed, int)
-        result = trainer_of(client_id).train(
+        result = trainer_of(client_id, make).train(
             message.content.array_records["arrays"].to_torch_state_dict(),
             context=TrainContext(
                 client_id=ClientId(client_id),
@@ -94,16 +95,18 @@ class SpreadGrid(MortalGrid):
         return self._latency_s(client, round_num - 1), reply
 
 
-def over_foreign_apps(local: LocalUpdate) -> PlainCollector:
+def over_foreign_apps(
+    local: LocalUpdate, make: Callable[[], nn.Module] = make_model
+) -> PlainCollector:
     """Return what collects from nodes whose ids are the numbers of their parts."""
     nodes = {client: client for client in range(len(SIZES))}
-    grid = SpreadGrid(VirtualClock(), foreign_app(local), nodes=nodes)
+    grid = SpreadGrid(VirtualClock(), foreign_app(local, make), nodes=nodes)
     channel = StockChannel(
         grid=grid,
         clock=grid.clock,
         patience_s=60.0,
         start=lambda work: work(),
-        records=StockRecords.of(make_model(), evaluate_config={}),
+        records=StockRecords.of(make(), evaluate_config={}),
     )
     return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
@@ -123,6 +126,25 @@ def test_an_app_of_flowers_gives_the_same_model_bit_for_bit(
     )
     assert found_order == order
     assert torch.equal(found.vector, expected.vector)
+
+
+def frozen_model() -> nn.Module:
+    """Return the usual network, whose first layer does not train."""
+    module = make_model()
+    next(each for each in module.modules() if isinstance(each, nn.Linear)).requires_grad_(False)
+    return module
+
+
+def test_an_app_of_flowers_leaves_frozen_layers_as_they_are() -> None:
+    """It is sent the whole model, as its convention has it, and what it returns is not added."""
+    local = replace(LOCAL, momentum=0.9)
+    expected, _ = run(FedAvg(local), in_memory(FedAvg(local), frozen_model), make=frozen_model)
+    algorithm = WithExtra.around(FedAvg(OwnTraining()), {"seed": SEED})
+    found, _ = run(algorithm, over_foreign_apps(local, frozen_model), make=frozen_model)
+    assert found.constants.keys() == expected.constants.keys() != set()
+    assert torch.equal(found.vector, expected.vector)
+    for name, value in expected.constants.items():
+        assert torch.equal(found.constants[name], value)
 
 
 class StockGrid(LocalGrid):

@@ -320,24 +320,25 @@ def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Pat
 
 
 class WithTable(nn.Module):
-    """A head that trains, over a table that stays the same: another one in each network."""
+    """A head that trains, over a table and a frozen layer: other ones in each network."""
 
     table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.randint(0, 100, (5, 20_000)))
+        self.base = nn.Linear(5, 20_000).requires_grad_(False)
         self.head = nn.Linear(20_000, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(x @ (self.table / 100))
+        out: Tensor = self.head(x @ (self.table / 100) + self.base(x))
         return out
 
 
 def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None:
     """Afterwards what trains travels alone; clients compute with the coordinator's values."""
     params = Params.of(WithTable())
-    per_round, deltas = list[int](), list[dict[int, Tensor]]()
+    per_round, received, deltas = list[int](), list[int](), list[dict[int, Tensor]]()
     with over_grpc(tmp_path, WithTable) as (channel, opened):
         for round_num in range(3):
             request = TrainRequest(
@@ -348,7 +349,7 @@ def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None
                 settings=settings_of(LOCAL),
                 seed=3,
             )
-            before = opened.counters.bytes_out
+            before, before_in = opened.counters.bytes_out, opened.counters.bytes_in
             requests = dict.fromkeys(channel.available(), request)
             found = {}
             for arrival in ask_once(channel, requests, deadline_s=LONG_S):
@@ -356,9 +357,12 @@ def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None
                 found[int(arrival.client_id)] = arrival.reply.lanes["delta"].clone()
             deltas.append(found)
             per_round.append(opened.counters.bytes_out - before)
+            received.append(opened.counters.bytes_in - before_in)
     trains = params.layout.size * 4 * len(SIZES)
-    assert per_round[0] > params.constants["table"].nbytes * len(SIZES)
+    assert params.constants.keys() == {"table", "base.weight", "base.bias"}
+    assert per_round[0] > sum(each.nbytes for each in params.constants.values()) * len(SIZES)
     assert max(per_round[1:]) < 1.1 * trains
+    assert max(received) < 1.1 * trains
     session = ClientSession(ClientId(0), OneAtATime(0, WithTable))
     reply = decode(session.handle(encode(request), b"")[0])
     assert isinstance(reply, TrainReply)

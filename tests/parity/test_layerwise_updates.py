@@ -29,11 +29,9 @@ from fedlearn.algorithms.local import (
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.core.features import only
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor, named
 from fedlearn.simulation.executors.base import Trained, Work
-from fedlearn.training.resident import Precision
 from tests.parity import test_flower as flower
 
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
@@ -51,18 +49,26 @@ def norms(value: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lars(LocalWork):
-    """A trust ratio for each layer, with momentum that clients keep."""
+class Remembering(LocalWork):
+    """A rule whose memory is the same for all values of its fields."""
 
-    learning_rate: float = 0.1
+    specs: ClassVar[Mapping[str, MemorySpec]]
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """A velocity, and the sum of the ratios of each tensor."""
-        return {
-            "velocity": MemorySpec(over=Over.TRAINABLE, is_kept=True),
-            "ratios": MemorySpec(over=Over.TENSORS, is_kept=True),
-        }
+        """What the class says."""
+        return self.specs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lars(Remembering):
+    """A trust ratio for each layer, with momentum and the sum of ratios that clients keep."""
+
+    learning_rate: float = 0.1
+    specs: ClassVar[Mapping[str, MemorySpec]] = {
+        "velocity": MemorySpec(over=Over.TRAINABLE, is_kept=True),
+        "ratios": MemorySpec(over=Over.TENSORS, is_kept=True),
+    }
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
@@ -215,18 +221,7 @@ def make_model() -> nn.Module:
 
 
 def job(local: LocalUpdate) -> Job:
-    return Job(
-        make_model=make_model,
-        objective=flower.OBJECTIVE,
-        metrics={},
-        local=local,
-        population=flower.population(),
-        told={},
-        params=Params.of(make_model()),
-        precision=Precision.FLOAT32,
-        num_clients=6,
-        seed=Seed(5),
-    )
+    return flower.job(local, make_model)
 
 
 def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
 from fedlearn.simulation.cluster import Alone, Cluster, launch
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.stacked import why_not_compiled
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
-from fedlearn.training.resident import Precision
 from tests.parity import test_flower as flower
 from tests.processes import Launcher
 
@@ -71,18 +68,7 @@ def make_model() -> nn.Module:
 
 
 def job(local: LocalUpdate) -> Job:
-    return Job(
-        make_model=make_model,
-        objective=flower.OBJECTIVE,
-        metrics={},
-        local=local,
-        population=flower.population(),
-        told={},
-        params=Params.of(make_model()),
-        precision=Precision.FLOAT32,
-        num_clients=len(flower.SIZES),
-        seed=Seed(5),
-    )
+    return flower.job(local, make_model)
 
 
 def engine(local: LocalUpdate, kind: ExecutorKind, cluster: Cluster, *, block_size: int) -> Engine:

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from fedlearn.simulation.federated_data import (
     Bootstrap,
@@ -24,6 +23,7 @@ from fedlearn.simulation.federated_data import (
 )
 from fedlearn.simulation.fingerprint import SKETCH_SIZE, fingerprint_of
 from fedlearn.simulation.partition import Dirichlet, Iid, Shards
+from tests.augmented import Augmented
 
 NUM = 120
 FEATURES = np.random.default_rng(0).integers(0, 200, (NUM, 4)).astype(np.float32)
@@ -126,21 +126,10 @@ def test_a_few_rows_of_a_large_set_are_known_again() -> None:
     assert not np.isin(sketched(others), whole).any()
 
 
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Adds noise to each example whenever it is read."""
-
-    def __len__(self) -> int:
-        return NUM
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        features = torch.from_numpy(FEATURES[index])
-        return features + torch.randn(4), torch.tensor(LABELS[index])
-
-
 def test_random_examples_are_noticed_and_the_callers_generators_stay() -> None:
     """They cannot be known again."""
     data = from_dataset(
-        Augmented(),
+        Augmented(FEATURES, LABELS),
         labels=LABELS,
         partition=Iid(5),
         test=TensorDataset(torch.from_numpy(FEATURES), torch.from_numpy(LABELS)),
