@@ -28,10 +28,12 @@ from fedlearn.algorithms.local import (
     MemorySpec,
     Moment,
     Tensors,
+    require_update,
     sums,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, Positive, Ranged
 
@@ -48,8 +50,8 @@ class ControlVariates(Around):
     Attributes:
         inner: Plain SGD, without momentum, at a constant rate: its steps must be :math:`\eta_l`
             times a gradient.
-        control_bound: Largest L2 norm of a change of :math:`c_i`, for secure aggregation;
-            ``None``: there is none.
+        control_bound: Largest L2 norm of a change of :math:`c_i`, for secure aggregation; a longer
+            one is scaled down to it. ``None``: there is none.
 
     Raises:
         ValueError: The inner update is another one, or the bound is not positive.
@@ -103,19 +105,35 @@ class ControlVariates(Around):
     ) -> Mapping[str, Tensors]:
         """Return how much the client's control variate changes, and change it."""
         assert isinstance(self.inner, LocalSgd)  # checked when this was made
-        changes, told_here = [], (told["model"], told[_CONTROL])
+        changes, told_here = list[Tensor](), (told["model"], told[_CONTROL])
         for y, x_0, c, c_i, count_K1 in zip(
             x, *told_here, memory[_CONTROL], memory[_COUNTS], strict=True
         ):
             shape = (-1, *[1] * (y.dim() - 1))
             missed = (1.0 - count_K1[:, 0] / num_steps).to(y).view(shape)
             steps = (num_steps * self.inner.learning_rate).view(shape)
-            change = (x_0 - y) / steps - c + missed * (c - c_i)
+            changes.append((x_0 - y) / steps - c + missed * (c - c_i))
+        changes = self._bounded(changes)
+        for c_i, change in zip(memory[_CONTROL], changes, strict=True):
             c_i.add_(change)
-            changes.append(change)
         return {_CONTROL: changes}
 
+    def _bounded(self, changes: list[Tensor]) -> list[Tensor]:
+        """Return changes [K, ...] scaled down to the bound.
 
+        The client moves by what it sends. A secure sum that clipped it afterwards would take the
+        server's control away from the mean of the clients'.
+        """
+        if self.control_bound is None:
+            return changes
+        squares_K = sum(each.flatten(1).square().sum(1) for each in changes)
+        assert isinstance(squares_K, Tensor)  # a model has parameters
+        # A little below the bound, so that rounding does not make it longer.
+        scale_K = ((1.0 - 1e-6) * self.control_bound / squares_K.sqrt()).clamp(max=1.0)
+        return [each * scale_K.view(-1, *[1] * (each.dim() - 1)) for each in changes]
+
+
+@explain_calls
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Ranged, Strategy):
     r"""SCAFFOLD with option II for the clients' control variates.
@@ -128,7 +146,7 @@ class Scaffold(Ranged, Strategy):
         num_clients: Clients in the population, :math:`N`, >= 1.
         server_learning_rate: Server step size :math:`\eta_g`, > 0.
         control_bound: Largest L2 norm of a change of a client's control variate, > 0, which secure
-            aggregation needs; ``None``: there is none.
+            aggregation needs; a longer one is scaled down to it. ``None``: there is none.
 
     References:
         Karimireddy et al., 2020, `SCAFFOLD: Stochastic Controlled Averaging for Federated
@@ -143,6 +161,7 @@ class Scaffold(Ranged, Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_update(self.sgd, name="sgd")
         _ = self.local, self._server  # refuse what they refuse
 
     @property
@@ -170,6 +189,10 @@ class Scaffold(Ranged, Strategy):
     def init(self, params: Params) -> State:
         """Return a control variate of zero."""
         return {_CONTROL: params.vector.new_zeros(params.layout.num_trainable)}
+
+    def without_clients(self, params: Params, state: State) -> State:
+        """Return a control variate of zero: the mean of clients that begin with zero."""
+        return self.init(params)
 
     def tell(self, state: State) -> Lanes:
         """Tell the server's control variate."""

@@ -106,6 +106,13 @@ class Strategy(Protocol):
         """Return the next model and state; writes to none of its arguments."""
         ...
 
+    def without_clients(self, params: Params, state: State) -> State:
+        """Return the state after all clients have lost what they keep; unchanged.
+
+        A strategy resets what has to agree with the clients, such as the mean of what they keep.
+        """
+        return state
+
 
 @dataclass(frozen=True)
 class Wrapped(Strategy):
@@ -166,6 +173,11 @@ class Wrapped(Strategy):
         """Return what the inner strategy begins with; what is this one's own is added."""
         begun = self.inner.begin(params)
         return replace(begun, state={**self.init(begun.params), **begun.state})
+
+    def without_clients(self, params: Params, state: State) -> State:
+        """Return the inner strategy's, and what is this one's own unchanged."""
+        inner = self.inner.without_clients(params, self.inner_state(state))
+        return {**{name: state[name] for name in self.own & state.keys()}, **inner}
 
     def at(self, state: State) -> Strategy:
         """Return this around the inner strategy of the round."""

@@ -316,6 +316,7 @@ class Coordinator:
         door.want(self._num_in_work)
         return ReachableClients(
             channel=channel,
+            run_id=deployment(database, self.places.run_name).run_id,
             notes=(f"clients are served at {door.address}",),
             is_asked_anew=False,  # the door has what they have sent
             num_needed=self.pieces.num_needed,

@@ -209,6 +209,7 @@ class _Served:
         min_clients = number(self.federation.run_config, "min-clients")
         return ReachableClients(
             channel=self.channel,
+            run_id=str(self.federation.run_id),
             notes=self._notes(name),
             is_asked_anew=True,  # a node answers the Flower run that has asked it
             num_needed=min_clients or self.leader.pieces.num_needed,

@@ -47,6 +47,7 @@ class ReachableClients:
 
     Attributes:
         channel: To them.
+        run_id: Names the run to them; they keep nothing of one of another name.
         notes: What a reader should know of it.
         is_asked_anew: Whether a round that another process has opened is opened anew: nobody's
             answer to it would be heard here.
@@ -63,6 +64,7 @@ class ReachableClients:
     """
 
     channel: Channel
+    run_id: str
     notes: Sequence[str]
     is_asked_anew: bool
     num_needed: int
@@ -167,6 +169,8 @@ class Leader:
         found = partial(StoredJournal, stored.database, stored.name, guard=lease.guard)
         journal = PatientJournal(journal=patiently(found), patiently=patiently)
         checkpoint = patiently(stored.load)
+        if checkpoint is not None:
+            checkpoint = checkpoint.for_clients_of(clients.run_id)
         live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
         begins_anew = clients.is_asked_anew or _ends_with_its_process(self.pieces)
         first = first_attempts(
@@ -205,6 +209,7 @@ class Leader:
                     journal=journal,
                     forget=clients.forget,
                     live_status=live_status,
+                    run_id=clients.run_id,
                 ),
                 checkpoint=checkpoint,
                 masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),

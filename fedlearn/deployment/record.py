@@ -126,7 +126,7 @@ class TellingStore:
 class ForgettingStore:
     """A store that waits for its database and forgets, after a commit, how its rounds were opened.
 
-    ``forget`` removes the replies to rounds before a number.
+    ``forget`` removes the replies to rounds before a number; ``run_id`` names the run to clients.
     """
 
     store: RunStore
@@ -134,6 +134,7 @@ class ForgettingStore:
     journal: RoundJournal
     forget: Callable[[int], None]
     live_status: LiveStatus
+    run_id: str
 
     def append(self, record: RoundRecord) -> None:
         """Take the record of a finished round."""
@@ -142,7 +143,8 @@ class ForgettingStore:
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable."""
-        self.patiently(lambda: self.store.commit(checkpoint))
+        named = checkpoint.for_clients_of(self.run_id)
+        self.patiently(lambda: self.store.commit(named))
         self.journal.forget(checkpoint.round_num)
         self.forget(checkpoint.round_num)
         self.live_status.round_times.finish()

@@ -1,7 +1,7 @@
 """What a run leaves behind, as values: the language of the store, reports and progress."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -105,6 +105,10 @@ class RoundRecord:
 
 #: Begins the key of a scalar that says by which name a tied tensor is stored.
 ALIAS = "alias/"
+#: What names a deployed run to its clients, in its checkpoints.
+CLIENTS_RUN = "clients_run"
+#: Whether clients have lost what they kept since the checkpoint.
+CLIENTS_LOST = "clients_lost"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,12 +120,20 @@ class Checkpoint:
         tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``; of an asynchronous
             run ``flight/…`` and ``versions/…``.
         values: Scalars of the run's state by name; under :data:`ALIAS` the further names of tied
-            tensors.
+            tensors, under :data:`CLIENTS_RUN` what names a deployed run to its clients.
     """
 
     round_num: int
     tensors: "Mapping[str, Tensor]"
     values: Mapping[str, Scalar]
+
+    def for_clients_of(self, run_id: str) -> "Checkpoint":
+        """Return this as the state of a run that clients know by ``run_id``.
+
+        Clients keep nothing of a run that they know by another name, as after a rollback.
+        """
+        is_lost = self.values.get(CLIENTS_RUN, run_id) != run_id
+        return replace(self, values={**self.values, CLIENTS_RUN: run_id, CLIENTS_LOST: is_lost})
 
     def under(self, prefix: str) -> "dict[str, Tensor]":
         """Return the tensors whose names begin so, by the rest of the names."""

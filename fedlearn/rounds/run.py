@@ -19,7 +19,7 @@ from fedlearn.algorithms.flight import flight_from, flight_tensors
 from fedlearn.algorithms.kept import from_tensors, to_tensors
 from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
-from fedlearn.algorithms.strategy import State
+from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import NUM_CLIPPED, Status
 from fedlearn.core.distribution import Direction, sign
@@ -29,6 +29,7 @@ from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewRepo
 from fedlearn.rounds.evaluation import Evaluator
 from fedlearn.rounds.records import (
     ALIAS,
+    CLIENTS_LOST,
     Checkpoint,
     Outcome,
     RoundRecord,
@@ -198,6 +199,8 @@ def train(
     else:
         expected = plan.round.strategy.init(params)
         state = _restored(checkpoint, params, expected=expected)
+        if checkpoint.values.get(CLIENTS_LOST):
+            state = _without_clients(state, plan.round.strategy)
     committed_s = plan.clock.now_s()
     is_over = plan.is_over(state)
     while not is_over:
@@ -418,6 +421,13 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
         best_value=_number(values["best_value"]),
         best_round=int(_number(values["best_round"])),
     )
+
+
+def _without_clients(state: RunState, strategy: Strategy) -> RunState:
+    """Return the state of a run whose clients have lost what they kept."""
+    server = state.server
+    begun = strategy.without_clients(server.params, server.strategy_state)
+    return replace(state, server=replace(server, strategy_state=begun, counted={}))
 
 
 def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:

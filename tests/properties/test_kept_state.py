@@ -5,7 +5,7 @@ rounds skipped, the coordinator is restarted. Engine, sessions in memory and Flo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -23,12 +23,16 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
+from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.evaluation import Evaluators
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
+from fedlearn.rounds.run import EarlyStopping, RunPlan, train
 from fedlearn.session.secure import KeptState
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone
@@ -257,3 +261,64 @@ def test_a_client_that_is_told_nothing_keeps_its_last_training() -> None:
     assert begins_with(None).keys() == tensors.keys()
     for counted in ({}, {me: 2}, {ClientId(5): 3}):
         assert begins_with(counted) == {}
+
+
+@pytest.mark.parametrize("is_rolled_back", [True, False])
+def test_the_server_forgets_controls_that_clients_have_lost(*, is_rolled_back: bool) -> None:
+    """After a rollback, clients know the run by another name and begin with nothing.
+
+    The control: where they still keep their controls, the server keeps its own.
+    """
+    store = Remembering()
+    train_rounds(store, num_rounds=2, checkpoint=None)
+    checkpoint = store.commits[-1].for_clients_of("a")
+    if is_rolled_back:
+        clients = {name: value for name, value in checkpoint.tensors.items() if "clients/" in name}
+        assert clients
+        kept = {each: value for each, value in checkpoint.tensors.items() if each not in clients}
+        checkpoint = replace(checkpoint, tensors=kept).for_clients_of("b")
+    state = train_rounds(store, num_rounds=4, checkpoint=checkpoint)
+    assert_controls_agree(state)
+
+
+@dataclass
+class Remembering:
+    """A store in memory."""
+
+    commits: list[Checkpoint] = field(default_factory=list)
+
+    def append(self, record: RoundRecord) -> None:
+        pass
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        self.commits.append(checkpoint)
+
+    def finish(self, status: RunStatus, *, error: str) -> None:
+        pass
+
+
+def train_rounds(
+    store: Remembering, *, num_rounds: int, checkpoint: Checkpoint | None
+) -> ServerState:
+    """Run SCAFFOLD over sessions in memory."""
+    collector = in_memory(0, SCAFFOLD, SimulatedSessions)
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=collector.available, policy=POLICY, seed=Seed(5)
+    )
+    round_plan = RoundPlan(
+        opening=opening, policy=POLICY, collector=collector, strategy=SCAFFOLD, seed=Seed(5)
+    )
+    plan = RunPlan(
+        round=round_plan,
+        evaluator=Evaluators([]),
+        evaluate_every=0,
+        early_stopping=EarlyStopping(
+            metric="loss", direction="min", patience_rounds=None, min_improvement=0.0, target=None
+        ),
+        num_rounds=num_rounds,
+        checkpoint_every_s=0.0,
+        clock=VirtualClock(),
+    )
+    params = begun(SCAFFOLD).params
+    state = train(plan, params, checkpoint=checkpoint, store=store, after_round=lambda *_: False)
+    return state.server
