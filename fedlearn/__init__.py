@@ -112,6 +112,9 @@ _HOME = {
     "simulation.sources": "Examples TrainTest",
 }
 
+#: Names that users look for here, by the module that has them.
+_ELSEWHERE = {"fedlearn.client": "Client TorchTrainer", "fedlearn.testing": "FakeCoordinator"}
+
 __all__ = [name for names in _HOME.values() for name in names.split()]
 
 prepare_for_mkl(os.environ)
@@ -121,7 +124,9 @@ def __getattr__(name: str) -> Any:  # Any: the type of a name is declared above
     for module, names in _HOME.items():
         if name in names.split():
             return getattr(importlib.import_module(f"fedlearn.{module}"), name)
-    raise AttributeError(f"module 'fedlearn' has no attribute {name!r}")
+    place = next((place for place, names in _ELSEWHERE.items() if name in names.split()), None)
+    hint = f"; it is {place}.{name}" if place else ""
+    raise AttributeError(f"module 'fedlearn' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

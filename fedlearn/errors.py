@@ -18,6 +18,10 @@ class ConfigError(FedlearnError):
     """The configuration is inconsistent or unsafe; nothing was started."""
 
 
+class CallError(ConfigError, TypeError):
+    """A public function was called with arguments that do not fit its signature."""
+
+
 class DataError(FedlearnError):
     """The examples are missing, malformed or cannot be divided as asked."""
 

@@ -15,9 +15,11 @@ from fedlearn.algorithms.local import (
     Tensors,
     sums,
 )
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.ranges import BelowOne, NotNegative, Positive
 
 
+@explain_calls
 @dataclass(frozen=True, kw_only=True)
 class LocalAdam(LocalWork):
     r"""Minibatch Adam for E epochs; with decoupled decay, AdamW.

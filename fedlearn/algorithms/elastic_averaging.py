@@ -49,6 +49,7 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, NotNegative, Ranged
 
@@ -158,6 +159,7 @@ def _beside(values_K: Tensor, like: Tensor) -> Tensor:
     return values_K.view(-1, *[1] * (like.dim() - 1))
 
 
+@explain_calls
 @dataclass(frozen=True, kw_only=True)
 class EASGD(Ranged, Strategy):
     r"""Elastic averaging SGD, synchronous or, with one client a round, round robin.

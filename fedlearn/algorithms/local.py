@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import LaneSpec, Over, size_of
+from fedlearn.core.calls import call_example, explain_calls
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Ranged
+from fedlearn.errors import CallError
 
 #: The global model, among what clients are told.
 MODEL = "model"
@@ -238,6 +240,7 @@ def short_cut(local: LocalUpdate) -> Callable[[Moment], Affine | None] | None:
     return affine if names <= vars(latest).keys() else None
 
 
+@explain_calls
 @dataclass(frozen=True, kw_only=True)
 class LocalSgd(LocalWork):
     r"""Minibatch SGD for E epochs with optional momentum and weight decay.
@@ -344,6 +347,30 @@ class Around:
     ) -> Mapping[str, Tensors]:
         """Return what the inner one reports."""
         return self.inner.report(x, memory, told=told, num_steps=num_steps)
+
+
+def require_update(local: object, *, name: str) -> None:
+    """Refuse what is no local update.
+
+    Args:
+        local: What an algorithm was given.
+        name: The argument.
+
+    Raises:
+        CallError: It is a class, a name, an optimizer of torch or anything else without steps.
+    """
+    if isinstance(local, type) and issubclass(local, LocalWork):
+        raise CallError(
+            f"{name} is the class {local.__name__}; make one: "
+            f"{call_example(local, name=local.__name__)}"
+        )
+    if isinstance(local, type) or not isinstance(local, LocalUpdate):
+        shown = repr(local) if isinstance(local, str | type | None) else type(local).__name__
+        raise CallError(
+            f"{name} is {shown}, which has no step to take; give "
+            f"{call_example(LocalSgd, name='fl.LocalSgd')}, or a class of your own that inherits "
+            "from LocalWork and defines step"
+        )
 
 
 def pieces_of(local: LocalUpdate) -> Iterator[LocalUpdate]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.objectives import IGNORED, Objective, positive, require_one_each
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.collecting import NUM_CLIPPED
 from fedlearn.core.distribution import Direction
 from fedlearn.errors import ConfigError
@@ -40,6 +41,7 @@ Measure: TypeAlias = Callable[[Tensor, Tensor], Tensor | float] | Accumulating
 """From the outputs and labels of a whole set to one number."""
 
 
+@explain_calls
 @dataclass(frozen=True)
 class Metric:
     """A measure of a whole set, and which way is better.

@@ -149,24 +149,31 @@ class CrossEntropy(Ranged):
             loss = torch.where(counts, weights[classes], 0.0).sum(1)
         return {"loss": loss, "accuracy": accuracy}
 
+    def require_weights(self, outputs: Tensor) -> None:
+        """Raise ValueError unless there is a weight for each class of the outputs, or none."""
+        if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
+            raise ValueError(
+                f"class_weights has {len(self.class_weights)} numbers, but the outputs have "
+                f"{outputs.shape[1]} classes, shape {tuple(outputs.shape)}; give one a class"
+            )
+
     def _cross_entropy(self, outputs: Tensor, labels: Tensor, *, reduction: str) -> Tensor:
         _require_classes(outputs, labels)
+        self.require_weights(outputs)
         weight = None
         if self.class_weights is not None:
-            if len(self.class_weights) != outputs.shape[1]:
-                raise ValueError(
-                    f"class_weights has {len(self.class_weights)} numbers, but the outputs have "
-                    f"{outputs.shape[1]} classes, shape {tuple(outputs.shape)}; give one a class"
-                )
             weight = torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
-        return F.cross_entropy(
-            outputs,
-            labels,
-            weight=weight,
-            ignore_index=self.ignore_index,
-            reduction=reduction,
-            label_smoothing=self.label_smoothing,
-        )
+        try:
+            return F.cross_entropy(
+                outputs,
+                labels,
+                weight=weight,
+                ignore_index=self.ignore_index,
+                reduction=reduction,
+                label_smoothing=self.label_smoothing,
+            )
+        except IndexError as error:
+            raise ValueError(_outside(str(error).rstrip("."), outputs)) from error
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,17 @@ class MeanSquaredError:
     directions: ClassVar[Mapping[str, Direction]] = _NOTHING
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean squared error of each example."""
+        """Return the mean squared error of each example.
+
+        Raises:
+            ValueError: There is not one label for each output.
+        """
+        if outputs.shape[:1] != labels.shape[:1] or outputs.numel() != labels.numel():
+            raise ValueError(
+                "MeanSquaredError takes a number for each output, not outputs of shape "
+                f"{tuple(outputs.shape)} and labels of shape {tuple(labels.shape)}; give the model "
+                "as many outputs as an example has labels, or for classes take fl.CrossEntropy()"
+            )
         errors = (outputs - labels.view(outputs.shape).to(outputs.dtype)).square()
         return errors.flatten(1).mean(1) if errors.dim() > 1 else errors
 
@@ -343,6 +360,8 @@ def require_fitting(objective: Objective, outputs: Tensor, labels: Tensor) -> No
     """
     known = (CrossEntropy, BinaryCrossEntropy, MeanSquaredError)
     half = len(labels) // 2
+    if isinstance(objective, CrossEntropy):
+        _require_in_outputs(objective, outputs, labels)
     if type(objective) in known:
         objective.metrics(outputs, labels)
         return
@@ -386,6 +405,25 @@ def _by_position(values: Tensor) -> Tensor:
     return values.reshape(len(values), values.shape[1:].numel())
 
 
+def _require_in_outputs(objective: CrossEntropy, outputs: Tensor, labels: Tensor) -> None:
+    """Refuse a label that has no output: on a GPU, the loss itself would end the process."""
+    _require_classes(outputs, labels)
+    objective.require_weights(outputs)
+    counted = labels[labels != objective.ignore_index]
+    if counted.numel() and int(counted.max()) >= outputs.shape[1]:
+        raise ValueError(_outside(f"Target {int(counted.max())} is out of bounds", outputs))
+
+
+def _outside(what: str, outputs: Tensor) -> str:
+    """Return the error for a label that is no class of the model."""
+    num_classes = outputs.shape[1]
+    return (
+        f"a label is not among the model's classes: {what}; outputs of shape "
+        f"{tuple(outputs.shape)} have {num_classes} classes, 0..{num_classes - 1}: number the "
+        "labels from 0 without gaps, or give the model an output for each class"
+    )
+
+
 def _require_classes(outputs: Tensor, labels: Tensor) -> None:
     shape = outputs.shape
     if outputs.dim() > 1 and not labels.is_floating_point():
@@ -400,6 +438,19 @@ def _require_classes(outputs: Tensor, labels: Tensor) -> None:
     raise ValueError(
         f"softmax cross-entropy takes logits [batch, classes, ...] and as labels integers "
         f"[batch, ...], not outputs of shape {tuple(shape)} and labels of shape "
-        f"{tuple(labels.shape)}, {labels.dtype}; to regress on numbers give an objective, such "
-        "as fl.MeanSquaredError()"
+        f"{tuple(labels.shape)}, {labels.dtype}; {_remedy(outputs, labels)}"
     )
+
+
+def _remedy(outputs: Tensor, labels: Tensor) -> str:
+    """Return what to do about labels that are no class number for each position."""
+    regress = "to regress on numbers give an objective, such as fl.MeanSquaredError()"
+    if outputs.dim() < 2:  # noqa: PLR2004 - batch and classes
+        return f"let the model return one output a class for each example; {regress}"
+    if labels.shape == outputs.shape:
+        return f"of one-hot labels give the class numbers, labels.argmax(1); {regress}"
+    if labels.shape == (len(outputs), 1):
+        return f"give one label an example in one dimension, labels.reshape(-1); {regress}"
+    if labels.is_floating_point():
+        return f"give class labels as integers, such as labels.astype(int); {regress}"
+    return regress

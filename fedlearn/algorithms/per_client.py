@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.strategy import Wrapped
 from fedlearn.core.messages import ClientId
-from fedlearn.errors import ConfigError
+from fedlearn.errors import CallError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class PerClient(Wrapped):
             and remembers what the inner strategy's own one does.
 
     Raises:
-        TypeError: ``local_of`` cannot be called.
+        CallError: ``local_of`` cannot be called.
 
     Example:
         >>> from dataclasses import replace
@@ -35,8 +35,9 @@ class PerClient(Wrapped):
 
     def __post_init__(self) -> None:
         if not callable(self.local_of):
-            raise TypeError(
-                f"local_of is {self.local_of!r}; give a function from a client's id to what it does"
+            raise CallError(
+                f"local_of is a {type(self.local_of).__name__}; give a function from a client's id "
+                "to what that client does, such as `lambda client_id: updates[client_id]`"
             )
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:

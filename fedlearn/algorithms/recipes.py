@@ -12,7 +12,7 @@ from typing import Any
 from fedlearn.algorithms.aggregations import Aggregation, WeightedMean
 from fedlearn.algorithms.asynchronous import Asynchrony, Buffered
 from fedlearn.algorithms.lanes import DELTA, Aggregate
-from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, require_update
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.server_optimizers import (
@@ -24,6 +24,7 @@ from fedlearn.algorithms.server_optimizers import (
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
 from fedlearn.algorithms.transforms import Transform
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole
 
@@ -42,11 +43,7 @@ class Algorithm(Strategy):
     transforms: Sequence[Transform] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.local, LocalUpdate):
-            raise TypeError(
-                f"local is {self.local!r}, which has no step to take; give a LocalSgd, or a class "
-                "of your own that inherits from LocalWork and defines step"
-            )
+        require_update(self.local, name="local")
 
     def init(self, params: Params) -> State:
         """Return the optimiser's state."""
@@ -57,6 +54,7 @@ class Algorithm(Strategy):
         return Stepped(*self.server_optimizer.step(params, aggregate.lanes[DELTA.name], state))
 
 
+@explain_calls
 def FedAvg(local: LocalUpdate, *, weight_by_examples: bool = True) -> Algorithm:
     """Return federated averaging: the new model is the mean of the local ones.
 
@@ -71,6 +69,7 @@ def FedAvg(local: LocalUpdate, *, weight_by_examples: bool = True) -> Algorithm:
     return _averaging(local, _AS_IT_IS, by_examples=weight_by_examples)
 
 
+@explain_calls
 def FedAvgM(
     local: LocalUpdate,
     *,
@@ -94,6 +93,7 @@ def FedAvgM(
     return _averaging(local, optimizer, by_examples=weight_by_examples)
 
 
+@explain_calls
 def FedSGD(*, learning_rate: float, weight_by_examples: bool = True) -> Algorithm:
     """Return federated SGD: one step by the mean of the clients' full-batch gradients.
 
@@ -104,6 +104,7 @@ def FedSGD(*, learning_rate: float, weight_by_examples: bool = True) -> Algorith
     return FedAvg(gradient_step, weight_by_examples=weight_by_examples)
 
 
+@explain_calls
 def FedProx(
     local: LocalUpdate, *, proximal: NotNegative, weight_by_examples: bool = True
 ) -> Algorithm:
@@ -117,6 +118,7 @@ def FedProx(
     return FedAvg(pulled, weight_by_examples=weight_by_examples)
 
 
+@explain_calls
 def FedMedian(local: LocalUpdate) -> Algorithm:
     """Return FedAvg with the coordinate-wise median in place of the mean.
 
@@ -127,6 +129,7 @@ def FedMedian(local: LocalUpdate) -> Algorithm:
     return Algorithm(local=local, aggregation=CoordinateMedian(), server_optimizer=_AS_IT_IS)
 
 
+@explain_calls
 def FedAdagrad(
     local: LocalUpdate,
     *,
@@ -146,6 +149,7 @@ def FedAdagrad(
     return _averaging(local, optimizer, by_examples=weight_by_examples)
 
 
+@explain_calls
 def FedAdam(
     local: LocalUpdate,
     *,
@@ -166,6 +170,7 @@ def FedAdam(
     return _averaging(local, optimizer, by_examples=weight_by_examples)
 
 
+@explain_calls
 def FedYogi(
     local: LocalUpdate,
     *,
@@ -186,6 +191,7 @@ def FedYogi(
     return _averaging(local, optimizer, by_examples=weight_by_examples)
 
 
+@explain_calls
 def FedBuff(
     local: LocalUpdate,
     *,
@@ -237,6 +243,7 @@ def FedBuff(
     return Buffered(strategy, asynchrony)
 
 
+@explain_calls
 def FedAsync(
     local: LocalUpdate,
     *,

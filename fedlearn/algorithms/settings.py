@@ -12,6 +12,8 @@ from dataclasses import Field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
+
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, divided
@@ -90,6 +92,8 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
         names.append(_transform_name(type(piece)) if is_transform else _name(type(piece)))
         for name in _fields(type(piece)):
             value = getattr(piece, name)
+            if isinstance(value, np.generic):
+                value = value.item()
             if name in settings or name == PIECES:
                 raise ConfigError(
                     f"local setting {name!r} stands in two pieces ({' '.join(names)}); each kind "
@@ -194,14 +198,14 @@ def _transform_name(kind: _Kind) -> str:
     return next(standard, f"{_TRANSFORM}{kind.__name__}")
 
 
-def _unknown(name: str) -> str:
-    """Return what a client says of a class of somebody's own that it was not given."""
+def _unknown(name: str, *, who: str = "this client") -> str:
+    """Return the error of a client for a class of the coordinator's that it was not given."""
     is_transform, own = name.startswith(_TRANSFORM), name.removeprefix(_TRANSFORM)
     what, argument = (
         ("transform", "transforms") if is_transform else ("local update", "local_updates")
     )
     return (
-        f"the coordinator asks for the {what} {own!r}, which this client does not know; name its "
+        f"the coordinator asks for the {what} {own!r}, which {who} does not know; name its "
         f"class where the trainer is made, as in TorchTrainer.of(..., {argument}=[{own}])"
     )
 
@@ -285,7 +289,7 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
                 f'context.extra["{name}"] and add "{EXTRA}.{name}", or "{EXTRA}" for all, to the '
                 "trainer's `honours`, or have the coordinator leave it out (client.extra)"
             )
-    _require_known(settings, honoured)
+    _require_known(settings, honoured, who=who)
     left = {name: value for name, value in rest.items() if name != PIECES}
     for name in _names(settings):
         kind = UPDATES.get(name) or TRANSFORMS.get(name)
@@ -294,8 +298,6 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
             value = left.pop(field_name, None)
             if name in UPDATES and value != field.default and field_name not in honoured:
                 raise _ignored(field_name, value, who)
-        if not (own or name in honoured or name in UPDATES):
-            raise _ignored(PIECES, name, who)
     of_work = _fields(LocalWork)  # which the user's own rules have as well
     for name, value in left.items():
         is_default = name in of_work and value == of_work[name].default
@@ -303,13 +305,19 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
             raise _ignored(name, value, who)
 
 
-def _require_known(settings: Settings, honoured: Collection[str]) -> None:
-    """Refuse classes that fedlearn's own trainer was not given; others go by the fields alone."""
-    makes_updates = settings_names() <= set(honoured)
+def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -> None:
+    """Refuse classes of the coordinator's that the trainer was not given, or does not declare."""
     known = {*UPDATES, *TRANSFORMS, *honoured}
     unknown = [name for name in _names(settings) if name not in known]
-    if makes_updates and unknown:
+    if not unknown:
+        return
+    if settings_names() <= set(honoured):  # fedlearn's own trainer, or around one
         raise SettingsRefused(_unknown(unknown[0]))
+    raise SettingsRefused(
+        f"{_unknown(unknown[0], who=who)}; a trainer of your own that does what {unknown[0]} says "
+        f'declares the name "{unknown[0]}" among the settings that it acts on; or have the '
+        "coordinator ask for another local update"
+    )
 
 
 def _made(kind: _Kind, values: Mapping[str, Scalar], **inner: LocalUpdate) -> Any:  # Any: as kinds

@@ -97,6 +97,8 @@ def _plain(value: Any) -> Any:
             return [_plain(each) for each in value]
         case Path():
             return str(value)
+        case _ if hasattr(value, "tolist"):  # numpy's numbers and arrays, tensors
+            return value.tolist()
         case _:
             return value
 

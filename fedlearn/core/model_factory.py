@@ -11,6 +11,7 @@ object is held from outside if it is referred to more often than by what the mod
 
 import copy
 import gc
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,35 @@ from fedlearn.errors import ConfigError
 
 #: What belongs to the program and not to a module; what it refers to is not followed.
 _PROGRAM = (type, ModuleType, CodeType, FrameType, BuiltinFunctionType)
+
+
+def require_factory(make_model: object) -> None:
+    """Refuse a ``make_model`` that is no function without parameters.
+
+    Raises:
+        ConfigError: It is a model, or cannot be called without arguments.
+    """
+    if isinstance(make_model, nn.Module):
+        name = type(make_model).__name__
+        raise ConfigError(
+            f"make_model is a {name}, not a function that builds one; give a function, "
+            f"such as `lambda: {name}(...)`, or `lambda: copy.deepcopy(model)` to start from the "
+            "weights of this model"
+        )
+    if not callable(make_model):
+        raise ConfigError(
+            f"make_model is {make_model!r}; give a function that builds the network, "
+            "such as `lambda: nn.Linear(64, 10)`"
+        )
+    try:
+        inspect.signature(make_model).bind()
+    except ValueError:
+        return  # a built-in function without a signature: it is called, and may work
+    except TypeError as error:
+        raise ConfigError(
+            f"make_model is called without arguments, but takes some ({error}); give a "
+            "function without parameters, such as `lambda: make_model(...)`"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -51,8 +81,15 @@ class ModelFactory:
 
     @classmethod
     def of(cls, make_model: Callable[[], nn.Module]) -> Self:
-        """Return the factory of a function; a factory as it is."""
-        return make_model if isinstance(make_model, cls) else cls(make_model)
+        """Return the factory of a function; a factory as it is.
+
+        Raises:
+            ConfigError: It is a model, or cannot be called without arguments.
+        """
+        if isinstance(make_model, cls):
+            return make_model
+        require_factory(make_model)
+        return cls(make_model)
 
     def __call__(self) -> nn.Module:
         """Build a module, or copy the one that the function keeps.

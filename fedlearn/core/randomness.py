@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -43,8 +44,9 @@ class Seed:
     value: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.value <= _MASK:
-            raise ValueError(f"a seed lies in [0, 2**63), not {self.value}")
+        is_whole = isinstance(self.value, Integral) and not isinstance(self.value, bool)
+        if not is_whole or not 0 <= self.value <= _MASK:
+            raise ValueError(f"seed is {self.value!r}; give a whole number >= 0 and < 2**63")
 
     def derive(self, *labels: str | int) -> "Seed":
         """Return the seed of one labelled use."""

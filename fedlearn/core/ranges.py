@@ -31,7 +31,11 @@ _LARGEST_INTEGER = 2**63 - 1  # of the libraries below
 _Limit = Ge | Gt | Le | Lt | MultipleOf
 #: Python's and numpy's numbers alike.
 _Kind: TypeAlias = type
-_NOUNS: Mapping[_Kind, str] = {Integral: "a whole number", Real: "a number"}
+_NOUNS: Mapping[_Kind, str] = {
+    Integral: "a whole number",
+    Real: "a number",
+    bool: "True or False",
+}
 
 
 class Ranged:
@@ -46,6 +50,12 @@ class Ranged:
             raise ValueError(wrong)
 
 
+def require_count(value: object, *, name: str) -> None:
+    """Raise ValueError unless a value is a whole number of at least one."""
+    if type(value) is bool or not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(f"{name} is {value!r}; give a whole number >= 1")
+
+
 def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
     """Return which field of a dataclass is not in the range of its type, with value and range.
 
@@ -58,13 +68,22 @@ def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
         >>> out_of_range(Step(0.5)), out_of_range(Step(0.5, 1.0))
         (None, 'decay is 1.0; give a finite number >= 0 and < 1')
     """
-    for name, (kind, limits) in _limits_of(piece.__class__).items():
-        value = getattr(piece, name)
+    names = _limits_of(piece.__class__)
+    return arguments_out_of_range(piece.__class__, {name: getattr(piece, name) for name in names})
+
+
+def arguments_out_of_range(owner: Hashable, values: Mapping[str, Any]) -> str | None:  # Any: given
+    """Return which value is not in the range that a dataclass or function declares for its name."""
+    for name, (kind, limits, or_none) in _limits_of(owner).items():
+        value = values.get(name)
         range_ = " and ".join(map(_words, limits))
         if value is None:
             continue
-        if not _is_number(value, kind):
-            return f"{name} is {value!r}; give {_NOUNS[kind]} {range_}{_hint(value)}"
+        if not _is_of(value, kind):
+            noun = f"{_NOUNS[kind]} {range_}".strip()
+            return f"{name} is {value!r}; give {noun}{or_none}{_hint(value, kind)}"
+        if kind is bool:
+            continue
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             return f"{name} is {value!r}; give a number below 2^63"
         if not (math.isfinite(value) and all(_holds(each, value) for each in limits)):
@@ -73,26 +92,34 @@ def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
     return None
 
 
-def _is_number(value: object, kind: _Kind) -> bool:
+def _is_of(value: object, kind: _Kind) -> bool:
+    if kind is bool:
+        return isinstance(value, bool)
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _hint(value: object) -> str:
+def _hint(value: object, kind: _Kind) -> str:
     """Return what else to say of a value that is no number."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or kind is bool:
         return ""
     try:
         number = float(value)
     except ValueError:
         return ""
+    if kind is Integral:
+        return f", not text: {number:g}"
     return f", not text: {number!r} (YAML reads a number such as 1e-3 as text; write 1.0e-3)"
 
 
 @cache
-def _limits_of(owner: Hashable) -> Mapping[str, tuple[_Kind, tuple[_Limit, ...]]]:
+def _limits_of(owner: Hashable) -> Mapping[str, tuple[_Kind, tuple[_Limit, ...], str]]:
+    """Return by name what a value is, its limits, and what an error adds if it may be ``None``."""
     hints = get_type_hints(owner, include_extras=True)
-    found = {name: (_kind_in(hint), tuple(_limits_in(hint))) for name, hint in hints.items()}
-    return {name: (kind, limits) for name, (kind, limits) in found.items() if limits}
+    found = {
+        name: (_kind_in(hint), tuple(_limits_in(hint)), _or_none(hint))
+        for name, hint in hints.items()
+    }
+    return {name: each for name, each in found.items() if each[1] or each[0] is bool}
 
 
 def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its forms
@@ -107,7 +134,13 @@ def _kind_in(hint: Any) -> _Kind:  # Any: as above
     """Return what values of a type are: whole numbers, or any real ones."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     bare = {get_args(each)[0] if get_origin(each) is Annotated else each for each in options}
+    if bare == {bool}:
+        return bool
     return Integral if bare - {type(None)} == {int} else Real
+
+
+def _or_none(hint: Any) -> str:  # Any: as above
+    return ", or None" if type(None) in get_args(hint) else ""
 
 
 #: How each limit is said, the name of its number, and what it asks of a value.

@@ -4,52 +4,23 @@ A wrong kind of argument gets a sentence that says what to give, not an error fr
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.asynchronous import Buffered
 from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.core.calls import call_example
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.federated_data import FederatedData
 
 _FROM_ARRAYS = "fl.from_arrays(x, y, partition=fl.Iid(num_clients=10), test_fraction=0.2, seed=0)"
 _FROM_DATASET = "fl.from_dataset(dataset, labels=..., partition=..., test=..., seed=0)"
-_LOCAL = "fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)"
-
-
-def require_factory(make_model: object) -> None:
-    """Refuse a ``make_model`` that is no function without parameters.
-
-    Raises:
-        ConfigError: It is a model, or cannot be called without arguments.
-    """
-    if isinstance(make_model, nn.Module):
-        name = type(make_model).__name__
-        raise ConfigError(
-            f"simulate(): make_model is a {name}, not a function that builds one; give a function, "
-            f"such as `lambda: {name}(...)`, or `lambda: copy.deepcopy(model)` to start from the "
-            "weights of this model"
-        )
-    if not callable(make_model):
-        raise ConfigError(
-            f"simulate(): make_model is {make_model!r}; give a function that builds the network, "
-            "such as `lambda: nn.Linear(64, 10)`"
-        )
-    try:
-        inspect.signature(make_model).bind()
-    except ValueError:
-        return  # a built-in function without a signature: it is called, and may work
-    except TypeError as error:
-        raise ConfigError(
-            f"simulate(): make_model is called without arguments, but takes some ({error}); give a "
-            "function without parameters, such as `lambda: make_model(...)`"
-        ) from error
 
 
 def require_data(data: object) -> None:
@@ -123,21 +94,34 @@ def require_algorithm(algorithm: object) -> None:
         )
 
 
-_RECIPES = [name for name, _ in inspect.getmembers(recipes, inspect.isfunction) if name[0] != "_"]
+_RECIPES = [
+    name
+    for name, each in inspect.getmembers(recipes, inspect.isfunction)
+    if name[0] != "_" and each.__module__ == recipes.__name__
+]
 
 
 def _example(name: str) -> str:
     """Return a call of a recipe, or of a class of the user's."""
     recipe: Callable[..., object] | None = getattr(recipes, name, None)
-    if recipe is None:
-        return f"{name}(...)"
-    needed = [
-        each.name
-        for each in inspect.signature(recipe).parameters.values()
-        if each.default is each.empty
-    ]
-    given = [_LOCAL if each == "local" else f"{each}=..." for each in needed]
-    return f"fl.{name}({', '.join(given)})"
+    return f"{name}(...)" if recipe is None else call_example(recipe, name=f"fl.{name}")
+
+
+def require_settings(*, extra: object, resume: object) -> None:
+    """Refuse further arguments of the wrong kind.
+
+    Raises:
+        ConfigError: ``extra`` is no mapping, or ``resume`` no name of a run.
+    """
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"simulate(): extra is {extra!r}; give settings by name, such as {{'penalty': 0.1}}"
+        )
+    if resume is not None and not isinstance(resume, str):
+        raise ConfigError(
+            f"simulate(): resume is {resume!r}; give the name of a run as text, such as "
+            f"{str(resume) if isinstance(resume, Path) else 'run.name'!r}"
+        )
 
 
 def require_callable(

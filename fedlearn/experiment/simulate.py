@@ -31,14 +31,16 @@ from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import Devices
 from fedlearn.config.pieces import built
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import SystemClock, utc_now
 from fedlearn.core.messages import ClientId, Scalar
+from fedlearn.core.model_factory import require_factory
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
 from fedlearn.experiment.arguments import (
     require_algorithm,
     require_callable,
     require_data,
-    require_factory,
+    require_settings,
 )
 from fedlearn.experiment.assemble import assemble, device_of, resolve, workers_used
 from fedlearn.experiment.comparison import Summary, leaves, summarize
@@ -145,6 +147,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
 
 
+@explain_calls
 @simulation_turn()
 def simulate(
     make_model: Callable[[], nn.Module],
@@ -214,6 +217,7 @@ def simulate(
     require_data(data)
     require_algorithm(algorithm)
     require_callable(sampler=sampler, callbacks=callbacks, trainer=trainer, progress=progress)
+    require_settings(extra=extra, resume=resume)
     loss = CrossEntropy() if objective is None else as_objective(objective)
     algorithm, settings = _unbuffered(algorithm, settings)
     own_devices = None if devices is None or isinstance(devices, Mapping) else devices

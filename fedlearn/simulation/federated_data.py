@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.features import Features, Inputs, mapped, named, only, rebuilt, tensors_of
 from fedlearn.core.randomness import Seed, keyed_draws
 from fedlearn.core.ranges import Count, Ranged
@@ -42,7 +43,13 @@ from fedlearn.simulation.sources import (
     num_classes_of,
     tensor_of,
 )
-from fedlearn.training.local_data import Pair, evaluation_batches, read_pairs, stack_pairs
+from fedlearn.training.local_data import (
+    Pair,
+    evaluation_batches,
+    read_pairs,
+    require_map_style,
+    stack_pairs,
+)
 
 _CACHE_BYTES = 256 << 20  # of decoded Parquet row groups
 _CLIENTS_AT_ONCE = 1 << 20
@@ -117,6 +124,7 @@ Division: TypeAlias = Partitioner | Natural | Bootstrap
 """How pooled examples become clients."""
 
 
+@explain_calls
 def from_examples(data: TrainTest, *, partition: Division, seed: int) -> FederatedData:
     """Return a federated data set of examples that were made, or held out, by hand.
 
@@ -161,6 +169,7 @@ def from_examples(data: TrainTest, *, partition: Division, seed: int) -> Federat
     return FederatedData(population=population, test=data.test)
 
 
+@explain_calls
 def from_arrays(
     features: Inputs[ArrayLike],
     labels: ArrayLike,
@@ -205,9 +214,35 @@ def from_arrays(
             "examples to hold out as one"
         )
     train = _examples(features, labels, groups=groups)
-    held_out = test_fraction if test is None else _examples(*test)
+    if groups is not None:
+        _require_natural(partition)
+    held_out = test_fraction if test is None else _examples(*_test_pair(test))
     assert held_out is not None  # one of the two is given
     return _divided(train, held_out, partition=partition, seed=seed)
+
+
+def _test_pair(test: Any) -> tuple[Any, Any]:  # Any: not looked at yet
+    """Return the features and labels of a test set.
+
+    Raises:
+        DataError: They are not two arrays in a tuple or a list.
+    """
+    if not isinstance(test, tuple | list) or len(test) != 2:  # noqa: PLR2004 - a pair
+        number = f" of {len(test)}" if isinstance(test, tuple | list) else ""
+        raise DataError(
+            f"test is a {type(test).__name__}{number}; give features and labels as a pair, "
+            "test=(x_test, y_test), or the share to hold out, test_fraction=0.2"
+        )
+    return test[0], test[1]
+
+
+def _require_natural(partition: object) -> None:
+    """Refuse groups that a partition would not look at."""
+    if not isinstance(partition, Natural):
+        raise DataError(
+            f"groups is given, but {type(partition).__name__} does not divide by groups; give "
+            "partition=fl.Natural(), or leave groups out"
+        )
 
 
 def _examples(
@@ -238,6 +273,7 @@ def _divided(
     return from_examples(data, partition=partition, seed=seed)
 
 
+@explain_calls
 def from_dataset(
     dataset: MapDataset | Sequence[MapDataset] | Mapping[Any, MapDataset],
     *,
@@ -284,14 +320,8 @@ def from_dataset(
     """
     own = _own_datasets(dataset)
     whole = _whole(dataset, own)
-    for each, what in ((whole, "the dataset"), (test, "the test set")):
-        if not hasattr(each, "__len__") or not hasattr(each, "__getitem__"):
-            raise DataError(
-                f"{what} is a {type(each).__name__}, not a map-style dataset; it needs __len__ and "
-                "__getitem__"
-            )
-        if not len(each):
-            raise DataError(f"{what} has no examples; give at least one")
+    require_map_style(whole, what="the dataset")
+    require_map_style(test, what="the test set")
     known = None if labels is None else tensor_of(labels, what="labels")
     if known is not None and len(known) != len(whole):
         raise DataError(f"{len(known)} labels for a dataset of {len(whole)}; give one a row")
@@ -371,6 +401,8 @@ def _divided_rows(
         offsets = offsets_of([len(each) for each in own.datasets])
         return Partition(np.arange(num_rows), offsets, own.names)
     _require_division(partition)
+    if groups is not None:
+        _require_natural(partition)
     if isinstance(partition, Natural):
         if groups is None:
             raise DataError(
@@ -436,6 +468,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
+@explain_calls
 def from_npz(
     path: Path | str,
     *,
@@ -472,6 +505,7 @@ def from_npz(
     return _divided(train, held_out, partition=partition, seed=seed)
 
 
+@explain_calls
 def from_parquet(
     path: Path | str,
     *,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import rel_entr
 
+from fedlearn.core.calls import explain_calls
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Count, Positive, Ranged
 from fedlearn.errors import DataError
@@ -126,6 +127,7 @@ class Partitioner(Protocol):
         """
 
 
+@explain_calls
 @dataclass(frozen=True)
 class Iid(Ranged):
     """Shuffle the examples and deal them out: sizes differ by one at most.
@@ -153,6 +155,7 @@ class Iid(Ranged):
         return Partition.of_owners(owners, num_clients=self.num_clients)
 
 
+@explain_calls
 @dataclass(frozen=True)
 class Dirichlet(Ranged):
     r"""Label skew: each class is dealt out in proportions drawn from a Dirichlet.
@@ -240,6 +243,7 @@ class Dirichlet(Ranged):
         return num_sampled * divergence > -math.log(_NEXT_TO_NOTHING)
 
 
+@explain_calls
 @dataclass(frozen=True)
 class Shards(Ranged):
     """Sort by label, cut into shards, deal each client a few: at most a few labels each.

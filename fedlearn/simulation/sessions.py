@@ -50,7 +50,7 @@ from fedlearn.simulation.timeline import DROPPED_OUT
 from fedlearn.training.local_data import LocalData, TensorData
 from fedlearn.training.resident import ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
-from fedlearn.training.trainer import LocalTrainer
+from fedlearn.training.trainer import LocalTrainer, require_trainer
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 #: Settings that say how much a client does.
@@ -169,7 +169,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         features, labels = rows.gathered()
         if isinstance(self.make_trainer, ResidentTrainers):
             return self.make_trainer(features, labels)
-        return self.make_trainer(for_trainer(features, self.dtype), labels)
+        return require_trainer(self.make_trainer(for_trainer(features, self.dtype), labels))
 
     def _note_clipped(self, client_id: ClientId, lanes: Sequence[str]) -> None:
         if lanes:

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,11 @@ class Examples(CheckedExamples):
             ValueError: ``fraction`` is not in (0, 1).
             DataError: It leaves a part without examples.
         """
-        if not 0.0 < fraction < 1.0:
-            raise ValueError(f"the fraction held out is {fraction}; it lies in (0, 1)")
+        if not isinstance(fraction, Real) or not 0.0 < fraction < 1.0:
+            raise ValueError(
+                f"test_fraction is {fraction!r}; give the share of the examples to hold out, a "
+                "number above 0 and below 1, such as 0.2"
+            )
         has_classes = self.num_classes is not None and self.labels.dim() == 1
         strata = self.labels.numpy() if has_classes else np.zeros(len(self.labels), np.int64)
         is_test = _held_out(strata, fraction=fraction, seed=seed)
@@ -221,16 +225,15 @@ def tensor_of(
     Raises:
         DataError: They are ragged, no real numbers, or have no dimension.
     """
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
     try:
         array = np.asarray(values)
     except ValueError as error:  # numpy's word for ragged nested lists
         raise DataError(f"{what}: {error}; pad or crop them to one shape") from error
     kind = array.dtype.kind
     if kind not in "biuf" or not array.ndim:
-        raise DataError(
-            f"{what} are {array.dtype} of shape {array.shape}; give real numbers, the first "
-            "dimension counting examples"
-        )
+        raise DataError(_no_numbers(array, what))
     if keeps_masks and kind == "b":
         return torch.from_numpy(array)
     if kind == "u" and array.size and int(array.max()) > _LARGEST:
@@ -238,6 +241,27 @@ def tensor_of(
     usual = np.dtype(np.float32 if kind == "f" else np.int64)
     dtype = _KEPT_DTYPES.get((kind, array.dtype.itemsize), usual) if keeps_dtype else usual
     return torch.from_numpy(array.astype(dtype, order="C"))
+
+
+def _no_numbers(array: NDArray[Any], what: str) -> str:
+    """Return why an array is no examples, and what to do."""
+    if not array.ndim:
+        value = array.item()
+        shown = f'"{value}"' if isinstance(value, str | Path) else f"a {type(value).__name__}"
+        remedy = "; read a file with fl.from_npz or np.load" if shown[0] == '"' else ""
+        return (
+            f"{what}: {shown} is no array of examples; give real numbers, the first dimension "
+            f"counting examples{remedy}"
+        )
+    found = f"{what} are {array.dtype} of shape {array.shape}; give real numbers"
+    if array.dtype.kind not in "OSU" or not array.size:
+        return f"{found}, the first dimension counting examples"
+    text = next((each for each in array.ravel().tolist() if isinstance(each, str | bytes)), None)
+    if text is None:
+        return f"{found}, all rows of one shape, and fill or drop missing values"
+    if what == "labels":
+        return f"{found}: number the classes, as np.unique(labels, return_inverse=True)[1] does"
+    return f"{found}: one is the text {text!r}; encode such columns, or leave them out"
 
 
 def digits(*, test_fraction: float, seed: Seed) -> TrainTest:

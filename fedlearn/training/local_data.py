@@ -1,13 +1,13 @@
 """One client's examples as a trainer reads them: in memory, or batch by batch from a dataset."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from fedlearn.core.features import (
     Features,
@@ -53,6 +53,11 @@ class TensorData:
     """
 
     def __init__(self, features: Features, labels: Tensor, *, device: torch.device) -> None:
+        if not isinstance(labels, Tensor):
+            raise DataError(
+                f"labels are a {type(labels).__name__}; give a tensor, as "
+                "torch.as_tensor(labels) makes one"
+            )
         require_one_label_each(features, labels)
         if not len(labels):
             raise DataError("there are no examples; a client trains on at least one")
@@ -82,15 +87,8 @@ class DatasetData:
     """
 
     def __init__(self, dataset: Dataset[Any], *, device: torch.device) -> None:
-        length = getattr(dataset, "__len__", None)
-        if length is None:
-            raise DataError(
-                f"{type(dataset).__name__} has no length; give a map-style dataset, "
-                "with __len__ and __getitem__"
-            )
-        self._dataset, self._length, self._device = dataset, int(length()), device
-        if self._length == 0:
-            raise DataError("the dataset is empty; a client trains on at least one example")
+        sized = require_map_style(dataset, what="the dataset")
+        self._dataset, self._length, self._device = dataset, len(sized), device
 
     def __len__(self) -> int:
         return self._length
@@ -214,6 +212,34 @@ def _is_readable(dataset: Readable, row: int) -> bool:
     except Exception:  # noqa: BLE001 - user code raises anything
         return False
     return True
+
+
+def require_map_style(dataset: Any, *, what: str) -> Sized:  # Any: not looked at yet
+    """Return a map-style dataset; refuse what is none, and one without examples.
+
+    Raises:
+        DataError: It is a loader, a class, a pair of arrays, or anything else without rows.
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, type):
+        raise DataError(
+            f"{what} is the class {dataset.__name__}; make one: {dataset.__name__}(...)"
+        )
+    if isinstance(dataset, DataLoader):
+        raise DataError(f"{what} is a DataLoader; give its dataset: loader.dataset")
+    if isinstance(dataset, tuple | list) and any(hasattr(each, "dtype") for each in dataset):
+        raise DataError(
+            f"{what} is a {name} of arrays; give a dataset of pairs, "
+            "torch.utils.data.TensorDataset(features, labels), or use fl.from_arrays"
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{what} is a {name}, not a map-style dataset; it needs __len__ and __getitem__"
+        )
+    sized: Sized = dataset
+    if not len(sized):
+        raise DataError(f"{what} has no examples; give at least one")
+    return sized
 
 
 def _as_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet

@@ -31,8 +31,9 @@ from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.features import Features
 from fedlearn.core.messages import Settings
 from fedlearn.core.params import Params
+from fedlearn.core.ranges import require_count
 from fedlearn.core.soundness import is_sound
-from fedlearn.errors import DataError, ModelMismatch
+from fedlearn.errors import CallError, DataError, ModelMismatch
 from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import share_key, step_keys, step_seed
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData, evaluation_batches
@@ -104,16 +105,22 @@ class TorchTrainer:
         local_updates: Collection[type[LocalUpdate]] = (),
         transforms: Collection[type[Transform]] = (),
     ) -> None:
-        if gradient_accumulation < 1:
-            raise ValueError(f"gradient_accumulation is {gradient_accumulation}; it is at least 1")
+        if not isinstance(model, ResidentModel):
+            raise CallError(
+                "TorchTrainer() takes a model and data that are prepared; write "
+                "TorchTrainer.of(make_model, features, labels)"
+            )
+        require_count(gradient_accumulation, name="gradient_accumulation")
+        if max_steps is not None:
+            require_count(max_steps, name="max_steps")
+        _require_classes(local_updates, name="local_updates")
+        _require_classes(transforms, name="transforms")
         if gradient_accumulation > 1 and not model.measures.objective.per_example:
             raise ValueError(
                 f"gradient_accumulation is {gradient_accumulation}, but the loss couples the "
                 "examples of a batch, and of a batch in parts it would be another loss; set it "
                 "to 1, and let the coordinator ask for smaller batches where memory is short"
             )
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps is {max_steps}; it is at least 1, or None for no limit")
         self._model, self._data, self._test = model, data, data if test is None else test
         self._num_parts, self._max_steps = gradient_accumulation, max_steps
         self._local_updates, self._transforms = tuple(local_updates), tuple(transforms)
@@ -523,7 +530,22 @@ def _require_same_model(tensors: Mapping[str, Tensor], mine: Mapping[str, tuple[
         )
 
 
+def _require_classes(given: object, *, name: str) -> None:
+    """Refuse what is no list of classes.
+
+    Raises:
+        CallError: It is one class, a name, or a list of anything else.
+    """
+    remedy = f"give a list of classes, such as {name}=[MyClass]"
+    if not isinstance(given, Collection) or isinstance(given, str):
+        raise CallError(f"{name} is {given!r}; {remedy}")
+    for each in given:
+        if not isinstance(each, type):
+            raise CallError(f"{name} has {each!r}; {remedy}")
+
+
 def _device(name: str) -> torch.device:
+    name = str(name)  # a torch.device too
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -551,6 +573,11 @@ def _data(
         if labels is None:
             raise DataError("features without labels; give both, or a dataset of pairs")
         return TensorData(examples, labels, device=device)
+    if labels is not None and isinstance(examples, Dataset):
+        raise DataError("a dataset has its labels in its items; give no labels with it")
     if labels is not None:
-        raise DataError("a dataset has its labels in its items; give none beside it")
+        raise DataError(
+            f"features are a {type(examples).__name__}; give a tensor, as "
+            "torch.as_tensor(features) makes one, in the dtype of the model"
+        )
     return DatasetData(examples, device=device)

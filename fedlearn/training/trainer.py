@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedlearn.core.messages import ClientId, Settings
 from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError
 
 
 class TaskControl(Protocol):
@@ -148,3 +149,14 @@ class LocalTrainer(Protocol):
             tensors: The global model.
             control: How the evaluation hears that it is called off: as a training does.
         """
+
+
+def require_trainer(made: LocalTrainer) -> LocalTrainer:
+    """Return what a user's function made for a client; raise ConfigError if it is no trainer."""
+    missing = [name for name in ("train", "evaluate", "honours") if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(
+            f"trainer: the function returned a {type(made).__name__}, which has no {missing[0]}; "
+            "return a LocalTrainer, with train, evaluate and honours"
+        )
+    return made

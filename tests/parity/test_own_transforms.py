@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.algorithms.collecting import RoundRequest
 from fedlearn.algorithms.lanes import LaneSpec, matrix
-from fedlearn.algorithms.settings import settings_of, transforms_from
+from fedlearn.algorithms.settings import require_honoured, settings_of, transforms_from
 from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, Transform
 from fedlearn.client.judging import noise_share
 from fedlearn.core.codec import decode, encode
@@ -223,6 +223,20 @@ def test_an_unknown_update_is_named_with_what_to_do() -> None:
     assert isinstance(refusal, Failure)
     assert "local_updates=[SignSgd]" in refusal.reason
     assert "honour" not in refusal.reason
+
+
+def test_an_unknown_update_is_named_to_a_trainer_of_ones_own() -> None:
+    """It may be wrapped around fedlearn's, or declare the name if it does what the update says."""
+    settings = settings_of(SignSgd(epochs=1, batch_size=4, rate=0.01))
+    fields = {"epochs", "batch_size", "rate"}
+    with pytest.raises(SettingsRefused) as refused:
+        require_honoured(settings, fields, who="Mine")
+    text = str(refused.value)
+    assert "'SignSgd', which Mine does not know" in text
+    assert "local_updates=[SignSgd]" in text
+    assert 'declares the name "SignSgd"' in text
+    assert "honour" not in text
+    require_honoured(settings, {*fields, "SignSgd"}, who="Mine")
 
 
 def test_what_cannot_travel_is_refused_before_the_first_round() -> None:

@@ -16,7 +16,7 @@ from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.session.results import train_reply
 from fedlearn.simulation.executors.base import Trained, Work
-from fedlearn.training.trainer import LocalTrainer, TrainContext
+from fedlearn.training.trainer import LocalTrainer, TrainContext, require_trainer
 
 #: Makes the trainer of one client, of its features [n, ...] and labels [n, ...].
 MakeTrainer = Callable[[Any, Tensor], LocalTrainer]  # Any: one tensor or several, as the data are
@@ -45,7 +45,8 @@ class TrainerExecutor:
         index = torch.from_numpy(work.rows_K[0]).to(work.labels.device)
         request, like = _request(work), work.params.vector
         features = for_trainer(taken(work.features, index), like.dtype)
-        trainer = self._make_trainer(features, work.labels.index_select(0, index))
+        labels = work.labels.index_select(0, index)
+        trainer = require_trainer(self._make_trainer(features, labels))
         settings, extra = divided(request.settings)
         context = TrainContext(
             client_id=ClientId(client_id),

@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedlearn as fl
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.cli.app import main
-from fedlearn.errors import ConfigError, DataError
+from fedlearn.client import TorchTrainer
+from fedlearn.config import from_mapping
+from fedlearn.errors import ConfigError, DataError, FedlearnError
 
 _PAIRS = TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
 _LOCAL = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)
@@ -102,6 +105,147 @@ def test_further_arguments_can_be_called(argument: str, value: object, says: str
     """Each is looked at before the run begins."""
     with pytest.raises(ConfigError, match=says):
         _simulate(**{argument: value})
+
+
+_ONES = np.ones((8, 2), np.float32)
+_CLASSES = np.arange(8) % 2
+
+
+def _any(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function without its types, to call it as no type checker would let a user."""
+    return function
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (_any(fl.FedAvg), r"FedAvg\(\): local is missing; write fl\.FedAvg\(fl\.Local"),
+        (lambda: _any(fl.FedAvg)("sgd"), r"local is 'sgd', .*; give fl\.LocalSgd\(epochs=1"),
+        (lambda: _any(fl.FedAvg)(fl.LocalSgd), r"local is the class LocalSgd; make one"),
+        (lambda: _any(fl.FedAvg)(learning_rate=0.1), r"no argument learning_rate; it takes local"),
+        (lambda: _any(fl.FedAvg)(_LOCAL, True), r"given True without a name; name weight_by"),
+        (lambda: _any(fl.FedAvg)(_LOCAL, weight_by_examples="no"), r"'no'; give True or False"),
+        (lambda: _any(fl.Scaffold)(_LOCAL), r"write fl\.Scaffold\(sgd=fl\.LocalSgd"),
+        (
+            lambda: _any(fl.Scaffold)(sgd="sgd", num_clients=2, server_learning_rate=1.0),
+            r"sgd is 'sgd', which has no step to take; give fl\.LocalSgd",
+        ),
+        (
+            lambda: _any(fl.FedAvgM)(_LOCAL, server_learning_rate="1", server_momentum=0.9),
+            r"server_learning_rate is '1'; give a number > 0",
+        ),
+        (
+            lambda: _any(fl.LocalSgd)(epochs=1, batch_size=10, lr=0.1),
+            r"no argument lr; did you mean learning_rate\?",
+        ),
+        (
+            lambda: _any(fl.LocalSgd)(epochs=1, batch_size="all", learning_rate=0.1),
+            r"batch_size is 'all'; give a whole number >= 1, or None",
+        ),
+        (
+            lambda: _any(fl.LocalSgd)(epochs=1, batch_size=1, learning_rate=1.0, shuffle="no"),
+            r"shuffle is 'no'; give True or False",
+        ),
+        (lambda: _any(fl.Dirichlet)(10), r"alpha, min_examples are missing; write fl\.Dirichlet\("),
+        (lambda: _any(fl.Iid)("4"), r"num_clients is '4'; give a whole number >= 1, not text: 4$"),
+        (lambda: _any(fl.Metric)(fl.R2()), r"Metric\(\): direction is missing"),
+        (lambda: _any(fl.simulate)(_make_model), r"data, algorithm are missing; write fl\.simul"),
+        (lambda: _any(fl.simulate)(_make_model, _data(), _LOCAL, data=1), r"given data twice"),
+        (lambda: _simulate(extra=[1]), r"extra is \[1\]; give settings by name"),
+        (lambda: _simulate(resume=True), r"resume is True; give the name of a run"),
+        (lambda: _simulate(trainer=lambda *_: None), r"returned a NoneType, which has no train"),
+        (lambda: _simulate(lambda: nn.Linear(2, 1)), r"Target 1 is .* 1 classes, 0\.\.0: number"),
+        (lambda: _simulate(objective=fl.MeanSquaredError()), r"takes a number for each output"),
+        (
+            lambda: _simulate(objective=fl.CrossEntropy(class_weights=(1.0,))),
+            r"class_weights has 1 numbers, but the outputs have 2 classes",
+        ),
+        (lambda: fl.TorchTrainer, r"no attribute 'TorchTrainer'; it is fedlearn\.client\.TorchTr"),
+    ],
+)
+def test_a_call_with_wrong_arguments_says_what_to_write(
+    call: Callable[[], object], says: str
+) -> None:
+    """What is missing, unknown or of the wrong kind is named, with its value and the remedy."""
+    with pytest.raises((FedlearnError, ValueError, AttributeError), match=says):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"features": "x.npz"}, r'features: "x\.npz" is no array .*fl\.from_npz'),
+        ({"features": None}, r"features: a NoneType is no array of examples"),
+        ({"features": [["a", 1]] * 8}, r"features are .*: one is the text 'a'; encode"),
+        ({"labels": ["yes", "no"] * 4}, r"labels are .*np\.unique\(labels, return_inverse=True"),
+        ({"labels": [np.nan, *_CLASSES[1:]]}, r"row 0 has a label that is NaN"),
+        ({"test_fraction": None, "test": _ONES}, r"test is a ndarray; give features and labels as"),
+        ({"test_fraction": None, "test": (_ONES, _CLASSES, 1)}, r"test is a tuple of 3; give"),
+        ({"test_fraction": "0.2"}, r"test_fraction is '0\.2'; give the share"),
+        ({"test_fraction": 20}, r"test_fraction is 20; give the share"),
+        ({"seed": None}, r"seed is None; give a whole number >= 0"),
+        ({"seed": -1}, r"seed is -1; give a whole number >= 0"),
+        ({"seed": 1.5}, r"seed is 1\.5; give a whole number >= 0"),
+        ({"groups": _CLASSES}, r"groups is given, but Iid does not divide by groups"),
+    ],
+)
+def test_arrays_that_are_no_data_are_refused_in_words(given: dict[str, object], says: str) -> None:
+    """Each with the value and what to give."""
+    usual = {"partition": fl.Iid(2), "test_fraction": 0.5, "seed": 0}
+    call: Callable[..., object] = fl.from_arrays
+    with pytest.raises((DataError, ValueError), match=says):
+        call(**{"features": _ONES, "labels": _CLASSES} | usual | given)
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (np.eye(2, dtype=int)[_CLASSES], r"of one-hot labels give .*labels\.argmax\(1\)"),
+        (_CLASSES[:, None], r"in one dimension, labels\.reshape\(-1\)"),
+        (_CLASSES.astype(float), r"as integers, such as labels\.astype\(int\)"),
+        (_CLASSES + 1, r"Target 2 is out of bounds; .*2 classes, 0\.\.1: number the labels from 0"),
+    ],
+)
+def test_labels_that_are_no_class_numbers_are_refused_with_the_remedy(
+    labels: np.ndarray, says: str
+) -> None:
+    """Before round 1."""
+    data = fl.from_arrays(_ONES, labels, partition=fl.Iid(2), test=(_ONES, labels), seed=0)
+    with pytest.raises(FedlearnError, match=says):
+        _simulate(data=data)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """In settings, as in the fields of an algorithm."""
+    local = fl.LocalSgd(epochs=np.int64(1), batch_size=np.int32(4), learning_rate=np.float32(0.5))
+    assert settings_of(local) == settings_of(fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.5))
+    config = from_mapping({"seed": np.int64(3), "cohort": {"num_wanted": np.int32(2)}}, source="")
+    assert (config.seed, config.cohort.num_wanted) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda of: of(_make_model(), _PAIRS), r"make_model is a Linear, not a function"),
+        (lambda of: of(_make_model, _ONES, _CLASSES), r"features are a ndarray; give a tensor"),
+        (
+            lambda of: of(_make_model, torch.ones(8, 2), _CLASSES),
+            r"labels are a ndarray; give a tensor",
+        ),
+        (lambda of: of(_make_model, DataLoader(_PAIRS)), r"a DataLoader; give its dataset"),
+        (lambda of: of(_make_model, TensorDataset), r"the class TensorDataset; make one"),
+        (lambda of: of(_make_model, _PAIRS, max_steps="5"), r"max_steps is '5'; give a whole"),
+        (lambda of: of(_make_model, _PAIRS, local_updates=fl.LocalSgd), r"give a list of classes"),
+        (lambda of: of(_make_model, _PAIRS, local_updates=[_LOCAL]), r"give a list of classes"),
+        (lambda _: _any(TorchTrainer)(_make_model, _PAIRS), r"write TorchTrainer\.of\("),
+    ],
+)
+def test_a_trainer_of_the_wrong_things_says_what_to_give(
+    call: Callable[[Callable[..., object]], object], says: str
+) -> None:
+    """When it is made, not in its first round."""
+    with pytest.raises((FedlearnError, ValueError), match=says):
+        call(TorchTrainer.of)
 
 
 @pytest.mark.parametrize("partition", [5, fl.Iid, "iid", None])
