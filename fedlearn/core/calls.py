@@ -47,7 +47,8 @@ def explain_calls(target: _T) -> _T:
         fedlearn.errors.CallError: FedSum() has no argument lr; did you mean learning_rate? ...
     """
     if not inspect.isclass(target):
-        return _explained(target, target, target.__name__)
+        explained: _T = _explained(target, target, target.__name__)
+        return explained
     made: Any = target.__init__
     # Subclasses have an __init__ of their own, and so an error of their own.
     type.__setattr__(target, "__init__", _explained(made, target, target.__name__))

@@ -169,6 +169,27 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     torch.testing.assert_close(reported.lanes["control"], expected - own)
 
 
+@pytest.mark.parametrize("bound", [0.5, 1e6, None])
+def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
+    """A change that is longer than the bound is scaled down to it in both; control: a wide bound."""
+    local = ControlVariates(inner=SGD, control_bound=bound)
+    layout, start = Params.of(Point()).layout, torch.zeros(2).double()
+    told = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})
+    own = torch.tensor([[-0.7, 0.1], [0.2, 0.3]]).double()
+    x = [torch.tensor([[3.0, -4.0], [0.01, 0.0]]).double()]
+    memory = new_memory(local, x, kept={"control": own})
+    memory["num_gradients"][0].fill_(5.0)
+    num_steps = torch.tensor([5.0, 5.0]).double()
+    reported = report_of(local, x, memory, told=told, num_steps=num_steps, layout=layout)
+    change = -x[0] / 0.5 - told["control"][0]
+    if bound == 0.5:
+        change[0] *= bound / float(change[0].norm())
+        assert float(change[1].norm()) < bound
+        assert float(reported.lanes["control"].norm(dim=1).max()) < bound
+    torch.testing.assert_close(reported.lanes["control"], change, rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(reported.kept["control"] - own, reported.lanes["control"])
+
+
 def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
     """Its control is the mean over all steps, none of which moved it: it does not drift."""
     local, layout = scaffold().local, Params.of(Point()).layout
