@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from fedlearn.core.ranges import is_whole
 
 _MASK = (1 << 63) - 1
 _MASK_64 = (1 << 64) - 1
@@ -44,8 +45,7 @@ class Seed:
     value: int
 
     def __post_init__(self) -> None:
-        is_whole = isinstance(self.value, Integral) and not isinstance(self.value, bool)
-        if not is_whole or not 0 <= self.value <= _MASK:
+        if not is_whole(self.value) or not 0 <= self.value <= _MASK:
             raise ValueError(f"seed is {self.value!r}; give a whole number >= 0 and < 2**63")
 
     def derive(self, *labels: str | int) -> "Seed":

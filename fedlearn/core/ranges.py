@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
 from numbers import Integral, Real
 from types import UnionType
-from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 
@@ -50,9 +50,19 @@ class Ranged:
             raise ValueError(wrong)
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number, of Python or numpy."""
+    return _is_of(value, Integral)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, of Python or numpy."""
+    return _is_of(value, Real)
+
+
 def require_count(value: object, *, name: str) -> None:
     """Raise ValueError unless a value is a whole number of at least one."""
-    if type(value) is bool or not isinstance(value, Integral) or int(value) < 1:
+    if not is_whole(value) or value < 1:
         raise ValueError(f"{name} is {value!r}; give a whole number >= 1")
 
 

@@ -8,7 +8,6 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from fedlearn.core.features import Features, Inputs, mapped, named, only
 from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import is_number
 from fedlearn.errors import DataError
 from fedlearn.simulation.behaviour import TraceBandwidth
 from fedlearn.simulation.partition import checked_ids, numbered_ids
@@ -101,7 +101,7 @@ class Examples(CheckedExamples):
             ValueError: ``fraction`` is not in (0, 1).
             DataError: It leaves a part without examples.
         """
-        if not isinstance(fraction, Real) or not 0.0 < fraction < 1.0:
+        if not is_number(fraction) or not 0.0 < fraction < 1.0:
             raise ValueError(
                 f"test_fraction is {fraction!r}; give the share of the examples to hold out, a "
                 "number above 0 and below 1, such as 0.2"
@@ -245,7 +245,7 @@ def tensor_of(
 
 def _no_numbers(array: NDArray[Any], what: str) -> str:
     """Return why an array is no examples, and what to do."""
-    if not array.ndim:
+    if not array.ndim and array.dtype.kind in "OSU":
         value = array.item()
         shown = f'"{value}"' if isinstance(value, str | Path) else f"a {type(value).__name__}"
         remedy = "; read a file with fl.from_npz or np.load" if shown[0] == '"' else ""

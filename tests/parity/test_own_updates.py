@@ -192,7 +192,7 @@ def test_what_is_no_local_update_is_refused_with_the_remedy() -> None:
     """When the algorithm is made."""
     nothing: Any = NotAnUpdate()  # Any: what the type checker would refuse
     for recipe in (FedAvg, FedMedian, partial(FedProx, proximal=0.5)):
-        with pytest.raises(TypeError, match=r"no step to take; give a LocalSgd.*LocalWork"):
+        with pytest.raises(TypeError, match=r"no step to take; give fl\.LocalSgd.*LocalWork"):
             recipe(nothing)
 
 

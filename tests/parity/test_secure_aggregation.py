@@ -6,10 +6,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+import fedlearn as fl
 from fedlearn import build
 from fedlearn.algorithms.aggregations import LaneSums, SumAggregation, WeightedMean
 from fedlearn.algorithms.bounds import UpdateBounds
@@ -24,7 +27,9 @@ from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.assemble import assemble, resolve
+from fedlearn.experiment.simulate import config_around
 from fedlearn.rounds.round import run_round
+from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.secure import ModularSum
 
@@ -84,6 +89,64 @@ def test_a_secure_run_is_the_run_in_the_clear(algorithm: list[str], variant: lis
     assert 0.0 < error < 1e-5
     float32 = 1e-6
     assert float((secure - clear).abs().max()) <= 20 * error + float32
+
+
+@dataclass(frozen=True)
+class Unreliable:
+    """Devices of which in each round some fail, and some are late."""
+
+    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+        return np.where((asked.client_ids + asked.round_num) % 5 == 0, 99.0, 1.0)
+
+    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+        return asked.client_ids == asked.round_num + 1
+
+
+@pytest.mark.parametrize("variant", ["sessions", "modular_sum"])
+def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
+    variant: str,
+) -> None:
+    """Though clients fail and are late, and the bound of a control's change is felt."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(120, 5)).astype(np.float32), rng.integers(0, 3, 120)
+    data = fl.from_arrays(features, labels, partition=fl.Iid(12), test=(features, labels), seed=0)
+    local = fl.LocalSgd(epochs=1, batch_size=5, learning_rate=0.2)
+    secure = {"mode": "complete", "clip_norm": 9.0, "modulus_bits": 40, "dropout": 0.34}
+    stragglers = {"deadline_s": 9.0, "min_reports": 8, "over_selection": 1.5}
+    is_sum = variant == "modular_sum"
+    settings = {
+        "secure_aggregation": secure | ({"simulate_as": "modular_sum"} if is_sum else {}),
+        "engine": {"num_workers": 1} if is_sum else {"transport": "memory"},
+        "cohort": {"num_wanted": 8},
+        "stragglers": stragglers,
+        "devices": {"kind": "python", "factory": "argument:devices"},
+    }
+    pieces = build.around(
+        config_around(settings, source="here"),
+        make_model=lambda: nn.Linear(5, 3),
+        objective=fl.CrossEntropy(),
+        data=data,
+        metrics=None,
+        algorithm=fl.Scaffold(
+            sgd=local, num_clients=12, server_learning_rate=1.0, control_bound=0.3
+        ),
+        data_dir=Path(),
+        make_trainer=None,
+        extra={},
+        devices=Unreliable(),
+    )
+    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+    cpu = torch.device("cpu")
+    plan, params = assemble(resolved, Alone(), device=cpu, clock=SystemClock())
+    state = plan.round.init(params)
+    for _ in range(NUM_ROUNDS):
+        state, collected, _ = run_round(state, plan.round, attempt=0)
+        assert collected.count(Status.REPORTED) == 8
+        controls = [own["control"] for own in state.kept.values()]
+        mean = torch.stack(controls).sum(0) / 12
+        torch.testing.assert_close(state.strategy_state["control"], mean, rtol=0.0, atol=1e-6)
+    changes = [own["control"].norm() for own in state.kept.values()]
+    assert any(float(change) == pytest.approx(0.3, rel=1e-5) for change in changes)
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
 
 @pytest.mark.parametrize("bound", [0.5, 1e6, None])
 def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
-    """A change that is longer than the bound is scaled down to it in both; control: a wide bound."""
+    """A change beyond the bound is scaled down to it in both; control: a wide bound."""
     local = ControlVariates(inner=SGD, control_bound=bound)
     layout, start = Params.of(Point()).layout, torch.zeros(2).double()
     told = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})

@@ -175,7 +175,6 @@ BASIC = ("epochs", "batch_size", "learning_rate")
         (OwnTraining(), (), None),
         (OwnTraining(epochs=2), (), "'epochs', which is 2"),
         (UPDATES["a rule of one's own"], (*BASIC, "rate", "shuffle", "SignSgd"), None),
-        (UPDATES["a rule of one's own"], BASIC, "'(shuffle|rate|update)'"),
     ],
 )
 def test_a_setting_that_a_trainer_would_ignore_is_refused(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,7 +218,8 @@ def test_labels_that_are_no_class_numbers_are_refused_with_the_remedy(
 
 def test_numbers_of_numpy_are_numbers() -> None:
     """In settings, as in the fields of an algorithm."""
-    local = fl.LocalSgd(epochs=np.int64(1), batch_size=np.int32(4), learning_rate=np.float32(0.5))
+    numbers = {"epochs": np.int64(1), "batch_size": np.int32(4), "learning_rate": np.float32(0.5)}
+    local: Any = _any(fl.LocalSgd)(**numbers)
     assert settings_of(local) == settings_of(fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.5))
     config = from_mapping({"seed": np.int64(3), "cohort": {"num_wanted": np.int32(2)}}, source="")
     assert (config.seed, config.cohort.num_wanted) == (3, 2)

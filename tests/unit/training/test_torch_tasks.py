@@ -539,8 +539,8 @@ class Empty(Pairs):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TorchTrainer.of(Counting, Empty()), "the dataset is empty"),
-        (lambda: TorchTrainer.of(Counting, Endless()), "Endless has no length"),
+        (lambda: TorchTrainer.of(Counting, Empty()), "the dataset has no examples"),
+        (lambda: TorchTrainer.of(Counting, Endless()), "the dataset is a Endless, not a map-style"),
         (lambda: TorchTrainer.of(Counting, examples()[0]), "features without labels"),
         (lambda: TorchTrainer.of(Counting, Pairs(), examples()[1]), "labels in its items"),
         (lambda: TorchTrainer.of(Counting, Bare()).try_out(), r"dataset\[0\] is not a pair"),
@@ -559,9 +559,9 @@ def test_data_that_cannot_be_trained_on_are_refused(
     [
         (
             lambda: TorchTrainer.of(Counting, Pairs(), gradient_accumulation=0),
-            "gradient_accumulation is 0; it is at least 1",
+            "gradient_accumulation is 0; give a whole number >= 1",
         ),
-        (lambda: TorchTrainer.of(Counting, Pairs(), max_steps=0), "max_steps is 0; it is at"),
+        (lambda: TorchTrainer.of(Counting, Pairs(), max_steps=0), "max_steps is 0; give a whole"),
         (lambda: TorchTrainer.of(Counting, Pairs(), precision="half"), "precision is 'half'"),
         (lambda: TorchTrainer.of(Counting, Pairs(), device="abacus"), 'device is "abacus"'),
     ],
