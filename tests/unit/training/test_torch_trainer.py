@@ -162,7 +162,7 @@ def test_another_model_is_refused_before_it_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("num_features", "label", "error"), [(4, 2, RuntimeError), (5, 3, IndexError), (5, 2, None)]
+    ("num_features", "label", "error"), [(4, 2, RuntimeError), (5, 3, ValueError), (5, 2, None)]
 )
 @pytest.mark.parametrize("is_test", [False, True])
 def test_what_does_not_go_through_the_model_is_found_without_weights(
