@@ -297,8 +297,12 @@ def replaced_user_delta(
     and two points of the ball are at most 2C apart. It is reached where a is opposite to b = a'.
     For :math:`\alpha < 1`, :math:`H_\alpha(\omega \| \omega') = 1 - \alpha + \alpha
     H_{1/\alpha}(\omega' \| \omega)`, to which the same bound applies, since either user may be
-    the one that is replaced. Each side is the worst case of some updates, though not of the same
-    ones, so releases may cost a little less than this bound, composed, says.
+    the one that is replaced.
+
+    Each side is reached by some updates, but not both by the same ones. So the composition of
+    many rounds is an upper bound. An adversary that chooses in each round between the worst
+    updates of either side gives a lower bound; with q = 0.01, 500 rounds and δ = 1e-6, the two are
+    12.18 and 12.90 with noise of C, and 1.59 and 1.80 with noise of 2C.
 
     Args:
         epsilons: ε of either sign: shape [n].

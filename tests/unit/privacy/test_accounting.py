@@ -171,36 +171,63 @@ def test_no_updates_of_a_replaced_user_show_more_than_is_said(epsilon: float) ->
         assert shown(*others) <= said + 1e-6
 
 
-def test_rounds_of_a_fixed_size_cost_what_their_worst_updates_show() -> None:
-    """Losses convolved here: the replaced user is the odd one out before, or after, in a round."""
-    num_rounds, rate, noise, spacing = 40, 0.05, 2.0, 1e-3
-    outcomes = np.linspace(-20.0, 24.0, 400_001) / 2.0
-    odd = (1 - rate) * norm.pdf(outcomes, -1.0, noise) + rate * norm.pdf(outcomes, 1.0, noise)
+def adaptive_epsilon(
+    rate: float, noise: float, *, num_rounds: int, target_delta: float, spacing: float
+) -> float:
+    """Return ε against someone who chooses in each round which of two worst pairs is played.
+
+    The replaced user's update is the odd one out in the first data set, or in the second. Whoever
+    chooses the updates has seen the record so far, so the choice may follow the loss so far: with
+    L the loss of a pair, V_k(x) = max over pairs of E[V_{k-1}(x - L)], and δ(ε) = V_K(ε).
+    """
+    outcomes = np.linspace(-10.0, 12.0, 400_001)
     plain = norm.pdf(outcomes, -1.0, noise)
+    odd = (1 - rate) * plain + rate * norm.pdf(outcomes, 1.0, noise)
     losses = np.log(odd / plain)
-    size = 1 << 14
+    num = math.ceil(float(np.abs(losses[odd > 1e-16]).max()) / spacing)
+    size = 1 << math.ceil(math.log2(6 * num))
+    places = (np.arange(size) - size // 2) * spacing
 
     def transformed(
         loss: NDArray[np.float64], weights: NDArray[np.float64]
     ) -> NDArray[np.complex128]:
-        places = np.rint(loss / spacing).astype(np.int64) % size
-        masses = np.bincount(places, weights=weights, minlength=size)
-        return np.asarray(np.fft.fft(masses / weights.sum()))
+        at = np.clip(np.rint(loss / spacing).astype(np.int64), -num, num) % size
+        return np.asarray(
+            np.fft.rfft(np.bincount(at, weights=weights / weights.sum(), minlength=size))
+        )
 
-    before, after = transformed(losses, odd), transformed(-losses, plain)
-    values = ((np.arange(size) + size // 2) % size - size // 2) * spacing
+    pairs = [transformed(losses, odd), transformed(-losses, plain)]
+    value = np.maximum(0.0, -np.expm1(places))
+    inside = slice(num, size - num)  # nothing wraps around there
+    for _ in range(num_rounds):
+        before = np.fft.rfft(value)
+        for pair in pairs:
+            chosen = np.fft.irfft(before * pair, size)
+            value[inside] = np.maximum(value[inside], chosen[inside])
+    return float(places[np.flatnonzero(value > target_delta)[-1]])
 
-    def shown(epsilon: float) -> float:
-        above = values > epsilon
-        weights = -np.expm1(epsilon - values[above])
-        powers = [(before**num, after ** (num_rounds - num)) for num in (0, 20, num_rounds)]
-        totals = [np.fft.ifft(one * other).real for one, other in powers]
-        return max(float(total[above] @ weights) for total in totals)
 
-    event = Event(FixedCohorts(population=1000, size=50), noise)
-    said = epsilon_of_release({event: num_rounds}, target_delta=1e-5)
-    assert shown(said * 1.002) < 1e-5  # the spacing here is not rounded up
-    assert shown(said * 0.8) > 1e-5
+@pytest.mark.parametrize(
+    ("size", "noise", "num_rounds", "spacing", "slack"),
+    [
+        (500, 2.0, 40, 2e-3, 1.15),
+        pytest.param(100, 1.0, 500, 2e-3, 1.07, marks=pytest.mark.slow),
+        pytest.param(100, 2.0, 500, 5e-4, 1.14, marks=pytest.mark.slow),
+    ],
+)
+def test_rounds_of_a_fixed_size_cost_little_less_than_is_said(
+    size: int, noise: float, num_rounds: int, spacing: float, slack: float
+) -> None:
+    """Between an attack on all rounds, computed here, and a few per cent more.
+
+    The documentation gives the figures of 500 rounds.
+    """
+    least = adaptive_epsilon(
+        size / 10_000, noise, num_rounds=num_rounds, target_delta=DELTA, spacing=spacing
+    )
+    event = Event(FixedCohorts(population=10_000, size=size), noise)
+    said = epsilon_of_release({event: num_rounds}, target_delta=DELTA)
+    assert 0.998 * least < said < slack * least  # losses are rounded to the nearest here
 
 
 def test_a_tight_cap_costs_something() -> None:
