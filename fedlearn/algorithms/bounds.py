@@ -1,11 +1,20 @@
-"""What one update may come to before it is refused: how long it is, how much it weighs."""
+"""Which updates are refused: those too long, too heavy or not finite."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
+import torch
 from annotated_types import Ge, Gt, Le
+from torch import Tensor
 
+from fedlearn.algorithms.lanes import LaneSpec, Over
+from fedlearn.core.cores import on_all_cores
+from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Ranged
+from fedlearn.core.soundness import MAX_DELTA, is_sound, unsound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +27,7 @@ class UpdateBounds(Ranged):
 
     Attributes:
         max_norm: Largest Euclidean norm of each vector of an update, such as its delta, above 0
-            and at most 1e18.
+            and at most 1e18. Running statistics in a delta are not counted.
         max_examples: Most examples that a client may say it has trained on, 1 to 1e9.
     """
 
@@ -28,6 +37,18 @@ class UpdateBounds(Ranged):
     def too_long(self, lane: str) -> str:
         """Return why a client failed whose vector of a lane is too long."""
         return f"the norm of the {lane} exceeds {self.max_norm:g} (updates.max_norm)"
+
+    @property
+    def max_statistics_norm(self) -> float:
+        """Largest Euclidean norm of the running statistics in a delta.
+
+        Their size depends on the data and not on training, so only absurd values are refused.
+        """
+        return max(self.max_norm, GENEROUS.max_norm)
+
+    def too_large_statistics(self, lane: str) -> str:
+        """Return why a client failed whose running statistics are absurd."""
+        return f"the norm of the statistics in the {lane} exceeds {self.max_statistics_norm:g}"
 
     def too_heavy(self, num_examples: int) -> str:
         """Return why a client failed that says it has trained on so many examples."""
@@ -40,3 +61,49 @@ class UpdateBounds(Ranged):
 #: are 8 apart, so nothing that was trained in it gets there; and a device that trains on 10,000
 #: examples a second would take three hours for one epoch of so many.
 GENEROUS = UpdateBounds(max_norm=1e8, max_examples=10**8)
+
+
+def refusal(
+    lanes: Mapping[str, Tensor],
+    specs: Sequence[LaneSpec],
+    *,
+    layout: Layout,
+    bounds: UpdateBounds | None,
+) -> str | None:
+    """Return why an update must not be aggregated; ``None``: it may be.
+
+    Sessions and the simulation engine both call this on an update as its client sent it.
+
+    Args:
+        lanes: The update's vectors: shape [n] each, as ``specs`` declare them.
+        specs: The strategy's lanes.
+        layout: Layout of the model.
+        bounds: Bounds of the norms; ``None``: values must only be finite and not absurd.
+    """
+    for spec in specs:
+        vector = lanes[spec.name]
+        if bounds is None:
+            if not all(on_all_cores(len(vector), partial(_is_sound, vector))):
+                return unsound(spec.name)
+            continue
+        num_trained = layout.num_trainable if spec.over is Over.ALL else len(vector)
+        norm, statistics_norm = _norm(vector[:num_trained]), _norm(vector[num_trained:])
+        if not (norm <= MAX_DELTA and statistics_norm <= MAX_DELTA):  # a NaN is not
+            return unsound(spec.name)
+        if norm > bounds.max_norm:
+            return bounds.too_long(spec.name)
+        if statistics_norm > bounds.max_statistics_norm:
+            return bounds.too_large_statistics(spec.name)
+    return None
+
+
+def _norm(vector: Tensor) -> float:
+    return math.hypot(*on_all_cores(len(vector), partial(_norm_of_part, vector)))
+
+
+def _norm_of_part(vector: Tensor, part: slice) -> float:
+    return float(torch.linalg.vector_norm(vector[part]))
+
+
+def _is_sound(vector: Tensor, part: slice) -> bool:
+    return is_sound(vector[part])

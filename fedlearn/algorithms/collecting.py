@@ -57,6 +57,7 @@ class RoundRequest:
             settings=settings_of(self.strategy.local, self.strategy.transforms),
             seed=self.seed,
             told=self.told,
+            num_statistics=len(self.params.layout.statistics),
             counted=self.counted,
         )
 

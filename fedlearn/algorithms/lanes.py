@@ -111,12 +111,23 @@ class Updates:
         lanes: By lane one row a client.
         based_on: Of each, the round whose model it was trained from: the staleness of an update is
             the round that takes it less this one.
+        num_trained: Elements of each delta that train: the first ones. Running statistics follow,
+            which no norm counts. ``None``: all elements train.
     """
 
     client_ids: Sequence[ClientId]
     weights_B: Tensor
     lanes: Mapping[str, Rows]
     based_on: Sequence[int]
+    num_trained: int | None = None
+
+    def delta_parts(self) -> tuple[Tensor, Tensor]:
+        """Return the deltas of what trains [B, Q], and of running statistics [B, P - Q]."""
+        deltas_BP = matrix(self.lanes[DELTA.name])
+        num_elements = deltas_BP.shape[1]
+        num_trained = num_elements if self.num_trained is None else self.num_trained
+        trained, statistics = deltas_BP.split([num_trained, num_elements - num_trained], dim=1)
+        return trained, statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +137,14 @@ class Aggregate:
     Attributes:
         lanes: By lane the aggregated vector: the mean over clients, or what the rule makes of them.
         num_clients: How many contributed, >= 1.
-        num_clipped: How many of them were scaled down to the bounds of a secure sum; ``None``:
-            nobody may know.
+        num_clipped: How many of them were scaled down to the bounds of a secure sum, or by the
+            clip that is the strategy's last transform; ``None``: there is no clip, or the count is
+            not known or must not be.
+        num_capped: How many of them had a loss or a number of examples above the bounds of a
+            secure sum; ``None``: as above.
     """
 
     lanes: Lanes
     num_clients: int
     num_clipped: int | None = None
+    num_capped: int | None = None

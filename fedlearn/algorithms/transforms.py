@@ -73,7 +73,13 @@ def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
     for row, client_id in enumerate(updates.client_ids):
         lanes = {name: rows[row][None] for name, rows in updates.lanes.items()}
         own = updates.weights_B[row : row + 1]
-        before = Updates([client_id], own, lanes, [updates.based_on[row]])
+        before = replace(
+            updates,
+            client_ids=[client_id],
+            weights_B=own,
+            lanes=lanes,
+            based_on=[updates.based_on[row]],
+        )
         delta = lanes[DELTA.name]
         devices = [delta.device] if delta.is_cuda else []
         with global_generators_kept(), torch.random.fork_rng(devices):
@@ -117,6 +123,9 @@ def _require_alike(after: object, before: Updates, *, who: Transform) -> None:
 class ClippedUpdates(Ranged):
     r"""Scales each client's delta :math:`\Delta` by :math:`\min(1, C / \|\Delta\|_2)`.
 
+    :math:`\Delta` is of the parameters that train. Running statistics are not counted and not
+    scaled: they are averaged as values, and their size says nothing about training.
+
     Attributes:
         max_update_norm: C > 0.
 
@@ -131,8 +140,31 @@ class ClippedUpdates(Ranged):
 
     def __call__(self, updates: Updates) -> Updates:
         """Return the updates with their deltas clipped."""
-        delta = clipped_rows(updates.lanes[DELTA.name], bound=self.max_update_norm)
+        trained, statistics = updates.delta_parts()
+        clipped = clipped_rows(trained, bound=self.max_update_norm)
+        delta = torch.cat([clipped, statistics], dim=1) if statistics.shape[1] else clipped
         return replace(updates, lanes={**updates.lanes, DELTA.name: delta})
+
+
+#: Relative distance to a clip's bound within which a norm counts as clipped: rounding.
+_AT_BOUND = 1e-5
+
+
+def last_clip(transforms: Sequence[Transform]) -> float | None:
+    """Return the norm to which updates are clipped; ``None``: the last transform is no clip."""
+    last = transforms[-1] if transforms else None
+    return last.max_update_norm if isinstance(last, ClippedUpdates) else None
+
+
+def is_clipped(trained: Tensor, *, clip_norm: float) -> bool:
+    """Return whether an update was scaled down by :class:`ClippedUpdates`: it lies at the bound.
+
+    Args:
+        trained: The delta of what trains, as the client sent it: shape [Q].
+        clip_norm: The bound.
+    """
+    norm = float(torch.linalg.vector_norm(trained, dtype=torch.float64))
+    return norm >= clip_norm * (1.0 - _AT_BOUND)
 
 
 #: Whether a client's delta was at most as long as it was asked about: 1/2, or else -1/2.
@@ -141,7 +173,9 @@ BELOW = LaneSpec(name="below_norm", over=1, weighted=False, bound=0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class ToldBelow(Ranged):
-    """Has each client tell whether its delta's L2 norm is at most a bound: the lane ``BELOW``.
+    """Has each client report whether its delta's L2 norm is at most a bound: the lane ``BELOW``.
+
+    The norm is that of :class:`ClippedUpdates`: running statistics are not counted.
 
     Attributes:
         asked_norm: The bound, > 0.
@@ -157,8 +191,8 @@ class ToldBelow(Ranged):
 
     def __call__(self, updates: Updates) -> Updates:
         """Return the updates with one lane more."""
-        delta = updates.lanes[DELTA.name]
-        bits_B = (norms(delta) <= self.asked_norm).to(delta[0].dtype) - 0.5
+        trained, _ = updates.delta_parts()
+        bits_B = (norms(trained) <= self.asked_norm).to(trained.dtype) - 0.5
         return replace(updates, lanes={**updates.lanes, BELOW.name: bits_B[:, None]})
 
 

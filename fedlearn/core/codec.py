@@ -106,9 +106,10 @@ _MODELS = {
     _FORMS[each][0]
     for each in (TrainRequest, EvaluateRequest, SecureTrainRequest, SecureEvaluateRequest)
 }
-#: Fields that a header has only where they are not ``None``.
-_OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    _FORMS[each][0]: ("counted",) for each in (TrainRequest, SecureTrainRequest)
+#: Fields that a header has only where they differ from these values.
+_OPTIONAL: Mapping[str, Mapping[str, int | None]] = {
+    _FORMS[each][0]: {"counted": None, "num_statistics": 0}
+    for each in (TrainRequest, SecureTrainRequest)
 }
 _WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
     _FORMS[each][0]: each for each in (EvaluateReply, Failure, Accusation)
@@ -128,7 +129,9 @@ def encode(message: Request | Reply) -> bytes:
     if values.get(_LACKS_CONSTANTS):
         fields[_LACKS_CONSTANTS] = True
     fields |= {
-        name: _as_json(values[name]) for name in _OPTIONAL.get(kind, ()) if values[name] is not None
+        name: _as_json(values[name])
+        for name, usual in _OPTIONAL.get(kind, {}).items()
+        if values[name] != usual
     }
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
@@ -428,7 +431,7 @@ def _read(header: Any) -> tuple[str, dict[str, Any]]:
         raise ProtocolError(f"unknown message kind {kind!r}")
     if missing := [name for name in _FIELDS[kind] if name not in fields]:
         raise _malformed(f"the fields {missing} are missing")
-    there = [name for name in _OPTIONAL.get(kind, ()) if name in fields]
+    there = [name for name in _OPTIONAL.get(kind, {}) if name in fields]
     values = {name: _READERS[name](fields[name], name) for name in (*_FIELDS[kind], *there)}
     if fields.get(_LACKS_CONSTANTS) is True and kind in _MODELS:
         values[_LACKS_CONSTANTS] = True
@@ -480,6 +483,8 @@ def _notice(
 def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainRequest:
     if values["settings"] is None:
         raise _malformed("settings is not a table of plain values")
+    if values.get("num_statistics", 0) > len(values["order"]):
+        raise _malformed("num_statistics is larger than the number of names in order")
     model, told = _under(_MODEL, tensors), _under(_TOLD, tensors)
     _require_names(tensors, {_MODEL + name for name in model} | {_TOLD + name for name in told})
     return TrainRequest(tensors=model, told=told, **values)
@@ -613,6 +618,7 @@ def _rounds(value: Any, name: str) -> dict[ClientId, int]:
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "counted": _rounds,
+    "num_statistics": _integer,
     "round_num": _integer,
     "attempt": _integer,
     "seed": _integer,

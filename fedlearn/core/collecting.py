@@ -15,8 +15,9 @@ if TYPE_CHECKING:  # who only lists clients does not wait for numpy
 #: Characters of a failure's reason that are kept: a peer chooses them.
 MAX_REASON = 300
 
-#: The metric of a round with a secure sum: reports that were scaled down, where that may be known.
-NUM_CLIPPED = "num_clipped"
+#: Metrics of a round: reports that were scaled down to a clip, and those whose loss or number of
+#: examples a secure sum cut off, where these counts may be known.
+NUM_CLIPPED, NUM_CAPPED = "num_clipped", "num_capped"
 
 
 class Status(StrEnum):

@@ -47,12 +47,15 @@ class TrainRequest:
 
     Attributes:
         tensors: The global model by name.
-        order: The names of what is averaged, in the order in which they make one vector.
+        order: The names of what is averaged, in the order in which they make one vector: parameters
+            that train, then running statistics.
         settings: How to train: :mod:`fedlearn.algorithms.settings`.
         seed: Public seed of all client-side randomness that need not be secret.
         told: What the strategy tells beside the model, by name: one vector each.
         lacks_constants: Whether ``tensors`` has what is averaged alone: the rest of the model stays
             the same in a run, and was sent apart.
+        num_statistics: How many of the last names in ``order`` are running statistics, which no
+            norm of an update counts.
         counted: By client, the round whose model the last of its updates that counted was based
             on; clients without any are missing. A client keeps what it changed in that training,
             and undoes what it changed in another one since. ``None``: clients are not told.
@@ -68,7 +71,14 @@ class TrainRequest:
     seed: int
     told: "Mapping[str, Tensor]" = field(default_factory=dict)
     lacks_constants: bool = False
+    num_statistics: int = 0
     counted: Mapping[ClientId, int] | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Elements of the vector that train: the first ones."""
+        trained = self.order[: len(self.order) - self.num_statistics]
+        return sum(self.tensors[name].numel() for name in trained)
 
     @property
     def constants(self) -> "dict[str, Tensor]":

@@ -682,7 +682,7 @@ def _sessions(
     return channel, SessionCollector(
         inner=collector,
         sessions=SessionsKept(channel),
-        clipped=sessions.clipped if is_told else None,
+        bounded=sessions.bounded if is_told else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from pydantic_core import to_jsonable_python
 
-from fedlearn.core.collecting import NUM_CLIPPED, Participation, Status
+from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Participation, Status
 from fedlearn.core.distribution import NUM_CLIENTS, Direction, sign, split
 from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
@@ -298,7 +298,8 @@ class Summary:
             kept: each was asked once, and has two.
         num_skipped: Rounds that left the model as it was.
         num_retries: Further attempts, all rounds together.
-        num_clipped: Reports that were scaled down to fit a secure sum; 0 also where nobody knows.
+        num_clipped: Reports that a clip scaled down; 0 also where the count is not known.
+        num_capped: Reports whose loss or number of examples a secure sum cut off; likewise.
         reasons: Failure reasons and how often, the most frequent first.
         privacy: What was spent of its clients, where the reader is told; else ``None``.
     """
@@ -316,6 +317,7 @@ class Summary:
     num_skipped: int
     num_retries: int
     num_clipped: int
+    num_capped: int
     reasons: tuple[tuple[str, int], ...]
     privacy: Spending | None = None
 
@@ -375,7 +377,7 @@ class Summary:
         return {
             name: value
             for name, value in self.metrics.items()
-            if not name.startswith("clients/") and name != NUM_CLIPPED
+            if not name.startswith("clients/") and name not in (NUM_CLIPPED, NUM_CAPPED)
         }
 
 
@@ -419,6 +421,7 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         num_skipped=sum(one.outcome is Outcome.SKIPPED for one in rounds),
         num_retries=sum(one.attempt for one in rounds),
         num_clipped=round(sum(one.metrics.get(NUM_CLIPPED, 0.0) for one in rounds)),
+        num_capped=round(sum(one.metrics.get(NUM_CAPPED, 0.0) for one in rounds)),
         reasons=tuple(reasons.most_common()),
     )
 

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from fedlearn.core.collecting import NUM_CLIPPED, Status
+from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Status
 from fedlearn.core.distribution import NUM_CLIENTS, sign
 from fedlearn.core.words import printable
 from fedlearn.errors import OutputClosed
@@ -84,12 +84,14 @@ class _Lines:
         self.run, self.path, self._num_rounds = record.name, path, record.num_rounds
         self._is_deployed, self._metric = record.is_deployed, leading_metric(record)
         section = record.config.get("secure_aggregation")
-        self._clip_norm = section.get("clip_norm") if isinstance(section, Mapping) else None
+        self._clip_norm = None
+        if isinstance(section, Mapping) and section.get("mode") != "off":
+            self._clip_norm = section.get("clip_norm")
 
     def _clip_advice(self, record: RoundRecord) -> str:
         """Return what to do if most updates of the first round were scaled down."""
         num_clipped = _num_clipped(record)
-        if record.round_num or not num_clipped:
+        if record.round_num or not num_clipped or self._clip_norm is None:
             return ""
         num_reported = Counts.of(record).reported
         if 2 * num_clipped <= num_reported:
@@ -174,6 +176,7 @@ class PlainProgress(_Lines):
         counts = Counts.of(record)
         virtual = "" if self._is_deployed else f" virtual_s={record.virtual_s:.1f}"
         spent, num_clipped = record.metrics.get("epsilon"), _num_clipped(record)
+        num_capped = _num_capped(record)
         self._write(
             f"round {record.round_num + 1}/{self._num_rounds}"
             f" {printable(self._metric)}={number_text(headline(record.metrics, self._metric))}"
@@ -183,6 +186,7 @@ class PlainProgress(_Lines):
             f"{f' stale={counts.stale}' if record.staleness else ''}"
             f"{virtual} seconds={record.seconds:.3f}"
             f"{f' clipped={num_clipped}' if num_clipped else ''}"
+            f"{f' capped={num_capped}' if num_capped else ''}"
             f" retries={record.attempt} outcome={record.outcome.value}"
             f"{'' if spent is None else f' epsilon={spent:.4g}'}"
         )
@@ -376,12 +380,19 @@ def _remark(record: RoundRecord) -> str:
     stale = [f"{num_stale} stale"] if num_stale else []
     num_clipped = _num_clipped(record)
     clipped = [f"{num_clipped} scaled down"] if num_clipped else []
-    return ", ".join(skipped + retries + stale + clipped)
+    num_capped = _num_capped(record)
+    capped = [f"{num_capped} cut off"] if num_capped else []
+    return ", ".join(skipped + retries + stale + clipped + capped)
 
 
 def _num_clipped(record: RoundRecord) -> int:
-    """Return how many reports were scaled down to fit a secure sum; 0 also if nobody knows."""
+    """Return how many reports were scaled down to a clip; 0 also if the count is not known."""
     return round(record.metrics.get(NUM_CLIPPED, 0.0))
+
+
+def _num_capped(record: RoundRecord) -> int:
+    """Return of how many reports a secure sum cut off values; 0 also if the count is not known."""
+    return round(record.metrics.get(NUM_CAPPED, 0.0))
 
 
 # ---- The end ------------------------------------------------------------------------------
@@ -446,8 +457,11 @@ def _trouble(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.num_retries:
         yield "retries", str(summary.num_retries)
     if summary.num_clipped:
-        text = f"{summary.num_clipped} of {summary.counts.reported} updates, to fit the secure sum"
-        yield "scaled", f"{text}; secure_aggregation.clip_norm bounds them"
+        text = f"{summary.num_clipped} of {summary.counts.reported} updates"
+        yield "scaled", f"{text}, to their largest norm"
+    if summary.num_capped:
+        text = f"values of {summary.num_capped} of {summary.counts.reported} reports"
+        yield "cut off", f"{text}, at secure_aggregation.max_loss or max_examples"
     for reason, count in summary.reasons[:_TOP_REASONS]:
         text = printable(reason or "no reason given")[:_REASON_CHARACTERS]
         yield "failed", f"{count} x {text}"

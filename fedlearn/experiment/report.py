@@ -148,7 +148,9 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
     share = f"{100 * summary.num_in_time / asked:.0f} % reported in time" if asked else ""
     yield "reports", f"{summary.counts.reported:,}", share
     if summary.num_clipped:
-        yield "scaled down", f"{summary.num_clipped:,}", "updates, to fit the secure sum"
+        yield "scaled down", f"{summary.num_clipped:,}", "updates, to their largest norm"
+    if summary.num_capped:
+        yield "cut off", f"{summary.num_capped:,}", "losses or example counts, at their bounds"
 
 
 def _interruptions(summary: Summary) -> str:

@@ -3,23 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, weights
-from fedlearn.algorithms.bounds import UpdateBounds
+from fedlearn.algorithms.bounds import refusal
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.algorithms.transforms import is_clipped, last_clip
 from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
-from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import rebase_statistics
 from fedlearn.core.reported import WeightedMeans
-from fedlearn.core.soundness import MAX_DELTA, is_sound, unsound
 from fedlearn.transport.base import Arrival, Channel, ask_once
 
 #: No honest client has this many examples; above it a weight is an attack or a bug.
@@ -34,7 +31,11 @@ class Fold:
 
     def __init__(self, request: RoundRequest, *, num_together: int) -> None:
         aggregation, params = request.strategy.aggregation, request.params
-        self.num_added = 0
+        self.num_added = self._num_clipped = 0
+        # Without bounds there is noise: a count of clipped updates would have none.
+        is_told, transforms = request.strategy.bounds is not None, request.strategy.transforms
+        self._clip_norm = last_clip(transforms) if is_told else None
+        self._num_trained = params.layout.num_trainable
         self._current_S = params.current_statistics().cpu()  # where replies are
         self._aggregation, self._device = aggregation, params.vector.device
         self._num_together = num_together
@@ -55,6 +56,9 @@ class Fold:
             factor: What its weight is multiplied by.
             sent_S: The statistics that the client was sent; see :func:`rebase_statistics`.
         """
+        if self._clip_norm is not None:
+            trained = update.lanes[DELTA.name][: self._num_trained]
+            self._num_clipped += is_clipped(trained, clip_norm=self._clip_norm)
         if len(self._current_S):
             delta = update.lanes[DELTA.name]
             delta = rebase_statistics(delta, sent_S=sent_S, current_S=self._current_S)
@@ -67,11 +71,14 @@ class Fold:
     def close(self) -> Aggregate:
         """Return the aggregate of all, of at least one."""
         if isinstance(self._aggregation, FullAggregation):
-            return Aggregate(self._aggregation.combine(self._block()), self.num_added)
-        if self._waiting:
-            self._accumulate()
-        aggregate: Aggregate = self._aggregation.finalize(self._state)
-        return aggregate
+            aggregate = Aggregate(self._aggregation.combine(self._block()), self.num_added)
+        else:
+            if self._waiting:
+                self._accumulate()
+            aggregate = self._aggregation.finalize(self._state)
+        if self._clip_norm is None:
+            return aggregate
+        return replace(aggregate, num_clipped=self._num_clipped)
 
     def _accumulate(self) -> None:
         if not isinstance(self._aggregation, FullAggregation):
@@ -183,33 +190,12 @@ def validated(
     if (problem := misfit(reply.lanes, specs, request.params.layout)) is not None:
         return Failure(problem)
     bounds = request.strategy.bounds
-    if bounds is not None:
-        return _within(reply, bounds)
-    if not 1 <= reply.num_examples <= MAX_EXAMPLES:
+    if bounds is None and not 1 <= reply.num_examples <= MAX_EXAMPLES:
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
-    for name, vector in reply.lanes.items():
-        if not all(on_all_cores(len(vector), partial(_is_sound, vector))):
-            return Failure(unsound(name))
-    return reply
-
-
-def _within(reply: TrainReply, bounds: UpdateBounds) -> TrainReply | Failure:
-    """Return a reply within bounds, or why it is not; a norm that is no number is beyond all."""
-    if not 1 <= reply.num_examples <= bounds.max_examples:
+    if bounds is not None and not 1 <= reply.num_examples <= bounds.max_examples:
         return Failure(bounds.too_heavy(reply.num_examples))
-    for name, vector in reply.lanes.items():
-        norm = math.hypot(*on_all_cores(len(vector), partial(_norm, vector)))
-        if not norm <= bounds.max_norm:
-            return Failure(bounds.too_long(name) if norm <= MAX_DELTA else unsound(name))
-    return reply
-
-
-def _norm(vector: Tensor, part: slice) -> float:
-    return float(torch.linalg.vector_norm(vector[part]))
-
-
-def _is_sound(vector: Tensor, part: slice) -> bool:
-    return is_sound(vector[part])
+    problem = refusal(reply.lanes, specs, layout=request.params.layout, bounds=bounds)
+    return reply if problem is None else Failure(problem)
 
 
 def participation(

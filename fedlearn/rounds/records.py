@@ -79,7 +79,9 @@ class RoundRecord:
             ``_p90``, ``_worst_decile`` and the same of ``clients/loss``; and metrics of the run's
             own alike. Beside them what the strategy says of its step, such as ``server_loss``, in
             the first round what it said as it began, and ``epsilon``. ``num_clipped`` is how many
-            reports were scaled down to the bounds of a secure sum, in simulations without noise.
+            reports were scaled down: by a clip that is the last transform, or, in simulations
+            without noise, to the bounds of a secure sum. ``num_capped`` is of how many such a sum
+            cut off the loss or the number of examples, where there are any.
         train_metrics: What the clients measured in training beyond the loss, by names of their
             own: means over the reports, weighted by examples.
         staleness: Of an asynchronous round, how many of its updates have which staleness: rounds

@@ -21,7 +21,7 @@ from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.clock import Clock
-from fedlearn.core.collecting import NUM_CLIPPED, Status
+from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Status
 from fedlearn.core.distribution import Direction, sign
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
@@ -224,7 +224,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
     ran, attempt, duration_s = _attempts(state.server, plan.round, first=first)
     server, collected = ran.state, ran.collected
     moved = server.round_num > state.server.round_num
-    metrics = {**server.begun, **ran.metrics, **_clipped(collected)}
+    metrics = {**server.begun, **ran.metrics, **_counts(collected)}
     server = replace(server, round_num=state.server.round_num + 1, begun={})
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
     if plan.is_evaluated(server.round_num):
@@ -252,12 +252,16 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
     return state, record
 
 
-def _clipped(collected: Collected) -> dict[str, float]:
-    """Return how many updates were scaled down to fit a secure sum, where that may be known."""
-    aggregate = collected.aggregate
-    if aggregate is None or aggregate.num_clipped is None:
-        return {}
-    return {NUM_CLIPPED: float(aggregate.num_clipped)}
+def _counts(collected: Collected) -> dict[str, float]:
+    """Return how many reports were above a clip or a bound, where that may be known."""
+    aggregate, found = collected.aggregate, dict[str, float]()
+    if aggregate is None:
+        return found
+    if aggregate.num_clipped is not None:
+        found[NUM_CLIPPED] = float(aggregate.num_clipped)
+    if aggregate.num_capped:
+        found[NUM_CAPPED] = float(aggregate.num_capped)
+    return found
 
 
 def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran, int, float]:

@@ -187,13 +187,15 @@ class Contribution:
         values: By lane; all but the weight.
         weight: w in [0, W]; ignored if no weights are sent.
         request_hash: SHA-256 of the training request that it answers.
-        clipped: Lanes whose values were scaled down to their bound.
+        clipped: Lanes whose vector was scaled down to its bound.
+        capped: Numbers that were cut off at their bound: ``weight``, and lanes of metrics.
     """
 
     values: Mapping[str, NDArray[np.floating]]
     weight: int
     request_hash: bytes
     clipped: tuple[str, ...] = ()
+    capped: tuple[str, ...] = ()
 
 
 def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -> tuple[Words, ...]:

@@ -61,7 +61,7 @@ def train_reply(
             raise UnusableResult(f"the trainer returned a lane {name!r}, which is its tensors'")
         vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
         lanes[name] = vector.reshape(-1)
-    lanes = _transformed(lanes, transforms, context, based_on=request.round_num)
+    lanes = _transformed(lanes, transforms, context, request)
     for name, vector in lanes.items():
         if not is_sound(vector):
             raise Diverged(unsound(name))
@@ -196,14 +196,18 @@ def _transformed(
     lanes: Mapping[str, Tensor],
     transforms: Sequence[Transform],
     context: TrainContext,
-    *,
-    based_on: int,
+    request: TrainRequest,
 ) -> dict[str, Tensor]:
     if not transforms:
         return dict(lanes)
-    rows = {name: vector[None] for name, vector in lanes.items()}
-    updates = Updates([context.client_id], torch.ones(1), rows, [based_on])
-    sent = transformed(updates, transforms, seed=context.seed, round_num=based_on)
+    updates = Updates(
+        client_ids=[context.client_id],
+        weights_B=torch.ones(1),
+        lanes={name: vector[None] for name, vector in lanes.items()},
+        based_on=[request.round_num],
+        num_trained=request.num_trained,
+    )
+    sent = transformed(updates, transforms, seed=context.seed, round_num=request.round_num)
     return {name: values[0] for name, values in sent.lanes.items()}
 
 

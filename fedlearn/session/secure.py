@@ -213,7 +213,7 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
         NUM_EXAMPLES: float(update.num_examples),
     }
     values: dict[str, NDArray[np.floating]] = {}
-    vectors, clipped = _vectors(terms, update), list[str]()
+    vectors, clipped, capped = _vectors(terms, update), list[str](), list[str]()
     for lane in terms.lanes:
         if lane.role is LaneRole.VECTOR:
             vector, was_longer = clip(vectors[lane.name].detach().cpu(), lane.bound)
@@ -224,11 +224,15 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
                 raise ValueError(f"the terms ask for a metric {lane.name!r} that is unknown")
             bounded = min(max(metrics[lane.name], -lane.bound), lane.bound)
             values[lane.name] = np.array([bounded])
+            capped += [lane.name] * (bounded != metrics[lane.name])
+    if 0 < terms.max_weight < update.num_examples:
+        capped.append("weight")
     return Contribution(
         values=values,
         weight=min(update.num_examples, terms.max_weight),
         request_hash=terms.request_hash,
         clipped=tuple(clipped),
+        capped=tuple(capped),
     )
 
 
@@ -237,13 +241,16 @@ def measured(terms: Terms, reply: EvaluateReply) -> Contribution:
 
     The lanes of the terms are metrics, as :func:`message_in` has checked.
     """
-    values = dict[str, NDArray[np.floating]]()
+    values, capped = dict[str, NDArray[np.floating]](), list[str]()
     for lane in terms.lanes:
         value = reply.metrics.get(lane.name, math.nan)
         has_value = math.isfinite(value)
         bounded = min(max(value, -lane.bound), lane.bound) if has_value else 0.0
         values[lane.name] = np.array([bounded, float(has_value)])
-    return Contribution(values=values, weight=0, request_hash=terms.request_hash)
+        capped += [lane.name] * (has_value and bounded != value)
+    return Contribution(
+        values=values, weight=0, request_hash=terms.request_hash, capped=tuple(capped)
+    )
 
 
 def _vectors(terms: Terms, update: TrainReply) -> dict[str, Tensor]:

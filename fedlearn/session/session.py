@@ -1,7 +1,7 @@
 """One client's side of the protocol; the same code simulated and deployed."""
 
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from mmap import mmap
 
@@ -70,12 +70,15 @@ def tell_nobody(words: str) -> None:
     """Tell nobody of a failure: it is in the log."""
 
 
-def log_clipped(lanes: Sequence[str]) -> None:
-    """Write which lanes of this client's update were scaled down, if any, on this device alone."""
-    if not lanes:
-        return
-    advice = "the coordinator may raise secure_aggregation.clip_norm"
-    structlog.get_logger(__name__).info("update_scaled_down", lanes=list(lanes), advice=advice)
+def log_bounded(contribution: Contribution) -> None:
+    """Write which values of a contribution were above their bounds, on this device alone."""
+    log = structlog.get_logger(__name__)
+    if contribution.clipped:
+        advice = "the coordinator may raise secure_aggregation.clip_norm"
+        log.info("update_scaled_down", lanes=list(contribution.clipped), advice=advice)
+    if contribution.capped:
+        advice = "the coordinator may raise secure_aggregation.max_loss or max_examples"
+        log.info("values_cut_off", lanes=list(contribution.capped), advice=advice)
 
 
 def public_reason(error: Exception) -> str:
@@ -110,8 +113,9 @@ class ClientSession:
         expanded: Masks that were expanded while the network waited.
         transforms: Classes of transforms of the user's own that the coordinator may ask for, in
             addition to those that the trainer names as its ``own_transforms``.
-        on_clipped: Told which lanes of each update were scaled down to fit a secure sum, if any.
-            This says something about the data, so the coordinator of a deployment is not told.
+        on_bounded: Called with each contribution to a secure sum, which names the values that were
+            above their bounds. They say something about the data, so the coordinator of a
+            deployment does not learn them.
         reason_of: What the coordinator is told of a failure. A simulation has nothing to hide.
     """
 
@@ -124,7 +128,7 @@ class ClientSession:
     history_file: HistoryFile | None = None
     expanded: Expanded = nothing_expanded
     transforms: Collection[type[Transform]] = ()
-    on_clipped: Callable[[Sequence[str]], object] = log_clipped
+    on_bounded: Callable[[Contribution], object] = log_bounded
     reason_of: Callable[[Exception], str] = public_reason
 
     def handle(
@@ -220,12 +224,14 @@ class ClientSession:
                     update, trainer = self._train(train, begun.trainer, control)
                     trained = begun.after(train, trainer)
                     added = contribution(terms, update)
-                    self.on_clipped(added.clipped)
+                    self.on_bounded(added)
                     return added
                 case SecureEvaluateRequest(evaluate=evaluate) if (
                     request_hash(evaluate) == terms.request_hash
                 ):
-                    return measured(terms, self._evaluate(evaluate, control))
+                    added = measured(terms, self._evaluate(evaluate, control))
+                    self.on_bounded(added)
+                    return added
             raise ProtocolError("the request to work on is not the one that the terms name")
 
         asked = message_in(request)

@@ -25,7 +25,7 @@ from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.transforms import Transform, transformed
+from fedlearn.algorithms.transforms import Transform, last_clip, transformed
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
@@ -39,17 +39,14 @@ from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Apart, Executor, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
 from fedlearn.simulation.population import ClientRows, Population, spread_clients
-from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
+from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
 from fedlearn.simulation.schedule import rows_of_round, training_rows
 from fedlearn.simulation.secure import ModularSum
 from fedlearn.simulation.timeline import (
     RAISED,
+    REFUSED,
     REPORTED,
-    TOO_HEAVY,
-    TOO_LONG,
-    UNSOUND,
     Timeline,
-    reason_of,
 )
 
 #: Clients that are tried before a failure is taken for everyone's.
@@ -106,13 +103,15 @@ class Engine:
                 reasons=trained.reasons,
             )
         participations = timeline.participations(self.policy)
-        least = self.policy.min_reports
+        least, num_capped = self.policy.min_reports, None
         if self.summing is not None:
+            num_capped = self.summing.num_capped(participations)
             participations = self.summing.recorded(participations)
             least = max(least, self.summing.min_survivors)
         is_enough = participations.num(Status.REPORTED) >= least
+        aggregate = replace(reduction.close(), num_capped=num_capped) if is_enough else None
         return Collected(
-            aggregate=reduction.close() if is_enough else None,
+            aggregate=aggregate,
             participations=participations,
             duration_s=timeline.closed_s(self.policy),
             train_metrics=metrics.close(),
@@ -128,13 +127,15 @@ class Engine:
         """
         strategy, aggregation = request.strategy, request.strategy.aggregation
         bounds = self.bounds(request)
-        max_norm = None if bounds is None else bounds.max_norm
+        lanes, params = strategy.lanes, request.params
         if self.summing is not None:
             self.summing.plan.require_same_mean(aggregation)
-            return Summed(self.summing, strategy.lanes, request.params, max_norm=max_norm)
+            return Summed(self.summing, lanes, params, bounds=bounds, clip_norm=None)
+        # Without bounds there is noise: a count of clipped updates would have none.
+        clip_norm = None if bounds is None else last_clip(strategy.transforms)
         if isinstance(aggregation, FullAggregation):
-            return Gathered(aggregation, strategy.lanes, request.params, max_norm=max_norm)
-        return Summed(aggregation, strategy.lanes, request.params, max_norm=max_norm)
+            return Gathered(aggregation, lanes, params, bounds=bounds, clip_norm=clip_norm)
+        return Summed(aggregation, lanes, params, bounds=bounds, clip_norm=clip_norm)
 
     def bounds(self, request: RoundRequest) -> UpdateBounds | None:
         """Return what bounds an update; nothing where no one update is seen by itself."""
@@ -207,7 +208,7 @@ class Engine:
         reduction.begin(client_ids)
         # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
         report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
-        errors = dict[int, Exception]()
+        errors, reasons = dict[int, Exception](), dict[int, str]()
         kept = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
@@ -224,11 +225,18 @@ class Engine:
         for block, (trained, left) in attempted:
             asked = [requests[place] for place in block.tolist()]
             lowered = None if factors is None else factors[block]
-            sent = _received(left, trained, asked, reduction, factors=lowered)
-            is_light = np.ones(len(block), np.bool_)
-            if bounds is not None:
-                is_light = trained.num_examples_K <= bounds.max_examples
-            verdicts = _folded(reduction, sent, block, is_light)
+            sent = _weighted(left, trained, asked, reduction, factors=lowered)
+            refused = _fold_block(
+                sent,
+                asked,
+                reduction,
+                places=block,
+                num_examples=trained.num_examples_K,
+                bounds=bounds,
+            )
+            reasons |= {int(block[row]): reason for row, reason in refused.items()}
+            verdicts = np.full(len(block), REPORTED)
+            verdicts[list(refused)] = REFUSED
             sound = verdicts == REPORTED
             report[:, block] = trained.losses_K, trained.num_examples_K, verdicts
             if trained.kept or request.kept:
@@ -238,7 +246,10 @@ class Engine:
         report[2, list(errors)] = RAISED
         reduction.share(self.cluster, more=torch.from_numpy(report))
         verdicts = report[2].astype(np.int64)
-        reasons = self._reasons(verdicts, report[1], errors, bounds)
+        if (verdicts != REPORTED).any():
+            reasons |= {place: reason_for(error) for place, error in errors.items()}
+            everywhere = gathered(reasons, self.cluster)
+            reasons = {place: reason for each in everywhere for place, reason in each.items()}
         if request.round_num == 0 and (verdicts == RAISED).all():
             self._require_another(client_ids, request, reasons, errors)
         if isinstance(self.executor, TrainerExecutor):
@@ -286,24 +297,6 @@ class Engine:
         except Exception:  # noqa: BLE001 - user code raises anything, here once more
             return False
         return True
-
-    def _reasons(
-        self,
-        verdicts: NDArray[np.int64],
-        num_examples: NDArray[np.float64],
-        errors: Mapping[int, Exception],
-        bounds: UpdateBounds | None,
-    ) -> dict[int, str]:
-        """Return why clients failed, by place, whichever worker has trained them."""
-        found = {
-            place: reason_of(int(verdicts[place]), int(num_examples[place]), bounds)
-            for place in np.flatnonzero(verdicts != REPORTED).tolist()
-        }
-        if (verdicts == RAISED).any():
-            own = {place: reason_for(error) for place, error in errors.items()}
-            for each in gathered(own, self.cluster):
-                found |= each
-        return found
 
     def _takes_apart(
         self, updates: Sequence[LocalUpdate], requests: Sequence[RoundRequest]
@@ -404,6 +397,7 @@ def _sent(
         weights_B=trained.deltas_KP.new_ones(len(client_ids)),
         lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
         based_on=[each.round_num for each in requests],
+        num_trained=layout.num_trainable,
     )
     transforms = strategy.transforms
     reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
@@ -430,7 +424,7 @@ def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) 
     return replace(updates, lanes={**updates.lanes, DELTA.name: deltas})
 
 
-def _received(
+def _weighted(
     sent: Updates,
     trained: Trained,
     requests: Sequence[RoundRequest],
@@ -438,7 +432,7 @@ def _received(
     *,
     factors: NDArray[np.float64] | None,
 ) -> Updates:
-    """Return a block's updates as the aggregation takes them: weighted, of the current model."""
+    """Return a block's updates with their aggregation weights."""
     strategy = requests[0].strategy
     num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
     if adds_own_noise(strategy.local, strategy.transforms):
@@ -446,25 +440,31 @@ def _received(
     weights_B = weights(reduction.aggregation, num_examples_B)
     if factors is not None:
         weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
-    return _rebase(replace(sent, weights_B=weights_B), requests, reduction.params)
+    return replace(sent, weights_B=weights_B)
 
 
-def _folded(
+def _fold_block(
+    sent: Updates,
+    requests: Sequence[RoundRequest],
     reduction: Reduction,
-    updates: Updates,
+    *,
     places: NDArray[np.int64],
-    is_light: NDArray[np.bool_],
-) -> NDArray[np.int64]:
-    """Fold in what counts of a block, of no more examples than may be; return the verdicts: [B]."""
-    verdicts = np.full(len(places), TOO_HEAVY)
-    if is_light.any():
-        some = only(updates, np.flatnonzero(is_light))
-        sound = reduction.fold(some, places[is_light])
-        found = np.where(sound, REPORTED, UNSOUND)
-        if not sound.all():
-            found[~sound & sound_rows(some, max_norm=None)] = TOO_LONG
-        verdicts[is_light] = found
-    return verdicts
+    num_examples: NDArray[np.int64],
+    bounds: UpdateBounds | None,
+) -> dict[int, str]:
+    """Fold a block into the aggregate; return by row why some updates are refused."""
+    refused, rows = dict[int, str](), np.arange(len(places))
+    if bounds is not None:
+        is_heavy = num_examples > bounds.max_examples
+        heavy, rows = np.flatnonzero(is_heavy).tolist(), np.flatnonzero(~is_heavy)
+        refused = {row: bounds.too_heavy(int(num_examples[row])) for row in heavy}
+    if len(rows):
+        some, asked = only(sent, rows), [requests[row] for row in rows.tolist()]
+        current = _rebase(some, asked, reduction.params)
+        reasons = reduction.fold(some, places[rows], current=current)
+        found = zip(rows.tolist(), reasons, strict=True)
+        refused |= {row: reason for row, reason in found if reason is not None}
+    return refused
 
 
 def _require_declared(

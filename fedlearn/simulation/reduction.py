@@ -5,6 +5,7 @@ in order of arrival, and each worker folds in its own.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,11 +14,48 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, merged
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds, refusal
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, matrix
+from fedlearn.algorithms.transforms import is_clipped
 from fedlearn.core.messages import ClientId
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.core.soundness import is_sound
 from fedlearn.simulation.cluster import Cluster
+
+
+class ClipCount:
+    """Counts updates that their clients' clip scaled down, over waves and workers.
+
+    Attributes:
+        wave: How many in this wave, to be summed over the workers: shape [1].
+    """
+
+    def __init__(self, clip_norm: float | None) -> None:
+        self._clip_norm, self._total = clip_norm, 0
+        self.wave = torch.zeros(1, dtype=torch.float64)
+
+    def begin(self) -> None:
+        """Begin a wave."""
+        self.wave.zero_()
+
+    def add(self, sent: Updates, reasons: Sequence[str | None]) -> None:
+        """Count the accepted rows of a block."""
+        if self._clip_norm is None:
+            return
+        trained_BQ, _ = sent.delta_parts()
+        for trained, reason in zip(trained_BQ, reasons, strict=True):
+            if reason is None:
+                self.wave += is_clipped(trained, clip_norm=self._clip_norm)
+
+    def end(self) -> None:
+        """End a wave, whose count is now that of all workers."""
+        self._total += round(float(self.wave))
+
+    def noted(self, aggregate: Aggregate) -> Aggregate:
+        """Return an aggregate with the count, where there is a clip."""
+        if self._clip_norm is None:
+            return aggregate
+        return replace(aggregate, num_clipped=self._total)
 
 
 class Summed:
@@ -34,48 +72,68 @@ class Summed:
         lanes: Sequence[LaneSpec],
         params: Params,
         *,
-        max_norm: float | None,
+        bounds: UpdateBounds | None,
+        clip_norm: float | None,
     ) -> None:
         self.aggregation, self._lanes, self.params = aggregation, lanes, params
-        self._max_norm = max_norm
+        self._bounds, self._clipped = bounds, ClipCount(clip_norm)
         self._total = self._wave = self._empty()
 
     def begin(self, client_ids: NDArray[np.int64]) -> None:  # noqa: ARG002 - a sum needs no room
         """Begin a wave of these clients: shape [n], in order of arrival."""
         self._wave = self._empty()
+        self._clipped.begin()
 
     def fold(
         self,
-        updates: Updates,
+        sent: Updates,
         places: NDArray[np.int64],  # noqa: ARG002 - a sum has no places
-    ) -> NDArray[np.bool_]:
-        """Add a block by itself, then to the wave; return which of its rows are in it: [B].
+        *,
+        current: Updates,
+    ) -> list[str | None]:
+        """Add the acceptable rows of a block to the wave; return of each row why it is refused.
 
-        A sum is finite only if all its terms are, so the usual block is read once; only if it is
-        not, or longer than one of them may be, are the rows looked at one by one. (Absurd values
-        that cancel within a block pass: simulated clients diverge, they do not conspire.)
+        The block is summed by itself first. A sum is finite only if all its terms are, so rows are
+        judged one by one only if the sum is absurd, or if bounds are tighter than the generous
+        ones. (Absurd values that cancel within a block pass: simulated clients diverge, they do
+        not conspire.)
+
+        Args:
+            sent: The updates as clients sent them, with their weights: what is judged.
+            places: The rows' places in the wave: shape [B].
+            current: The same rows relative to the current model: what is summed.
         """
-        block = self.aggregation.accumulate(self._empty(), updates)
-        sound, max_norm = np.ones(len(updates.client_ids), np.bool_), self._max_norm
-        if max_norm is not None:  # a weight below 1 would hide a long row in the sum
-            max_norm *= min(1.0, float(updates.weights_B.min()))
-        if not all(is_sound(tensor, max_norm=max_norm) for tensor in block.tensors()):
-            sound = sound_rows(updates, max_norm=self._max_norm)
-            if not sound.all():
-                some = only(updates, np.flatnonzero(sound))
+        block = self.aggregation.accumulate(self._empty(), current)
+        reasons: list[str | None] = [None] * len(sent.client_ids)
+        if not self._is_plausible(block, sent.weights_B):
+            reasons = refusals(sent, self._lanes, self.params.layout, self._bounds)
+            if any(reasons):
+                some = only(current, _accepted(reasons))
                 block = self.aggregation.accumulate(self._empty(), some)
         self._wave = merged(self._wave, block)
-        return sound
+        self._clipped.add(sent, reasons)
+        return reasons
+
+    def _is_plausible(self, block: Any, weights_B: Tensor) -> bool:  # Any: as above
+        """Return whether a block's sum shows that none of its rows is refused."""
+        bounds, max_norm = self._bounds, None
+        if bounds is not None:
+            if bounds.max_norm < GENEROUS.max_norm:
+                return False  # long rows may cancel
+            # A weight below 1 would hide a long row in the sum.
+            max_norm = bounds.max_norm * min(1.0, float(weights_B.min()))
+        return all(is_sound(tensor, max_norm=max_norm) for tensor in block.tensors())
 
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
         """Add up the wave, and ``more``, over the workers."""
-        cluster.all_reduce([*self._wave.tensors(), more])
+        cluster.all_reduce([*self._wave.tensors(), self._clipped.wave, more])
         self._total = merged(self._total, self._wave)
+        self._clipped.end()
 
     def close(self) -> Aggregate:
         """Return the aggregate of all waves, of at least one client."""
         aggregate: Aggregate = self.aggregation.finalize(self._total)
-        return aggregate
+        return self._clipped.noted(aggregate)
 
     def _empty(self) -> Any:  # Any: as above
         device = self.params.vector.device
@@ -96,9 +154,11 @@ class Gathered:
         lanes: Sequence[LaneSpec],
         params: Params,
         *,
-        max_norm: float | None,
+        bounds: UpdateBounds | None,
+        clip_norm: float | None,
     ) -> None:
-        self.aggregation, self.params, self._max_norm = aggregation, params, max_norm
+        self.aggregation, self.params, self._lanes = aggregation, params, lanes
+        self._bounds, self._clipped = bounds, ClipCount(clip_norm)
         self._sizes = {lane.name: lane.size(params.layout) for lane in lanes}
         self._waves = list[Updates]()
 
@@ -108,23 +168,36 @@ class Gathered:
         self._client_ids, self._weights = client_ids, like.new_zeros(count)
         self._based_on = torch.zeros(count, dtype=torch.float64)
         self._rows = {name: like.new_zeros(count, size) for name, size in self._sizes.items()}
+        self._clipped.begin()
 
-    def fold(self, updates: Updates, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Copy the sound rows of a block to their places [B]; return which they are: [B]."""
-        sound = sound_rows(updates, max_norm=self._max_norm)
-        some, index = only(updates, np.flatnonzero(sound)), torch.from_numpy(places[sound])
+    def fold(
+        self, sent: Updates, places: NDArray[np.int64], *, current: Updates
+    ) -> list[str | None]:
+        """Copy the acceptable rows of a block to their places; as :meth:`Summed.fold`."""
+        reasons = refusals(sent, self._lanes, self.params.layout, self._bounds)
+        accepted = _accepted(reasons)
+        some, index = only(current, accepted), torch.from_numpy(places[accepted])
         self._weights[index] = some.weights_B
         self._based_on[index] = torch.tensor(some.based_on, dtype=torch.float64)
         for name, rows in some.lanes.items():
             self._rows[name][index] = matrix(rows)
-        return sound
+        self._clipped.add(sent, reasons)
+        return reasons
 
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
         """Fill in what the other workers have; ``more`` is added up."""
-        cluster.all_reduce([*self._rows.values(), self._weights, self._based_on, more])
+        rows = [*self._rows.values(), self._weights, self._based_on]
+        cluster.all_reduce([*rows, self._clipped.wave, more])
+        self._clipped.end()
         is_there = (self._weights > 0).cpu().numpy()
         client_ids = [ClientId(each) for each in self._client_ids.tolist()]
-        wave = Updates(client_ids, self._weights, self._rows, self._based_on.long().tolist())
+        wave = Updates(
+            client_ids,
+            self._weights,
+            self._rows,
+            self._based_on.long().tolist(),
+            self.params.layout.num_trainable,
+        )
         self._waves.append(only(wave, np.flatnonzero(is_there)))
 
     def close(self) -> Aggregate:
@@ -136,20 +209,30 @@ class Gathered:
             name: torch.cat([matrix(wave.lanes[name]) for wave in waves]) for name in self._sizes
         }
         based_on = [each for wave in waves for each in wave.based_on]
-        combined = self.aggregation.combine(Updates(client_ids, weights_B, lanes, based_on))
-        return Aggregate(lanes=combined, num_clients=len(client_ids))
+        num_trained = self.params.layout.num_trainable
+        everything = Updates(client_ids, weights_B, lanes, based_on, num_trained)
+        combined = self.aggregation.combine(everything)
+        return self._clipped.noted(Aggregate(lanes=combined, num_clients=len(client_ids)))
 
 
 Reduction: TypeAlias = Summed | Gathered
 """The updates of one round on their way into an aggregate; a block's memory is used again."""
 
 
-def sound_rows(updates: Updates, *, max_norm: float | None) -> NDArray[np.bool_]:
-    """Return which rows may reach arithmetic in all their lanes: shape [B]."""
-    sound = np.ones(len(updates.client_ids), np.bool_)
-    for rows in updates.lanes.values():
-        sound &= np.asarray([is_sound(row, max_norm=max_norm) for row in rows])
-    return sound
+def refusals(
+    sent: Updates,
+    lanes: Sequence[LaneSpec],
+    layout: Layout,
+    bounds: UpdateBounds | None,
+) -> list[str | None]:
+    """Return of each row why it must not reach arithmetic; ``None``: it may."""
+    rows = range(len(sent.client_ids))
+    updates = [{name: values[row] for name, values in sent.lanes.items()} for row in rows]
+    return [refusal(update, lanes, layout=layout, bounds=bounds) for update in updates]
+
+
+def _accepted(reasons: Sequence[str | None]) -> NDArray[np.int64]:
+    return np.flatnonzero([reason is None for reason in reasons])
 
 
 def only(updates: Updates, rows: NDArray[np.int64]) -> Updates:
@@ -162,4 +245,4 @@ def only(updates: Updates, rows: NDArray[np.int64]) -> Updates:
         [each[row] for row in rows.tolist()] for each in (updates.client_ids, updates.based_on)
     )
     weights_B = updates.weights_B[index]
-    return Updates(client_ids, weights_B, lanes, based_on)
+    return Updates(client_ids, weights_B, lanes, based_on, updates.num_trained)

@@ -170,6 +170,22 @@ class ModularSum:
             losses=np.where(reported, loss, rows.losses),
         )
 
+    def num_capped(self, rows: Participations) -> int | None:
+        """Return how many reports have a loss or a number of examples above its bound.
+
+        Args:
+            rows: The clients of a round with their own losses and examples.
+
+        Returns:
+            ``None`` where clients add noise: the count would have none.
+        """
+        if self.plan.noise_multiplier is not None:
+            return None
+        reported = rows.codes == STATUSES.index(Status.REPORTED)
+        is_large = np.abs(rows.losses) > self.plan.max_loss  # a NaN is not
+        is_large |= rows.num_examples > self.plan.max_examples
+        return int((reported & is_large).sum())
+
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the example counts, none above W; or ones."""
         if not self.plan.by_examples:

@@ -6,7 +6,7 @@ Slower than the engine and equal to it, for parity and for code that lives in se
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import delta_bytes
 from fedlearn.core.randomness import Seed
+from fedlearn.secagg.terms import Contribution
 from fedlearn.session.faults import reason_for
 from fedlearn.session.secure import KeptState
 from fedlearn.session.session import ClientSession
@@ -85,6 +86,18 @@ def trainers_on(
     return ResidentTrainers(model=model, local_updates=local_updates)
 
 
+class AboveBounds(NamedTuple):
+    """Whether values that a client added to a secure sum were above their bounds.
+
+    Attributes:
+        is_clipped: A vector was scaled down.
+        is_capped: Its loss or its number of examples was cut off.
+    """
+
+    is_clipped: bool
+    is_capped: bool
+
+
 @dataclass(frozen=True)
 class SimulatedSessions(Mapping[ClientId, Handler]):
     """A session for each client, made when it is asked: idle clients cost nothing.
@@ -98,8 +111,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
         transforms: Classes of transforms of the user's own, which all clients know.
         dtype: Of the model.
-        clipped: Clients whose update was scaled down to fit a secure sum, of those that have
-            trained since it was cleared. It is known here because the clients are.
+        bounded: What clients have added to secure sums since it was cleared, by client. It is
+            known here because the clients are.
     """
 
     population: Population
@@ -111,7 +124,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     identities: SimulatedIdentities | None = None
     transforms: Collection[type[Transform]] = ()
     dtype: torch.dtype = torch.float32
-    clipped: set[ClientId] = field(default_factory=set)
+    bounded: dict[ClientId, AboveBounds] = field(default_factory=dict)
 
     def channel(self) -> MemoryChannel:
         """Return a channel to them, in virtual time."""
@@ -147,7 +160,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             trainer,
             secure,
             transforms=self.transforms,
-            on_clipped=partial(self._note_clipped, client_id),
+            on_bounded=partial(self._note_bounded, client_id),
             reason_of=reason_for,
         )
         return session.handle(data, state)
@@ -171,9 +184,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             return self.make_trainer(features, labels)
         return require_trainer(self.make_trainer(for_trainer(features, self.dtype), labels))
 
-    def _note_clipped(self, client_id: ClientId, lanes: Sequence[str]) -> None:
-        if lanes:
-            self.clipped.add(client_id)
+    def _note_bounded(self, client_id: ClientId, contribution: Contribution) -> None:
+        self.bounded[client_id] = AboveBounds(bool(contribution.clipped), bool(contribution.capped))
 
     def _asked(self, clients: Sequence[ClientId], train: TrainRequest) -> DeviceRound:
         client_ids = np.asarray(clients, np.int64)
@@ -226,13 +238,13 @@ class SessionCollector:
     Attributes:
         inner: Collects.
         sessions: What they keep.
-        clipped: As of :class:`SimulatedSessions`; ``None``: there is no secure sum, or how many
-            were clipped would need noise.
+        bounded: As of :class:`SimulatedSessions`; ``None``: there is no secure sum, or a count
+            of what was above the bounds would need noise.
     """
 
     inner: Collector
     sessions: SessionsKept
-    clipped: set[ClientId] | None = None
+    bounded: dict[ClientId, AboveBounds] | None = None
 
     def available(self) -> Sequence[ClientId]:
         """Return all clients."""
@@ -241,19 +253,22 @@ class SessionCollector:
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Return what the inner one does, and what the sessions keep then."""
         self.sessions.restore(request.kept)
-        if self.clipped is not None:
-            self.clipped.clear()
-        collected = self._with_clipped(self.inner.collect(cohort, request))
+        if self.bounded is not None:
+            self.bounded.clear()
+        collected = self._with_counts(self.inner.collect(cohort, request))
         return self.sessions.added_to(collected, before=request.kept)
 
-    def _with_clipped(self, collected: Collected) -> Collected:
-        if self.clipped is None or collected.aggregate is None:
+    def _with_counts(self, collected: Collected) -> Collected:
+        if self.bounded is None or collected.aggregate is None:
             return collected
-        reported = {
-            each.client_id for each in collected.participations if each.status is Status.REPORTED
-        }
-        num_clipped = len(reported & self.clipped)
-        return replace(collected, aggregate=replace(collected.aggregate, num_clipped=num_clipped))
+        rows = [row for row in collected.participations if row.status is Status.REPORTED]
+        found = [self.bounded[row.client_id] for row in rows if row.client_id in self.bounded]
+        aggregate = replace(
+            collected.aggregate,
+            num_clipped=sum(each.is_clipped for each in found),
+            num_capped=sum(each.is_capped for each in found),
+        )
+        return replace(collected, aggregate=aggregate)
 
 
 @dataclass(frozen=True, kw_only=True)

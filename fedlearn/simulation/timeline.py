@@ -13,26 +13,21 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlearn.algorithms.bounds import UpdateBounds
-from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import STATUSES, Participations, Status
-from fedlearn.core.soundness import unsound
 
-#: What became of an update that was trained: it counts, is not finite, or beyond a bound.
-REPORTED, UNSOUND, TOO_LONG, TOO_HEAVY = range(1, 5)
+#: Outcome of a client that was trained: its update counts, is refused, or training raised an error.
+REPORTED, REFUSED, RAISED = 1, 2, 3
 #: Its client vanished before it reported.
-DROPPED = 5
-_PENDING, _TOO_LATE = 0, 6
-#: Its local training raised an error.
-RAISED = 7
-_FAILED = (UNSOUND, TOO_LONG, TOO_HEAVY, DROPPED, RAISED)
+DROPPED = 4
+_PENDING, _TOO_LATE = 0, 5
+_FAILED = (REFUSED, RAISED, DROPPED)
 
 #: Why a client that vanished in the middle of a round failed.
 DROPPED_OUT = "dropped out before reporting"
 
 #: The status code of each outcome.
-_STATUSES = (Status.LATE, Status.REPORTED, *[Status.FAILED] * 4, Status.LATE, Status.FAILED)
+_STATUSES = (Status.LATE, Status.REPORTED, *[Status.FAILED] * 3, Status.LATE)
 _CODES = np.asarray([STATUSES.index(status) for status in _STATUSES])
 
 
@@ -140,12 +135,3 @@ class Timeline:
         """Return the index of the report that closed the round, if one did."""
         reported = np.flatnonzero(self.outcome == REPORTED)
         return int(reported[-1]) if len(reported) == policy.num_wanted else None
-
-
-def reason_of(verdict: int, num_examples: int, bounds: UpdateBounds | None) -> str:
-    """Return why an update was refused, by its verdict."""
-    if verdict == TOO_LONG and bounds is not None:
-        return bounds.too_long(DELTA.name)
-    if verdict == TOO_HEAVY and bounds is not None:
-        return bounds.too_heavy(num_examples)
-    return unsound(DELTA.name)

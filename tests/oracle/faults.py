@@ -451,8 +451,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the bound on norms is ignored",
         reduction,
-        "is_sound",
-        lambda right: lambda delta, **_: right(delta),
+        "refusal",
+        lambda right: lambda *given, **named: right(*given, **{**named, "bounds": None}),
         _is("bound", "norm"),
     ),
     Fault(

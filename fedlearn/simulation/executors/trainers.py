@@ -96,4 +96,5 @@ def _request(work: Work) -> TrainRequest:
         settings=settings_of(work.local),
         seed=work.seed.value,
         told=work.told,
+        num_statistics=len(work.params.layout.statistics),
     )

@@ -73,7 +73,8 @@ class Contribution:
         delta: Local minus global: trained parameters and statistics.
         lanes: Whatever else the algorithm has clients send.
         loss: Mean training loss over the examples of all steps.
-        is_scaled_down: Whether secure aggregation scales the update down to its bound.
+        is_scaled_down: Whether secure aggregation, or without it the clip, scales the update down.
+        trained_norm: Norm of the delta without the statistics, before secure aggregation.
     """
 
     delta: Tensors
@@ -83,6 +84,7 @@ class Contribution:
     loss: float
     kept: Memory
     is_scaled_down: bool
+    trained_norm: float
 
 
 def train(task: Task, batches: Iterable[Batch]) -> Contribution:
@@ -113,7 +115,10 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
         num_steps=len(losses),
         loss=sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
         kept={name: memory[name] for name in names_kept(task.c)},
-        is_scaled_down=is_secure and norm(delta) > norm(bounded(task, delta)),
+        is_scaled_down=(
+            norm(delta) > norm(bounded(task, delta)) if is_secure else is_clipped(task, sent)
+        ),
+        trained_norm=norm(trained_of(task, delta)),
     )
 
 
@@ -215,16 +220,22 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
     """Return local minus global, after the transforms."""
     names = [*task.model.trained, *task.model.statistics]
     delta = {name: sent[name] - task.x_0[name] for name in names}
-    if task.c.update_clip:
-        delta = clip(delta, task.c.update_clip)
+    if task.c.update_clip:  # statistics are averaged as values, and not clipped
+        delta |= clip(trained_of(task, delta), task.c.update_clip)
     if task.c.own == "transform":
         delta = {name: value / 2 for name, value in delta.items()}
     return delta
 
 
+def is_clipped(task: Task, sent: Tensors) -> bool:
+    """Return whether the clip of updates scales down what a client would send."""
+    change = {name: sent[name] - task.x_0[name] for name in task.model.trained}
+    return 0 < task.c.update_clip < norm(change)
+
+
 def bounded(task: Task, delta: Tensors) -> Tensors:
     """Return what a secure sum takes of a delta: parameters and statistics have a bound each."""
-    trained = {name: delta[name] for name in task.model.trained}
+    trained = trained_of(task, delta)
     statistics = {name: delta[name] for name in task.model.statistics}
     return clip(trained, SECURE_NORM) | clip(statistics, STATISTICS_NORM)
 
@@ -235,6 +246,11 @@ def names_kept(c: Configuration) -> list[str]:
     if c.optimizer.endswith("_kept"):
         kept = [*kept, *REMEMBERED[c.optimizer.removesuffix("_kept")]]
     return kept
+
+
+def trained_of(task: Task, delta: Tensors) -> Tensors:
+    """Return the part of a delta that trains, without the statistics: what norms are of."""
+    return {name: delta[name] for name in task.model.trained}
 
 
 def norm(tensors: Tensors) -> float:

@@ -193,8 +193,9 @@ class Replay:
         )
 
     def _of_round(self, sent: list[Contribution], *, is_aggregated: bool) -> dict[str, float]:
-        """Return how many updates were scaled down for a secure sum: a simulation may know."""
-        if self.c.secure == "off" or not is_aggregated:
+        """Return how many updates a secure sum, or a clip that comes last, scaled down."""
+        is_clipped_last = self.c.update_clip > 0 and self.c.own != "transform"
+        if not is_aggregated or (self.c.secure == "off" and not is_clipped_last):
             return {}
         return {"num_clipped": float(sum(each.is_scaled_down for each in sent))}
 
@@ -237,7 +238,8 @@ def is_refused(c: Configuration, sent: Contribution | None) -> bool:
     if sent is None:
         return True
     if c.bound == "norm":
-        return any(client.norm(each) > max_norm(c) for each in (sent.delta, *sent.lanes.values()))
+        lanes = [client.norm(each) for each in sent.lanes.values()]
+        return max(sent.trained_norm, *lanes, 0.0) > max_norm(c)
     return c.bound == "examples" and sent.num_examples > MAX_EXAMPLES
 
 

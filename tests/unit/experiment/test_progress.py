@@ -270,7 +270,7 @@ def test_updates_that_were_scaled_down_are_counted_and_most_of_them_bring_advice
     told(TerminalProgress(Console(file=screen, force_terminal=True, width=200)), rounds, record)
     for text in (log.getvalue(), ESCAPES.sub("", screen.getvalue())):
         assert text.count("raise secure_aggregation.clip_norm, which is 0.5") == is_advised
-        assert f"{10 + num_clipped:.0f} of 20 updates, to fit the secure sum" in text
+        assert f"{10 + num_clipped:.0f} of 20 updates, to their largest norm" in text
     assert ("clipped=6" in log.getvalue()) == is_advised
     assert "clipped=0" not in log.getvalue()
     assert "clipped=10" in log.getvalue()

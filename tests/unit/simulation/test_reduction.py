@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.lanes import DELTA, Lanes, LaneSpec, Updates
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.soundness import unsound
 from fedlearn.simulation.cluster import Alone
-from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
+from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
 
 PARAMS = Params.of(nn.Linear(2, 1))
 LANES = (DELTA, LaneSpec(name="more", over=2, weighted=False, bound=None))
@@ -54,12 +56,21 @@ def places(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.asarray(numbers, np.int64)
 
 
+def fold(reduction: Reduction, updates: Updates, *at: int) -> list[str | None]:
+    return reduction.fold(updates, places(*at), current=updates)
+
+
+def reduction_of(way: str, bounds: UpdateBounds | None = None) -> Reduction:
+    if way == "summed":
+        rule = WeightedMean(by_examples=False)
+        return Summed(rule, LANES, PARAMS, bounds=bounds, clip_norm=None)
+    return Gathered(Noted(), LANES, PARAMS, bounds=bounds, clip_norm=None)
+
+
 @pytest.fixture(params=["summed", "gathered"])
 def reduction(request: pytest.FixtureRequest) -> Reduction:
     """The two ways, of one and the same mean."""
-    if request.param == "summed":
-        return Summed(WeightedMean(by_examples=False), LANES, PARAMS, max_norm=None)
-    return Gathered(Noted(), LANES, PARAMS, max_norm=None)
+    return reduction_of(request.param)
 
 
 def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
@@ -67,8 +78,7 @@ def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
     for wave, cuts in (((5, 1, 3), ([2, 0], [1])), ((4,), ([0],))):
         reduction.begin(np.asarray(wave, np.int64))
         for cut in cuts:
-            sound = reduction.fold(block([wave[place] for place in cut]), places(*cut))
-            assert sound.all()
+            assert fold(reduction, block([wave[place] for place in cut]), *cut) == [None] * len(cut)
         end(reduction)
     aggregate = reduction.close()
     assert aggregate.num_clients == 4
@@ -85,18 +95,30 @@ def test_what_is_not_sound_is_left_out(reduction: Reduction, lane: str, value: f
     updates = block([1, 2, 3])
     updates.lanes[lane][1][-1] = value
     reduction.begin(places(1, 2, 3))
-    assert reduction.fold(updates, places(0, 1, 2)).tolist() == [True, False, True]
+    assert fold(reduction, updates, 0, 1, 2) == [None, unsound(lane), None]
     end(reduction)
     aggregate = reduction.close()
     assert aggregate.num_clients == 2
     assert aggregate.lanes["delta"].tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("way", ["summed", "gathered"])
+def test_long_rows_that_cancel_in_a_block_are_refused(way: str) -> None:
+    """As clients by themselves are: the sum of a block does not hide them."""
+    bounds = UpdateBounds(max_norm=4.0, max_examples=100)
+    reduction = reduction_of(way, bounds)
+    reduction.begin(places(3, -3, 1))
+    reasons = fold(reduction, block([3, -3, 1]), 0, 1, 2)
+    assert reasons == [bounds.too_long("delta"), bounds.too_long("delta"), None]
+    end(reduction)
+    assert reduction.close().lanes["delta"].tolist() == [1.0] * 3
+
+
 def test_memory_of_a_block_may_be_used_again(reduction: Reduction) -> None:
     """As executors do."""
     updates = block([1, 3])
     reduction.begin(places(1, 3))
-    reduction.fold(updates, places(0, 1))
+    fold(reduction, updates, 0, 1)
     torch.as_tensor(updates.lanes["delta"]).fill_(99.0)
     for row in updates.lanes["more"]:
         row.fill_(99.0)
@@ -107,11 +129,11 @@ def test_memory_of_a_block_may_be_used_again(reduction: Reduction) -> None:
 def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
     """With their ids and weights, without those that were not folded in."""
     rule = Noted()
-    gathered = Gathered(rule, LANES, PARAMS, max_norm=None)
+    gathered = Gathered(rule, LANES, PARAMS, bounds=None, clip_norm=None)
     gathered.begin(places(7, 2, 5, 1))
-    for clients, where in (([1, 7], places(3, 0)), ([2], places(1))):
+    for clients, where in (([1, 7], (3, 0)), ([2], (1,))):
         weights_B = torch.tensor(clients) + 1.0
-        gathered.fold(replace(block(clients), weights_B=weights_B), where)
+        fold(gathered, replace(block(clients), weights_B=weights_B), *where)
     end(gathered)
     gathered.close()
     (updates,) = rule.seen
@@ -123,10 +145,10 @@ def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
 
 def test_a_median_of_the_engine_is_the_median() -> None:
     """Of blocks that come in any order."""
-    gathered = Gathered(CoordinateMedian(), LANES, PARAMS, max_norm=None)
+    gathered = Gathered(CoordinateMedian(), LANES, PARAMS, bounds=None, clip_norm=None)
     gathered.begin(places(1, 90, 3))
-    gathered.fold(block([90]), places(1))
-    gathered.fold(block([3, 1]), places(2, 0))
+    fold(gathered, block([90]), 1)
+    fold(gathered, block([3, 1]), 2, 0)
     end(gathered)
     assert gathered.close().lanes["delta"].tolist() == [3.0] * 3
 
@@ -139,4 +161,3 @@ def test_rows_are_chosen_without_a_copy_of_all() -> None:
     assert (some.client_ids, some.weights_B.tolist()) == ([6, 4], [1.0, 1.0])
     assert some.based_on == [60, 40]
     assert torch.as_tensor(some.lanes["more"]).tolist() == [[6.0, 6.0], [4.0, 4.0]]
-    assert sound_rows(updates, max_norm=None).tolist() == [True] * 3

@@ -62,7 +62,7 @@ def played(
             wave,
             losses=np.full(len(wave), 0.5),
             num_examples=np.ones(len(wave), np.int64),
-            verdicts=np.where(kind[wave] == SOUND, timeline_of.REPORTED, timeline_of.UNSOUND),
+            verdicts=np.where(kind[wave] == SOUND, timeline_of.REPORTED, timeline_of.REFUSED),
             reasons={
                 place: unsound("delta") for place in np.flatnonzero(kind[wave] != SOUND).tolist()
             },
