@@ -202,10 +202,11 @@ class ResidentModel:
         self.vector_P = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
         views, buffers = self.layout.views(self.vector_P), dict(self.module.named_buffers())
         parameters = dict(self.module.named_parameters())
+        saved = self.module.state_dict()  # other buffers are not sent
         self.shapes = {
             name: tuple(value.shape)
             for name, value in (parameters | buffers).items()
-            if value.is_floating_point()
+            if value.is_floating_point() and name in saved
         }
         # What lies apart from the vector, and its places in it: tensors of other dtypes, and
         # weights of convolutions once they are laid out otherwise.
@@ -221,6 +222,8 @@ class ResidentModel:
         self._constants = {
             name: value for name, value in buffers.items() if name not in self.layout.by_name
         }
+        # Buffers that are not saved are no part of the model that is sent: each load resets them.
+        self._unsaved = {n: value.clone() for n, value in buffers.items() if n not in saved}
         self._statistics = {n: buffers[n] for n in views if n in buffers}
         self.trainable: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
         self._trainable_stack: list[Tensor] = []
@@ -242,7 +245,7 @@ class ResidentModel:
         self.vector_P.copy_(params.vector)
         self._take_apart()
         for name, tensor in (self._frozen | self._constants).items():
-            tensor.data.copy_(params.constants.get(name, tensor.data))
+            tensor.data.copy_(params.constants.get(name, self._unsaved.get(name, tensor.data)))
 
     def share_memory(self, features: Features, labels: Tensor) -> None:
         """Move the parameters into memory that forks of this process share with it.
