@@ -126,22 +126,6 @@ def test_one_client_fails_and_the_others_give_what_they_give_without_it(
         torch.testing.assert_close(value, want[name], rtol=0.0, atol=atol)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [normed, plain])
-def test_a_client_fails_alone_in_compiled_blocks_of_two_processes(make: Any) -> None:
-    """By a last batch of one row, and by a label beyond the outputs."""
-    wrong = {} if make is normed else {int(np.flatnonzero(OWNERS == CULPRIT)[3]): 7}
-    engine = {"executor": "compiled", "num_workers": 2}
-    found = run(make, data(wrong), engine=engine)
-    without = run(make, data(wrong), (CULPRIT,), engine=engine)
-    for num in range(2):
-        assert list(failures(found, num)) == [CULPRIT]
-        assert "Error" in failures(found, num)[CULPRIT]
-    want = without.weights(best=False)
-    for name, value in found.weights(best=False).items():
-        torch.testing.assert_close(value, want[name], rtol=0.0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
