@@ -537,7 +537,7 @@ def release_of(
 def _require_separable(pieces: Pieces) -> None:
     """Raise ConfigError if the model couples the examples of a batch, before a client refuses."""
     with untouched(torch.default_generator):
-        model = pieces.make_model()
+        model = pieces.make_model().train()  # a layer may stay in evaluation mode
     try:
         require_separable(model, pieces.objective)
     except SettingsRefused as error:
