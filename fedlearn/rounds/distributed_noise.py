@@ -44,7 +44,7 @@ class DistributedMean:
         round_num: int,
         attempt: int,
     ) -> tuple[Aggregate, State]:
-        """Return what the round releases, and the state.
+        """Return the means, of as many clients as are expected, and the state.
 
         Args:
             aggregate: Sums of levels, of clients that each have a share of noise; overwritten.
@@ -64,7 +64,7 @@ class DistributedMean:
                 for lane, part in zip(lanes, parts, strict=True)
             ]
             means[name] = torch.cat(scaled).to(layout.dtype)
-        return Aggregate(lanes=means, num_clients=aggregate.num_clients), state
+        return Aggregate(lanes=means, num_clients=max(1, round(self.expected))), state
 
     def _noised(
         self, lane: Lane, levels: Tensor, num_clients: int, labels: tuple[int, int]

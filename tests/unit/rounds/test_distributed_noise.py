@@ -66,6 +66,7 @@ def test_the_sum_is_divided_by_who_was_expected_and_not_by_who_came(simulated: O
     noise = lane.noise * 7**0.5 if simulated is not None else 0.0
     expected = torch.full_like(found, (1e6 + noise) * lane.step / 10)
     torch.testing.assert_close(found, expected)
+    assert released.num_clients == 10, "what multiplies the mean, as EASGD does, gets the sum"
 
 
 def test_the_fewest_honest_shares_are_the_noise_that_was_asked() -> None:
