@@ -28,11 +28,13 @@ class Configuration:
     dtype: str = "float32"
     # The examples.
     source: str = "arrays"
+    augmented: bool = False
     sizes: str = "ragged"
     objective: str = "cross_entropy"
     # What a client does.
     epochs: int = 2
     batch_size: int = 4
+    drop_last: bool = False
     shuffle: bool = True
     optimizer: str = "sgd"
     weight_decay: float = 0.0
@@ -89,16 +91,26 @@ class Configuration:
 #: The values that the generator tries for each option; the first one is the default.
 OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "model": ("mlp", "linear", "conv", "words", "recurrent", "two_inputs", "sequence"),
-    "norm": ("none", "layer"),
+    "norm": ("none", "layer", "batch"),
     "frozen": ("none", "encoder", "biases"),
     "tied": ("none", "module", "weight"),
     "unused": (False, True),
     "dtype": ("float32", "float64"),
     "source": ("arrays", "dataset", "npz"),
+    "augmented": (False, True),
     "sizes": ("ragged", "even", "one_row", "empty"),
-    "objective": ("cross_entropy", "squared_error", "binary", "smoothed", "coupled"),
+    "objective": (
+        "cross_entropy",
+        "weighted",
+        "ignored",
+        "squared_error",
+        "binary",
+        "smoothed",
+        "coupled",
+    ),
     "epochs": (2, 1),
     "batch_size": (4, 3, 0),
+    "drop_last": (False, True),
     "shuffle": (True, False),
     "optimizer": ("sgd", "momentum", "momentum_kept", "adam", "adam_kept", "adamw", "adamw_kept"),
     "weight_decay": (0.0, 0.1),
@@ -126,7 +138,7 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "devices": ("ideal", "slow", "flaky"),
     "stragglers": ("wait", "some", "oversample", "retry", "skip"),
     "sampling": ("uniform", "own"),
-    "privacy": ("off",),
+    "privacy": ("off", "central", "local", "distributed", "example"),
     "secure": ("off", "protocol", "modular_sum"),
     "place": ("sequential", "vmap", "fused", "memory"),
     "workers": (1, 2),

@@ -97,6 +97,8 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield is_fedsgd, {**plain, **alone, **all_at_once}
     yield own in ("update", "strategy"), plain
     yield own == "trainer", {**plain, **usual}
+    yield c.batch_size == 0 or is_fedsgd or own == "trainer", {"drop_last": False}
+    yield c.privacy != "off", {"by_examples": False}
     yield (
         own == "aggregation" or c.algorithm in ("scaffold", "easgd", "median", "fedasync"),
         {"by_examples": True},
@@ -108,7 +110,10 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     is_buffered = c.rounds == "buffered" or (is_buffer and own != "strategy")
     yield is_buffered, {"stragglers": "wait"}
     yield is_buffered or c.rounds == "late", {"checkpoints": "every_round"}
-    yield c.sizes == "empty", {"source": "dataset"}
+    yield c.sizes == "empty" or c.augmented, {"source": "dataset"}
+    yield c.secure == "protocol", {"place": "memory"}
+    is_distributed = c.privacy == "distributed" and c.secure == "off"
+    yield is_distributed, {"secure": "protocol" if c.place == "memory" else "modular_sum"}
 
 
 def _has(c: Configuration, pair: Pair) -> bool:

@@ -14,13 +14,15 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from fedlearn.algorithms import local, transforms
+from fedlearn.algorithms import local, server_optimizers, transforms
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.elastic_averaging import EASGD, ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, Moment
 from fedlearn.algorithms.median import CoordinateMedian
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
@@ -28,6 +30,8 @@ from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
 from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.core.collecting import Participations
+from fedlearn.privacy import bounded_sum
+from fedlearn.privacy.bounded_sum import NoisyMean
 from fedlearn.rounds import run as rounds_run
 from fedlearn.simulation import (
     engine,
@@ -37,6 +41,7 @@ from fedlearn.simulation import (
     schedule,
     semi_synchronous,
 )
+from fedlearn.simulation.population import UnreadRows
 from fedlearn.simulation.timeline import Timeline
 from tests.oracle.configuration import Configuration
 from tests.oracle.covering import covering
@@ -260,6 +265,37 @@ def _first_attempt(right: Any) -> Any:
     return wrong
 
 
+def _statistics_stay(right: Any) -> Any:
+    def wrong(params: Any, delta_P: Any, update: Any) -> Any:
+        after, split = right(params, delta_P, update), params.layout.num_trainable
+        return after.with_vector(torch.cat([after.vector[:split], params.vector[split:]]))
+
+    return wrong
+
+
+def _divides_by_reports(right: Any) -> Any:
+    def wrong(self: Any, aggregate: Any, **kwargs: Any) -> Any:
+        return right(replace(self, expected=max(1, aggregate.num_clients)), aggregate, **kwargs)
+
+    return wrong
+
+
+def _examples_unclipped(right: Any) -> Any:
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wide = replace(self, example_clip_norm=100.0)
+        return [each * (wide.level / self.level) for each in right(wide, *args, **kwargs)]
+
+    return wrong
+
+
+def _mean_of_examples(_: Any) -> Any:
+    return lambda self, outputs, labels: self.losses(outputs, labels).mean()
+
+
+def _first_epoch_alone(right: Any) -> Any:
+    return lambda self, epochs_of: right(self, lambda client: epochs_of(client)[:1])
+
+
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "examples do not weigh",
@@ -467,6 +503,49 @@ FAULTS: tuple[Fault, ...] = (
             )
         ),
         _is("bound", "examples"),
+    ),
+    Fault("statistics stay", server_optimizers, "_apply", _statistics_stay, _is("norm", "batch")),
+    Fault(
+        "a short last batch is not left out",
+        local.LocalWork,
+        "used_per_epoch",
+        _constant(lambda _, num_examples: num_examples),
+        _is("drop_last", True),
+    ),
+    Fault(
+        "a sum with noise is divided by the number of reports",
+        NoisyMean,
+        "__call__",
+        _divides_by_reports,
+        _is("privacy", "central"),
+    ),
+    Fault(
+        "a sum with noise is of updates that are not clipped",
+        bounded_sum,
+        "norms",
+        lambda right: lambda rows: 0.0 * right(rows),
+        _is("privacy", "central"),
+    ),
+    Fault(
+        "gradients of examples are not clipped",
+        NoisedGradients,
+        "clipped",
+        _examples_unclipped,
+        _is("privacy", "example"),
+    ),
+    Fault(
+        "the loss of a batch is a mean over examples",
+        CrossEntropy,
+        "mean_loss",
+        _mean_of_examples,
+        _is("objective", "weighted", "ignored"),
+    ),
+    Fault(
+        "every epoch reads the same augmentation",
+        UnreadRows,
+        "read_epochs",
+        _first_epoch_alone,
+        lambda c: c.augmented and c.epochs > 1 and c.place != "memory",
     ),
     Fault("losses of clients count alike", Participations, "mean_loss", _loss_by_clients),
     Fault(

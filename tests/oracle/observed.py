@@ -27,6 +27,7 @@ class Round:
         in_flight: By client, the round of the model that it was working on as the round began.
         tensors: The model after the round.
         kept: What clients keep after it: by client, then by name.
+        server: What the server's optimizer keeps, or the control of SCAFFOLD's server.
     """
 
     attempt: int
@@ -38,6 +39,7 @@ class Round:
     in_flight: Mapping[int, int]
     tensors: Mapping[str, Tensor]
     kept: Mapping[int, Mapping[str, Tensor]]
+    server: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

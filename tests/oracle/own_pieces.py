@@ -147,8 +147,8 @@ class OneStep:
         """Return the loss, and the accuracy if the objective has one."""
         x = {name: value.double() for name, value in tensors.items()}
         outputs = self.model.predict(x, self.features)
-        metrics = {"loss": self.model.losses(outputs, self.labels).mean().item()}
-        correct = self.model.correct(outputs, self.labels)
-        if correct is not None:
-            metrics["accuracy"] = correct.mean().item()
+        metrics = {"loss": self.model.loss(outputs, self.labels).item()}
+        accuracy = self.model.accuracy(outputs, self.labels)
+        if accuracy is not None:
+            metrics["accuracy"] = accuracy
         return LocalEvaluation(num_examples=len(self.labels), metrics=metrics)

@@ -21,7 +21,10 @@ from fedlearn.algorithms.local import shuffled_positions
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import FedlearnError
+from fedlearn.privacy.bounded_sum import BoundedLane
+from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
 from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.training.keyed_dropout import step_keys, step_seed
 from tests.oracle.configuration import NUM_CLIENTS, NUM_ROUNDS, Configuration
 from tests.oracle.observed import Refused, Round, Row, Run
 from tests.oracle.own_pieces import (
@@ -35,9 +38,13 @@ from tests.oracle.own_pieces import (
     TrimmedMean,
 )
 from tests.oracle.reference import client, server
-from tests.oracle.reference.run import MAX_EXAMPLES, POLICIES, max_norm
+from tests.oracle.reference.policies import POLICIES
+from tests.oracle.reference.run import MAX_EXAMPLES, Streams, max_norm
 from tests.oracle.workloads import (
+    CLASS_WEIGHTS,
+    SMOOTHING,
     Examples,
+    augment,
     coupled,
     duration_s,
     fails,
@@ -45,6 +52,7 @@ from tests.oracle.workloads import (
     make_examples,
     make_model,
     smoothed,
+    take,
 )
 
 BUFFER: Mapping[str, Any] = {"buffer_size": 2, "concurrency": 4}
@@ -126,23 +134,36 @@ def run(c: Configuration) -> Run | Refused:
         simulate = partial(_simulation(c), progress=silent, callbacks=[watch])
         finished = _finish(simulate, watch, name=f"run-{os.urandom(6).hex()}")
     except REFUSALS as error:
-        if silent.num_rounds or str(error).startswith("round "):
+        began = str(error).startswith("round ") and "no client can be trained" not in str(error)
+        if silent.num_rounds or began:
             raise
         return Refused(type(error).__name__, str(error))
     return _observed(finished, watch)
 
 
-def order(c: Configuration) -> Any:
-    """Return the recorded stream of shuffles: the order in which a client visits its examples."""
+def streams(c: Configuration) -> Streams:
+    """Return the random numbers of a run, from its seed, as fedlearn draws them."""
     seed = Seed(c.seed)
+    source = DrawnNoise(ReproducibleStreams(seed))
 
-    def visited(round_num: int, client_id: int, epoch: int, num_examples: int) -> Sequence[int]:
+    def order(round_num: int, client_id: int, epoch: int, num_examples: int) -> Sequence[int]:
         found = shuffled_positions(
             seed, round_num=round_num, client_id=client_id, epoch=epoch, num_examples=num_examples
         )
         return [int(each) for each in found]
 
-    return visited
+    def key(round_num: int, client_id: int, step: int) -> int:
+        of_client = step_seed(seed, round_num=round_num, client_id=client_id)
+        if c.own == "trainer":
+            of_client = seed.derive("own reads", round_num, client_id)
+        return int(step_keys([of_client], step + 1)[0, step])
+
+    def noise(round_num: int, attempt: int, size: int) -> Tensor:
+        levels = BoundedLane(bound=client.PRIVATE_NORM, size=size).levels
+        sigma = server.NOISE_MULTIPLIER * levels
+        return source.draw(sigma, size, labels=("delta", round_num, attempt)) / sigma
+
+    return Streams(order, key, noise)
 
 
 def _finish(simulate: Any, watch: Watch, *, name: str) -> fl.Run:
@@ -189,39 +210,63 @@ def _simulation(c: Configuration) -> Any:
         }
     if c.rounds == "late":
         settings["late_updates"] = {"mode": "keep", **STALENESS}
-    if c.secure != "off":
-        settings["secure_aggregation"] = {
-            "mode": "complete",
-            "clip_norm": client.SECURE_NORM,
-            "statistics_norm": client.STATISTICS_NORM,
-            "simulate_as": c.secure,
-        }
-    if c.bound != "none":
-        settings["updates"] = (
-            {"max_norm": max_norm(c)} if c.bound == "norm" else {"max_examples": MAX_EXAMPLES}
-        )
-    extra: dict[str, Any] = {}
-    if c.own == "trainer":
-        extra["trainer"] = partial(OneStep, make_model(c), c.objective)
-    if c.own == "locals":
-        local = _local(c)
-        extra["local_of"] = partial(_local_of, c)
-        assert local is not None
-    if c.sampling == "own":
-        extra["sampler"] = InTurn()
-    if c.devices != "ideal":
-        extra["devices"] = Devices(c)
-    if c.metric:
-        extra["metrics"] = {"largest": fl.Metric(largest_error, direction="max")}
+    settings |= _protected(c)
     return partial(
         fl.simulate,
         partial(make_model, c),
         _data(c, examples),
         _algorithm(c),
         objective=_objective(c),
-        **extra,
+        **_own_pieces(c),
         **settings,
     )
+
+
+def _protected(c: Configuration) -> dict[str, Any]:
+    """Return the tables on secure sums, privacy and bounds."""
+    settings: dict[str, Any] = {}
+    if c.secure != "off":
+        settings["secure_aggregation"] = {
+            "mode": "complete",
+            "statistics_norm": client.STATISTICS_NORM,
+            "simulate_as": c.secure,
+        }
+        if c.privacy != "distributed":  # which has a clip norm of its own
+            settings["secure_aggregation"]["clip_norm"] = client.SECURE_NORM
+    if c.privacy != "off":
+        settings["privacy"] = {
+            "mode": c.privacy,
+            "clip_norm": client.PRIVATE_NORM,
+            # What clients draw nobody can repeat: so little that it hides nothing.
+            "noise_multiplier": {
+                "central": server.NOISE_MULTIPLIER,
+                "distributed": 1e-5,  # on a coarser grid
+            }.get(c.privacy, 1e-9),
+            "target_delta": 0.01,
+            "population": f"population-{os.urandom(6).hex()}",
+            "reproducible": c.privacy == "central",
+        }
+    if c.bound != "none":
+        settings["updates"] = (
+            {"max_norm": max_norm(c)} if c.bound == "norm" else {"max_examples": MAX_EXAMPLES}
+        )
+    return settings
+
+
+def _own_pieces(c: Configuration) -> dict[str, Any]:
+    """Return the arguments that are pieces of one's own."""
+    extra: dict[str, Any] = {}
+    if c.own == "trainer":
+        extra["trainer"] = partial(OneStep, make_model(c), c.objective)
+    if c.own == "locals":
+        extra["local_of"] = partial(_local_of, c)
+    if c.sampling == "own":
+        extra["sampler"] = InTurn()
+    if c.devices != "ideal":
+        extra["devices"] = Devices(c)
+    if c.metric:
+        extra["metrics"] = {"largest": fl.Metric(largest_error, direction="max")}
+    return extra
 
 
 def _engine(c: Configuration) -> dict[str, Any]:
@@ -233,6 +278,8 @@ def _engine(c: Configuration) -> dict[str, Any]:
 def _objective(c: Configuration) -> Any:
     return {
         "cross_entropy": fl.CrossEntropy(),
+        "ignored": fl.CrossEntropy(),
+        "weighted": fl.CrossEntropy(class_weights=CLASS_WEIGHTS, label_smoothing=SMOOTHING),
         "squared_error": fl.MeanSquaredError(),
         "binary": fl.BinaryCrossEntropy(),
         "smoothed": fl.CustomLoss(smoothed),
@@ -254,12 +301,12 @@ def _data(c: Configuration, examples: Examples) -> fl.FederatedData:
         )
     if c.source == "npz":
         return _from_npz(x, y, x_test, y_test, examples.owners)
-    train = Rows(examples.features, examples.labels)
+    train = Rows(examples.features, examples.labels, is_augmented=c.augmented)
     return fl.from_dataset(
         train,
         labels=y,
         partition=ByOwner(tuple(examples.owners.tolist())),
-        test=Rows(examples.test_features, examples.test_labels),
+        test=Rows(examples.test_features, examples.test_labels, is_augmented=c.augmented),
         seed=0,
     )
 
@@ -290,14 +337,14 @@ class Rows:
 
     features: Any
     labels: Tensor
+    is_augmented: bool
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        if isinstance(self.features, dict):
-            return {name: value[index] for name, value in self.features.items()}, self.labels[index]
-        return self.features[index], self.labels[index]
+        row = take(self.features, index)
+        return augment(row) if self.is_augmented else row, self.labels[index]
 
 
 @dataclass(frozen=True)
@@ -319,6 +366,7 @@ def _local(c: Configuration) -> fl.LocalUpdate:
         "epochs": c.epochs,
         "batch_size": c.batch_size or None,
         "shuffle": c.shuffle,
+        "drop_last": c.drop_last,
     }
     optimizer, is_kept = c.optimizer.removesuffix("_kept"), c.optimizer.endswith("_kept")
     local: fl.LocalUpdate
@@ -441,11 +489,13 @@ def _observed(finished: fl.Run, watch: Watch) -> Run:
                     for each in record.participations
                 ],
                 train_loss=record.train_loss,
-                metrics=dict(record.metrics),
+                # What an accountant says is another matter.
+                metrics={k: v for k, v in record.metrics.items() if k != "epsilon"},
                 staleness=dict(record.staleness),
                 in_flight={int(each): int(based_on) for each, based_on in clients},
                 tensors=watch.models[record.round_num],
                 kept=from_tensors(_under(after, "clients/")) if after else {},
+                server=_under(after, "server/"),
             )
         )
     return Run(_under(saved[0], "params/"), rounds)

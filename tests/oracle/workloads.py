@@ -21,6 +21,11 @@ WIDTH, NUM_CLASSES, LENGTH, NUM_WORDS, NUM_INPUTS, NUM_TEST = 4, 3, 5, 7, 6, 17
 #: The features of some examples: one tensor, or several by the name of the model's argument.
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
 
+#: The label of what counts nowhere: torch's.
+IGNORED = -100
+#: What each class weighs in the objective "weighted", which smooths labels, too.
+CLASS_WEIGHTS, SMOOTHING = (1.0, 3.0, 0.5), 0.1
+
 #: Examples of each client.
 SIZES = {
     "ragged": (5, 11, 7, 4, 9, 6),
@@ -162,14 +167,46 @@ def _drawn(c: Configuration, num: int, generator: torch.Generator) -> tuple[Inpu
         return features, numbers(LENGTH, 1) if c.model == "sequence" else numbers(1)
     shape = (num, LENGTH) if c.model == "sequence" else (num,)
     most = 2 if c.objective == "binary" else NUM_CLASSES
-    return features, torch.randint(most, shape, generator=generator)
+    labels = torch.randint(most, shape, generator=generator)
+    if c.objective in ("weighted", "ignored"):
+        labels.view(-1)[2::4] = IGNORED  # all that client 3 has where it has one row
+    return features, labels
 
 
-def take(features: Inputs, rows: Tensor) -> Inputs:
-    """Return some rows of all inputs."""
+def take(features: Inputs, rows: Tensor | int) -> Inputs:
+    """Return one row or several of all inputs."""
     if isinstance(features, dict):
         return {name: value[rows] for name, value in features.items()}
     return features[rows]
+
+
+def augment(features: Inputs) -> Inputs:
+    """Return one example, changed by what torch's global generator draws."""
+    if isinstance(features, dict):
+        return {name: _augmented(value) for name, value in features.items()}
+    return _augmented(features)
+
+
+def _augmented(value: Tensor) -> Tensor:
+    if value.is_floating_point():
+        return value + 0.1 * torch.randn(value.shape).to(value.dtype)
+    return (value + torch.randint(2, value.shape)) % NUM_WORDS
+
+
+def read(configuration: Configuration, features: Inputs, key: int) -> Inputs:
+    """Return examples as they are read one after another, from torch's generator at a key."""
+    if not configuration.augmented:
+        return features
+    inputs = features if isinstance(features, dict) else {"": features}
+    num_examples = len(next(iter(inputs.values())))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key)
+        rows = [
+            {name: _augmented(value[row]) for name, value in inputs.items()}
+            for row in range(num_examples)
+        ]
+    changed = {name: torch.stack([row[name] for row in rows]) for name in inputs}
+    return changed if isinstance(features, dict) else changed[""]
 
 
 def smoothed(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Speed does not matter here: one client, one step, one tensor at a time. Read it 
 - :mod:`~tests.oracle.reference.client`: local training, by algorithm and optimizer;
 - :mod:`~tests.oracle.reference.server`: from contributions to the next global model;
 - :mod:`~tests.oracle.reference.measures`: evaluation;
+- :mod:`~tests.oracle.reference.policies`: when rounds close;
 - :mod:`~tests.oracle.reference.run`: who counts in a round, and rounds one after another;
 - :mod:`~tests.oracle.reference.refusals`: what must not start, and why.
 """

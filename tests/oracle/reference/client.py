@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 
 from tests.oracle.configuration import Configuration
-from tests.oracle.reference.model import Model, Tensors
+from tests.oracle.reference.model import Model, Tensors, clip, norm
 from tests.oracle.workloads import Inputs
 
 ETA, BETA, MU, RHO = 0.2, 0.8, 0.7, 0.4
 ADAM_ETA, BETA_1, BETA_2, EPSILON = 0.05, 0.8, 0.95, 0.01
 DECAY, COSINE_ROUNDS, WARMUP_STEPS = 0.5, 4, 3
+#: To what privacy clips an update, or the gradient of an example.
+PRIVATE_NORM = 0.25
 #: To what secure aggregation clips an update, and the statistics in it.
 SECURE_NORM, STATISTICS_NORM = 0.3, 10.0
 #: The update of one's own divides the gradient of each tensor by its norm plus this.
@@ -97,7 +99,10 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
     memory = begin(task, x)
     losses, sizes = list[float](), list[int]()
     for step, (features, labels) in enumerate(batches):
-        loss, g = task.model.gradients(x, features, labels)
+        if task.c.privacy == "example":
+            loss, g = task.model.clipped_gradients(x, features, labels, PRIVATE_NORM)
+        else:
+            loss, g = task.model.gradients(x, features, labels)
         losses.append(loss)
         sizes.append(len(labels))
         g = direction(task, x, g, memory)
@@ -224,7 +229,7 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
         delta |= clip(trained_of(task, delta), task.c.update_clip)
     if task.c.own == "transform":
         delta = {name: value / 2 for name, value in delta.items()}
-    return delta
+    return clip(delta, PRIVATE_NORM) if task.c.privacy == "local" else delta
 
 
 def is_clipped(task: Task, sent: Tensors) -> bool:
@@ -237,7 +242,8 @@ def bounded(task: Task, delta: Tensors) -> Tensors:
     """Return what a secure sum takes of a delta: parameters and statistics have a bound each."""
     trained = trained_of(task, delta)
     statistics = {name: delta[name] for name in task.model.statistics}
-    return clip(trained, SECURE_NORM) | clip(statistics, STATISTICS_NORM)
+    bound = PRIVATE_NORM if task.c.privacy == "distributed" else SECURE_NORM
+    return clip(trained, bound) | clip(statistics, STATISTICS_NORM)
 
 
 def names_kept(c: Configuration) -> list[str]:
@@ -251,17 +257,6 @@ def names_kept(c: Configuration) -> list[str]:
 def trained_of(task: Task, delta: Tensors) -> Tensors:
     """Return the part of a delta that trains, without the statistics: what norms are of."""
     return {name: delta[name] for name in task.model.trained}
-
-
-def norm(tensors: Tensors) -> float:
-    """Return the Euclidean norm of all tensors together."""
-    return math.sqrt(sum(float(value.square().sum()) for value in tensors.values()))
-
-
-def clip(tensors: Tensors, bound: float) -> Tensors:
-    """Return the tensors, scaled down to a norm of ``bound`` if theirs is larger."""
-    scale = min(1.0, bound / length) if (length := norm(tensors)) else 1.0
-    return {name: value * scale for name, value in tensors.items()}
 
 
 def _copied(tensors: Tensors) -> Tensors:

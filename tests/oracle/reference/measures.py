@@ -9,10 +9,12 @@ from torch import Tensor
 
 from tests.oracle.configuration import Configuration
 from tests.oracle.reference.model import Model, Tensors
-from tests.oracle.workloads import Examples, Inputs, largest_error
+from tests.oracle.workloads import IGNORED, Examples, Inputs, largest_error, read
 
 #: Which way each metric is better.
 IS_BETTER_HIGH = {"loss": False, "accuracy": True, "largest": True}
+#: What augmentation draws in an evaluation is the same every time.
+EVALUATION_KEY = 0
 
 
 def measure(
@@ -20,10 +22,12 @@ def measure(
 ) -> dict[str, float]:
     """Return the metrics of one set of examples: means over them, or a measure of all of them."""
     outputs = model.predict(x, features)
-    found = {"loss": model.losses(outputs, labels).mean().item()}
-    correct = model.correct(outputs, labels)
-    if correct is not None:
-        found["accuracy"] = correct.mean().item()
+    found = {"loss": model.loss(outputs, labels).item()}
+    accuracy = model.accuracy(outputs, labels)
+    if accuracy is not None:
+        found["accuracy"] = accuracy
+    if bool((labels == IGNORED).all()):
+        found = {}  # there is nothing to take a mean of
     if c.metric:
         found["largest"] = largest_error(outputs, labels)
     return found
@@ -33,13 +37,17 @@ def evaluate(
     c: Configuration, model: Model, x: Tensors, examples: Examples, clients: Sequence[int]
 ) -> dict[str, float]:
     """Return all that a round's record has of the model after it."""
-    found = measure(c, model, x, examples.test_features, examples.test_labels)
+
+    def measure_read(of: Configuration, features: Inputs, labels: Tensor) -> dict[str, float]:
+        return measure(of, model, x, read(c, features, EVALUATION_KEY), labels)
+
+    found = measure_read(c, examples.test_features, examples.test_labels)
     # Over sessions, clients measure what their own trainers do: one of one's own has no "largest".
     is_own = c.own == "trainer" and c.place == "memory"
     of_clients = replace(c, metric=False) if is_own else c
-    each = [measure(of_clients, model, x, *examples.of(client)) for client in clients]
-    for name in each[0] if each else ():
-        values = np.sort([own[name] for own in each])
+    each = [measure_read(of_clients, *examples.of(client)) for client in clients]
+    for name in dict.fromkeys(name for own in each for name in own):
+        values = np.sort([own[name] for own in each if name in own])
         parts = {"mean": values.mean(), "worst_decile": worst(values, name).mean()}
         parts["num_clients"] = len(values)
         parts |= {f"p{part}": np.quantile(values, part / 100) for part in (10, 50, 90)}

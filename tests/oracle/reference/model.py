@@ -6,6 +6,7 @@ forward passes. A parameter that two layers share is one tensor, under its first
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -13,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.oracle.workloads import Inputs, coupled, smoothed
+from tests.oracle.workloads import (
+    CLASS_WEIGHTS,
+    IGNORED,
+    SMOOTHING,
+    Inputs,
+    coupled,
+    smoothed,
+    take,
+)
 
 Tensors: TypeAlias = dict[str, Tensor]
 
@@ -44,7 +53,7 @@ class Model:
         self._load(x)
         self._module.train()
         parameters = dict(self._module.named_parameters())
-        loss = self.losses(self._outputs(features), labels).mean()
+        loss = self.loss(self._outputs(features), labels)
         found: Sequence[Tensor | None] = torch.autograd.grad(
             loss, [parameters[name] for name in self.trained], allow_unused=True
         )
@@ -53,6 +62,16 @@ class Model:
         named = zip(self.trained, found, strict=True)
         return loss.item(), {name: g for name, g in named if g is not None}
 
+    def clipped_gradients(
+        self, x: Tensors, features: Inputs, labels: Tensor, bound: float
+    ) -> tuple[float, Tensors]:
+        """Return the mean loss, and the mean of each example's gradient, scaled down to a bound."""
+        rows = torch.arange(len(labels)).split(1)
+        found = [self.gradients(x, take(features, row), labels[row]) for row in rows]
+        loss, gradients = sum(each for each, _ in found), [clip(g, bound) for _, g in found]
+        means = {name: torch.stack([g[name] for g in gradients]).mean(0) for name in gradients[0]}
+        return loss / len(labels), means
+
     def predict(self, x: Tensors, features: Inputs) -> Tensor:
         """Return the outputs in evaluation mode."""
         self._load(x)
@@ -60,31 +79,33 @@ class Model:
         with torch.no_grad():
             return self._outputs(features)
 
-    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each example; of a coupled objective the one loss of them all."""
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of some examples together: the mean over all positions that count."""
         if self._objective == "coupled":
             return coupled(outputs, labels)
         if self._objective == "smoothed":
-            return smoothed(outputs, labels)
-        if self._objective == "cross_entropy":
-            flat = F.cross_entropy(outputs, labels, reduction="none")
-        elif self._objective == "binary":
-            flat = F.binary_cross_entropy_with_logits(
-                outputs.flatten(), labels.flatten().double(), reduction="none"
-            )
-        else:
-            flat = (outputs - labels.double().view(outputs.shape)).square().flatten()
-        return flat.view(len(labels), -1).mean(1)  # over the positions of a sequence
+            return smoothed(outputs, labels).mean()
+        if self._objective == "binary":
+            logits = outputs.flatten()
+            return F.binary_cross_entropy_with_logits(logits, labels.flatten().double())
+        if self._objective == "squared_error":
+            return F.mse_loss(outputs, labels.double().view(outputs.shape))
+        if bool((labels == IGNORED).all()):
+            return 0.0 * outputs.sum()
+        if self._objective == "weighted":
+            weight = torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)
+            return F.cross_entropy(outputs, labels, weight=weight, label_smoothing=SMOOTHING)
+        return F.cross_entropy(outputs, labels)
 
-    def correct(self, outputs: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the accuracy on each example; ``None`` for a loss without one."""
-        if self._objective == "cross_entropy":
-            hits = outputs.argmax(1) == labels
-        elif self._objective == "binary":
+    def accuracy(self, outputs: Tensor, labels: Tensor) -> float | None:
+        """Return the share of positions that are right; ``None`` for a loss without one."""
+        if self._objective == "binary":
             hits = (outputs.flatten() > 0) == (labels.flatten() > 0)
+        elif self._objective in ("cross_entropy", "weighted", "ignored"):
+            hits = (outputs.argmax(1) == labels)[labels != IGNORED]
         else:
             return None
-        return hits.double().view(len(labels), -1).mean(1)
+        return hits.double().mean().item()
 
     def _outputs(self, features: Inputs) -> Tensor:
         outputs: Tensor
@@ -103,3 +124,14 @@ class Model:
 
 def _doubled(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
+
+
+def norm(tensors: Tensors) -> float:
+    """Return the Euclidean norm of all tensors together."""
+    return math.sqrt(sum(float(value.square().sum()) for value in tensors.values()))
+
+
+def clip(tensors: Tensors, bound: float) -> Tensors:
+    """Return the tensors, scaled down to a norm of ``bound`` if theirs is larger."""
+    scale = min(1.0, bound / length) if (length := norm(tensors)) else 1.0
+    return {name: value * scale for name, value in tensors.items()}

@@ -8,6 +8,15 @@ from typing import NamedTuple
 
 from tests.oracle.configuration import Configuration
 
+#: Pages that say so.
+PRIVACY = "explanation/differential-privacy.md"
+SECURE = "explanation/secure-aggregation.md"
+SECURELY = "how-to/aggregate-securely.md"
+ASYNCHRONOUS = "explanation/asynchronous.md"
+EXECUTORS = "how-to/executors.md"
+PYTHON = "reference/python.md"
+OWN_ALGORITHM = "how-to/own-algorithm.md"
+
 
 class Rule(NamedTuple):
     """Why some configurations must be refused before their first round.
@@ -46,31 +55,46 @@ def is_sgd_at_constant_rate(c: Configuration) -> bool:
     return is_sgd and is_ours and not c.gradient_clip and c.schedule == "none"
 
 
+def is_summed(c: Configuration) -> bool:
+    """Return whether a sum with noise takes the place of the aggregation."""
+    return c.privacy in ("central", "distributed")
+
+
+def sends_more(c: Configuration) -> bool:
+    """Return whether clients send more than a delta, of unknown size."""
+    return c.own == "strategy" or c.algorithm == "scaffold"
+
+
+def sees_each(c: Configuration) -> bool:
+    """Return whether the server must see each update."""
+    return c.algorithm == "median" or c.own == "aggregation"
+
+
 RULES: tuple[Rule, ...] = (
     Rule("no examples", "how-to/own-data.md: an empty client", lambda c: c.sizes == "empty"),
     Rule(
         "SCAFFOLD's clients take plain SGD steps",
-        "reference/python.md: Scaffold, sgd",
+        f"{PYTHON}: Scaffold, sgd",
         lambda c: c.algorithm == "scaffold" and not is_plain_sgd(c),
     ),
     Rule(
         "EASGD's clients take SGD steps at a constant rate",
-        "reference/python.md: EASGD, sgd",
+        f"{PYTHON}: EASGD, sgd",
         lambda c: c.algorithm == "easgd" and not is_sgd_at_constant_rate(c),
     ),
     Rule(
         "cannot be asynchronous",
-        "explanation/asynchronous.md: what goes with it",
+        f"{ASYNCHRONOUS}: what goes with it",
         lambda c: c.algorithm in ("scaffold", "easgd") and is_asynchronous(c),
     ),
     Rule(
         'engine.executor "fused"',
-        "how-to/executors.md: chains of layers that all train, with cross-entropy",
+        f"{EXECUTORS}: chains of layers that all train, with cross-entropy",
         lambda c: c.place == "fused" and (not is_plain_chain(c) or c.objective != "cross_entropy"),
     ),
     Rule(
         "trainers of their own, which train one at a time",
-        "how-to/executors.md: a trainer of your own is no executor's to stack",
+        f"{EXECUTORS}: a trainer of your own is no executor's to stack",
         lambda c: (
             c.own == "trainer"
             and (c.place in ("vmap", "fused") or (c.place != "memory" and c.block_size > 1))
@@ -78,12 +102,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "one output and one label an example",
-        "reference/python.md: BinaryCrossEntropy",
+        f"{PYTHON}: BinaryCrossEntropy",
         lambda c: c.objective == "binary" and c.model == "sequence",
     ),
     Rule(
         "does not honour",
-        "how-to/own-algorithm.md: a trainer",
+        f"{OWN_ALGORITHM}: a trainer",
         lambda c: (
             c.own == "trainer"
             and (c.algorithm == "fedprox" or c.gradient_clip > 0 or c.schedule != "none")
@@ -93,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     # explanation/secure-aggregation.md.
     Rule(
         "engine.transport",
-        "how-to/aggregate-securely.md: the protocol runs over memory, its sum in the engine",
+        f"{SECURELY}: the protocol runs over memory, its sum in the engine",
         lambda c: (
             (c.secure == "protocol" and c.place != "memory")
             or (c.secure == "modular_sum" and c.place == "memory")
@@ -101,22 +125,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "must see each update",
-        "how-to/own-algorithm.md: the coordinator sees each update",
-        lambda c: c.secure != "off" and (c.algorithm == "median" or c.own == "aggregation"),
+        f"{OWN_ALGORITHM}: the coordinator sees each update",
+        lambda c: c.secure != "off" and sees_each(c),
     ),
     Rule(
         "its own methods would not be called",
-        "how-to/aggregate-securely.md: clients weigh by examples or alike",
+        f"{SECURELY}: clients weigh by examples or alike",
         lambda c: c.secure != "off" and c.own == "weigh",
     ),
     Rule(
         "has no bound",
-        "explanation/secure-aggregation.md: sums of numbers of a known size",
-        lambda c: c.secure != "off" and (c.own == "strategy" or c.algorithm == "scaffold"),
+        f"{SECURE}: sums of numbers of a known size",
+        lambda c: c.secure != "off" and sends_more(c),
     ),
     Rule(
         "its terms name one training for all",
-        "explanation/secure-aggregation.md: the signed terms of a session",
+        f"{SECURE}: the signed terms of a session",
         lambda c: c.secure != "off" and c.own == "locals",
     ),
     Rule(
@@ -131,12 +155,91 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "masks cancel in the sum of one session",
-        "explanation/asynchronous.md: what goes with it",
+        f"{ASYNCHRONOUS}: what goes with it",
         lambda c: c.secure != "off" and is_asynchronous(c),
+    ),
+    # What privacy does not go with: how-to/differential-privacy.md and
+    # explanation/differential-privacy.md.
+    Rule(
+        "under secure aggregation clients add the noise",
+        "how-to/differential-privacy.md: the modes",
+        lambda c: c.secure != "off" and c.privacy in ("central", "local", "example"),
+    ),
+    Rule(
+        "running statistics",
+        f"{PRIVACY}: noise makes a variance negative",
+        lambda c: c.privacy in ("central", "local", "distributed") and c.norm == "batch",
+    ),
+    Rule(
+        "computes with all examples of a batch",
+        f"{PRIVACY}: single examples",
+        lambda c: c.privacy == "example" and c.norm == "batch",
+    ),
+    Rule(
+        "couples the examples of a batch",
+        f"{PRIVACY}: single examples",
+        lambda c: c.privacy == "example" and c.objective == "coupled",
+    ),
+    Rule(
+        "class_weights",
+        "how-to/own-model-and-loss.md: an example's loss is the mean over its own positions",
+        lambda c: c.privacy == "example" and c.objective == "weighted",
+    ),
+    Rule(
+        "may do with the examples what it likes",
+        f"{PRIVACY}: fedlearn's own local updates",
+        lambda c: c.privacy == "example" and c.own in ("update", "trainer", "strategy"),
+    ),
+    Rule(
+        "each example's gradient is clipped",
+        f"{EXECUTORS}: fused has gradients of batches alone",
+        lambda c: c.privacy == "example" and c.place == "fused",
+    ),
+    Rule(
+        "moves",
+        f"{ASYNCHRONOUS}: what goes with it",
+        lambda c: (
+            is_asynchronous(c) and (is_summed(c) or (c.privacy == "example" and c.rounds == "late"))
+        ),
+    ),
+    Rule(
+        "has no bound",
+        f"{PRIVACY}: what one client adds to a sum is bounded",
+        lambda c: is_summed(c) and sends_more(c),
+    ),
+    Rule(
+        "has no noise",
+        f"{PRIVACY}: all that a client sends has noise",
+        lambda c: c.privacy == "local" and sends_more(c),
+    ),
+    Rule(
+        "whose number has no noise",
+        f"{PRIVACY}: clients do not tell how many examples they have",
+        lambda c: c.privacy in ("local", "example") and c.own == "weigh",
+    ),
+    Rule(
+        "is not WeightedMean itself",
+        f"{PRIVACY}: what one client adds to a sum is bounded",
+        lambda c: is_summed(c) and (sees_each(c) or c.own == "weigh"),
+    ),
+    Rule(
+        "which clips",
+        f"{PRIVACY}: whether an update counts is accounted for",
+        lambda c: c.privacy != "off" and c.bound != "none",
+    ),
+    Rule(
+        "whose ε rests on how clients are drawn",
+        "how-to/own-sampler-and-callbacks.md",
+        lambda c: c.privacy != "off" and c.sampling == "own",
+    ),
+    Rule(
+        "one user must not displace another",
+        f"{PRIVACY}: each client by a coin of its own",
+        lambda c: c.privacy == "central" and c.stragglers == "oversample",
     ),
     Rule(
         "secure aggregation releases no sum of fewer than",
-        "explanation/secure-aggregation.md: below the minimum nothing is released",
+        f"{SECURE}: below the minimum nothing is released",
         lambda c: c.secure != "off" and c.stragglers in ("some", "oversample"),
     ),
 )

@@ -8,23 +8,23 @@ What a client keeps changes only when its update counts in a round that moves th
 that is late, refused, failed, or part of an attempt that was thrown away leaves no trace.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.oracle.configuration import NUM_ROUNDS, Configuration
 from tests.oracle.observed import Round, Run
 from tests.oracle.reference import client, server
 from tests.oracle.reference.client import Batch, Contribution, Memory, Task
 from tests.oracle.reference.measures import evaluate, is_due
-from tests.oracle.reference.model import Model, Tensors
-from tests.oracle.workloads import Examples, duration_s, fails, take
+from tests.oracle.reference.model import Model, Tensors, norm
+from tests.oracle.reference.policies import POLICIES
+from tests.oracle.workloads import Examples, duration_s, fails, read, take
 
-#: From (round of the model, client, epoch, examples) to the order in which the client visits them.
-Order = Callable[[int, int, int, int], Sequence[int]]
 #: What a client contributes; ``None`` if it cannot train.
 Contribute = Callable[[int], Contribution | None]
 
@@ -35,24 +35,18 @@ REPORTED, LATE, FAILED = "reported", "late", "failed"
 
 
 @dataclass(frozen=True)
-class Policy:
-    """When a synchronous round closes: see the how-to on stragglers."""
+class Streams:
+    """Random numbers of a run, as they were recorded.
 
-    num_wanted: int
-    num_asked: int
-    deadline_s: float
-    min_reports: int
-    below_minimum: str = "retry"
-    max_retries: int = 20
+    Attributes:
+        order: From (round of the model, client, epoch, examples) to the order of a client's visits.
+        key: From (round of the model, client, step) to what augmentation draws in a batch from.
+        noise: From (round, attempt, numbers) to the noise in a sum, whose standard deviation is 1.
+    """
 
-
-POLICIES = {
-    "wait": Policy(4, 4, math.inf, 2),
-    "some": Policy(4, 4, 0.9, 1),
-    "oversample": Policy(3, 5, math.inf, 2),
-    "retry": Policy(4, 4, 0.9, 3),
-    "skip": Policy(4, 4, 0.9, 3, "skip"),
-}
+    order: Callable[[int, int, int, int], Sequence[int]]
+    key: Callable[[int, int, int], int]
+    noise: Callable[[int, int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,6 @@ class Expected:
         losses: Training loss of each client that reported.
         metrics: From the clients that are evaluated to what is recorded; ``None``: nothing is due.
         of_round: What the round itself says, whether the model is measured after it or not.
-        invariants: What must hold of any model, by name, and whether it does.
     """
 
     statuses: dict[int, str] | None
@@ -75,7 +68,6 @@ class Expected:
     staleness: dict[int, int]
     metrics: Callable[[Sequence[int]], dict[str, float]] | None
     of_round: dict[str, float]
-    invariants: dict[str, bool]
 
 
 class Replay:
@@ -86,13 +78,13 @@ class Replay:
         module: Its model; the weights do not matter.
         examples: Of all clients.
         run: Its record says who was asked, and gives the initial model.
-        order: The recorded stream of shuffles.
+        streams: What was random in it.
     """
 
     def __init__(
-        self, c: Configuration, module: nn.Module, examples: Examples, run: Run, order: Order
+        self, c: Configuration, module: nn.Module, examples: Examples, run: Run, streams: Streams
     ) -> None:
-        self.c, self.examples, self._run, self._order = c, examples, run, order
+        self.c, self.examples, self._run, self._streams = c, examples, run, streams
         self.model = Model(module, c.objective)
         floats = {name: value for name, value in run.initial.items() if value.is_floating_point()}
         x = {name: value.double() for name, value in floats.items()}
@@ -122,7 +114,8 @@ class Replay:
                     )
                     for each, made in sent.items()
                 ]
-                x, state = server.step(self.c, self.model, x, state, counted)
+                noise = self._noise(x, round_num, seen.attempt)
+                x, state = server.step(self.c, self.model, x, state, counted, noise=noise)
             asked = [row.client_id for row in seen.rows]
             statuses = self._statuses(asked, round_num, seen.attempt)
             if seen.is_aggregated:
@@ -133,11 +126,13 @@ class Replay:
                 tensors=x,
                 kept=dict(self.kept),
                 train_loss=mean_loss(self.c, list(sent.values())),
-                losses={each: made.loss for each, made in sent.items()},
+                losses={
+                    each: math.nan if hides_losses(self.c) else made.loss
+                    for each, made in sent.items()
+                },
                 staleness=histogram(list(staleness.values())),
                 metrics=self._metrics(x, round_num + 1),
                 of_round=self._of_round(list(sent.values()), is_aggregated=seen.is_aggregated),
-                invariants=invariants(self.model, x),
             )
 
     @staticmethod
@@ -162,7 +157,7 @@ class Replay:
             told=told,
             round_num=based_on,
             kept=self.kept.get(client_id, {}),
-            num_examples=len(self.examples.of(client_id)[1]),
+            num_examples=num_used(self.c, len(self.examples.of(client_id)[1])),
         )
         try:
             return client.train(task, self._batches(client_id, based_on))
@@ -178,11 +173,27 @@ class Replay:
             epochs, size, shuffle = 1, num, False
         if c.own == "locals" and client_id % 2 == 0:
             epochs = 1
+        steps = itertools.count()
         for epoch in range(epochs):
-            visited = self._order(round_num, client_id, epoch, num) if shuffle else range(num)
-            for start in range(0, num, size):
+            visited: Sequence[int] = range(num)
+            if shuffle:
+                visited = self._streams.order(round_num, client_id, epoch, num)
+            for start in range(0, num_used(c, num), size):
                 rows = torch.tensor(list(visited[start : start + size]))
-                yield take(features, rows), labels[rows]
+                key = self._streams.key(round_num, client_id, next(steps))
+                yield read(c, take(features, rows), key), labels[rows]
+
+    def _noise(self, x: Tensors, round_num: int, attempt: int) -> Tensors:
+        """Return the noise in the sum of a round; next to none unless the server adds it."""
+        trained = {name: x[name] for name in self.model.trained}
+        if self.c.privacy != "central":
+            return {name: torch.zeros_like(value) for name, value in trained.items()}
+        sizes = [value.numel() for value in trained.values()]
+        parts = self._streams.noise(round_num, attempt, sum(sizes)).split(sizes)
+        return {
+            name: part.view(value.shape)
+            for part, (name, value) in zip(parts, trained.items(), strict=True)
+        }
 
     def _statuses(self, asked: list[int], round_num: int, attempt: int) -> dict[int, str] | None:
         is_buffer = self.c.algorithm in ("fedbuff", "fedasync")
@@ -195,7 +206,8 @@ class Replay:
     def _of_round(self, sent: list[Contribution], *, is_aggregated: bool) -> dict[str, float]:
         """Return how many updates a secure sum, or a clip that comes last, scaled down."""
         is_clipped_last = self.c.update_clip > 0 and self.c.own != "transform"
-        if not is_aggregated or (self.c.secure == "off" and not is_clipped_last):
+        is_known = self.c.secure != "off" or is_clipped_last
+        if not is_aggregated or not is_known or self.c.privacy != "off":
             return {}
         return {"num_clipped": float(sum(each.is_scaled_down for each in sent))}
 
@@ -216,8 +228,10 @@ def close(
     answered by then is late, even if it would have failed.
     """
     policy, statuses, num_reports = POLICIES[c.stragglers], dict[int, str](), 0
+    # Under central privacy a round waits for all that it asked: who is fast displaces nobody.
+    num_wanted = math.inf if c.privacy == "central" else policy.num_wanted
     for each in sorted(asked, key=lambda one: duration_s(c, one, round_num, attempt)):
-        is_closed = num_reports == policy.num_wanted
+        is_closed = num_reports == num_wanted
         if is_closed or duration_s(c, each, round_num, attempt) > policy.deadline_s:
             statuses[each] = LATE
         elif fails(c, each, round_num, attempt) or is_refused(c, contribute(each)):
@@ -230,6 +244,12 @@ def close(
     return statuses
 
 
+def num_used(c: Configuration, num_examples: int) -> int:
+    """Return on how many examples a client trains in an epoch: it counts with so many."""
+    full = num_examples // c.batch_size * c.batch_size if c.drop_last else 0
+    return full or num_examples
+
+
 def is_refused(c: Configuration, sent: Contribution | None) -> bool:
     """Return whether a client could not train, or its update is beyond the bounds.
 
@@ -238,21 +258,29 @@ def is_refused(c: Configuration, sent: Contribution | None) -> bool:
     if sent is None:
         return True
     if c.bound == "norm":
-        lanes = [client.norm(each) for each in sent.lanes.values()]
+        lanes = [norm(each) for each in sent.lanes.values()]
         return max(sent.trained_norm, *lanes, 0.0) > max_norm(c)
     return c.bound == "examples" and sent.num_examples > MAX_EXAMPLES
 
 
 def max_norm(c: Configuration) -> float:
-    """Return a bound on updates that some of them exceed, by how far the optimizer steps."""
+    """Return a bound on updates that some of them exceed, by how far they go."""
+    if c.objective == "weighted":
+        return 2.0
     if c.own in ("update", "trainer"):
         return 1.5 if c.own == "update" else 0.3
     return {"sgd": 0.4, "momentum": 1.2}.get(c.optimizer.removesuffix("_kept"), 1.5)
 
 
+def hides_losses(c: Configuration) -> bool:
+    """Return whether clients keep their training losses to themselves: these have no noise."""
+    is_secret = c.privacy in ("local", "example") and c.place == "memory"
+    return is_secret or c.privacy == "distributed"
+
+
 def mean_loss(c: Configuration, sent: Sequence[Contribution]) -> float:
     """Return the training loss of a round: by examples, or by clients in a secure sum of equals."""
-    if not sent:
+    if not sent or hides_losses(c):
         return math.nan
     n = [each.num_examples for each in sent]
     w = [server.weight(c, each) if c.secure != "off" else float(each) for each in n]
@@ -262,12 +290,3 @@ def mean_loss(c: Configuration, sent: Sequence[Contribution]) -> float:
 def histogram(staleness: Sequence[int]) -> dict[int, int]:
     """Return how many updates have which staleness."""
     return {each: staleness.count(each) for each in sorted(set(staleness))}
-
-
-def invariants(model: Model, x: Tensors) -> dict[str, bool]:
-    """Return what must hold of any model after a round."""
-    variances = [x[name] for name in model.statistics if name.endswith("running_var")]
-    return {
-        "finite weights": all(bool(value.isfinite().all()) for value in x.values()),
-        "variances of at least 0": all(bool((value >= 0).all()) for value in variances),
-    }

@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from tests.oracle.configuration import NUM_CLIENTS, Configuration
-from tests.oracle.reference.client import Contribution, Memory
-from tests.oracle.reference.model import Model, Tensors
+from tests.oracle.reference.client import PRIVATE_NORM, Contribution, Memory
+from tests.oracle.reference.model import Model, Tensors, clip
+from tests.oracle.reference.policies import POLICIES
 
 SERVER_ETA, SERVER_BETA = 0.9, 0.6
 ADAPTIVE_ETA, BETA_1, BETA_2, TAU = 0.1, 0.6, 0.9, 0.05
 MIXING, STALENESS_EXPONENT, MAX_STALENESS = 0.6, 0.5, 3
 TRIMMED = 1
+#: Standard deviation of the noise in a sum, in clip norms.
+NOISE_MULTIPLIER = 0.6
 
 
 @dataclass
@@ -57,16 +60,30 @@ def begin(c: Configuration, model: Model, x: Tensors) -> Memory:
 
 
 def step(
-    c: Configuration, model: Model, x: Tensors, state: Memory, counted: Sequence[Counted]
+    c: Configuration,
+    model: Model,
+    x: Tensors,
+    state: Memory,
+    counted: Sequence[Counted],
+    *,
+    noise: Tensors,
 ) -> tuple[Tensors, Memory]:
-    """Return the next model and state; below, equation numbers are those of the papers."""
-    delta = aggregate(c, [relative_to(x, model, each) for each in counted], counted)
+    """Return the next model and state; below, equation numbers are those of the papers.
+
+    Noise is that of a sum, with a standard deviation of 1; next to none if clients add it.
+    """
+    num_reports = len(counted)
+    if c.privacy in ("central", "distributed"):
+        num_reports = POLICIES[c.stragglers].num_wanted  # how many reported is not public
+        delta = release([each.contribution.delta for each in counted], noise, num_reports)
+    else:
+        delta = aggregate(c, [relative_to(x, model, each) for each in counted], counted)
     if c.own == "strategy":  # FedNova: the mean step, times the mean number of steps
         (tau,) = aggregate(
             c, [each.contribution.lanes["tau"] for each in counted], counted
         ).values()
         delta |= {name: tau * delta[name] for name in model.trained}
-    moved, state = optimize(c, {name: delta[name] for name in model.trained}, state, len(counted))
+    moved, state = optimize(c, {name: delta[name] for name in model.trained}, state, num_reports)
     if c.algorithm == "scaffold":
         mean = {
             name: sum_of(each.contribution.lanes["control"][name] for each in counted)
@@ -76,6 +93,15 @@ def step(
         state = {"control": {name: state["control"][name] + mean[name] for name in mean}}
     moved |= {name: delta[name] for name in model.statistics}
     return {name: value + moved.get(name, 0.0) for name, value in x.items()}, state
+
+
+def release(deltas: Sequence[Tensors], noise: Tensors, num_expected: int) -> Tensors:
+    """Return the mean with noise (McMahan et al., 2018, algorithm 1): each delta is clipped."""
+    clipped, sigma = [clip(each, PRIVATE_NORM) for each in deltas], NOISE_MULTIPLIER * PRIVATE_NORM
+    return {
+        name: sum((each[name] for each in clipped), sigma * drawn) / num_expected
+        for name, drawn in noise.items()
+    }
 
 
 def relative_to(x: Tensors, model: Model, counted: Counted) -> Tensors:
