@@ -11,7 +11,7 @@ from tests.oracle.covering import covering, settle
 from tests.oracle.walk import judge, shrink
 
 #: The walk of the default run: the first configurations, which cover most pairs of values.
-NUM_CONFIGURATIONS = 60
+NUM_CONFIGURATIONS = 44
 #: It is divided among so many tests, which may run beside each other.
 NUM_PARTS = 3
 

@@ -358,17 +358,6 @@ def test_a_parameter_decays_only_in_the_steps_that_reach_it() -> None:
     assert error_of(Centred, work_of(params_of(Centred), local=local)) < 1e-6
 
 
-def test_tied_parameters_equal_the_reference() -> None:
-    """A weight used twice is one parameter with one gradient."""
-
-    def make() -> nn.Module:
-        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
-        second.weight = first.weight
-        return nn.Sequential(first, nn.Tanh(), second)
-
-    assert error_of(make, work_of(params_of(make))) < 1e-6
-
-
 def test_float64_equals_the_reference_to_its_rounding() -> None:
     """What is left in float32 is rounding."""
 

@@ -13,7 +13,7 @@ class Policy:
     deadline_s: float
     min_reports: int
     below_minimum: str = "retry"
-    max_retries: int = 20
+    max_retries: int = 200
 
 
 POLICIES = {
