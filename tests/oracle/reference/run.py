@@ -265,11 +265,12 @@ def is_refused(c: Configuration, sent: Contribution | None) -> bool:
 
 def max_norm(c: Configuration) -> float:
     """Return a bound on updates that some of them exceed, by how far they go."""
-    if c.objective == "weighted":
-        return 2.0
+    factor = 1.0
+    if c.norm == "batch" or c.objective == "weighted":
+        factor = 3.0 if c.algorithm == "scaffold" else 1.5
     if c.own in ("update", "trainer"):
-        return 1.5 if c.own == "update" else 0.3
-    return {"sgd": 0.4, "momentum": 1.2}.get(c.optimizer.removesuffix("_kept"), 1.5)
+        return factor * (1.5 if c.own == "update" else 0.3)
+    return factor * {"sgd": 0.4, "momentum": 1.2}.get(c.optimizer.removesuffix("_kept"), 1.5)
 
 
 def hides_losses(c: Configuration) -> bool:
