@@ -65,12 +65,19 @@ class Model:
     def clipped_gradients(
         self, x: Tensors, features: Inputs, labels: Tensor, bound: float
     ) -> tuple[float, Tensors]:
-        """Return the mean loss, and the mean of each example's gradient, scaled down to a bound."""
-        rows = torch.arange(len(labels)).split(1)
-        found = [self.gradients(x, take(features, row), labels[row]) for row in rows]
-        loss, gradients = sum(each for each, _ in found), [clip(g, bound) for _, g in found]
-        means = {name: torch.stack([g[name] for g in gradients]).mean(0) for name in gradients[0]}
-        return loss / len(labels), means
+        """Return the mean loss, and the mean of each example's gradient, scaled down to a bound.
+
+        Every trained parameter has one, for noise to be added to: zero if the loss does not depend
+        on it.
+        """
+        total_loss, total = 0.0, {name: torch.zeros_like(x[name]) for name in self.trained}
+        for row in torch.arange(len(labels)).split(1):
+            loss, g = self.gradients(x, take(features, row), labels[row])
+            total_loss += loss
+            for name, value in clip(g, bound).items():
+                total[name] += value
+        num = len(labels)
+        return total_loss / num, {name: value / num for name, value in total.items()}
 
     def predict(self, x: Tensors, features: Inputs) -> Tensor:
         """Return the outputs in evaluation mode."""
