@@ -186,13 +186,6 @@ def test_a_deployment_promises_no_more_than_it_can_keep(
     assert built.privacy.cohorts == FixedCohorts(10, 10)
 
 
-class Rooted(fl.WeightedMean):
-    """A mean of the user's own, in which a client counts by the root of its examples."""
-
-    def weigh(self, num_examples_B: Tensor) -> Tensor:
-        return num_examples_B.sqrt()
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -210,7 +203,6 @@ class Rooted(fl.WeightedMean):
         ({"secure_aggregation": {"modulus_bits": 16}}, "use a wider modulus"),
         ({**LOCALLY, "secure_aggregation": {"mode": "complete"}}, "clients add the noise"),
         ({**LOCALLY, "algorithm": "weighted"}, "whose number has no noise and is not told"),
-        ({**LOCALLY, "algorithm": "rooted"}, "whose weigh returns the same"),
         ({**LOCALLY, "algorithm": "scaffold"}, "lane 'control' has no noise"),
         (
             {**LOCALLY, "cohort": {"num_wanted": COHORT, "sampling": "poisson"}},
@@ -233,7 +225,6 @@ def test_what_would_make_the_guarantee_false_is_refused(
     algorithms: dict[str | None, fl.Strategy] = {
         None: STILL,
         "weighted": fl.FedAvg(STILL.local),
-        "rooted": replace(fl.FedAvg(STILL.local), aggregation=Rooted(by_examples=False)),
         "scaffold": SCAFFOLD,
     }
     algorithm = algorithms[settings.pop("algorithm", None)]

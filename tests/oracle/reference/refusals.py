@@ -213,11 +213,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.privacy == "local" and sends_more(c),
     ),
     Rule(
-        "whose number has no noise",
-        f"{PRIVACY}: clients do not tell how many examples they have",
-        lambda c: c.privacy in ("local", "example") and c.own == "weigh",
-    ),
-    Rule(
         "is not WeightedMean itself",
         f"{PRIVACY}: what one client adds to a sum is bounded",
         lambda c: is_summed(c) and (sees_each(c) or c.own == "weigh"),
