@@ -437,6 +437,23 @@ def test_the_gradients_of_linear_layers_stay_products(
         assert torch.allclose(left @ right, expected[name], atol=1e-6)
 
 
+def test_a_label_beyond_the_outputs_is_its_clients_failure_where_steps_are_compiled() -> None:
+    """An EngineError would end the run of all clients."""
+    gradient = BlockGradient(mlp, CrossEntropy(), device=CPU, precision=Precision.FLOAT32)
+    weights = {
+        name: torch.ones(1, *gradient.layout.by_name[name].shape) for name in gradient.trainable
+    }
+    batch = Batch(
+        torch.ones(1, 2, 6),
+        torch.tensor([[0, 7]]),
+        torch.full((1, 2), 0.5),
+        torch.zeros(1, dtype=torch.int64),
+    )
+    with pytest.raises((IndexError, ValueError)) as raised:
+        TracedSteps(gradient, is_compiled=True)(Stack(weights, {}, {}), Shared({}, {}, {}), batch)
+    assert not isinstance(raised.value, EngineError)
+
+
 class Scaled(nn.Module):
     """Reads a constant as a number, which a trace cannot follow."""
 

@@ -55,19 +55,23 @@ class TracedSteps:
         """Return the outcome of a step.
 
         Raises:
-            EngineError: It cannot be compiled.
+            EngineError: The step cannot be compiled, although it can be computed.
+            Exception: What the module or the loss raises for this batch.
         """
         given = batch.tensors()
         key = tuple((value.shape, value.dtype) for value in given)
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         tensors = [value for part in parts for value in part.values()] + given
         if key not in self._steps:
-            self._steps[key] = self._new(parts, batch, tensors)
+            self._steps[key] = self._new(stack, shared, batch, tensors)
         step = self._steps[key]
         return self._gradient(stack, shared, batch) if step is None else StepResult(*step(*tensors))
 
-    def _new(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> _Step | None:
+    def _new(
+        self, stack: Stack, shared: Shared, batch: Batch, tensors: Sequence[Tensor]
+    ) -> _Step | None:
         """Return the step for tensors of these shapes, tried once."""
+        parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about itself
@@ -80,6 +84,7 @@ class TracedSteps:
         except Exception as error:
             if not self._is_compiled:
                 return None
+            self._gradient(stack, shared, batch)  # raises if the client's batch is to blame
             raise EngineError(
                 f"compiling the stacked step failed: {first_line(error)}; choose the executor "
                 "that stacks without compiling"
