@@ -20,7 +20,7 @@ from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.leading import leading
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import DurableOpening, present_in
-from fedlearn.deployment.record import ForgettingStore, TellingStore, first_attempts
+from fedlearn.deployment.record import ForgettingStore, TellingStore, resume_round
 from fedlearn.deployment.rounds import run_over
 from fedlearn.experiment.assemble import Identities, standing_of
 from fedlearn.experiment.privacy import gone_on, promise
@@ -172,9 +172,13 @@ class Leader:
         if checkpoint is not None:
             checkpoint = checkpoint.for_clients_of(clients.run_id)
         live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
-        begins_anew = clients.is_asked_anew or _ends_with_its_process(self.pieces)
-        first = first_attempts(
-            journal.last(), record.status, self.pieces.policy, begins_anew=begins_anew
+        resumed = resume_round(
+            journal,
+            record.status,
+            self.pieces.policy,
+            restarts=clients.is_asked_anew or _ends_with_its_process(self.pieces),
+            takes_late_updates=self.pieces.late_updates is not None,
+            now_unix_s=self.interruption.unix_s(),
         )
         promised, charging, num_lost = patiently(
             lambda: promise(
@@ -223,7 +227,7 @@ class Leader:
                     control=self.interruption,
                     told=live_status.trained,
                 ),
-                first_attempts=first,
+                resumed=resumed,
                 identities=clients.identities,
                 standing=standing_of(charging),
                 note=failing.note,

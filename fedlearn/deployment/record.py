@@ -6,15 +6,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fedlearn import build
+from fedlearn.algorithms.flight import Asked
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config import Config
 from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.errors import ConfigError, StoreError, StoreUnavailable
 from fedlearn.experiment.comparison import leaves
 from fedlearn.experiment.recorded import config_of
 from fedlearn.experiment.simulate import new_record
-from fedlearn.rounds.journal import OpenRound, RoundJournal
+from fedlearn.rounds.journal import ResumedRound, RoundJournal
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.store.lease import deploy
 from fedlearn.store.patience import Patience
@@ -71,24 +73,62 @@ def _text(leaves: Mapping[str, object], key: str) -> str:
     return json.dumps(leaves[key], ensure_ascii=False) if key in leaves else "not set"
 
 
-def first_attempts(
-    last: OpenRound | None, status: RunStatus, policy: StragglerPolicy, *, begins_anew: bool = False
-) -> dict[int, int]:
-    """Return with which attempt the next round begins after a restart, if not with 0.
+def resume_round(
+    journal: RoundJournal,
+    status: RunStatus,
+    policy: StragglerPolicy,
+    *,
+    restarts: bool,
+    takes_late_updates: bool,
+    now_unix_s: float,
+) -> ResumedRound | None:
+    """Find where to continue the round that an earlier process opened and did not finish.
 
-    A run that failed for want of reports, and is started again, tries as often as at first:
-    with attempts of its own, since those before are over. One that was killed among these
-    goes on among these. An attempt of secure aggregation, or a turn of a cohort, ended with the
-    process that led it, and is not begun again with the same number.
+    A run that failed because too few clients reported gets as many attempts again as at first.
+    A synchronous round begins with the first attempt of its group: the log of each attempt's
+    replies gives the same outcome again. The log of a semi-synchronous round spans its attempts,
+    so the round continues with the last one, and clients of the attempts before are still in
+    flight.
+
+    Args:
+        journal: Of the run.
+        status: Of the run, as the earlier process left it.
+        policy: How often a round is tried.
+        restarts: Whether replies to the earlier process are lost, so that a new attempt begins:
+            with secure aggregation, over Flower, and where cohorts take turns.
+        takes_late_updates: Whether rounds are semi-synchronous.
+        now_unix_s: Seconds since 1970.
+
+    Raises:
+        StoreError: The journal cannot be read.
     """
+    last = journal.last()
     if last is None:
-        return {}
-    if begins_anew:
-        return {last.round_num: last.attempt + 1}
+        return None
+    if restarts:
+        return ResumedRound(round_num=last.round_num, attempt=last.attempt + 1)
     retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
-    tried = last.attempt // (retries + 1)
-    first = (tried + (status is RunStatus.FAILED)) * (retries + 1)
-    return {last.round_num: first} if first else {}
+    group = last.attempt // (retries + 1) + (status is RunStatus.FAILED)
+    first = group * (retries + 1)
+    if not takes_late_updates:
+        return ResumedRound(round_num=last.round_num, attempt=first)
+    attempt = max(first, last.attempt)
+    opened_rounds = (journal.find(last.round_num, each) for each in range(last.attempt + 1))
+    flight = dict[ClientId, Asked]()
+    for opened in opened_rounds:
+        if opened is None:  # that attempt asked nobody
+            continue
+        for place, client_id in enumerate(opened.cohort):
+            flight.pop(client_id, None)  # a client that failed may be in a later cohort again
+            if opened.attempt < attempt:
+                flight[client_id] = Asked(
+                    client_id=client_id,
+                    based_on=opened.round_num,
+                    attempt=opened.attempt,
+                    place=place,
+                    asked_s=opened.opened_unix_s - now_unix_s,
+                )
+    return ResumedRound(round_num=last.round_num, attempt=attempt, flight=tuple(flight.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

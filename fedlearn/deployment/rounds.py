@@ -1,8 +1,7 @@
 """A deployed run over any channel: the plan of its rounds, and the loop that runs them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
+from fedlearn.rounds.journal import ResumedRound
 from fedlearn.rounds.opening import Charge, Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
 from fedlearn.rounds.run import RunState, Standing, train
@@ -56,7 +56,7 @@ def run_over(
     checkpoint: Checkpoint | None,
     clock: Clock,
     place: Place | None = None,
-    first_attempts: Mapping[int, int] = MappingProxyType({}),
+    resumed: ResumedRound | None = None,
     identities: Identities | None = None,
     standing: Standing = dict,
     note: Callable[[Participations], None] = ignored,
@@ -76,7 +76,7 @@ def run_over(
         checkpoint: Where it goes on; ``None`` begins it.
         clock: Real time.
         place: Where the coordinator's own training takes place.
-        first_attempts: See :class:`~fedlearn.rounds.run.RunPlan`.
+        resumed: See :class:`~fedlearn.rounds.run.RunPlan`.
         identities: For secure aggregation.
         standing: See :class:`~fedlearn.rounds.run.RunPlan`.
         note: Told what became of the clients of every attempt at a round.
@@ -118,7 +118,7 @@ def run_over(
         clock=clock,
         place=place,
         release=release_of(pieces, params, Alone(), has_sessions=True),
-        first_attempts=first_attempts,
+        resumed=resumed,
         standing=standing,
     )
     state = train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)

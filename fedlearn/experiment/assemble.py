@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -41,6 +40,7 @@ from fedlearn.rounds.buffered import Ahead, OpenCollector
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
+from fedlearn.rounds.journal import ResumedRound
 from fedlearn.rounds.opening import (
     Charge,
     ChargedDraw,
@@ -459,7 +459,7 @@ def run_plan(
     place: Place | None = None,
     release: Release | None = None,
     charge: Charge | None = None,
-    first_attempts: Mapping[int, int] = MappingProxyType({}),
+    resumed: ResumedRound | None = None,
     standing: Standing = dict,
 ) -> RunPlan:
     """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name.
@@ -490,7 +490,7 @@ def run_plan(
         num_rounds=pieces.config.num_rounds,
         checkpoint_every_s=checkpoint_every_s,
         clock=clock,
-        first_attempts=first_attempts,
+        resumed=resumed,
         standing=standing,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from fedlearn.algorithms.flight import Flight
 from fedlearn.core.messages import ClientId
 
 #: What an operator wants of a deployed run.
@@ -31,6 +32,22 @@ class OpenRound:
     attempt: int
     cohort: tuple[ClientId, ...]
     opened_unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRound:
+    """Where to continue a round that an earlier process opened and did not finish.
+
+    Attributes:
+        round_num: Index, from 0.
+        attempt: Number of the attempt to continue with.
+        flight: Clients of its earlier attempts whose updates still count, in the order of asking:
+            those of a semi-synchronous round.
+    """
+
+    round_num: int
+    attempt: int
+    flight: Flight = ()
 
 
 class RoundJournal(Protocol):

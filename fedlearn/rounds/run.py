@@ -8,7 +8,7 @@ the seed, ends in the same model.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
+from fedlearn.rounds.journal import ResumedRound
 from fedlearn.rounds.records import (
     ALIAS,
     CLIENTS_LOST,
@@ -140,8 +141,8 @@ class RunPlan:
         num_rounds: Rounds at the most.
         checkpoint_every_s: Real seconds between two commits.
         clock: Real time.
-        first_attempts: By round, the attempt to begin with where an earlier process has
-            tried and failed; all others begin with 0.
+        resumed: Where to continue the round that an earlier process left open; ``None``: it left
+            none, and every round begins with attempt 0.
         standing: Says what else is told of a finished round, by name, such as what was spent.
     """
 
@@ -152,7 +153,7 @@ class RunPlan:
     num_rounds: int
     checkpoint_every_s: float
     clock: Clock
-    first_attempts: Mapping[int, int] = field(default_factory=dict)
+    resumed: ResumedRound | None = None
     standing: Standing = dict
 
     def is_over(self, state: RunState) -> bool:
@@ -220,8 +221,11 @@ def train(
 
 
 def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, RoundRecord]:
-    first = plan.first_attempts.get(state.server.round_num, 0)
-    ran, attempt, duration_s = _attempts(state.server, plan.round, first=first)
+    server, first = state.server, 0
+    if plan.resumed is not None and plan.resumed.round_num == server.round_num:
+        first = plan.resumed.attempt
+        server = replace(server, flight=(*server.flight, *plan.resumed.flight))
+    ran, attempt, duration_s = _attempts(server, plan.round, first=first)
     server, collected = ran.state, ran.collected
     moved = server.round_num > state.server.round_num
     metrics = {**server.begun, **ran.metrics, **_counts(collected)}
@@ -267,7 +271,7 @@ def _counts(collected: Collected) -> dict[str, float]:
 def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran, int, float]:
     """Try a round until it succeeds or the policy gives up; add up its virtual time.
 
-    Whoever was found to have made an attempt fail is not asked in those after it.
+    A client that made an attempt fail is not asked in the attempts after it.
     """
     duration_s, culprits, buffering = 0.0, frozenset[ClientId](), plan.buffering
     is_retried = buffering is None or buffering.is_retried

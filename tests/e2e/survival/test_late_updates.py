@@ -4,8 +4,11 @@ As in :mod:`tests.e2e.survival.test_asynchronous` an update of client k that is 
 votes in ``votes[r, k]``; of n that a round takes each counts 1 / n there.
 """
 
+import signal
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
@@ -24,14 +27,20 @@ NUM_CLIENTS, SLOW = 3, 2
 SOME_PHASES = ("logged, no receipt", "folded", "before the server step", "before the commit")
 
 
-def configure(site: VotingSite, *, num_rounds: int, deadline_s: float) -> None:
+def configure(
+    site: VotingSite,
+    *,
+    num_rounds: int,
+    deadline_s: float,
+    stragglers: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """All three are asked, and a round closes with those that are in time."""
+    usual = {"over_selection": 1.0, "min_reports": 1, "below_minimum": "fail"}
     site.configure(
         num_rounds=num_rounds,
-        min_reports=1,
-        deadline_s=deadline_s,
         ballast=1000,
         sections={
+            "stragglers": {**usual, "deadline_s": deadline_s, **stragglers},
             "algorithm": {"name": "fedavg", "weight_by_examples": False},
             "late_updates": {
                 "mode": "keep",
@@ -42,7 +51,7 @@ def configure(site: VotingSite, *, num_rounds: int, deadline_s: float) -> None:
     )
 
 
-def audit(site: VotingSite) -> Counter[int]:
+def audit(site: VotingSite, *, num_clients: int = NUM_CLIENTS) -> Counter[int]:
     """Check that each update on record is in the model exactly once; return their staleness.
 
     Raises:
@@ -57,7 +66,7 @@ def audit(site: VotingSite) -> Counter[int]:
     check_durations(records)
     assert checkpoint is not None
     votes = checkpoint.tensors["params/votes"]
-    for number in range(NUM_CLIENTS):
+    for number in range(num_clients):
         shares = [
             1.0 / record.count(Status.REPORTED)
             for record in records
@@ -75,10 +84,10 @@ def audit(site: VotingSite) -> Counter[int]:
     return ages
 
 
-def populate(site: VotingSite) -> list[Process]:
-    for number in range(NUM_CLIENTS):
+def populate(site: VotingSite, *, num_clients: int = NUM_CLIENTS) -> list[Process]:
+    for number in range(num_clients):
         site.enrol(number)
-    return [site.join(number) for number in range(NUM_CLIENTS)]
+    return [site.join(number) for number in range(num_clients)]
 
 
 def test_who_is_late_counts_in_a_later_round(site: VotingSite) -> None:
@@ -136,6 +145,33 @@ def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSi
     assert second.wait() == 0, second.tail()
     audit(site)
     assert site.rounds()[0].count(Status.REPORTED) == NUM_CLIENTS
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_restart_in_a_second_attempt_keeps_what_was_accepted_in_it(
+    site: VotingSite, number: signal.Signals
+) -> None:
+    """The clients of the first attempt alone could close the round."""
+    numbers = range(5)
+    retried = {"min_reports": 3, "below_minimum": "retry", "max_retries": 50}
+    configure(site, num_rounds=2, deadline_s=3.0, stragglers=retried)
+    first = site.serving()
+    with site.holding(*numbers):
+        populate(site, num_clients=5)
+        until(lambda: sum(bool(site.trained(each)) for each in numbers) == 3)
+        later = [each for each in numbers if not site.trained(each)]
+        until(lambda: all(site.trained(each) for each in numbers))
+        for each in later:
+            (site.stage / f"hold-{each}").unlink()
+        until(lambda: all(site.told(each, "accepted") == {0} for each in later))
+        first.send(number)
+        first.wait()
+    second = site.serving()
+    assert second.wait() == 0, second.tail()
+    audit(site, num_clients=5)
+    closed = site.rounds()[0]
+    assert closed.attempt >= 1
+    assert closed.count(Status.REPORTED) == 5
 
 
 def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) -> None:
