@@ -94,6 +94,7 @@ def test_a_run_waits_for_its_database(tmp_path: Path) -> None:
             journal=empty(),
             forget=lambda _: None,
             live_status=LiveStatus(),
+            run_id="0" * 32,
         )
         store.commit(Checkpoint(round_num=4, tensors={}, values={}))
         store.finish(RunStatus.DONE, error="")
