@@ -378,7 +378,8 @@ class Engine:
 
     def weights(self, num_examples_B: Tensor, request: RoundRequest) -> Tensor:
         """Return the aggregation weights of clients with these example counts: shape [B]."""
-        return weights(self.summing or request.strategy.aggregation, num_examples_B)
+        aggregation = self.summing or request.strategy.aggregation
+        return weights(aggregation, _sent_numbers(num_examples_B, request))
 
 
 def _sent(
@@ -424,6 +425,14 @@ def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) 
     return replace(updates, lanes={**updates.lanes, DELTA.name: deltas})
 
 
+def _sent_numbers(num_examples_B: Tensor, request: RoundRequest) -> Tensor:
+    """Return the numbers of examples that clients send: 1 if they add noise, which these lack."""
+    strategy = request.strategy
+    if adds_own_noise(strategy.local, strategy.transforms):
+        return torch.ones_like(num_examples_B)
+    return num_examples_B
+
+
 def _weighted(
     sent: Updates,
     trained: Trained,
@@ -433,11 +442,8 @@ def _weighted(
     factors: NDArray[np.float64] | None,
 ) -> Updates:
     """Return a block's updates with their aggregation weights."""
-    strategy = requests[0].strategy
     num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
-    if adds_own_noise(strategy.local, strategy.transforms):
-        num_examples_B = torch.ones_like(num_examples_B)  # as clients say, since it has no noise
-    weights_B = weights(reduction.aggregation, num_examples_B)
+    weights_B = weights(reduction.aggregation, _sent_numbers(num_examples_B, requests[0]))
     if factors is not None:
         weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
     return replace(sent, weights_B=weights_B)

@@ -145,7 +145,9 @@ def test_an_own_rule_hears_no_numbers_of_examples_that_have_no_noise(
 ) -> None:
     """Clients of a deployment say 1, and so do those that an engine plays."""
     BySize.seen.clear()
-    run(replace(STILL, aggregation=BySize(by_examples=False)), engine=engine, **LOCALLY)
+    by_size = replace(STILL, aggregation=BySize(by_examples=False))
+    run(by_size, engine=engine, **LOCALLY)
+    run(by_size, engine=engine, late_updates={"mode": "keep"}, **LOCALLY)
     assert BySize.seen == {1.0}
 
 
