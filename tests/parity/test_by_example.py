@@ -13,6 +13,7 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.stacked import StackedExecutor
 from fedlearn.simulation.executors.stacked_gradient import BlockGradient
+from fedlearn.simulation.executors.trial import Trial, trial_of
 from fedlearn.training.resident import Precision
 from tests.parity import test_stacked as stacked
 
@@ -82,6 +83,24 @@ def executor(make_model: Callable[[], nn.Module], *, by_example: bool = True) ->
         by_example=by_example,
     )
     return StackedExecutor(gradient, is_compiled=False)
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, nn.RNN, nn.LSTM])
+def test_a_recurrent_layer_may_train_in_blocks(layer: type[nn.RNNBase]) -> None:
+    """What it notes down of its own weights is no state."""
+
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.out = layer(3, 5, 2, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, features: Tensor) -> Tensor:
+            found: Tensor = self.out(self.layer(features.view(-1, 2, 3))[0][:, -1])
+            return found
+
+    work = stacked.work_of(stacked.params_of(Sequences), local=RULE, sizes=SIZES)
+    found = trial_of(Sequences, CrossEntropy(), work, precision=Precision.FLOAT32)
+    assert isinstance(found, Trial), found
 
 
 @pytest.mark.parametrize(

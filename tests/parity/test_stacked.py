@@ -712,8 +712,8 @@ def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them(
 @needs_compiler
 @together
 @pytest.mark.slow
-def test_a_step_that_cannot_be_compiled_is_an_engine_error() -> None:
-    """With the reason and what to choose instead."""
+def test_a_model_that_cannot_be_stacked_raises_the_same_error_where_steps_are_compiled() -> None:
+    """The trial before round 1 names it, and another executor."""
     work = work_of(params_of(Branching), sizes=(4, 4))
-    with pytest.raises(EngineError, match=r"item.*without compiling"):
+    with pytest.raises(RuntimeError, match="item"):
         executor(Branching, CrossEntropy(), is_compiled=True).train(work)

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from fedlearn.training.keyed_dropout import shown
 
 #: What training is meant to change in a module, and where its layers are.
-_TENSORS = ("_parameters", "_buffers")
+_TENSORS: tuple[str, ...] = ("_parameters", "_buffers")
 _LAYERS = "_modules"
+#: A recurrent layer's lists of its parameters, which its forward pass brings up to date.
+_LISTS_OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 #: Of one place, at the most.
 _MOST_OBJECTS = 1_000_000
 
@@ -48,13 +50,21 @@ def digests(module: nn.Module, objective: object) -> Mapping[str, bytes]:
 
 def _places(module: nn.Module, objective: object) -> Iterator[tuple[str, object]]:
     for name, part in module.named_modules():
-        for attribute, value in vars(part).items():
-            if attribute not in (*_TENSORS, _LAYERS):
+        for attribute, value in _state_of(part).items():
+            if attribute != _LAYERS:
                 yield f"{attribute!r} of {shown(name, part)}", value
     for layer in {type(part): part for part in module.modules()}.values():
         kind = type(layer).__name__
         yield f"something that the code of {kind} refers to", type(layer)
     yield "its loss", objective
+
+
+def _state_of(module: nn.Module) -> dict[str, object]:
+    """Return the attributes of a layer without its tensors."""
+    excluded = _TENSORS
+    if isinstance(module, nn.RNNBase):
+        excluded += _LISTS_OF_PARAMETERS
+    return {name: value for name, value in vars(module).items() if name not in excluded}
 
 
 def _digest(value: object, own: Collection[int]) -> bytes:
@@ -101,8 +111,7 @@ class _Describer(pickle.Pickler):
         name = f"{type(value).__name__} {id(value)}"
         match value:
             case nn.Module():
-                state = {own: each for own, each in vars(value).items() if own not in _TENSORS}
-                return _Described, (name,), state
+                return _Described, (name,), _state_of(value)
             case type():
                 return _Described, (name,), (value.__bases__, _own_code(value))
             case FunctionType():
