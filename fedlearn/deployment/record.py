@@ -113,22 +113,26 @@ def resume_round(
     if not takes_late_updates:
         return ResumedRound(round_num=last.round_num, attempt=first)
     attempt = max(first, last.attempt)
-    opened_rounds = (journal.find(last.round_num, each) for each in range(last.attempt + 1))
+    cohort = last.cohort if attempt == last.attempt else ()
     flight = dict[ClientId, Asked]()
-    for opened in opened_rounds:
-        if opened is None:  # that attempt asked nobody
+    for opened in (journal.find(last.round_num, each) for each in range(last.attempt + 1)):
+        if opened is None or opened.attempt == attempt:
             continue
         for place, client_id in enumerate(opened.cohort):
-            flight.pop(client_id, None)  # a client that failed may be in a later cohort again
-            if opened.attempt < attempt:
-                flight[client_id] = Asked(
-                    client_id=client_id,
-                    based_on=opened.round_num,
-                    attempt=opened.attempt,
-                    place=place,
-                    asked_s=opened.opened_unix_s - now_unix_s,
-                )
-    return ResumedRound(round_num=last.round_num, attempt=attempt, flight=tuple(flight.values()))
+            flight.pop(client_id, None)  # it had failed, and this attempt asked it again
+            flight[client_id] = Asked(
+                client_id=client_id,
+                based_on=opened.round_num,
+                attempt=opened.attempt,
+                place=place,
+                asked_s=opened.opened_unix_s - now_unix_s,
+            )
+    return ResumedRound(
+        round_num=last.round_num,
+        attempt=attempt,
+        cohort=cohort,
+        flight=tuple(each for each in flight.values() if each.client_id not in cohort),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

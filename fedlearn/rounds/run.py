@@ -224,7 +224,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
     server, first = state.server, 0
     if plan.resumed is not None and plan.resumed.round_num == server.round_num:
         first = plan.resumed.attempt
-        server = replace(server, flight=(*server.flight, *plan.resumed.flight))
+        server = replace(server, flight=plan.resumed.rejoin(server.flight))
     ran, attempt, duration_s = _attempts(server, plan.round, first=first)
     server, collected = ran.state, ran.collected
     moved = server.round_num > state.server.round_num

@@ -1,0 +1,105 @@
+"""Where a coordinator continues the round that the one before it left open."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from fedlearn.algorithms.flight import Asked
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.messages import ClientId
+from fedlearn.deployment.record import resume_round
+from fedlearn.rounds.journal import OpenRound, ResumedRound
+from fedlearn.rounds.records import RunStatus
+
+RETRIED = StragglerPolicy(
+    num_wanted=3,
+    over_selection=1.0,
+    deadline_s=60.0,
+    min_reports=2,
+    below_minimum=BelowMinimum.RETRY,
+    max_retries=3,
+)
+NOW_S = 1_000.0
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The attempts of round 7, by number; each was opened ten seconds after the one before."""
+
+    cohorts: Sequence[Sequence[int]]
+
+    def find(self, round_num: int, attempt: int) -> OpenRound | None:
+        if round_num != 7 or not self.cohorts[attempt:]:
+            return None
+        cohort = tuple(map(ClientId, self.cohorts[attempt]))
+        opened_s = NOW_S - 100.0 + 10.0 * attempt
+        return OpenRound(round_num=7, attempt=attempt, cohort=cohort, opened_unix_s=opened_s)
+
+    def open(self, opened: OpenRound) -> None:
+        raise NotImplementedError
+
+    def last(self) -> OpenRound | None:
+        return self.find(7, len(self.cohorts) - 1) if self.cohorts else None
+
+    def forget(self, before_round: int) -> None:
+        raise NotImplementedError
+
+
+def resumed(
+    *cohorts: Sequence[int], status: RunStatus = RunStatus.RUNNING, late: bool = True
+) -> ResumedRound:
+    found = resume_round(
+        Journal(cohorts),
+        status,
+        RETRIED,
+        restarts=False,
+        takes_late_updates=late,
+        now_unix_s=NOW_S,
+    )
+    assert found is not None
+    return found
+
+
+def in_flight(found: ResumedRound) -> list[tuple[int, int, int, float]]:
+    assert {each.based_on for each in found.flight} <= {7}
+    return [(each.client_id, each.attempt, each.place, each.asked_s) for each in found.flight]
+
+
+def test_a_semi_synchronous_round_continues_with_its_last_attempt() -> None:
+    """Clients of the attempts before it are still in flight."""
+    found = resumed((4, 2, 9), (5, 6))
+    assert (found.attempt, found.cohort) == (1, (5, 6))
+    assert in_flight(found) == [(4, 0, 0, -100.0), (2, 0, 1, -100.0), (9, 0, 2, -100.0)]
+
+
+def test_a_client_is_in_flight_once_for_its_latest_task() -> None:
+    """It failed in an attempt, and a later one asked it again."""
+    found = resumed((4, 2, 9), (5, 2), (9,))
+    assert (found.attempt, found.cohort) == (2, (9,))
+    assert in_flight(found) == [(4, 0, 0, -100.0), (5, 1, 0, -90.0), (2, 1, 1, -90.0)]
+
+
+def test_a_run_that_failed_gets_new_attempts_and_keeps_what_was_accepted() -> None:
+    """With as many attempts again as at first."""
+    found = resumed((4, 2, 9), (5,), status=RunStatus.FAILED)
+    assert (found.attempt, found.cohort) == (4, ())
+    assert [client_id for client_id, *_ in in_flight(found)] == [4, 2, 9, 5]
+
+
+@pytest.mark.parametrize(("status", "attempt"), [(RunStatus.RUNNING, 0), (RunStatus.FAILED, 4)])
+def test_a_synchronous_round_begins_with_the_first_attempt_of_its_group(
+    status: RunStatus, attempt: int
+) -> None:
+    found = resumed((4, 2, 9), (5, 6), status=status, late=False)
+    assert (found.attempt, found.flight) == (attempt, ())
+
+
+def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
+    """Of those in flight as the round began, the others stay."""
+    before = tuple(
+        Asked(client_id=ClientId(number), based_on=6, attempt=0, place=number, asked_s=-200.0)
+        for number in (1, 4, 5)
+    )
+    found = resumed((4, 2), (5,)).rejoin(before)
+    assert [(each.client_id, each.based_on) for each in found] == [(1, 6), (4, 7), (2, 7)]
