@@ -11,12 +11,13 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from fedlearn.algorithms.objectives import Objective, why_not_by_example
 from fedlearn.core.features import Features, arguments, cut, mapped, one_tensor
 from fedlearn.core.randomness import global_generators_kept
 from fedlearn.errors import SettingsRefused
+from fedlearn.training.functional import functional_call
 from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, shown, untouched
 from fedlearn.training.recurrent_layers import batch_hidden_states
 

@@ -12,11 +12,11 @@ from itertools import chain, product
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from fedlearn.core.features import Features, arguments, cut, in_dtypes, mapped, named, tensors_of
 from fedlearn.core.params import Layout
 from fedlearn.errors import DataError
+from fedlearn.training.functional import functional_call
 from fedlearn.training.keyed_dropout import global_generator, untouched
 
 #: Integers that arithmetic would overflow: as floats if the model takes them, else widened.

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
 from fedlearn.algorithms.lanes import Lanes
@@ -56,6 +55,7 @@ from fedlearn.core.randomness import (
 )
 from fedlearn.training import memory_format
 from fedlearn.training.example_gradients import ExampleGradients
+from fedlearn.training.functional import functional_call
 from fedlearn.training.input_dtypes import InputCast
 from fedlearn.training.keyed_dropout import (
     KeyedDropouts,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from fedlearn.algorithms.local import LocalUpdate, Memory, Moment, along, short_cut, takes_flat
 from fedlearn.algorithms.objectives import Objective
@@ -29,6 +29,7 @@ from fedlearn.core.features import (
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
+from fedlearn.training.functional import functional_call
 from fedlearn.training.input_dtypes import InputCast
 from fedlearn.training.keyed_dropout import (
     KeyedDropouts,
@@ -225,7 +226,6 @@ class BlockGradient:
         self.objective, self.device, self._precision = objective, device, precision
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
-        # Looked up once: a call leaves other tensors in a module that stands twice in the model.
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.statistics = [spec.name for spec in self.layout.statistics]
         self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}

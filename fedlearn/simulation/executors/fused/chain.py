@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedlearn.core.params import Layout, TensorSpec
+from fedlearn.training.functional import functional_call
 from fedlearn.training.keyed_dropout import KeyedDropout, shown
 
 Pair = tuple[int, int]
@@ -63,7 +63,7 @@ class Layer:
         weights = {name: zero.expand(spec.shape) for name, spec in self.specs.items()}
         with torch.no_grad():
             after: Shape = tuple(
-                functional_call(self.module, weights, zero.expand(1, *shape)).shape[1:]
+                functional_call(self.module, weights, (zero.expand(1, *shape),)).shape[1:]
             )
         if self.width is not None and after != (self.width,):
             raise ValueError(f"it flattens to {self.width} features, they have {after[0]}")

@@ -1,0 +1,45 @@
+"""Calls of a module with other tensors in place of its own."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch.func
+from torch import Tensor, nn
+
+
+def functional_call(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Any, ...],  # Any: what the user's forward takes, as in torch
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:  # Any: what it returns
+    """Call a module with other parameters and buffers; afterwards it has its own again.
+
+    As :func:`torch.func.functional_call`, which does not put back the tensors of a layer that
+    stands twice in the model (seen with torch 2.13): the model would train others from then on.
+
+    Args:
+        module: The module.
+        tensors: By name; tensors that are tied in the module are replaced under each name.
+        args: Of its forward pass.
+        kwargs: Likewise.
+    """
+    names_of = defaultdict[int, list[str]](
+        list
+    )  # by tensor; a layer that stands twice is named once
+    tensor_of = dict[str, int]()
+    for prefix, part in module.named_modules():
+        own = (
+            *part.named_parameters(prefix, recurse=False, remove_duplicate=False),
+            *part.named_buffers(prefix, recurse=False, remove_duplicate=False),
+        )
+        for name, value in own:
+            names_of[id(value)].append(name)
+            tensor_of[name] = id(value)
+    replaced = {
+        each: value
+        for name, value in tensors.items()
+        for each in (names_of[tensor_of[name]] if name in tensor_of else [name])
+    }
+    return torch.func.functional_call(module, replaced, args, dict(kwargs or {}), tie_weights=False)
