@@ -16,8 +16,9 @@ from fedlearn.errors import ConfigError, StoreError, StoreUnavailable
 from fedlearn.experiment.comparison import leaves
 from fedlearn.experiment.recorded import config_of
 from fedlearn.experiment.simulate import new_record
-from fedlearn.rounds.journal import ResumedRound, RoundJournal
+from fedlearn.rounds.journal import RoundJournal
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
+from fedlearn.rounds.run import ResumedRound
 from fedlearn.store.lease import deploy
 from fedlearn.store.patience import Patience
 from fedlearn.store.runs import Database

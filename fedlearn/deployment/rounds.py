@@ -27,10 +27,9 @@ from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
-from fedlearn.rounds.journal import ResumedRound
 from fedlearn.rounds.opening import Charge, Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
-from fedlearn.rounds.run import RunState, Standing, train
+from fedlearn.rounds.run import ResumedRound, RunState, Standing, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
 from fedlearn.simulation.cluster import Alone

@@ -40,7 +40,6 @@ from fedlearn.rounds.buffered import Ahead, OpenCollector
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
-from fedlearn.rounds.journal import ResumedRound
 from fedlearn.rounds.opening import (
     Charge,
     ChargedDraw,
@@ -50,7 +49,7 @@ from fedlearn.rounds.opening import (
 )
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import Buffering, Release, RoundPlan
-from fedlearn.rounds.run import RunPlan, Standing
+from fedlearn.rounds.run import ResumedRound, RunPlan, Standing
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from fedlearn.secagg.keys import Signer

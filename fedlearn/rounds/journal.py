@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from fedlearn.algorithms.flight import Flight
 from fedlearn.core.messages import ClientId
 
 #: What an operator wants of a deployed run.
@@ -32,34 +31,6 @@ class OpenRound:
     attempt: int
     cohort: tuple[ClientId, ...]
     opened_unix_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumedRound:
-    """Where to continue a round that an earlier process opened and did not finish.
-
-    Attributes:
-        round_num: Index, from 0.
-        attempt: Number of the attempt to continue with.
-        cohort: Clients that this attempt has asked already.
-        flight: Clients of its earlier attempts whose updates still count, in the order of asking:
-            those of a semi-synchronous round.
-    """
-
-    round_num: int
-    attempt: int
-    cohort: tuple[ClientId, ...] = ()
-    flight: Flight = ()
-
-    def rejoin(self, flight: Flight) -> Flight:
-        """Return all clients that are in flight as the round continues.
-
-        Args:
-            flight: Clients in flight when the round began. One that this round has asked again
-                had failed before that: its earlier task is over.
-        """
-        asked_again = {*self.cohort, *(each.client_id for each in self.flight)}
-        return (*(each for each in flight if each.client_id not in asked_again), *self.flight)
 
 
 class RoundJournal(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collecting import Collected
-from fedlearn.algorithms.flight import flight_from, flight_tensors
+from fedlearn.algorithms.flight import Flight, flight_from, flight_tensors
 from fedlearn.algorithms.kept import from_tensors, to_tensors
 from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
@@ -27,7 +27,6 @@ from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
-from fedlearn.rounds.journal import ResumedRound
 from fedlearn.rounds.records import (
     ALIAS,
     CLIENTS_LOST,
@@ -127,6 +126,34 @@ class RunState:
 
 #: By name what else is told of a round that has finished.
 Standing: TypeAlias = Callable[[], Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRound:
+    """Where to continue a round that an earlier process opened and did not finish.
+
+    Attributes:
+        round_num: Index, from 0.
+        attempt: Number of the attempt to continue with.
+        cohort: Clients that this attempt has asked already.
+        flight: Clients of its earlier attempts whose updates still count, in the order of asking:
+            those of a semi-synchronous round.
+    """
+
+    round_num: int
+    attempt: int
+    cohort: tuple[ClientId, ...] = ()
+    flight: Flight = ()
+
+    def rejoin(self, flight: Flight) -> Flight:
+        """Return all clients that are in flight as the round continues.
+
+        Args:
+            flight: Clients in flight when the round began. One that this round has asked again
+                had failed before that: its earlier task is over.
+        """
+        asked_again = {*self.cohort, *(each.client_id for each in self.flight)}
+        return (*(each for each in flight if each.client_id not in asked_again), *self.flight)
 
 
 @dataclass(frozen=True, kw_only=True)

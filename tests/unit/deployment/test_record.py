@@ -9,8 +9,9 @@ from fedlearn.algorithms.flight import Asked
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.record import resume_round
-from fedlearn.rounds.journal import OpenRound, ResumedRound
+from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import RunStatus
+from fedlearn.rounds.run import ResumedRound
 
 RETRIED = StragglerPolicy(
     num_wanted=3,
