@@ -45,7 +45,7 @@ def divided(
         partition=partition,
         seed=seed,
         test=(TEST[0].astype(features.dtype).reshape(-1, *shape), TEST[1]),
-        groups=(np.arange(NUM) // 10)[rows],
+        groups=(np.arange(NUM) // 10)[rows] if isinstance(partition, Natural) else None,
     )
 
 
