@@ -165,7 +165,7 @@ def test_a_model_that_is_frozen_is_refused() -> None:
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (torch.full((24,), 99), r"labels \(\d+,\) torch.int64: a label is not among .*: Target 99 "),
+        (torch.full((24,), 99), r"labels \(\d+,\) torch.int64: a label is not among .*: Target 99"),
         (torch.zeros(24).double(), r"labels \(\d+,\) torch.float64: softmax cross-entropy takes"),
     ],
     ids=["a class too many", "numbers"],
