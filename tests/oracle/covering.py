@@ -99,8 +99,9 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield own == "trainer", {**plain, **usual}
     yield c.batch_size == 0 or is_fedsgd or own == "trainer", {"drop_last": False}
     yield c.privacy != "off", {"by_examples": False}
-    counts_alike = c.algorithm in ("scaffold", "easgd", "median", "fedasync") and own != "weigh"
-    yield own == "aggregation" or counts_alike, {"by_examples": True}
+    counts_alike = c.algorithm in ("scaffold", "easgd", "median", "fedasync")
+    has_own_weights = own in ("weigh", "strategy")
+    yield own == "aggregation" or (counts_alike and not has_own_weights), {"by_examples": True}
     yield has_strategy, {"update_clip": 0.0}
     yield c.place == "memory", {"workers": 1, "block_size": 3}
     yield c.place != "memory", {"slab": False}

@@ -90,7 +90,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         'engine.executor "fused"',
         f"{EXECUTORS}: chains of layers that all train, with cross-entropy",
-        lambda c: c.place == "fused" and (not is_plain_chain(c) or c.objective != "cross_entropy"),
+        lambda c: (
+            c.place == "fused"
+            and (not is_plain_chain(c) or c.objective not in ("cross_entropy", "ignored"))
+        ),
     ),
     Rule(
         "trainers of their own, which train one at a time",
