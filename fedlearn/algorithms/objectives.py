@@ -443,7 +443,7 @@ def _require_classes(outputs: Tensor, labels: Tensor) -> None:
 
 
 def _remedy(outputs: Tensor, labels: Tensor) -> str:
-    """Return what to do about labels that are no class number for each position."""
+    """Return the remedy for labels that are not one class number for each position."""
     regress = "to regress on numbers give an objective, such as fl.MeanSquaredError()"
     if outputs.dim() < 2:  # noqa: PLR2004 - batch and classes
         return f"let the model return one output a class for each example; {regress}"

@@ -113,13 +113,13 @@ class ControlVariates(Around):
             missed = (1.0 - count_K1[:, 0] / num_steps).to(y).view(shape)
             steps = (num_steps * self.inner.learning_rate).view(shape)
             changes.append((x_0 - y) / steps - c + missed * (c - c_i))
-        changes = self._bounded(changes)
+        changes = self._scale_to_bound(changes)
         for c_i, change in zip(memory[_CONTROL], changes, strict=True):
             c_i.add_(change)
         return {_CONTROL: changes}
 
-    def _bounded(self, changes: list[Tensor]) -> list[Tensor]:
-        """Return changes [K, ...] scaled down to the bound.
+    def _scale_to_bound(self, changes: list[Tensor]) -> list[Tensor]:
+        """Scale changes [K, ...] down to the bound.
 
         The client moves by what it sends. A secure sum that clipped it afterwards would take the
         server's control away from the mean of the clients'.

@@ -185,7 +185,7 @@ def _transform_kinds(settings: Settings, known: Collection[type[Transform]]) -> 
     names = [name for name in _names(settings) if _is_transform(name)]
     for name in names:
         if name not in kinds:
-            raise SettingsRefused(_unknown(name))
+            raise SettingsRefused(_describe_unknown(name))
     return [kinds[name] for name in names]
 
 
@@ -198,7 +198,7 @@ def _transform_name(kind: _Kind) -> str:
     return next(standard, f"{_TRANSFORM}{kind.__name__}")
 
 
-def _unknown(name: str, *, who: str = "this client") -> str:
+def _describe_unknown(name: str, *, who: str = "this client") -> str:
     """Return the error of a client for a class of the coordinator's that it was not given."""
     is_transform, own = name.startswith(_TRANSFORM), name.removeprefix(_TRANSFORM)
     what, argument = (
@@ -312,11 +312,12 @@ def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -
     if not unknown:
         return
     if settings_names() <= set(honoured):  # fedlearn's own trainer, or around one
-        raise SettingsRefused(_unknown(unknown[0]))
+        raise SettingsRefused(_describe_unknown(unknown[0]))
+    name = unknown[0]
     raise SettingsRefused(
-        f"{_unknown(unknown[0], who=who)}; a trainer of your own that does what {unknown[0]} says "
-        f'declares the name "{unknown[0]}" among the settings that it acts on; or have the '
-        "coordinator ask for another local update"
+        f"{_describe_unknown(name, who=who)}; a trainer of your own that does what {name} says "
+        f'declares the name "{name}" among the settings that it acts on; or have the coordinator '
+        "ask for another local update"
     )
 
 
@@ -366,7 +367,7 @@ def _read_all(
     unread = settings.keys() - {PIECES}
     for name in _names(settings):
         if name not in kinds:
-            raise SettingsRefused(_unknown(name))
+            raise SettingsRefused(_describe_unknown(name))
         yield name, kinds[name], _read(settings, kinds[name])
         unread -= _fields(kinds[name]).keys()
     if unread:

@@ -47,11 +47,11 @@ def explain_calls(target: _T) -> _T:
         fedlearn.errors.CallError: FedSum() has no argument lr; did you mean learning_rate? ...
     """
     if not inspect.isclass(target):
-        explained: _T = _explained(target, target, target.__name__)
+        explained: _T = _wrap_call(target, target, target.__name__)
         return explained
     made: Any = target.__init__
     # Subclasses have an __init__ of their own, and so an error of their own.
-    type.__setattr__(target, "__init__", _explained(made, target, target.__name__))
+    type.__setattr__(target, "__init__", _wrap_call(made, target, target.__name__))
     return target
 
 
@@ -74,7 +74,7 @@ def _argument(parameter: inspect.Parameter) -> str:
     return f"{parameter.name}={value}"
 
 
-def _explained(function: Any, target: Any, name: str) -> Any:  # Any: as the decorated
+def _wrap_call(function: Any, target: Any, name: str) -> Any:  # Any: as the decorated
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         own = args if function is target else args[1:]  # a class's are without the instance

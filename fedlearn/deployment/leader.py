@@ -47,7 +47,7 @@ class ReachableClients:
 
     Attributes:
         channel: To them.
-        run_id: Names the run to them; they keep nothing of one of another name.
+        run_id: Id of the run that clients see. They keep no state from a run with another id.
         notes: What a reader should know of it.
         is_asked_anew: Whether a round that another process has opened is opened anew: nobody's
             answer to it would be heard here.

@@ -92,8 +92,8 @@ def resume_round(
     flight.
 
     Args:
-        journal: Of the run.
-        status: Of the run, as the earlier process left it.
+        journal: Its open rounds.
+        status: Status of the run, as the earlier process left it.
         policy: How often a round is tried.
         restarts: Whether replies to the earlier process are lost, so that a new attempt begins:
             with secure aggregation, over Flower, and where cohorts take turns.
@@ -114,6 +114,8 @@ def resume_round(
     if not takes_late_updates:
         return ResumedRound(round_num=last.round_num, attempt=first)
     attempt = max(first, last.attempt)
+    if attempt == 0:  # nothing came before it
+        return ResumedRound(round_num=last.round_num, attempt=0)
     cohort = last.cohort if attempt == last.attempt else ()
     flight = dict[ClientId, Asked]()
     for opened in (journal.find(last.round_num, each) for each in range(last.attempt + 1)):

@@ -225,7 +225,7 @@ class Engine:
         for block, (trained, left) in attempted:
             asked = [requests[place] for place in block.tolist()]
             lowered = None if factors is None else factors[block]
-            sent = _weighted(left, trained, asked, reduction, factors=lowered)
+            sent = _attach_weights(left, trained, asked, reduction, factors=lowered)
             refused = _fold_block(
                 sent,
                 asked,
@@ -433,7 +433,7 @@ def _sent_numbers(num_examples_B: Tensor, request: RoundRequest) -> Tensor:
     return num_examples_B
 
 
-def _weighted(
+def _attach_weights(
     sent: Updates,
     trained: Trained,
     requests: Sequence[RoundRequest],
@@ -441,7 +441,7 @@ def _weighted(
     *,
     factors: NDArray[np.float64] | None,
 ) -> Updates:
-    """Return a block's updates with their aggregation weights."""
+    """Give a block's updates their aggregation weights."""
     num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
     weights_B = weights(reduction.aggregation, _sent_numbers(num_examples_B, requests[0]))
     if factors is not None:

@@ -51,8 +51,8 @@ class ClipCount:
         """End a wave, whose count is now that of all workers."""
         self._total += round(float(self.wave))
 
-    def noted(self, aggregate: Aggregate) -> Aggregate:
-        """Return an aggregate with the count, where there is a clip."""
+    def attach_count(self, aggregate: Aggregate) -> Aggregate:
+        """Add the count to an aggregate, where there is a clip."""
         if self._clip_norm is None:
             return aggregate
         return replace(aggregate, num_clipped=self._total)
@@ -108,7 +108,7 @@ class Summed:
         if not self._is_plausible(block, sent.weights_B):
             reasons = refusals(sent, self._lanes, self.params.layout, self._bounds)
             if any(reasons):
-                some = only(current, _accepted(reasons))
+                some = only(current, _find_accepted(reasons))
                 block = self.aggregation.accumulate(self._empty(), some)
         self._wave = merged(self._wave, block)
         self._clipped.add(sent, reasons)
@@ -133,7 +133,7 @@ class Summed:
     def close(self) -> Aggregate:
         """Return the aggregate of all waves, of at least one client."""
         aggregate: Aggregate = self.aggregation.finalize(self._total)
-        return self._clipped.noted(aggregate)
+        return self._clipped.attach_count(aggregate)
 
     def _empty(self) -> Any:  # Any: as above
         device = self.params.vector.device
@@ -175,7 +175,7 @@ class Gathered:
     ) -> list[str | None]:
         """Copy the acceptable rows of a block to their places; as :meth:`Summed.fold`."""
         reasons = refusals(sent, self._lanes, self.params.layout, self._bounds)
-        accepted = _accepted(reasons)
+        accepted = _find_accepted(reasons)
         some, index = only(current, accepted), torch.from_numpy(places[accepted])
         self._weights[index] = some.weights_B
         self._based_on[index] = torch.tensor(some.based_on, dtype=torch.float64)
@@ -212,7 +212,7 @@ class Gathered:
         num_trained = self.params.layout.num_trainable
         everything = Updates(client_ids, weights_B, lanes, based_on, num_trained)
         combined = self.aggregation.combine(everything)
-        return self._clipped.noted(Aggregate(lanes=combined, num_clients=len(client_ids)))
+        return self._clipped.attach_count(Aggregate(lanes=combined, num_clients=len(client_ids)))
 
 
 Reduction: TypeAlias = Summed | Gathered
@@ -231,7 +231,7 @@ def refusals(
     return [refusal(update, lanes, layout=layout, bounds=bounds) for update in updates]
 
 
-def _accepted(reasons: Sequence[str | None]) -> NDArray[np.int64]:
+def _find_accepted(reasons: Sequence[str | None]) -> NDArray[np.int64]:
     return np.flatnonzero([reason is None for reason in reasons])
 
 

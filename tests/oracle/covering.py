@@ -97,6 +97,8 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield is_fedsgd, {**plain, **alone, **all_at_once}
     yield own in ("update", "strategy"), plain
     yield own == "trainer", {**plain, **usual}
+    # Over sessions it is clients who refuse what their trainer does not honour, in round 1.
+    yield own == "trainer" and c.place == "memory", alone
     yield c.batch_size == 0 or is_fedsgd or own == "trainer", {"drop_last": False}
     yield c.privacy != "off", {"by_examples": False}
     counts_alike = c.algorithm in ("scaffold", "easgd", "median", "fedasync")

@@ -370,7 +370,7 @@ def _local(c: Configuration) -> fl.LocalUpdate:
     }
     optimizer, is_kept = c.optimizer.removesuffix("_kept"), c.optimizer.endswith("_kept")
     local: fl.LocalUpdate
-    if c.own == "trainer":
+    if c.own == "trainer" and not c.gradient_clip and c.schedule == "none":
         return fl.OwnTraining()
     if c.own in ("update", "strategy"):
         kind = PerStep if c.own == "strategy" else LayerWise

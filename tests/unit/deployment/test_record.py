@@ -104,3 +104,10 @@ def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
     )
     found = resumed((4, 2), (5,)).rejoin(before)
     assert [(each.client_id, each.based_on) for each in found] == [(1, 6), (4, 7), (2, 7)]
+
+
+def test_a_client_that_is_too_stale_is_still_recorded_when_its_first_attempt_is_resumed() -> None:
+    """The round may ask it again; only a later attempt says that its earlier task is over."""
+    stale = Asked(client_id=ClientId(4), based_on=1, attempt=0, place=0, asked_s=-900.0)
+    assert resumed((4, 2)).rejoin((stale,)) == (stale,)
+    assert [each.based_on for each in resumed((2,), (4,)).rejoin((stale,))] == [7]
