@@ -28,6 +28,7 @@ from fedlearn.core.files import write_private
 _LOOK_S = 0.1
 #: After the first rush: what is steered is when clients come again.
 _RUSH_S = 5.0
+_KINDS = ("unsteered", "steered")
 
 
 def write_keys(clients: Sequence[Client], folder: Path) -> None:
@@ -108,7 +109,7 @@ def measured(arguments: argparse.Namespace, folder: Path, *, unsteered: bool) ->
         "answer_ms": _quantiles_ms(run["answer_s"]),
         "in_vain": sum(run["in_vain"].values()),
         "until_full_s": round(min(full_s), 1) if full_s else None,
-        "came": [came.get(second, 0) for second in range(int(arguments.seconds))],
+        "came": [came.get(second, 0) for second in range(max(came) + 1)],
     }
 
 
@@ -124,7 +125,7 @@ def _quantiles_ms(values_s: list[float]) -> list[float]:
 
 
 def main() -> None:
-    """Measure both, and print one JSON line each."""
+    """Measure each kind, and print one JSON line for it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=2000, help="clients that come")
     parser.add_argument("--stay", type=int, default=100, help="that may stay")
@@ -133,14 +134,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="of a run")
     parser.add_argument("--insecure", action="store_true", help="without TLS")
     parser.add_argument("--evaluates", action="store_true", help="another thread computes as well")
+    parser.add_argument("--only", choices=_KINDS, help="measure this alone; else both")
     arguments = parser.parse_args()
     raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="pace-") as name:
         folder = Path(name)
         write_keys(enrol(arguments.clients + 1, folder), folder)
-        for unsteered in (True, False):
-            kind = "unsteered" if unsteered else "steered"
-            figures = measured(arguments, folder, unsteered=unsteered)
+        for kind in [arguments.only] if arguments.only else _KINDS:
+            figures = measured(arguments, folder, unsteered=kind == "unsteered")
             print(json.dumps({"kind": kind, **figures}), flush=True)
 
 

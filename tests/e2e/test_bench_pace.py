@@ -28,10 +28,10 @@ def figures(*options: str) -> dict[str, dict[str, Any]]:  # Any: JSON of the ben
 
 
 def test_of_a_rush_everybody_is_told_when_to_come() -> None:
-    """More at once than gRPC keeps by itself."""
-    found = figures("--insecure", "--clients=1200", "--seconds=7")
-    assert found["steered"]["in_vain"] == 0
-    assert found["steered"]["came"][0] > 1000
+    """More at once than gRPC keeps by itself, and nobody comes in vain."""
+    found = figures("--insecure", "--clients=1200", "--seconds=7", "--only=steered")["steered"]
+    assert found["in_vain"] == 0
+    assert sum(found["came"]) >= 1200, "some clients never came"
 
 
 def test_behind_tls_what_check_ins_cost_is_what_the_process_takes_for_them() -> None:

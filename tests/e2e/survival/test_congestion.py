@@ -1,6 +1,7 @@
-"""A coordinator that falls behind its clients: fewer are in flight, and none of theirs is lost.
+"""A coordinator that falls behind its clients: fewer are in flight, and none of their work is lost.
 
-Its store is slow, so that to commit a round takes longer than six clients need to answer.
+Each commit of its store lasts until all clients in flight have replied, so the coordinator is
+slower than its clients on any machine.
 """
 
 from urllib.request import urlopen
@@ -8,61 +9,75 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fedlearn.core.clock import SystemClock
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.store.runs import StoredRun
 from tests.e2e.survival.harness import VotingSite
 from tests.e2e.survival.test_asynchronous import audit, configure, populate
-from tests.processes import Change, Function, Process, until
+from tests.processes import Change, Crash, Function, until
 
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 6
 
-_COMMIT_S = 0.3
+#: In a coordinator: its limit, and how many clients are in flight since the last reply.
+_in_flight: dict[InFlightLimit, int] = {}
 
 
-def slowly(commit: Function) -> Function:
-    """Commit on a store that takes a while."""
+def count_in_flight(landed: Function) -> Function:
+    """Note how many clients are still in flight when a reply is taken."""
+
+    def landing(limit: InFlightLimit, *, num_in_flight: int) -> object:
+        _in_flight[limit] = num_in_flight - 1
+        return landed(limit, num_in_flight=num_in_flight)
+
+    return landing
+
+
+def outlast_clients(commit: Function) -> Function:
+    """Commit once the replies of all clients in flight are waiting."""
 
     def committing(*arguments: object) -> object:
-        SystemClock().sleep(_COMMIT_S)
+        until(lambda: all(limit.num_waiting() >= num for limit, num in _in_flight.items()))
         return commit(*arguments)
 
     return committing
 
 
-SLOW_STORE = Change(StoredRun.commit, slowly)
+SLOW_STORE = (
+    Change(InFlightLimit.landed, count_in_flight),
+    Change(StoredRun.commit, outlast_clients),
+)
+LIMITED = Crash("fewer clients may be in flight", InFlightLimit._tell, "after")  # noqa: SLF001
 
 
-def limit(site: VotingSite) -> int:
-    """Return how many clients may be in flight, as monitors read it."""
+def gauge(site: VotingSite, name: str) -> float:
+    """Return the value of a metric, as monitors read it."""
     address = site.config.coordinator.http_address
     with urlopen(f"http://{address}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     found = {family.name: family.samples for family in families}
-    (sample,) = found["fedlearn_in_flight_limit"]
-    return int(sample.value)
-
-
-def until_limited(site: VotingSite, coordinator: Process) -> None:
-    """Wait until replies wait, and fewer clients may be in flight for it."""
-    until(lambda: limit(site) < NUM_CLIENTS, within_s=60.0, told=coordinator.tail)
-    assert coordinator.said("in_flight_limited") >= 1
+    (sample,) = found[f"fedlearn_{name}"]
+    return sample.value
 
 
 def test_a_kill_while_fewer_are_in_flight_loses_nothing(site: VotingSite) -> None:
     """What waited counts once, in the next process, which finds its own limit."""
     configure(site, num_rounds=40, num_clients=NUM_CLIENTS, buffer_size=1)
-    first = site.serving(changes=[SLOW_STORE])
-    populate(site)
-    until_limited(site, first)
-    first.kill()
-    second = site.serving(changes=[SLOW_STORE])
-    until_limited(site, second)
+    first = site.serving(changes=SLOW_STORE, crash=LIMITED)
+    with site.holding():
+        populate(site)
+        until(lambda: all(site.trained(number) for number in range(NUM_CLIENTS)))
+        assert gauge(site, "in_flight_limit") == NUM_CLIENTS
+    assert first.wait() is None, first.tail()
+    assert first.said("in_flight_limited") == 1
+    with site.holding():
+        second = site.serving(changes=SLOW_STORE)
+        until(lambda: gauge(site, "connected") == NUM_CLIENTS, told=second.tail)
     assert second.wait() == 0, second.tail()
+    assert second.said("in_flight_limited") >= 1
     audit(site)
     oldest = [max(record.staleness) for record in site.rounds()]
-    assert max(oldest[10:]) >= NUM_CLIENTS - 1, "nobody waited, neither before nor after the kill"
+    assert oldest[:NUM_CLIENTS] == list(range(NUM_CLIENTS)), "all were asked in the first round"
     assert max(oldest[-5:]) <= 2, oldest
     for number in range(NUM_CLIENTS):
         trained = site.trained(number)
