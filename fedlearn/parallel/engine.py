@@ -257,7 +257,9 @@ class Engine:
         assert self._schedule is not None  # the caller looked
         stage, last = self._place.pipeline, self.task.plan.spread.mesh.pipeline - 1
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self._passes():
+        # A schedule sums gradients itself, after its last micro-batch. In its first step it runs
+        # the stage once more to learn shapes, and that pass must not count as one to be summed.
+        with self._passes(), self._wrapped.synchronised(False):
             if 0 < stage < last:
                 self._schedule.step()
                 return total

@@ -39,7 +39,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.parallel.live_tensors import LiveTensors, bytes_of, storage_of, tensors_in
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import MakesOptimizer
-from fedlearn.parallel.parts import blocks_of, cuts_of, stage_of
+from fedlearn.parallel.parts import blocks_of, cuts_of, sharded_blocks, stage_of
 from fedlearn.parallel.plan import Spread, TrainingPlan
 
 
@@ -239,17 +239,12 @@ def _messages(stage: "_Stage", spread: Spread, index: int) -> int:
 
 def _gathered(stage: "_Stage", spread: Spread) -> int:
     """Return the most bytes of layers that are whole at once, with what they are gathered in."""
+    half, weights = spread.precision.half, stage.weights
     by_block = [
-        sum(stage.weights[key].bytes_in(spread.precision.half) for key in segment.weights)
+        sum(weights[key].bytes_in(half) for key in segment.weights if weights[key].is_in_block)
         for segment in stage.segments
-        if segment.is_block
     ]
-    rest = sum(
-        stage.weights[key].bytes_in(spread.precision.half)
-        for segment in stage.segments
-        if not segment.is_block
-        for key in segment.weights
-    )
+    rest = sum(each.bytes_in(half) for each in weights.values() if not each.is_in_block)
     return rest + 3 * max(by_block, default=0)
 
 
@@ -258,9 +253,19 @@ def _gathered(stage: "_Stage", spread: Spread) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weight:
+    """A parameter.
+
+    Attributes:
+        shape: Of it.
+        dtype: Of it.
+        is_trained: Whether it has a gradient.
+        is_in_block: Whether it is gathered with a block, and not for the whole step.
+    """
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_trained: bool
+    is_in_block: bool = False
 
     @property
     def bytes(self) -> int:
@@ -331,7 +336,7 @@ class _Segment:
     """A block, or what lies between two.
 
     Attributes:
-        is_block: Whether it is recomputed, and sharded, as a whole.
+        is_block: Whether it is recomputed as a whole.
         inputs: Bytes by storage of what it is given.
         operations: In their order.
         weights: Parameters that are first used here.
@@ -529,9 +534,13 @@ def _traced(
         if shard_half is not None:
             _cast(part, shard_half)
             inputs = in_dtype(inputs, shard_half)
+        in_blocks = {each for block in sharded_blocks(part).values() for each in block.parameters()}
         weights = {
             id(storage_of(each)): _Weight(
-                shape=tuple(each.shape), dtype=dtype, is_trained=each.requires_grad
+                shape=tuple(each.shape),
+                dtype=dtype,
+                is_trained=each.requires_grad,
+                is_in_block=each in in_blocks,
             )
             for each, dtype in zip(part.parameters(), dtypes, strict=True)
         }

@@ -1,7 +1,7 @@
 """How a model is cut: into blocks, into stages of a pipeline, into columns and rows of matrices."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -62,22 +62,76 @@ class CutsTensors(Protocol):
 def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a model that are sharded, and recomputed, each as a whole, by name.
 
-    They are its children that have parameters; those of a list or a table of modules each by
-    itself.
+    The layers of a stack are blocks, wherever the stack is: two or more modules with parts of
+    their own in an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``, such as those of an
+    encoder. Any other module with parameters is a block if no stack is inside it. A module that
+    only wraps another one is looked through.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ModuleList([nn.Linear(2, 2)]))
         >>> list(blocks_of(model))
         ['0', '2.0']
+        >>> layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
+        >>> encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        >>> list(blocks_of(nn.Sequential(nn.Linear(3, 4), encoder)))
+        ['0', '1.layers.0', '1.layers.1']
     """
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            inner = blocks_of(child).items()
-            found |= {f"{name}.{below}": block for below, block in inner}
-        elif _num_parameters(child):
-            found[name] = child
-    return found
+    return dict(_blocks(module, ""))
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    children = {name: each for name, each in module.named_children() if _num_parameters(each)}
+    if isinstance(module, nn.MultiheadAttention):  # uses its linear layer's weights, uncalled
+        return
+    for name, child in children.items():
+        if _holds_blocks(child, in_stack=_is_stack(module), is_only=len(children) == 1):
+            yield from _blocks(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
+
+
+def _holds_blocks(module: nn.Module, *, in_stack: bool, is_only: bool) -> bool:
+    """Return whether the blocks are inside a module, which then is none itself."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # nobody calls it
+        return True
+    if in_stack and not _is_chain(module):
+        return False
+    is_wrapper = is_only and _is_composite(module) and not in_stack and not _is_of_torch(module)
+    return is_wrapper or any(_is_stack(each) for each in module.modules())
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Return whether a module holds layers and does no more: at least two that have parts."""
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict) or _is_chain(module)
+    return is_container and sum(_is_composite(each) for each in module.children()) > 1
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return _num_parameters(module) > 0 and any(True for _ in module.children())
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Return whether torch may use the parts of a module without calling them."""
+    return type(module).__module__.startswith("torch.nn.") and not _is_chain(module)
+
+
+def sharded_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks whose parameters are gathered together, by name.
+
+    A parameter that two blocks share is gathered with the model itself: with either block, the
+    other one would miss it.
+    """
+    blocks = blocks_of(module)
+    owners = defaultdict[nn.Parameter, set[str]](set)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owners[parameter].add(_block_of(name, blocks))
+    shared = {name for names in owners.values() if len(names) > 1 for name in names}
+    return {name: block for name, block in blocks.items() if name not in shared}
+
+
+def _block_of(parameter: str, blocks: Iterable[str]) -> str:
+    """Return the name of the block that a parameter is in; empty: it is in none."""
+    return next((name for name in blocks if parameter.startswith(f"{name}.")), "")
 
 
 def recompute(module: nn.Module) -> None:
@@ -123,8 +177,7 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
 
     Raises:
         ConfigError: A stage has frozen parameters alone; a parameter that is to be sharded has no
-            dimension; or layers share one that would not stay one: in two stages, in two blocks
-            that are sharded, or cut.
+            dimension; or layers share one that would not stay one: in two stages, or cut.
     """
     parts = [module]
     if mesh.pipeline > 1:
@@ -137,7 +190,6 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
                 f"pipeline is {mesh.pipeline}, but stage {place} ({', '.join(named)}) is frozen, "
                 "and a stage trains something; lower pipeline"
             )
-        blocks = list(blocks_of(part)) if mesh.is_sharded else []
         cuts = cuts_of(part, mesh.tensor) if mesh.tensor > 1 else {}
         for name, each in named.items():
             if mesh.is_sharded and not each.dim():
@@ -145,15 +197,14 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
                     f"parameter {name!r} is one number without a dimension, which cannot be "
                     "sharded; give it the shape [1], or set shard to 1"
                 )
-            block = next((b for b in blocks if name.startswith(f"{b}.")), "")
             is_cut = name.rpartition(".")[0] in cuts
-            owner_of[name] = (place, block, name if is_cut else "")
+            owner_of[name] = (place, name if is_cut else "")
     for names in _tied(module):
         if len({owner_of[name] for name in names}) > 1:
             raise ConfigError(
                 f"{names[0]!r} and {names[1]!r} are one parameter, and on the mesh {mesh} they "
-                "would be two; put the layers that share it into one block, a module of your own, "
-                "make them two, or spread the model by replicate alone"
+                "would be two; set pipeline and tensor to 1, put the layers that share it into one "
+                "module of a stage, or make them two"
             )
 
 

@@ -1,7 +1,8 @@
 """What is trained, and where a training stands."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,8 @@ class Task:
         """Refuse what would end, or hang, in the middle: before any process is started.
 
         Raises:
-            ConfigError: The model cannot be cut as the mesh asks, or batches must not be cut.
+            ConfigError: The model cannot be cut as the mesh asks, batches must not be cut, or
+                nothing would be saved by computing blocks again.
         """
         spread, mesh = self.plan.spread, self.plan.spread.mesh
         num_parts = self._num_parts
@@ -61,6 +63,8 @@ class Task:
             require_whole(module, mesh)
             if mesh.pipeline > 1:
                 self._require_one_input()
+            if spread.recompute:
+                self._require_saving()
 
     @property
     def _num_parts(self) -> int:
@@ -105,6 +109,29 @@ class Task:
                 f"{layer} keeps statistics of batches, and computed again each batch would count "
                 f"twice; {instead} recompute to false"
             )
+
+    def _require_saving(self) -> None:
+        kept, kept_anyway = (self._activations(recompute=each) for each in (False, True))
+        if kept is not None and kept == kept_anyway:
+            raise ConfigError(
+                f"recompute saves nothing: with it and without, a process keeps {kept:,} bytes of "
+                "activations of this model; set recompute to false, or have the layers of each "
+                "part of the model in a module of their own, and these in an nn.ModuleList or "
+                "nn.Sequential"
+            )
+
+    def _activations(self, *, recompute: bool) -> int | None:
+        """Return the most bytes that a process keeps; ``None``: the model does not let us know."""
+        from fedlearn.parallel.memory import predict  # noqa: PLC0415 (seconds)
+
+        plan = replace(self.plan, spread=replace(self.plan.spread, recompute=recompute))
+        features, labels = self.stream.batch(range(1))
+        with suppress(ConfigError):  # it asks for values of tensors
+            stages = predict(
+                self.make_model, plan, features=features, labels=labels, objective=self.objective
+            )
+            return max(each.activations or 0 for each in stages)
+        return None
 
     def _require_one_input(self) -> None:
         features, _ = self.stream.batch(range(1))

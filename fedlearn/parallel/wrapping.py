@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedlearn.core.randomness import Seed
 from fedlearn.parallel.mesh import NAMES, Mesh
-from fedlearn.parallel.parts import Cut, blocks_of, cuts_of, stage_of
+from fedlearn.parallel.parts import Cut, cuts_of, sharded_blocks, stage_of
 from fedlearn.parallel.plan import Spread
 from fedlearn.parallel.wrapped import Wrapped
 
@@ -68,7 +68,7 @@ def wrapped(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> 
     if mesh.data == 1:
         return Wrapped(module, module)
     if mesh.is_sharded:
-        return _sharded(module, list(blocks_of(module).values()), spread, grid)
+        return _sharded(module, list(sharded_blocks(module).values()), spread, grid)
     replicas = DistributedDataParallel(
         module, process_group=grid["replicate"].get_group(), bucket_cap_mb=spread.bucket_mbytes
     )
