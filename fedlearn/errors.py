@@ -158,6 +158,10 @@ class ProtocolError(FedlearnError):
     """A peer sent bytes that are not a valid fedlearn message."""
 
 
+class OtherVersion(ProtocolError):
+    """A peer sent a message of a version that this side does not read."""
+
+
 class StoreError(FedlearnError):
     """The record of a run cannot be read or written."""
 
@@ -199,6 +203,10 @@ class EnrolmentRefused(FedlearnError):
 
 class ConnectionRefused(FedlearnError):
     """The coordinator does not hear this client, or speaks another version, and says so."""
+
+
+class OtherProtocol(ConnectionRefused):
+    """The coordinator does not speak this version of the protocol, or its run needs a newer one."""
 
 
 class Cancelled(FedlearnError):

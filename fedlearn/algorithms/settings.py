@@ -8,7 +8,7 @@ the fields by their names, and what is free-form beside them
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -295,7 +295,9 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
         kind = UPDATES.get(name) or TRANSFORMS.get(name)
         own = _fields(kind) if kind is not None else {}
         for field_name, field in own.items():
-            value = left.pop(field_name, None)
+            if field_name not in left:  # the coordinator's version does not have it
+                continue
+            value = left.pop(field_name)
             if name in UPDATES and value != field.default and field_name not in honoured:
                 raise _ignored(field_name, value, who)
     of_work = _fields(LocalWork)  # which the user's own rules have as well
@@ -376,8 +378,13 @@ def _read_all(
 
 
 def _read(settings: Settings, kind: _Kind) -> dict[str, Scalar]:
-    """Return the fields of a piece."""
-    return {name: _read_one(settings, name, get_type_hints(kind)[name]) for name in _fields(kind)}
+    """Return the fields of a piece.
+
+    A field that is missing stays at its default: the coordinator's version does not have it.
+    """
+    own, hints = _fields(kind), get_type_hints(kind)
+    present = [name for name in own if name in settings or own[name].default is MISSING]
+    return {name: _read_one(settings, name, hints[name]) for name in present}
 
 
 def _read_one(settings: Settings, name: str, hint: Any) -> Scalar:  # Any: a type

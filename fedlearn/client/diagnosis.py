@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
@@ -18,10 +17,11 @@ from fedlearn.client.keyring import Enrolment
 from fedlearn.client.live_session import session_at
 from fedlearn.client.loading import make_trainer
 from fedlearn.core.clock import SystemClock, WallClock, utc
+from fedlearn.core.software import SOFTWARE
 from fedlearn.errors import ConnectionRefused, DeploymentError, FedlearnError, ProtocolError
 from fedlearn.identity.identity import SERVER_NAME, Invitation
 from fedlearn.session.faults import in_users_code
-from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport import wire_pb2
 from fedlearn.transport.grpc_client import announce
 
 _CLOCK = SystemClock()
@@ -230,8 +230,7 @@ def _offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -> Find
 
 
 async def _welcome(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
-    software = f"fedlearn {version('fedlearn')}"
-    hello = wire_pb2.Hello(protocol=wire.PROTOCOL, software=software, only_looks=True)
+    hello = wire_pb2.Hello(software=SOFTWARE, only_looks=True)
     async with session_at(address, enrolment, hello) as live:
         return live.session.welcome
 

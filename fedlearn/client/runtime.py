@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.metadata import version
 
 import structlog
 import torch
@@ -32,10 +31,11 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode, peek
 from fedlearn.core.kinds import SECURE_KIND
 from fedlearn.core.messages import Failure, TrainReply
+from fedlearn.core.software import SOFTWARE
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.training.trainer import LocalTrainer
-from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey
 
 _SURVEY_S = 1.0
@@ -350,8 +350,7 @@ class Runtime:
     def _hello(self) -> wire_pb2.Hello:
         held = self._here.held
         return wire_pb2.Hello(
-            protocol=wire.PROTOCOL,
-            software=f"fedlearn {version('fedlearn')}",
+            software=SOFTWARE,
             eligibility=self._eligibility(),
             held=[] if held is None else [held.key.message()],
         )

@@ -34,16 +34,18 @@ from fedlearn.core.messages import (
     SecureStageRequest,
     SecureTermsRequest,
     SecureTrainRequest,
+    Settings,
     TrainingNotice,
     TrainReply,
     TrainRequest,
 )
-from fedlearn.errors import ProtocolError
+from fedlearn.errors import OtherVersion, ProtocolError
 
 _PREFIX = struct.Struct("<2sBI")
 _MAGIC = b"FL"
-#: Of the format of messages; another one is refused.
-VERSION = 4
+#: Versions of the format that this side reads and writes: the newest, and the one before it.
+VERSION = 5
+OLDEST = 4
 
 _TABLE_SIZE = struct.Struct("<Q")
 #: Among the tensors: a message of secure aggregation, and what stands before the names of a
@@ -106,18 +108,32 @@ _MODELS = {
     _FORMS[each][0]
     for each in (TrainRequest, EvaluateRequest, SecureTrainRequest, SecureEvaluateRequest)
 }
-#: Fields that a header has only where they differ from these values.
+#: Fields that a header has only where they differ from these values; version 4 has none of them.
 _OPTIONAL: Mapping[str, Mapping[str, int | None]] = {
     _FORMS[each][0]: {"counted": None, "num_statistics": 0}
     for each in (TrainRequest, SecureTrainRequest)
 }
+#: Settings that version 4 does not have, and the value at which each changes nothing.
+_NEW_SETTINGS: Mapping[str, Scalar] = {"drop_last": False}
 _WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
     _FORMS[each][0]: each for each in (EvaluateReply, Failure, Accusation)
 }
 
 
-def encode(message: Request | Reply) -> bytes:
-    """Return the wire form of ``message``.
+def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
+    """Return the wire form of ``message``, in the oldest version that has all its fields.
+
+    So replies are in a version that an older coordinator reads, too.
+
+    Args:
+        message: The message.
+        newest: The newest version that the receiver reads. Version 4 has no place for the fields
+            that version 5 added: who counted before, and which names are running statistics, are
+            left out, since a client of that version does not know them.
+
+    Raises:
+        ValueError: In version 4 the receiver would do something else: the request lacks its
+            constants, or has a setting that this version does not know.
 
     Example:
         >>> decode(encode(Failure(reason="battery low")))
@@ -126,17 +142,36 @@ def encode(message: Request | Reply) -> bytes:
     kind, names = _FORMS[type(message)]
     values = _values_of(message)
     fields = {name: _as_json(values[name]) for name in names}
-    if values.get(_LACKS_CONSTANTS):
-        fields[_LACKS_CONSTANTS] = True
-    fields |= {
+    added = {
         name: _as_json(values[name])
         for name, usual in _OPTIONAL.get(kind, {}).items()
         if values[name] != usual
     }
+    if values.get(_LACKS_CONSTANTS):
+        added[_LACKS_CONSTANTS] = True
+    settings = fields.get("settings")
+    if newest < VERSION:
+        if _LACKS_CONSTANTS in added:
+            raise ValueError(f"a request of version {newest} has its constants; encode it whole")
+        added = {}
+        if isinstance(settings, Mapping):
+            fields["settings"] = settings = _older_settings(settings, version=newest)
+    fields |= added
+    is_new = bool(added) or (
+        isinstance(settings, Mapping) and not settings.keys().isdisjoint(_NEW_SETTINGS)
+    )
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
-    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
+    prefix = _PREFIX.pack(_MAGIC, VERSION if is_new else OLDEST, len(header))
     return b"".join((prefix, header, *_file(_tensors_of(message))))
+
+
+def _older_settings(settings: Settings, *, version: int) -> Settings:
+    """Return settings without those that ``version`` does not have and that change nothing."""
+    for name, usual in _NEW_SETTINGS.items():
+        if settings.get(name, usual) != usual:
+            raise ValueError(f"version {version} has no setting {name!r}, which is not {usual!r}")
+    return {name: value for name, value in settings.items() if name not in _NEW_SETTINGS}
 
 
 def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -263,9 +298,10 @@ def peek(data: bytes | mmap) -> Request | Reply:
     magic, version, header_size = _PREFIX.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError(f"the message begins with {magic!r}, not {_MAGIC!r}")
-    if version != VERSION:
-        raise ProtocolError(
-            f"message version {version}, this side speaks {VERSION}; upgrade the older side"
+    if not OLDEST <= version <= VERSION:
+        raise OtherVersion(
+            f"message version {version}, this side speaks {OLDEST} and {VERSION}; upgrade the "
+            "older side"
         )
     start = _PREFIX.size + header_size
     if start > len(data):

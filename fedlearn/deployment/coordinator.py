@@ -34,9 +34,8 @@ from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.liveness import SignsOfLife
 from fedlearn.deployment.opening import waited_on
 from fedlearn.deployment.places import Places, host_of, spool_of
-from fedlearn.deployment.record import (
-    ensure_deployed,
-)
+from fedlearn.deployment.record import ensure_deployed
+from fedlearn.deployment.versions import reason_for_newest
 from fedlearn.door.authority import Authority
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
@@ -290,6 +289,7 @@ class Coordinator:
             eligible=self.pieces.requirements.admits,
             is_leader=lease.is_held,
             clock=SystemClock(),
+            needs_newest=reason_for_newest(self.pieces),
         )
         door.start()
         door.when_blind(self.interruption.give)

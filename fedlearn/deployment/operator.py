@@ -215,6 +215,7 @@ class Explanation:
             return [f"{found.name} has no coordinator{failed}", said, start]
         lines = [f"{found.name}: {_round(status)}, {_phase(status)}"]
         lines += _waiting(status, control=found.control)
+        lines += [f"  {each['name']}: {printable(each['reason'])}" for each in self._refused]
         for how in self._clients:
             name = how["name"] or f"client {how['client_id']}"
             lines.append(f"  {name}: {_CLIENT_PHASES[how['phase']]}, for {how['since_s']:.0f} s")
@@ -233,6 +234,12 @@ class Explanation:
             "clients": self._clients,
             "failing": self._failing_clients,
         }
+
+    @property
+    def _refused(self) -> list[_Told]:
+        """Who is refused since it speaks another version."""
+        told: _Told = self.deployment.status
+        return list(told.get("other_version", ()))
 
     @staticmethod
     def _failing(how: _Told) -> str:
@@ -318,11 +325,13 @@ def _waiting(status: _Told, *, control: Control) -> list[str]:
                 f"loss {number_text(told['loss'])}, {told['examples_per_s']:.0f} examples/s"
             )
     num_set_aside = status.get("set_aside", 0)
+    num_refused = len(status.get("other_version", ()))
     if phase is Phase.WAITING:
         lines.append(
             f"it needs {status['needed']} clients that may be asked: {status.get('connected', 0)} "
             f"are connected, {status.get('eligible', 0)} of them eligible"
             + (f", {num_set_aside} set aside" if num_set_aside else "")
+            + (f", {num_refused} refused, of another version" if num_refused else "")
         )
     if phase is Phase.PAUSED:
         lines.append("`fedlearn resume` lets it go on")

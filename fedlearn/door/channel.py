@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,14 @@ from fedlearn.door.exchange import ACCEPTED, QuestionState, Ruling, unusable
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.spool import LoggedReply, Opened, ReplyLog, forget_exchanges
 from fedlearn.door.tasks import Exchanges, LiveQuestion, Offer
-from fedlearn.errors import ConfigError, FedlearnError, NoSpace, ProtocolError, StoreError
+from fedlearn.errors import (
+    ConfigError,
+    FedlearnError,
+    NoSpace,
+    OtherVersion,
+    ProtocolError,
+    StoreError,
+)
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, Asked, are_same, reply_in, require_free
 from fedlearn.transport.content import NO_QUESTION, TaskKey, digest_of
@@ -138,7 +145,7 @@ class DoorChannel:
         key = TaskKey(self.run_id, request.kind, request.round_num, request.attempt, NO_QUESTION)
         encoded = self._encoded  # of those who are asked, of whom there may be more
         try:
-            (self._ahead,) = self._offers([request])
+            (self._ahead,) = self._offers([request], client_ids)
         except NoSpace:
             return
         finally:
@@ -202,7 +209,9 @@ class DoorChannel:
     ) -> LiveQuestion:
         asked = Asked.of(requests)
         _require_fit(asked.personal)
-        offers = self._offers(asked.shared)  # before the log: it says that clients were asked
+        offers = self._offers(
+            asked.shared, asked.places
+        )  # before the log: it says that clients were asked
         now_s, now_unix_s = self.clock.now_s(), self.clock.unix_s()
         durable = key.kind == TrainRequest.kind
         log = ReplyLog(
@@ -236,12 +245,20 @@ class DoorChannel:
         made_in = (last for last in trained if last.round_num == request.round_num - 1)
         return max((last.attempt for last in made_in), default=0)
 
-    def _offer(self, request: Request, folder: Path) -> Offer:
-        """Return a request encoded; one that is asked again, as others answer, is not anew."""
+    def _offer(self, request: Request, folder: Path, *, has_older: bool) -> Offer:
+        """Return a request encoded, for clients of the protocol before as well if there are some.
+
+        One that is asked again, as others answer, is encoded once.
+        """
         if self._encoded is None or self._encoded[0] is not request:
             bare, constants = split(request)
             apart = self._constants_offer(constants, folder) if constants else None
-            self._encoded = request, _offer(bare, constants=apart, folder=folder)
+            self._encoded = request, _offer(encode(bare), constants=apart, folder=folder)
+        offer = self._encoded[1]
+        if has_older and offer.older is None:
+            older = _older(request, folder=folder)
+            if older is not None and older.digest != offer.digest:
+                self._encoded = request, replace(offer, older=older)
         return self._encoded[1]
 
     def _constants_offer(self, constants: Mapping[str, Tensor], folder: Path) -> Offer:
@@ -252,15 +269,16 @@ class DoorChannel:
             self._constants = known = constants, _in_file(encoded, folder=folder)
         return known[1]
 
-    def _offers(self, requests: Iterable[Request]) -> list[Offer]:
+    def _offers(self, requests: Iterable[Request], client_ids: Collection[ClientId]) -> list[Offer]:
         """Encode each request once; a large one goes to a file, so that it is not held twice."""
         folder = self._passing / "requests"
+        has_older = not self.loop.ask(partial(self.sessions.speak_newest, client_ids))
         with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            offers = [self._offer(request, folder) for request in requests]
+            offers = [self._offer(each, folder, has_older=has_older) for each in requests]
             still = [offer for question in self._open for offer in question.offers]
             still += [] if self._ahead is None else [self._ahead]
-            needed = {offer.path for offer in [*offers, *still]}
+            needed = {each.path for offer in [*offers, *still] for each in offer.files}
             needed |= {None if self._constants is None else self._constants[1].path}
             for path in folder.iterdir():
                 if path not in needed:
@@ -364,6 +382,9 @@ class DoorExchange:
         except ProtocolError as error:
             answer = Failure(str(error))
             read.refuse(answer.reason)
+            if isinstance(error, OtherVersion):
+                refuse = self._channel.sessions.refuse_version
+                self._channel.loop.post(partial(refuse, reply.client_id, answer.reason))
         read.failed = isinstance(answer, Failure)
         del self._awaited[reply.client_id]
         elapsed_s = question.started_s - self._started_s + reply.elapsed_s
@@ -474,14 +495,22 @@ def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
             )
 
 
-def _offer(request: Request, *, constants: Offer | None, folder: Path) -> Offer:
-    content = encode(request)
+def _offer(content: bytes, *, constants: Offer | None, folder: Path) -> Offer:
     if len(content) > wire.MAX_INLINE_BYTES:
         return replace(_in_file(content, folder=folder), constants=constants)
     digest = digest_of(content)
     return Offer(
         digest=digest, num_bytes=len(content), data=content, path=None, constants=constants
     )
+
+
+def _older(request: Request, *, folder: Path) -> Offer | None:
+    """Return a request for clients of the protocol before; ``None``: they cannot do it."""
+    try:
+        content = encode(request, newest=wire.MESSAGE_VERSIONS[min(wire.MESSAGE_VERSIONS)])
+    except ValueError:
+        return None
+    return _offer(content, constants=None, folder=folder)
 
 
 def _in_file(content: bytes, *, folder: Path) -> Offer:

@@ -6,7 +6,7 @@ told waits in a queue of a few messages, and whoever lets that run over is dropp
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -20,11 +20,11 @@ from fedlearn.core.messages import ClientId
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.pace import Pace
 from fedlearn.door.settings import DoorSettings
+from fedlearn.door.versions import MAX_SOFTWARE, Versions
 from fedlearn.identity.registry import EnrolledClient
-from fedlearn.transport import wire_pb2
+from fedlearn.transport import wire, wire_pb2
 
 _MAX_WAITING = 32  # messages that a client has not read
-_MAX_SOFTWARE = 100  # letters of what a client calls its software
 _MAX_HELD = 64  # unsettled replies that a client may ask about when it connects
 
 _ENOUGH = "the coordinator has enough clients for now"
@@ -112,6 +112,7 @@ class ServerSession:
     """One connected client.
 
     Attributes:
+        protocol: The version that it speaks.
         software: What it runs, as it says.
         is_eligible: Whether it may be asked.
         only_looks: Whether it leaves after the welcome, and must not be.
@@ -124,7 +125,8 @@ class ServerSession:
 
     def __init__(self, client: EnrolledClient, hello: wire_pb2.Hello, *, since_s: float) -> None:
         self.client = client
-        self.software = hello.software[:_MAX_SOFTWARE]
+        self.protocol = hello.protocol
+        self.software = hello.software[:MAX_SOFTWARE]
         self.eligibility = hello.eligibility
         self.is_eligible = False
         self.only_looks = hello.only_looks
@@ -187,6 +189,7 @@ class Sessions:
         admits: Whether a client may be asked, by what it says of itself.
         changed: Told when a client comes, goes, or becomes eligible or not.
         pace: When those that are not needed come back.
+        versions: Which protocols are spoken.
         is_needed: Whether a client's reply is awaited: it is never sent away.
         num_wanted: Clients that a round would ask: until so many may be asked, nobody is too many.
     """
@@ -197,6 +200,7 @@ class Sessions:
     counters: DoorCounters
     clock: Clock
     pace: Pace
+    versions: Versions = field(default_factory=Versions)
     is_needed: Callable[[ClientId], bool] = lambda _: False
     num_wanted: int = 0
     _sessions: dict[ClientId, ServerSession] = field(default_factory=dict)  # the oldest first
@@ -266,6 +270,25 @@ class Sessions:
             session.is_set_aside = True
             self.reconsider(session, session.eligibility)
             _log.warning("client_set_aside", client_id=client_id, name=session.client.name)
+
+    def speak_newest(self, client_ids: Iterable[ClientId]) -> bool:
+        """Return whether all these clients are known to speak the newest protocol."""
+        if not self.versions.may_have_older():
+            return True
+        found = (self._sessions.get(each) for each in client_ids)
+        return all(each is not None and each.protocol == wire.PROTOCOL for each in found)
+
+    def refuse_version(self, client_id: ClientId, reason: str) -> None:
+        """End the session of a client whose reply is of another version, until it is upgraded."""
+        session = self._sessions.get(client_id)
+        if session is None:
+            return
+        versions, protocol = self.versions, session.protocol
+        reason = versions.unreadable(client_id, protocol, session.software, reason)
+        name = session.client.name
+        _log.warning("client_of_other_version", client_id=client_id, name=name, reason=reason)
+        session.cut(Ending(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol"))
+        self.leave(session)
 
     def all_set_aside(self) -> list[ClientId]:
         """Return the clients that are set aside, by number."""

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +24,7 @@ import structlog
 
 from fedlearn.core.clock import RealClock, utc
 from fedlearn.core.messages import ClientId
+from fedlearn.core.software import SOFTWARE
 from fedlearn.door.authority import Authority
 from fedlearn.door.channel import Check, DoorChannel, Waiting
 from fedlearn.door.connections import (
@@ -56,6 +56,7 @@ from fedlearn.door.settings import DoorSettings
 from fedlearn.door.spool import GroupWriter, ended_exchanges
 from fedlearn.door.tasks import Exchanges
 from fedlearn.door.transfers import Transfers
+from fedlearn.door.versions import Versions
 from fedlearn.errors import DeploymentError, ProtocolError, StoreError
 from fedlearn.identity.identity import certificate_fingerprint
 from fedlearn.identity.registry import EnrolledClient, Registry
@@ -87,8 +88,6 @@ _MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
 _MAX_TOLD = 100  # clients that are set aside, in the status
 _MAX_ENROLMENT_CONNECTIONS = 1000  # at once; whoever reaches the port may hold one, for a while
 
-_SOFTWARE = f"fedlearn {version('fedlearn')}"
-
 _log = structlog.get_logger(__name__)
 
 
@@ -102,6 +101,8 @@ class Door:
             clients say themselves who they are, for tests and demonstrations.
         eligible: Whether a client may be asked, by what it says of itself.
         is_leader: Whether this coordinator may accept replies now; cheap.
+        needs_newest: Why the run needs clients of the newest protocol; empty: the one before will
+            do.
         pace: How many clients may check in; ``None``: as many as it finds that it can take.
         counters: What has happened so far.
         address: Where clients connect, once started.
@@ -117,6 +118,7 @@ class Door:
     eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
     is_leader: Callable[[], bool]
     clock: RealClock
+    needs_newest: str = ""
     pace: Pace | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +141,7 @@ class Door:
             counters=self.counters,
             clock=self.clock,
             pace=self._pace,
+            versions=Versions(needs_newest=self.needs_newest),
         )
 
     def start(self) -> None:
@@ -258,6 +261,7 @@ class Door:
             "connected": len(self._sessions),
             "eligible": len(self._sessions.eligible()),
             "set_aside": len(set_aside),
+            "other_version": self._sessions.versions.status(self._name),
             **self._pace.values(),
             "clients_set_aside": set_aside[:_MAX_TOLD],
         }
@@ -556,11 +560,11 @@ class Door:
         if not self._sessions.may_check_in(client.client_id):
             self.counters.paced += 1
             raise Ended(grpc.StatusCode.UNAVAILABLE, "too many clients come at once")
-        hello = await self._hello(context)
+        hello = await self._hello(client, context)
         session = ServerSession(client, hello, since_s=self.clock.now_s())
         welcome = wire_pb2.Welcome(
-            protocol=wire.PROTOCOL,
-            software=_SOFTWARE,
+            protocol=hello.protocol,
+            software=SOFTWARE,
             client_id=client.client_id,
             run_id=self.run_id,
             unix_s=self.clock.unix_s(),
@@ -629,16 +633,12 @@ class Door:
             case _:  # a second hello, or what a later version says
                 self.counters.refused["unexpected"] += 1
 
-    async def _hello(self, context: Context) -> wire_pb2.Hello:
+    async def _hello(self, client: EnrolledClient, context: Context) -> wire_pb2.Hello:
         message = _parsed(await read_first(context, timeout_s=self.settings.handshake_timeout_s))
         if message.WhichOneof("what") != "hello":
             reason = "a session begins with hello"
             raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "handshake")
-        if message.hello.protocol != wire.PROTOCOL:
-            reason = (
-                f"the client speaks protocol {message.hello.protocol}, this coordinator "
-                f"{wire.PROTOCOL}; install {_SOFTWARE} on the client"
-            )
+        if reason := self._sessions.versions.objection(client.client_id, message.hello):
             raise Ended(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol")
         return message.hello
 

@@ -80,6 +80,8 @@ class Offer:
     Attributes:
         constants: The tensors of its model that stay the same in a run, which a client downloads
             once; ``None``: they are in the request.
+        older: The same request for clients that speak an older protocol; ``None``: they read this
+            one, or none is connected.
     """
 
     digest: bytes
@@ -87,6 +89,17 @@ class Offer:
     data: bytes
     path: Path | None
     constants: "Offer | None" = None
+    older: "Offer | None" = None
+
+    def for_protocol(self, protocol: int) -> "Offer":
+        """Return the request as a client that speaks ``protocol`` is sent it."""
+        return self if self.older is None or protocol == wire.PROTOCOL else self.older
+
+    @property
+    def files(self) -> "list[Offer]":
+        """All that clients may download for this request."""
+        others = [each for each in (self.constants, self.older) if each is not None]
+        return [self, *others]
 
     @property
     def max_reply_bytes(self) -> int:
@@ -160,14 +173,19 @@ class Exchanges:
                 live.state.log(reply.client_id, now_s=now_s)
         if live.log.closed is not None:
             return  # it has only to be read again
-        alike = [self._task(live, offer, b"") for offer in live.offers]
+        alike = dict[bytes, bytes]()  # by the request's digest: encoded once for all
         for client_id, participant in live.state.participants.items():
             self._called_off.pop(client_id, None)
-            if participant.is_taken:
+            session = self.sessions.find(client_id)
+            if participant.is_taken or session is None:
                 continue
-            message, personal = alike[participant.offer], live.personal.get(client_id, b"")
-            if personal:
-                message = self._task(live, live.offer_to(client_id), personal)
+            offer = live.offer_to(client_id).for_protocol(session.protocol)
+            if personal := live.personal.get(client_id, b""):
+                message = self._task(live, offer, personal)
+            else:
+                if offer.digest not in alike:
+                    alike[offer.digest] = self._task(live, offer, b"")
+                message = alike[offer.digest]
             if self.sessions.push(client_id, message):
                 live.state.move(client_id, ClientPhase.CONNECTED, now_s=now_s)
         for session in self.sessions.all():
@@ -177,6 +195,18 @@ class Exchanges:
         self, key: TaskKey, offer: Offer, client_ids: Sequence[ClientId], last_round_num: int
     ) -> None:
         """Tell clients of a request that they are not asked yet, if they have use for it."""
+        alike = dict[bytes, bytes]()
+        for client_id in client_ids:
+            session = self.sessions.find(client_id)
+            if session is None or not session.eligibility.takes_ahead:
+                continue
+            own = offer.for_protocol(session.protocol)
+            if own.digest not in alike:
+                alike[own.digest] = self._task_ahead(key, own, last_round_num)
+            self._ahead[client_id] = key, own
+            self.counters.sent_ahead += self.sessions.push(client_id, alike[own.digest])
+
+    def _task_ahead(self, key: TaskKey, offer: Offer, last_round_num: int) -> bytes:
         task = wire_pb2.Task(
             key=key.message(),
             digest=offer.digest,
@@ -186,13 +216,7 @@ class Exchanges:
             last_round_num=last_round_num,
         )
         _name_constants(task, offer)
-        message = wire_pb2.FromCoordinator(ahead=task).SerializeToString()
-        for client_id in client_ids:
-            session = self.sessions.find(client_id)
-            if session is None or not session.eligibility.takes_ahead:
-                continue
-            self._ahead[client_id] = key, offer
-            self.counters.sent_ahead += self.sessions.push(client_id, message)
+        return wire_pb2.FromCoordinator(ahead=task).SerializeToString()
 
     def call_ahead_off(self) -> None:
         """Tell clients that they will not be asked about what was sent ahead."""
@@ -268,7 +292,8 @@ class Exchanges:
             session.push(_cancel(self._called_off.pop(client_id), "the round has closed"))
         if live is not None and live.state.is_awaited(client_id):
             personal = live.personal.get(client_id, b"")
-            session.push(self._task(live, live.offer_to(client_id), personal))
+            offer = live.offer_to(client_id).for_protocol(session.protocol)
+            session.push(self._task(live, offer, personal))
             self.moved(client_id, ClientPhase.CONNECTED)
 
     def is_needed(self, client_id: ClientId) -> bool:
@@ -293,14 +318,16 @@ class Exchanges:
         live = self._asked.get(client_id)
         _, ahead = self._ahead.get(client_id, (None, None))
         asked = None if live is None else live.offer_to(client_id)
-        offers = [each for each in (asked, ahead) if each is not None]
-        offers += [each.constants for each in offers if each.constants is not None]
+        offers = [each for offer in (asked, ahead) if offer is not None for each in offer.files]
         return next((each for each in offers if each.digest == digest), None)
 
     def is_asked(self, client_id: ClientId, offer: Offer) -> bool:
         """Return whether a request is what this client is asked now."""
         live = self._asked.get(client_id)
-        return live is not None and live.offer_to(client_id).digest == offer.digest
+        if live is None:
+            return False
+        asked = live.offer_to(client_id)
+        return offer.digest in {each.digest for each in (asked, asked.older) if each is not None}
 
     def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
         """Return whether a reply may come, by its envelope alone; a refusal is counted."""

@@ -191,7 +191,7 @@ def reply_in(data: bytes | mmap) -> Reply:
     try:
         message = decode(data)
     except ProtocolError as error:
-        raise ProtocolError(str(error)[:MAX_REASON]) from error
+        raise type(error)(str(error)[:MAX_REASON]) from error
     if isinstance(message, TrainReply | EvaluateReply | SecureReply | Failure):
         return message
     raise ProtocolError(f"{type(message).__name__} is not a reply")

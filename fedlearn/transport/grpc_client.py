@@ -28,6 +28,7 @@ from fedlearn.errors import (
     ConnectionRefused,
     DeploymentError,
     EnrolmentRefused,
+    OtherProtocol,
     ProtocolError,
 )
 from fedlearn.identity.identity import SERVER_NAME, Identity, Invitation
@@ -160,15 +161,44 @@ class DoorConnection:
     async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
         """Say hello, and return the session once the coordinator has answered with a welcome.
 
-        Leaving the context ends the session.
+        The hello names the newest protocol first. A coordinator that refuses it, since it was not
+        upgraded yet, is offered the one before. Leaving the context ends the session.
+
+        Args:
+            hello: What the client says; the protocol in it is set here.
 
         Raises:
-            ConnectionRefused: The coordinator also speaks another version.
+            OtherProtocol: The coordinator speaks none of this client's protocols, or its run needs
+                a newer one.
         """
-        with self._call("Session") as call:
-            await call.write(wire_pb2.FromClient(hello=hello))
-            first = await call.read(wire_pb2.FromCoordinator, patiently=False)
-            yield DoorSession(call, welcome=self._welcome(first))
+        refusal: OtherProtocol | None = None
+        for protocol in sorted(wire.MESSAGE_VERSIONS, reverse=True):
+            with self._call("Session") as call:
+                try:
+                    welcome = await self._greet(call, hello, protocol)
+                except OtherProtocol as error:
+                    refusal = refusal or error
+                    continue
+                yield DoorSession(call, welcome=welcome)
+                return
+        assert refusal is not None  # there is a protocol
+        raise refusal
+
+    async def _greet(self, call: "_Call", hello: wire_pb2.Hello, protocol: int) -> wire_pb2.Welcome:
+        """Say hello in one protocol and return the welcome."""
+        own = wire_pb2.Hello()
+        own.CopyFrom(hello)
+        own.protocol = protocol
+        await call.write(wire_pb2.FromClient(hello=own))
+        first = await call.read(wire_pb2.FromCoordinator, patiently=False)
+        welcome = self._welcome(first)
+        if welcome.protocol != protocol:
+            raise OtherProtocol(
+                f"{self._address} answers in protocol {welcome.protocol}, this client asked for "
+                f"{protocol}; install the coordinator's version of fedlearn "
+                f"({_words(welcome.software)!r})"
+            )
+        return welcome
 
     async def enrol(self, request: wire_pb2.EnrolRequest) -> wire_pb2.EnrolReply:
         """Ask for a certificate as :func:`enrol` does, which checks what comes."""
@@ -287,12 +317,6 @@ class DoorConnection:
             raise ConnectionError(f"{self._address} ended the session before a welcome")
         if first.WhichOneof("what") != "welcome":
             raise ProtocolError(f"{self._address} answered a hello with {first.WhichOneof('what')}")
-        if first.welcome.protocol != wire.PROTOCOL:
-            raise ConnectionRefused(
-                f"{self._address} speaks protocol {first.welcome.protocol}, this client "
-                f"{wire.PROTOCOL}; install the coordinator's version of fedlearn "
-                f"({_words(first.welcome.software)!r})"
-            )
         return first.welcome
 
     def _receipt(self, status: wire_pb2.UploadStatus | None) -> wire_pb2.Receipt:
@@ -445,7 +469,10 @@ class _Call:
         if code is grpc.StatusCode.OK:
             return _Ended(f"{self._address} has ended the call")
         if code in _REFUSALS:
-            return ConnectionRefused(f"{self._address} refuses: {_words(words)}")
+            is_version = code is grpc.StatusCode.FAILED_PRECONDITION
+            return (OtherProtocol if is_version else ConnectionRefused)(
+                f"{self._address} refuses: {_words(words)}"
+            )
         told = f"{self._address}: {code.name}: {_words(words)}"
         if self._come_back_s is not None:
             return ComeBackLater(told, after_s=self._come_back_s)

@@ -7,8 +7,14 @@ compiler whose code every protobuf in our range runs::
     python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. fedlearn/transport/wire.proto
 """
 
-#: Version of what the messages mean; another one is refused with words.
-PROTOCOL = 2
+from collections.abc import Mapping
+
+#: Versions of what the messages mean, and of :mod:`fedlearn.core.codec`'s format in each. A client
+#: names one in its hello; any other is refused with words.
+MESSAGE_VERSIONS: Mapping[int, int] = {3: 5, 2: 4}
+
+#: The newest of them. A side that only speaks older ones is spoken to in the one before.
+PROTOCOL = max(MESSAGE_VERSIONS)
 
 #: Bytes of a request or reply in one chunk.
 CHUNK_BYTES = 512 << 10

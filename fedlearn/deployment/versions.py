@@ -1,0 +1,22 @@
+"""Whether clients of the protocol before may take part in a run."""
+
+from fedlearn.build import Deployment
+
+
+def reason_for_newest(pieces: Deployment) -> str:
+    """Return why a run needs clients of the newest protocol; empty if it does not.
+
+    Clients of protocol 2 hash requests for secure aggregation differently, count running statistics
+    in the norms of their updates, are not told whether their last update counted, and have no
+    ``drop_last``.
+    """
+    local = pieces.algorithm.local
+    if pieces.secure is not None:
+        return "it aggregates securely"
+    if pieces.algorithm.transforms:
+        return "it changes updates before they leave their clients"
+    if any(spec.is_kept for spec in local.memory.values()):
+        return "its clients keep something from round to round"
+    if local.work.drop_last:
+        return "client.drop_last is on"
+    return ""

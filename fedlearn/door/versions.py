@@ -1,0 +1,76 @@
+"""Clients of other versions: whom the door refuses at hello, and what operators read of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fedlearn.core.messages import ClientId
+from fedlearn.core.software import SOFTWARE
+from fedlearn.transport import wire, wire_pb2
+
+#: Letters of what a client calls its software.
+MAX_SOFTWARE = 100
+
+#: Clients that are named in the status.
+_MAX_TOLD = 100
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A client that was refused for its version: what it said at hello, and why."""
+
+    protocol: int
+    software: str
+    reason: str
+
+
+@dataclass(kw_only=True, eq=False)
+class Versions:
+    """Decides which versions may connect, and remembers the clients that it refused.
+
+    Attributes:
+        needs_newest: Why the run needs the newest protocol; empty: it does not.
+    """
+
+    needs_newest: str = ""
+    _refused: dict[ClientId, _Refused] = field(default_factory=dict)
+
+    def objection(self, client_id: ClientId, hello: wire_pb2.Hello) -> str:
+        """Return why a client may not connect, for it to log; empty if it may."""
+        protocol, software = hello.protocol, hello.software[:MAX_SOFTWARE]
+        before = self._refused.get(client_id)
+        if before is not None and (before.protocol, before.software) == (protocol, software):
+            return before.reason
+        if protocol not in wire.MESSAGE_VERSIONS:
+            spoken = " and ".join(str(each) for each in sorted(wire.MESSAGE_VERSIONS))
+            what = f"the client speaks protocol {protocol}, this coordinator {spoken}"
+        elif protocol < wire.PROTOCOL and self.needs_newest:
+            what = (
+                f"the client speaks protocol {protocol}, this run needs {wire.PROTOCOL}, since "
+                f"{self.needs_newest}"
+            )
+        else:
+            self._refused.pop(client_id, None)
+            return ""
+        return self._refuse(client_id, protocol, software, what)
+
+    def unreadable(self, client_id: ClientId, protocol: int, software: str, reason: str) -> str:
+        """Refuse a client whose replies cannot be read, until it says another hello."""
+        return self._refuse(client_id, protocol, software, reason)
+
+    def may_have_older(self) -> bool:
+        """Return whether clients of an older protocol may take part."""
+        return not self.needs_newest
+
+    def status(self, name: Callable[[ClientId], str]) -> list[dict[str, object]]:
+        """Return the clients that are refused, as JSON values."""
+        return [
+            {"client_id": client_id, "name": name(client_id), "reason": refused.reason}
+            for client_id, refused in sorted(self._refused.items())[:_MAX_TOLD]
+        ]
+
+    def _refuse(self, client_id: ClientId, protocol: int, software: str, what: str) -> str:
+        reason = f"{what}; install {SOFTWARE} on the client"
+        if protocol > wire.PROTOCOL:
+            reason += ", or its version on the coordinator"
+        self._refused[client_id] = _Refused(protocol, software, reason)
+        return reason
