@@ -6,7 +6,6 @@ the product itself knows nothing of either. Functions are named by ``module:qual
 :mod:`tests.processes` is the other side.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -21,8 +20,7 @@ from typing import Any
 
 from fedlearn.cli.app import main
 from fedlearn.transport.grpc_environment import prepare_for_grpc
-
-_PR_SET_PDEATHSIG = 1
+from tests.processes import end_with_parent
 
 #: What the commands import when they run, which takes seconds.
 _HEAVY = (
@@ -59,7 +57,7 @@ def serve() -> None:
 def run(request: dict[str, Any]) -> None:
     """Become the process that is asked for; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     streams = (("/dev/null", os.O_RDONLY), *((request[each], None) for each in ("out", "err")))
     for number, (path, flags) in enumerate(streams):
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND

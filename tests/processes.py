@@ -1,5 +1,6 @@
 """Processes that a test starts, watches, freezes and kills; each is a fork of a warm one."""
 
+import ctypes
 import json
 import os
 import select
@@ -17,6 +18,8 @@ from fedlearn.core.clock import SystemClock
 
 #: Long enough for anything that happens at all, on a busy machine.
 LONG_S = 300.0
+
+_PR_SET_PDEATHSIG = 1
 
 _ROOT = Path(__file__).parents[1]
 _LOOK_S = 0.02
@@ -56,6 +59,11 @@ def children_of(pid: int) -> list[int]:
     """Return the processes that a process has started, the oldest first."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(child) for each in tasks for child in each.read_text().split())
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ assert int(peak.split()[1]) < 60_000, peak
 """
 
 
+@pytest.mark.slow
 def test_an_application_with_an_agent_stays_small() -> None:
     """Only the training process has torch; the application takes less than 60 MB, all in all."""
     loaded = loaded_after(SUPERVISING)

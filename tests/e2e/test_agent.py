@@ -665,6 +665,7 @@ def test_a_callback_that_fails_does_no_harm(
     eventually(lambda: not has_thread("fedlearn-progress"))  # the last report is this test's, too
 
 
+@pytest.mark.slow
 def test_a_probe_that_fails_is_reported_and_asked_again(
     application: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:

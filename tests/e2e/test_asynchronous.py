@@ -48,6 +48,7 @@ def simulate(
     return fl.simulate(make_model, data(num_clients), algorithm, devices=DEVICES, **settings)
 
 
+@pytest.mark.slow
 def test_fedbuff_learns_and_tells_how_stale_it_was() -> None:
     """In the record, which outlives the process, in the report, and who was given up."""
     run = simulate(fedbuff(), num_rounds=25)
@@ -75,6 +76,7 @@ def test_any_strategy_may_be_buffered_by_the_table() -> None:
     assert [each.staleness for each in one.history] == [each.staleness for each in other.history]
 
 
+@pytest.mark.slow
 def test_clients_that_add_noise_are_accounted_for_without_amplification(tmp_path: Path) -> None:
     """Whoever is fast takes part in every round: ε is that of all clients in each."""
     strategy = fl.FedAvg(LOCAL, weight_by_examples=False)

@@ -76,12 +76,14 @@ def test_the_noise_of_a_model_is_that_of_the_last_prefix_sum(engine: dict[str, o
     assert not has_scale(noise, math.sqrt(6.0) * scale)
 
 
+@pytest.mark.slow
 def test_one_band_has_the_noise_of_the_mode_without_bands() -> None:
     """√6 z C / m after 6 rounds."""
     noise = moved(banded(num_rounds=6, privacy={"bands": 1}), make_model)
     assert has_scale(noise, math.sqrt(6.0) * 1.5 * 0.6 / 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [LEARNS, pytest.param(SCAFFOLD, marks=pytest.mark.slow)],
@@ -105,6 +107,7 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strateg
             assert torch.equal(tensor, other.weights(best=False)[name])
 
 
+@pytest.mark.slow
 def test_a_run_that_shall_be_repeated_is_resumed_to_the_same_bits() -> None:
     """The last rounds, and what was released of them, are part of its state."""
     settings: dict[str, Any] = {"privacy": {"reproducible": True}, "num_rounds": 7}
@@ -118,6 +121,7 @@ def test_a_run_that_shall_be_repeated_is_resumed_to_the_same_bits() -> None:
         assert torch.equal(tensor, resumed.weights(best=False)[name])
 
 
+@pytest.mark.slow
 def test_with_next_to_no_noise_it_is_the_run_in_the_clear() -> None:
     """Of the same turns; with more noise it is not."""
     clear = run(
@@ -135,6 +139,7 @@ def test_with_next_to_no_noise_it_is_the_run_in_the_clear() -> None:
     assert apart[0] < 0.01 < apart[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every_s", "num_committed"), [(1000.0, 0), (0.0, 2)])
 def test_turns_that_were_lost_are_over(every_s: float, num_committed: int) -> None:
     """Their users are not asked again until as many rounds later as there are groups."""
@@ -153,6 +158,7 @@ def test_turns_that_were_lost_are_over(every_s: float, num_committed: int) -> No
     assert f"{3 - num_committed} turns of earlier processes were lost" in told.notes[-1]
 
 
+@pytest.mark.slow
 def test_two_runs_on_the_same_users_are_rounded_up_apart() -> None:
     """Of 4 groups, 5 rounds are two turns of somebody in each run."""
     told = [Told(), Told()]
@@ -166,6 +172,7 @@ def test_two_runs_on_the_same_users_are_rounded_up_apart() -> None:
         assert found.epsilon_with_cohorts == found.epsilon
 
 
+@pytest.mark.slow
 def test_a_budget_is_used_up_to_the_end_of_a_turn() -> None:
     """Two turns are affordable: 8 of 12 rounds; another run has nothing left."""
     budget = gaussian_epsilon(math.sqrt(2.0) / 1.5, 1e-3) + 1e-6
@@ -248,6 +255,7 @@ def test_what_would_make_the_guarantee_false_is_refused(
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_bands_bring_the_turns_that_they_need() -> None:
     """Where nothing else is written; and none is sampled without bands."""
     found = run(cohort={"num_wanted": 15}, privacy=BANDED, num_rounds=GROUPS)

@@ -136,6 +136,7 @@ def test_json_is_one_object_a_line(main_job: tuple[Shell, Typed]) -> None:
     assert (shell.folder / str(end["path"])).is_dir()
 
 
+@pytest.mark.slow
 def test_without_json_there_is_a_line_a_round_and_the_next_command(shell: Shell) -> None:
     """Off a terminal the lines are plain."""
     typed = shell.type("simulate", "--rounds", "2", "--name", "plain")
@@ -145,6 +146,7 @@ def test_without_json_there_is_a_line_a_round_and_the_next_command(shell: Shell)
     assert "\x1b" not in typed.out
 
 
+@pytest.mark.slow
 def test_the_same_model_is_trained_on_the_pooled_data(shell: Shell) -> None:
     """It is a run like any other."""
     typed = shell.type("simulate", "--centralized", "--rounds", "2", "--json")
@@ -154,6 +156,7 @@ def test_the_same_model_is_trained_on_the_pooled_data(shell: Shell) -> None:
     assert (shown["status"], shown["participation"]["clients"]) == ("done", 1)
 
 
+@pytest.mark.slow
 def test_a_file_and_overrides_configure_a_run(shell: Shell) -> None:
     """Options win over --set, and --set over the file."""
     file = shell.folder / "experiment.toml"
@@ -169,6 +172,7 @@ def test_a_file_and_overrides_configure_a_run(shell: Shell) -> None:
 # ---- Looking at runs ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_are_listed(main_job: tuple[Shell, Typed]) -> None:
     """As a table, and as JSON with the same facts."""
     shell, _ = main_job
@@ -183,6 +187,7 @@ def test_runs_are_listed(main_job: tuple[Shell, Typed]) -> None:
     assert f"{first['best_accuracy']:.4f}" == rows[0].split()[3]
 
 
+@pytest.mark.slow
 def test_a_run_is_shown(main_job: tuple[Shell, Typed]) -> None:
     """Status, configuration, metrics, participation, failures, checkpoints, next commands."""
     shell, _ = main_job
@@ -221,6 +226,7 @@ def test_curves_and_reports_are_files(main_job: tuple[Shell, Typed]) -> None:
         assert "--output" not in arguments or file.name == arguments[-1]
 
 
+@pytest.mark.slow
 def test_weights_are_exported_and_not_replaced(main_job: tuple[Shell, Typed]) -> None:
     """A second export to the same file is refused, unless forced."""
     shell, _ = main_job
@@ -236,6 +242,7 @@ def test_weights_are_exported_and_not_replaced(main_job: tuple[Shell, Typed]) ->
 # ---- check --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_check_prints_the_parameters_of_secure_aggregation(shell: Shell) -> None:
     """With their formulas, as comments; also where the rest cannot be simulated as it stands."""
     on = ("--set", "secure_aggregation.mode=complete")
@@ -248,6 +255,7 @@ def test_check_prints_the_parameters_of_secure_aggregation(shell: Shell) -> None
     assert 'set engine.transport to "memory"' in refused.err
 
 
+@pytest.mark.slow
 def test_check_prints_what_would_run_and_runs_nothing(shell: Shell) -> None:
     """Its output is a configuration that resolves to itself, with the reasons as comments."""
     printed = shell.type("check", "--set", "client.epochs=3").out
@@ -262,6 +270,7 @@ def test_check_prints_what_would_run_and_runs_nothing(shell: Shell) -> None:
     assert list(shell.folder.iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_a_file_of_ones_own_runs_with_the_few_clients_that_it_has(shell: Shell) -> None:
     """Three of 600 examples: all report, and `check` says so before. The control: the deadline."""
     rng = np.random.default_rng(0)
@@ -314,6 +323,7 @@ def test_an_unknown_run_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
     assert "'first'" in main_job[0].type("show", "frist", code=2).err
 
 
+@pytest.mark.slow
 def test_a_taken_name_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
     """The run that has it stays as it is."""
     shell, _ = main_job
@@ -322,6 +332,7 @@ def test_a_taken_name_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
     assert shell.type("show", "first", "--json").out == before
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_exits_with_3(shell: Shell) -> None:
     """Devices that all fail leave no report to make a round of."""
     options = ["devices.dropout_rate=1.0", "stragglers.below_minimum=fail"]

@@ -136,6 +136,7 @@ def data_file(name: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_three_clients_learn_to_read_digits() -> None:
     """From chance (0.10) to above 0.85 in three rounds; 0.94 was measured."""
     images = app("image_classification", [{"FEDLEARN_PART": f"{k}/3"} for k in range(3)])
@@ -160,6 +161,7 @@ def test_images_come_from_a_clients_own_file(tmp_path: Path) -> None:
     assert after > 0.8
 
 
+@pytest.mark.slow
 def test_four_hospitals_learn_to_predict_heart_disease() -> None:
     """All 254 test patients: published FedAvg 0.706 (mean of five seeds); 0.736 was measured.
 
@@ -216,6 +218,7 @@ def tables(folder: Path, *, num_columns: int = 30) -> list[Path]:
     return files
 
 
+@pytest.mark.slow
 def test_three_tables_make_one_linear_model(tmp_path: Path) -> None:
     """0.98 of the rows that nobody trains on were measured; the larger class is 0.55 of them."""
     files = tables(tmp_path)

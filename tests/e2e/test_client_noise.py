@@ -57,6 +57,7 @@ everywhere = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @everywhere
 def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) -> None:
     """That of all who reported, over all lanes and numbers; 2/3 and 3/2 would be seen."""
@@ -74,6 +75,7 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
     assert event.noise_multiplier == PRIVACY["noise_multiplier"]
 
 
+@pytest.mark.slow
 def test_two_lanes_have_noise_for_both() -> None:
     """SCAFFOLD over the protocol: √2 as much on each, of a part with its own bound."""
     noise = moved(run(SCAFFOLD, engine={"transport": "memory"}), make_model)

@@ -46,6 +46,7 @@ def run(algorithm: fl.Strategy = PLAIN, **settings: Any) -> fl.Run:  # Any: keys
     return simulated(settings.pop("model", make_model), algorithm, privacy=privacy, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [

@@ -39,6 +39,7 @@ def weights(found: fl.Run) -> torch.Tensor:
     return torch.cat([value.flatten() for value in found.weights(best=False).values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("break_after", [2, 5])
 def test_a_run_goes_on_with_who_is_late_and_what_was_observed(break_after: int) -> None:
     """To the bit: weights, virtual time and what became of every client."""
@@ -56,6 +57,7 @@ def test_a_run_goes_on_with_who_is_late_and_what_was_observed(break_after: int) 
     assert taken.total() > 0, "late updates were taken after the break"
 
 
+@pytest.mark.slow
 def test_who_was_late_counts_where_it_would_be_dropped() -> None:
     """The control: by default nothing is stale, and the model is another one."""
     kept, dropped = run(), run(late_updates={"mode": "drop"})
@@ -81,6 +83,7 @@ def test_workers_and_executors_change_nothing_but_rounding(engine: dict[str, Any
 TOO_FEW = {"over_selection": 1.25, "deadline_s": 5.0, "min_reports": 4, "max_retries": 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stragglers", [SETTINGS["stragglers"], TOO_FEW], ids=["late", "retried"])
 def test_sessions_over_memory_are_the_engine_to_the_bit(stragglers: dict[str, Any]) -> None:
     """Models, virtual time and what became of whom, where rounds are tried again, too."""
@@ -98,6 +101,7 @@ def test_sessions_over_memory_are_the_engine_to_the_bit(stragglers: dict[str, An
     assert retried == (stragglers is TOO_FEW)
 
 
+@pytest.mark.slow
 def test_who_takes_as_long_as_the_deadline_is_in_time() -> None:
     """Over memory as in the engine: deadlines are durations of clients that take as long again."""
     same: dict[str, Any] = {

@@ -74,6 +74,7 @@ def test_the_cost_of_examples_adds_up_however_they_are_divided() -> None:
     assert spent(divided(), EXAMPLE | {"population": "ward 5"}) == pytest.approx(once)
 
 
+@pytest.mark.slow
 def test_users_that_hold_other_examples_need_a_name() -> None:
     """Their cost does not add up; with a name, it is the user who says that they are the same."""
     once = spent(divided(), CENTRAL, name="first")

@@ -163,6 +163,7 @@ def same(left: fl.Run, right: fl.Run) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUNDS)
 def test_clients_take_as_long_as_devices_of_the_users_say(kind: str) -> None:
     """And fail as they say. The control: ideal devices take no time."""
@@ -178,6 +179,7 @@ def test_clients_take_as_long_as_devices_of_the_users_say(kind: str) -> None:
     assert sum(record.duration_s for record in run(**ROUNDS[kind]).history) == 0.0
 
 
+@pytest.mark.slow
 def test_devices_do_the_same_on_workers_and_in_sessions() -> None:
     """Whether clients are asked together or one by one."""
     for asynchronous in ({}, {"asynchronous": {"mode": "buffered"}}):
@@ -195,6 +197,7 @@ def test_devices_do_the_same_on_workers_and_in_sessions() -> None:
         assert same(one, sessions)
 
 
+@pytest.mark.slow
 def test_devices_that_draw_at_random_give_two_workers_one_round() -> None:
     """They are asked in one process; two that drew for themselves would wait for each other."""
 
@@ -211,6 +214,7 @@ def test_devices_that_draw_at_random_give_two_workers_one_round() -> None:
         assert record.outcome.value == "aggregated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [{}, {"transport": "memory"}])
 def test_what_is_no_duration_and_no_failure_is_refused(engine: dict[str, str]) -> None:
     """With the devices' name and the round. The control: proper answers run."""
@@ -231,6 +235,7 @@ def test_what_is_no_behaviour_is_refused() -> None:
         run(devices=TwoSpeeds(), centralized=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
 def test_a_run_on_devices_of_the_users_is_resumed_to_the_same_bits(kind: str) -> None:
     """With the same devices, and with no others."""
@@ -252,6 +257,7 @@ def test_a_run_on_devices_of_the_users_is_resumed_to_the_same_bits(kind: str) ->
     assert same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_run_on_other_devices_is_not_resumed_on_devices_of_the_users() -> None:
     """The other way about."""
     with pytest.raises(LookupError):
@@ -260,6 +266,7 @@ def test_a_run_on_other_devices_is_not_resumed_on_devices_of_the_users() -> None
         run(resume="broken", devices=TwoSpeeds())
 
 
+@pytest.mark.slow
 def test_what_is_not_given_again_is_as_the_run_was_started_with() -> None:
     """Not as by default: devices, cohort and deadline, with more clients than the digits have."""
     started: dict[str, Any] = {
@@ -279,6 +286,7 @@ def test_what_is_not_given_again_is_as_the_run_was_started_with() -> None:
     assert same(resumed, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["", '[asynchronous]\nmode = "buffered"\n'])
 def test_devices_in_a_file_are_told_the_clients(
     asynchronous: str, capsys: pytest.CaptureFixture[str]
@@ -296,6 +304,7 @@ def test_devices_in_a_file_are_told_the_clients(
     assert lines(capsys)[-1]["virtual_s"] < whole[-1]["virtual_s"]  # the control
 
 
+@pytest.mark.slow
 def test_a_run_of_a_file_goes_on_by_its_record_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +357,7 @@ def test_a_function_that_returns_no_devices_is_refused(
     assert re.search(complaint, " ".join(told.split()))
 
 
+@pytest.mark.slow
 def test_the_devices_of_the_guide_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Its module beside its table, and from Python the same devices."""
     page = GUIDE.read_text().partition("## Devices of your own")[2]

@@ -128,6 +128,7 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
     assert not has_scale(noise * 1.5, sigma)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_moment_tells_its_epsilon_at_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_model_learns_behind_the_noise() -> None:
     assert json.loads(run_object(found))["privacy"]["epsilon"] == spent.epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -212,6 +214,7 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(
             assert torch.equal(tensor, other.weights(best=False)[name])
 
 
+@pytest.mark.slow
 def test_a_clip_norm_that_follows_the_updates_is_told_and_resumed() -> None:
     """From far above it falls by nearly a tenth a round, also across a break: to the same bits."""
     adaptive = {"clip_norm": 50.0, "clip_quantile": 0.5, "reproducible": True}
@@ -264,6 +267,7 @@ def stored(name: str) -> StoredRun:
     return Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir).run(name)
 
 
+@pytest.mark.slow
 def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
     """All rounds that were charged are committed; another on the same clients has nothing left."""
     told = Told()

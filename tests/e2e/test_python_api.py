@@ -190,6 +190,7 @@ KEEPING = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1, momentum=0.5, k
 PLAIN = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -219,6 +220,7 @@ def test_sessions_over_memory_keep_what_is_theirs_through_a_crash(
         torch.testing.assert_close(resumed[name], tensor, rtol=0.0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -242,6 +244,7 @@ def test_a_run_does_not_go_on_with_other_arguments(settings: dict[str, Any], tol
     assert len(run(resume="broken").history) == 8
 
 
+@pytest.mark.slow
 def test_a_run_that_is_alive_is_not_resumed() -> None:
     """Before, the second one marked it failed while it went on to its end."""
 
@@ -280,12 +283,14 @@ def test_a_run_that_no_python_started_is_resumed_from_its_record() -> None:
         run(resume="toml")
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_has_the_same_bits() -> None:
     """One worker is bitwise reproducible."""
     first, second = run().weights(best=False), run().weights(best=False)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_two_workers_agree_with_one_to_rounding() -> None:
     """Only the order of additions differs."""
     one = run(num_rounds=2).weights(best=False)

@@ -160,6 +160,7 @@ def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[st
     return models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "every"), [(7, 0), (0, 1), (7, 2)], ids=["before", "after each", "both"]
 )
@@ -180,6 +181,7 @@ def test_each_model_is_that_of_a_script(num_steps: int, every: int) -> None:
     assert has_begun == [num_steps > 0, False, False, False]
 
 
+@pytest.mark.slow
 def test_moments_that_began_anew_would_be_seen() -> None:
     """The control of the test above: a training that forgets is another one."""
     training = {"every_rounds": 1, "round_steps": 3, "learning_rate": 0.02}
@@ -188,6 +190,7 @@ def test_moments_that_began_anew_would_be_seen() -> None:
     assert not torch.allclose(goes_on["0.weight"], forgets["0.weight"], atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "engine"),
     [
@@ -208,6 +211,7 @@ def test_the_model_is_the_same_wherever_clients_train(
 # ---- Whose examples -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_clients_that_are_set_aside_are_no_clients() -> None:
     """Each client is on one side; the run tells how many are left, and asks nobody else."""
     everyone = data().population
@@ -231,6 +235,7 @@ def test_all_clients_cannot_be_set_aside() -> None:
         run(fl.FedAvg(SGD), {"num_steps": 1, "share": 1.0})
 
 
+@pytest.mark.slow
 def test_files_of_its_own_take_none_from_clients() -> None:
     """All 20 clients are asked."""
     rng = np.random.default_rng(1)
@@ -267,6 +272,7 @@ def halved(client_id: ClientId) -> fl.LocalUpdate:
     return fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1 / (1 + client_id % 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -325,6 +331,7 @@ def test_a_run_that_breaks_off_ends_in_the_same_model(
     assert not same(whole, without), "the control"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["local", "example"])
 def test_clients_that_add_noise_themselves_train_beside_it(mode: str) -> None:
     """Their noise is secret, so there is no second run to compare with."""
@@ -336,6 +343,7 @@ def test_clients_that_add_noise_themselves_train_beside_it(mode: str) -> None:
     assert has_told == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_distillation_begins_at_the_model_that_the_coordinator_has_trained() -> None:
     """With no step towards the ensemble it is the run without; a stale model would be seen."""
     training = {"num_steps": 4, "every_rounds": 1, "round_steps": 5, "optimizer": "sgd"}

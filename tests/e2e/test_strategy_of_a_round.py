@@ -63,6 +63,7 @@ def trained(algorithm: fl.Strategy, **engine: object) -> fl.Run:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [
@@ -111,6 +112,7 @@ def overtaken(
     return fl.simulate(lambda: nn.Linear(6, 2), data(), algorithm, **table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [{"executor": "sequential"}, {"transport": "memory"}])
 @pytest.mark.parametrize("mode", OVERTAKING)
 def test_who_is_overtaken_does_what_it_was_asked_to(mode: str, engine: dict[str, object]) -> None:
@@ -135,6 +137,7 @@ class Raising:
             raise InterruptedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", OVERTAKING)
 def test_a_run_that_goes_on_knows_what_was_asked(mode: str) -> None:
     """The state of earlier rounds is in the checkpoint with their models."""

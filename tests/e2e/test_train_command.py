@@ -47,6 +47,7 @@ def equal(first: Path, second: Path) -> bool:
 # ---- In this process ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_what_the_command_trains(capsys: pytest.CaptureFixture[str]) -> None:
     """The clients stand still, so the run's model is that of before round 0."""
     assert main(["train", *sets(*TRAINING), "--json", "--output", "alone.safetensors"]) == 0

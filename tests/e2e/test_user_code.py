@@ -95,6 +95,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_sampler_of_the_users_says_who_is_asked(num_workers: int) -> None:
     """Any number of them, in any process. The control: without it they are four, at random."""
@@ -105,6 +106,7 @@ def test_a_sampler_of_the_users_says_who_is_asked(num_workers: int) -> None:
     assert [len(record.participations) for record in run().history] == [4] * 6
 
 
+@pytest.mark.slow
 def test_a_sampler_that_draws_at_random_gives_two_workers_one_cohort() -> None:
     """It is asked in one process; two that drew for themselves would wait for each other."""
 
@@ -174,6 +176,7 @@ def test_what_cannot_be_called_is_refused_before_anybody_trains(method: str, wha
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_callbacks_see_each_round_and_its_model(num_workers: int) -> None:
     """Once, whatever the number of workers; the last model is that of the run, each its own."""
@@ -186,6 +189,7 @@ def test_callbacks_see_each_round_and_its_model(num_workers: int) -> None:
     assert not same(last, dict(first.models[-2].state_dict()))
 
 
+@pytest.mark.slow
 def test_what_a_callback_does_to_the_model_changes_nothing_in_the_run() -> None:
     """A run with callbacks has the same bits as one without."""
 
@@ -198,6 +202,7 @@ def test_what_a_callback_does_to_the_model_changes_nothing_in_the_run() -> None:
     assert same(spoilt.weights(best=False), plain.weights(best=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_callback_may_end_the_run(num_workers: int) -> None:
     """After its round, as done and durable; the other callbacks hear of that round, too."""
@@ -209,6 +214,7 @@ def test_a_callback_may_end_the_run(num_workers: int) -> None:
     assert same(dict(other.models[-1].state_dict()), finished.weights(best=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_a_callback_raises_comes_out_with_its_place(num_workers: int) -> None:
     """And the run can be resumed: without that callback, to the bits of the whole."""
@@ -238,6 +244,7 @@ def test_a_callback_that_answers_with_something_else_is_refused() -> None:
         run(callbacks=[Slip()])
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_guide_run() -> None:
     """Each block after those before it, on this model and these data."""
     blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)

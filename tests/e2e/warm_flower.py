@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.processes import until
+from tests.processes import end_with_parent, until
 
 #: By command, the module and the function of Flower that it runs.
 _COMMANDS = {
@@ -70,6 +70,7 @@ def standing_in(folder: Path, environ: Mapping[str, str], *, within_s: float) ->
 
 def serve(address: str) -> None:
     """Answer requests, each by a fork, until this process is stopped."""
+    end_with_parent()
     for name in _HEAVY:
         importlib.import_module(name)
     # The test itself needs none of these.
@@ -88,6 +89,7 @@ def serve(address: str) -> None:
             asking, _ = listening.accept()
             with asking:
                 if os.fork() == 0:
+                    end_with_parent()  # Flower leaves some of them behind
                     become(asking)
                     functions[Path(sys.argv[0]).name]()
                     sys.exit()

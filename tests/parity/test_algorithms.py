@@ -113,6 +113,7 @@ def engine(
     )
 
 
+@pytest.mark.slow
 @every_algorithm
 def test_the_engine_and_flower_equal_sessions_in_memory_bit_for_bit(name: str) -> None:
     """One client after another; with dropout, and with what clients keep in Flower's context."""
@@ -147,6 +148,7 @@ def test_what_an_algorithm_does_can_be_seen(name: str) -> None:
     assert float((found.vector - other.vector).abs().max()) > 1e-4
 
 
+@pytest.mark.slow
 @every_algorithm
 def test_the_door_gives_the_same_model_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Real sessions: what is told, contributed and kept travels and stays.

@@ -229,6 +229,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         assert same, f"{name}: {found[name].tolist()}, not {value.tolist()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,6 +242,7 @@ def test_a_buffer_of_a_cohort_is_a_synchronous_round(
     assert_same(buffered(Alone()), synchronous(Alone()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_buffer_of_a_cohort_is_a_synchronous_round_over_sessions(strategy: str) -> None:
     """Real sessions through the wire format: the bits of the engine, synchronous or not."""
@@ -251,6 +253,7 @@ def test_a_buffer_of_a_cohort_is_a_synchronous_round_over_sessions(strategy: str
     assert_same(buffered(Alone()), engine(Alone()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deadline_s", [math.inf, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_engine_equals_sessions_bit_for_bit(strategy: str, deadline_s: float) -> None:
@@ -279,6 +282,7 @@ def test_the_engine_equals_sessions_bit_for_bit(strategy: str, deadline_s: float
     assert told >= {Status.REPORTED, Status.FAILED, given_up}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_engine_equals_sessions_where_nobody_is_left_to_fill_a_buffer(strategy: str) -> None:
     """Of all clients some are late: a buffer closes with the others, here as there."""
@@ -307,6 +311,7 @@ def test_staleness_makes_another_run() -> None:
     assert not torch.equal(stale(Alone())["params"], synchronous(Alone())["params"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [ExecutorKind.VMAP, ExecutorKind.FUSED])
 def test_executors_agree_where_clients_train_different_models(
@@ -376,6 +381,7 @@ def trained(checkpoint: Checkpoint | None, store: Commits) -> RunState:
     return train(plan, initial(), checkpoint=checkpoint, store=store, after_round=lambda *_: False)
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_any_commit_ends_in_the_same_model() -> None:
     """Bit for bit, with the same records: who is in flight, and what they train, is its state."""
     whole = Commits()

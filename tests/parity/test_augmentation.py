@@ -160,6 +160,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
         return weights_of(finished(data_of(Noisy("all"))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [
@@ -191,6 +192,7 @@ def generators() -> tuple[object, str, bytes]:
     return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_a_dataset_that_draws_nothing_is_read_once_a_round() -> None:
     """And one that draws, once an epoch; only a client that draws."""
     reads = {}
@@ -215,6 +217,7 @@ def test_a_dataset_that_draws_nothing_is_read_once_a_round() -> None:
     assert {reads[kind] for kind in reads if kind != "nothing"} == {EPOCHS}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_same() -> None:
     """To the bits of one that never stopped."""
     whole = finished(data_of(Noisy("numpy")), num_rounds=3)
@@ -296,6 +299,7 @@ def test_a_generator_of_the_datasets_own_is_refused(draw: Callable[[], float]) -
     data_of(Own(lambda: 0.5))  # the control
 
 
+@pytest.mark.slow
 def test_a_trainer_of_the_users_own_is_given_the_same_rows_in_engine_and_sessions() -> None:
     """Read once a round, with other draws in the next."""
 

@@ -116,6 +116,7 @@ def run(
     return state, executor.heights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 100])
 def test_any_block_size_gives_the_same_model(kind: ExecutorKind, block_size: int) -> None:
@@ -127,6 +128,7 @@ def test_any_block_size_gives_the_same_model(kind: ExecutorKind, block_size: int
     assert sum(heights) == 3 * POLICY.num_wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED])
 def test_a_repeated_run_is_the_same_to_the_last_bit(kind: ExecutorKind) -> None:
     """With the same executor and blocks."""
@@ -134,6 +136,7 @@ def test_a_repeated_run_is_the_same_to_the_last_bit(kind: ExecutorKind) -> None:
     assert torch.equal(first.params.vector, again.params.vector)
 
 
+@pytest.mark.slow
 def test_dropout_masks_do_not_depend_on_the_block() -> None:
     """They are keyed by client and step, so a stack drops what a client alone would."""
 
@@ -146,6 +149,7 @@ def test_dropout_masks_do_not_depend_on_the_block() -> None:
         torch.testing.assert_close(found.params.vector, expected.params.vector, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_forgotten_momentum_would_be_noticed() -> None:
     """The control: the tolerance is far below what a lost velocity changes."""
     expected, _ = run(ExecutorKind.SEQUENTIAL, 1)

@@ -108,6 +108,7 @@ def test_a_recurrent_layer_may_train_in_blocks(kind: str) -> None:
     assert isinstance(found, Trial), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_model", "rule"),
     [
@@ -133,6 +134,7 @@ def test_a_block_equals_one_client_after_another(
     assert float((unclipped.deltas_KP - expected.deltas_KP).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_model", "products"),
     [(mlp, {(8, 6), (3, 8)}), (with_dropout, {(8, 6), (3, 8)}), (convolutional, {(3, 8)})],
@@ -146,6 +148,7 @@ def test_gradients_of_linear_layers_are_not_written_down(
     assert _products(make_model, monkeypatch) == products
 
 
+@pytest.mark.slow
 def test_what_is_not_one_outer_product_an_example_is_not_taken_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

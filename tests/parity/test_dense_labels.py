@@ -73,6 +73,7 @@ def by_hand(
     return {name: torch.stack([each[name] for each in after]).mean(0) for name in start}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize(
     ("make_model", "executor"),

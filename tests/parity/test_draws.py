@@ -137,6 +137,7 @@ def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
     return {**result.lanes, **result.state, "delta": delta}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_client_draws_the_same_wherever_it_trains(name: str) -> None:
     """Alone, in a block of any size, under every executor and in a deployment."""
@@ -229,6 +230,7 @@ class PlainRandom(Around):
         return {"drawn": memory["drawn"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["begin", "step", "report"])
 @pytest.mark.parametrize("source", ["torch", "numpy", "python"])
 def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:

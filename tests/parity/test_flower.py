@@ -460,6 +460,7 @@ def request_of(algorithm: Strategy) -> RoundRequest:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [in_memory, securely_in_memory])
 def test_a_secure_run_over_flower_is_that_of_memory(
     other: Callable[[Strategy], Collector],

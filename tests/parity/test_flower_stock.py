@@ -180,6 +180,7 @@ def by_flower(strategy: StockFedAvg, local: LocalUpdate, **config: float) -> Par
     return params.with_vector(params.layout.pack(result.arrays.to_torch_state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stock", "ours", "config"),
     [

@@ -54,6 +54,7 @@ def run_of(make_model: type[nn.Module]) -> fl.Run:
     )
 
 
+@pytest.mark.slow
 def test_a_layer_that_stays_in_evaluation_mode_is_trained_around(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

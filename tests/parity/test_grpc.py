@@ -281,6 +281,7 @@ def test_another_order_of_arrival_would_be_noticed(tmp_path: Path) -> None:
     assert not torch.equal(found.vector, other.vector)
 
 
+@pytest.mark.slow
 def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Path) -> None:
     """One round asks the same clients three times: momentum lives on between the messages."""
     params = Params.of(make_model())
@@ -335,6 +336,7 @@ class WithTable(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None:
     """Afterwards what trains travels alone; clients compute with the coordinator's values."""
     params = Params.of(WithTable())

@@ -75,6 +75,7 @@ def require_equal(found: fl.Run, expected: fl.Run) -> None:
     assert found.history[-1].metrics == expected.history[-1].metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["fused", VMAP, "sequential", "memory"])
 @pytest.mark.parametrize("dtype", ["uint8", "int64"])
 def test_pixels_in_integers_train_as_the_same_in_float32(dtype: str, executor: str) -> None:
@@ -96,6 +97,7 @@ def test_tokens_of_any_width_train_as_the_same_in_int64(dtype: str, executor: st
     require_equal(finished(Tokens, data_of(tokens.astype(dtype)), **settings), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["vmap", "sequential"])
 def test_each_of_several_inputs_is_what_the_model_takes(executor: str) -> None:
     """One array of bytes is pixels, the other tokens."""
@@ -106,6 +108,7 @@ def test_each_of_several_inputs_is_what_the_model_takes(executor: str) -> None:
     require_equal(finished(Both, data_of(bytes_of), **settings), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["auto", VMAP, "sequential", "memory"])
 def test_float64_reaches_a_model_of_its_kind(executor: str) -> None:
     """And is float32 for a model of that, as it was when it was converted in memory."""
@@ -128,6 +131,7 @@ def test_float64_reaches_a_model_of_its_kind(executor: str) -> None:
     assert 0.0 < max(map(float, gaps)) < 1e-6
 
 
+@pytest.mark.slow
 def test_bytes_stay_bytes_and_the_progress_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """In the clients and the test set together as many as the array has."""
     images = PIXELS.astype(np.uint8)
@@ -143,6 +147,7 @@ def test_bytes_stay_bytes_and_the_progress_says_so(capsys: pytest.CaptureFixture
     assert "in memory" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_integer_array_of_an_archive_may_be_tokens(tmp_path: Path) -> None:
     """An npz file is no other than its arrays."""
     tokens = PIXELS[:, 0, 0]
@@ -177,6 +182,7 @@ def test_a_deployed_trainer_takes_bytes(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "dtype", "expected"),
     [

@@ -37,6 +37,7 @@ def network(backbone: nn.Module) -> nn.Module:
     return nn.Sequential(backbone, nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine", [{"num_workers": 1}, {"num_workers": 2}, {"transport": "memory"}]
 )

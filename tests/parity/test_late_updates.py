@@ -61,6 +61,7 @@ def ran(
     return state.params.vector, ages, num_late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deadline_s", [3.5, math.inf])
 def test_flower_keeps_late_updates_as_memory_does(deadline_s: float) -> None:
     """Where some are late, and, as the control, where nobody is."""

@@ -237,6 +237,7 @@ def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

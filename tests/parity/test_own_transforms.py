@@ -107,6 +107,7 @@ def run_of(algorithm: fl.Strategy, engine: Mapping[str, Any], **settings: Any) -
     return torch.cat([value.flatten() for value in run.weights(best=False).values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transforms",
     [(SCALE, CLIP), (CLIP, SCALE), (DITHER,), (CLIP, DITHER, SCALE), (Centered(), SCALE)],
@@ -128,6 +129,7 @@ def test_the_order_counts() -> None:
     assert not torch.allclose(simulated((SCALE, CLIP), ENGINE), simulated((CLIP, SCALE), ENGINE))
 
 
+@pytest.mark.slow
 def test_a_transform_under_secure_aggregation_acts_before_the_clip() -> None:
     """As in the clear, where the clip is far away; where it bites, it has the last word."""
     secure = {"mode": "complete", "clip_norm": 50.0}
@@ -239,6 +241,7 @@ def test_an_unknown_update_is_named_to_a_trainer_of_ones_own() -> None:
     require_honoured(settings, {*fields, "SignSgd"}, who="Mine")
 
 
+@pytest.mark.slow
 def test_what_cannot_travel_is_refused_before_the_first_round() -> None:
     """In sessions; in the engine nothing travels."""
 

@@ -103,6 +103,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "block_size"), KINDS)
 def test_an_overridden_step_is_taken_once_a_step(kind: ExecutorKind, block_size: int) -> None:
     """It has no short cut past it; the model is that of the plain update."""
@@ -141,6 +142,7 @@ class Counts:
         return {"taken": taken, "due": due, "params": params.vector}
 
 
+@pytest.mark.slow
 def test_an_overridden_step_is_taken_in_sessions() -> None:
     """Over memory: its class is named where the trainer is made."""
     strategy = FedAvg(COUNTED)
@@ -171,6 +173,7 @@ def test_a_session_that_does_not_know_the_class_refuses_it() -> None:
     assert all("'Counted'" in each.reason for each in collected.participations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "block_size"), KINDS)
 def test_a_rule_that_is_no_sgd_trains_by_itself(kind: ExecutorKind, block_size: int) -> None:
     """Steps of one size in every parameter that moves; another model than federated averaging."""

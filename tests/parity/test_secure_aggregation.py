@@ -171,6 +171,7 @@ def test_noise_that_is_next_to_none_leaves_the_run_in_the_clear(variant: list[st
     assert of_noise[1e-6] > 1e-4
 
 
+@pytest.mark.slow
 def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None:
     """Control: a clip that binds moves both away from the clear, to the same place."""
     tight = "secure_aggregation.clip_norm=0.1"
@@ -190,6 +191,7 @@ def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None
     assert torch.allclose(found[0], found[1], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_examples", ["true", "false"])
 def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> None:
     """Of each client the means of all in the sum: a coordinator knows no more."""
@@ -244,6 +246,7 @@ def test_a_clip_that_deployed_clients_refuse_is_refused() -> None:
             build.simulation(config, data_dir=Path())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clip_norm", "least", "most"), [(0.1, 10, 10), (MIDDLE, 1, 9), (1e3, 0, 0)]
 )
@@ -366,6 +369,7 @@ class Turns(Wrapped):
         return replace(stepped, state={**stepped.state, "rounds": state["rounds"] + 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [[MODULAR], [MEMORY]], ids=["modular", "memory"])
 def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> None:
     """It is not computed as if it were the first one."""

@@ -222,6 +222,7 @@ def mean_of(collected: Collected) -> Tensor:
 EXPECTED = torch.tensor(sum((i + 1) / 10 for i in range(NUM_CLIENTS)) / NUM_CLIENTS)
 
 
+@pytest.mark.slow
 def test_a_cohort_has_one_model_on_the_coordinators_disk_and_downloads_that(cohort: Cohort) -> None:
     """And every client has expanded its masks before the model came."""
     for member in cohort.members:
@@ -237,6 +238,7 @@ def test_a_cohort_has_one_model_on_the_coordinators_disk_and_downloads_that(coho
     assert [log["event"] for log in logs].count("masks_were_ready") == NUM_CLIENTS
 
 
+@pytest.mark.slow
 def test_a_client_that_restarts_between_download_and_reply_goes_on(cohort: Cohort) -> None:
     """Its packets come again with the task, its model is on its disk, its masks it expands anew."""
     last, others = cohort.members[-1], cohort.members[:-1]

@@ -229,6 +229,7 @@ def test_every_update_rule_on_ragged_clients_equals_the_reference(
     assert error_of(make, work) < 1e-12
 
 
+@pytest.mark.slow
 def test_an_executor_is_reused_for_other_blocks_and_rules() -> None:
     """Blocks that grow and shrink, with and without momentum, leave nothing behind."""
     stack, params = executor(mlp, CrossEntropy()), params_of(mlp)
@@ -238,6 +239,7 @@ def test_an_executor_is_reused_for_other_blocks_and_rules() -> None:
         assert distance(reference(mlp, work, CrossEntropy()), found) < 1e-6
 
 
+@pytest.mark.slow
 def test_kept_velocities_go_in_and_come_out() -> None:
     """A client's velocity continues, and is returned for its next round."""
     params = params_of(mlp)
@@ -250,6 +252,7 @@ def test_kept_velocities_go_in_and_come_out() -> None:
     assert distance(expected, executor(mlp, CrossEntropy()).train(forgotten)) > 1e-4
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_units() -> None:
     """Masks are keyed by client and step, not by how clients are stacked."""
     work = work_of(params_of(mlp_with_dropout), local=replace(PLAIN, epochs=2))
@@ -269,6 +272,7 @@ def test_batch_norm_with_ragged_batches_is_exact() -> None:
     assert error_of(batch_norm_net, work) < 1e-12
 
 
+@pytest.mark.slow
 def test_padding_would_falsify_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the probe for models that mix examples, the result is wrong."""
     work = work_of(params_of(batch_norm_net), sizes=RAGGED_WITHOUT_ONES)
@@ -304,11 +308,13 @@ def test_a_dropout_that_is_not_batch_first_is_exact() -> None:
     assert error_of(TimeFirst, work_of(params_of(TimeFirst))) < 1e-6
 
 
+@pytest.mark.slow
 def test_convolutions_group_norm_and_layer_norm_equal_the_reference() -> None:
     """Images, per-example normalisation, in-place activation, channel-wise dropout."""
     assert error_of(conv_net, work_of(params_of(conv_net), shape=(1, 6, 6))) < 1e-6
 
 
+@pytest.mark.slow
 def test_embedding_and_gru_equal_the_reference() -> None:
     """Integer features."""
     tokens = torch.randint(0, 10, (40, 4), generator=torch.Generator().manual_seed(3))
@@ -317,6 +323,7 @@ def test_embedding_and_gru_equal_the_reference() -> None:
     assert reason(Tokens, work) is None
 
 
+@pytest.mark.slow
 def test_frozen_and_unused_parameters_have_no_delta() -> None:
     """Only what requires a gradient and gets one is trained."""
 
@@ -358,6 +365,7 @@ def test_a_parameter_decays_only_in_the_steps_that_reach_it() -> None:
     assert error_of(Centred, work_of(params_of(Centred), local=local)) < 1e-6
 
 
+@pytest.mark.slow
 def test_float64_equals_the_reference_to_its_rounding() -> None:
     """What is left in float32 is rounding."""
 
@@ -499,6 +507,7 @@ def test_a_loss_that_couples_examples_is_exact() -> None:
     assert error_of(mlp, work_of(params_of(mlp)), objective=coupled) < 1e-6
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_close_to_the_reference() -> None:
     """Mixed precision is applied around forward pass and loss in both."""
     work = work_of(params_of(mlp))
@@ -510,6 +519,7 @@ def test_bfloat16_trains_close_to_the_reference() -> None:
     assert distance(expected, found) < 0.02  # a few units in the last of 8 bits
 
 
+@pytest.mark.slow
 def test_repeated_training_is_bitwise_equal() -> None:
     """The same work gives the same bits, and the application's random numbers stay put."""
     work = work_of(params_of(mlp_with_dropout))

@@ -84,6 +84,7 @@ class Watched:
         self.staleness |= set(record.staleness)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDS)
 def test_variances_stay_above_zero_in_the_engine_as_over_sessions(name: str) -> None:
     """Whatever the staleness, the server optimizer and the devices; the two agree."""

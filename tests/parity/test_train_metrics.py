@@ -79,6 +79,7 @@ def run(trainer: Any = trainer_of, **engine: Any) -> fl.Run:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [{"num_workers": 1}, {"num_workers": 2}, {"transport": "memory"}],

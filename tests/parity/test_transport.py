@@ -200,6 +200,7 @@ def late(collected: Collected) -> set[int]:
     return {p.client_id for p in collected.participations if p.status is Status.LATE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "algorithm"),
     [

@@ -165,6 +165,7 @@ def weights_of(finished: fl.Run) -> Array:
     return finished.weights(best=False)["weight"].double().flatten().numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -198,6 +199,7 @@ def test_pooling_the_clinics_would_be_noticed() -> None:
     assert spread > 0.1
 
 
+@pytest.mark.slow
 def test_every_way_to_train_takes_the_same_steps() -> None:
     """One clinic at a time, stacked, over two workers and in sessions: whole batches each."""
     engines: list[dict[str, Any]] = [
@@ -305,6 +307,7 @@ executor = "sequential"
 """
 
 
+@pytest.mark.slow
 def test_a_file_says_the_same_as_the_program(tmp_path: Path) -> None:
     """Loss, metric and direction in TOML: the same weights, the same record."""
     root = str(Path(__file__).parents[2])
@@ -360,6 +363,7 @@ def test_a_device_does_not_cut_a_batch_whose_loss_couples_examples() -> None:
     assert np.isfinite(result.metrics["loss"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_hides_its_coupling_ends_the_run() -> None:
     """A likelihood by example that looks at the others: declared as a mean, it is found out."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -163,6 +164,7 @@ def parsed(text: str) -> dict[str, Any] | None:
         return None
 
 
+@pytest.mark.slow
 @given(documents())
 def test_each_key_is_on_the_line_it_was_written_on(writer: Writer) -> None:
     """All keys, and no others; the parser says which documents are TOML."""
@@ -194,6 +196,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(TEXT, VALUES, max_size=4), st.integers(0, 2**63 - 1), st.floats(1e-300, 1e300)
 )
@@ -251,6 +254,7 @@ WORDS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(st.tuples(NAMES, WORDS | TEXT).map("=".join) | TEXT, max_size=4))
 def test_any_override_gives_a_valid_tree_or_a_clear_error(overrides: list[str]) -> None:

@@ -229,6 +229,7 @@ def check(case: Case) -> None:
             assert_controls_agree(expected)
 
 
+@pytest.mark.slow
 def test_an_attempt_that_is_thrown_away_is_undone_on_flower_too() -> None:
     """And an update that its bound refuses, of which Flower tells no client."""
     strategy = Bounded(SCAFFOLD, UpdateBounds(max_norm=0.75, max_examples=1000))

@@ -1,6 +1,7 @@
 """Whatever the rule, labels and seed: a partition is exact and repeatable."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ _rules: st.SearchStrategy[Partitioner] = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(rule=_rules, labels=_labels, seed=_seeds)
 @settings(max_examples=60)
 def test_every_row_belongs_to_exactly_one_client(

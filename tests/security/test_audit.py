@@ -154,6 +154,7 @@ def test_the_number_of_signatures_is_the_least_that_keeps_the_odds() -> None:
         assert found <= quorum
 
 
+@pytest.mark.slow
 def test_half_of_the_signatures_pass_as_often_as_the_formula_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -175,6 +176,7 @@ def test_half_of_the_signatures_pass_as_often_as_the_formula_says(
     assert passed > 0, "a coordinator that may try finds one: hence sigma + 66 bits"
 
 
+@pytest.mark.slow
 def test_no_number_of_garbage_signatures_gets_two_sets_opened(vote: Vote) -> None:
     """Half of the clients is told that OTHER dropped, the others that it did not.
 

@@ -344,6 +344,7 @@ def test_a_coordinator_with_another_key_than_the_configured_one_is_refused(tmp_p
         assert not reasons(Coordinator(Superlink(node_config=config), signer).collect())
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_was_believed_once_is_remembered_in_the_folder(tmp_path: Path) -> None:
     """Over restarts; without folders, who is restarted believes anew."""
     for superlink, remembers in (

@@ -278,6 +278,7 @@ def test_a_client_that_drops_out_of_the_second_sum_keeps_it_closed(tmp_path: Pat
     assert any(f"a sum over others, client {VICTIM}" in reason for reason in reasons(refused))
 
 
+@pytest.mark.slow
 def test_naming_another_run_in_between_makes_nothing_forgotten(tmp_path: Path) -> None:
     """Clients drop what they keep of a run when another is named, but not their history."""
     federation = Federation(tmp_path)
@@ -403,6 +404,7 @@ def test_a_kept_sum_of_no_use_is_not_gone_on_with(
     assert Stage.MASK in federation.asked
 
 
+@pytest.mark.slow
 def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path: Path) -> None:
     """Not even over the same clients: whoever sees its neighbours alone cannot tell.
 
@@ -425,6 +427,7 @@ def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path:
     assert reporters(collector.collect(everyone, request(round_num=1))) == everyone
 
 
+@pytest.mark.slow
 def test_without_that_memory_two_sums_of_a_sparse_graph_give_a_client_away() -> None:
     """The control: clients that forget a run as soon as another is named open both."""
     forgetful = Federation(None, plan=SPARSE)
@@ -457,6 +460,7 @@ def test_changing_the_graph_gets_around_no_rule(first: SecurePlan, second: Secur
     complete.require_open(terms(PLAN, 1), most=9)  # the control: who is in it will be known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
     tmp_path: Path, *, is_kept: bool
@@ -482,6 +486,7 @@ def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
         assert Stage.MASK not in federation.asked
 
 
+@pytest.mark.slow
 def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
     tmp_path: Path,
 ) -> None:
@@ -509,6 +514,7 @@ def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
     assert after[dies] == before[dies] | shown - {dies}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "dies"), [(PLAN, LAST_NEEDED), (SPARSE, ClientId(6))])
 @pytest.mark.parametrize("num_replaced", [1, 3])
 def test_keys_that_are_replaced_between_a_crash_and_the_resumption_keep_no_sum_closed(
@@ -578,6 +584,7 @@ def test_evaluations_over_cohorts_that_differ_by_one_client_are_refused(tmp_path
     assert evaluator(federation, OTHERS).evaluate(PARAMS, round_num=2), "the control"
 
 
+@pytest.mark.slow
 def test_trainings_and_evaluations_of_a_round_do_not_stand_in_each_others_way(
     tmp_path: Path,
 ) -> None:

@@ -1031,6 +1031,7 @@ def test_too_many_false_shares_abort() -> None:
         run(spoil_two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_liars", [2, 6])
 def test_half_of_the_spare_holders_may_lie_and_are_named(num_liars: int) -> None:
     """Of 30 with t = 17 six, each about every client in a way of its own; two broke it before."""

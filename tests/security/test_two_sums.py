@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -105,6 +106,7 @@ def test_two_sums_give_a_client_away() -> None:
     assert likeness(found) > 0.99999
 
 
+@pytest.mark.slow
 def test_with_noise_of_the_clients_they_do_not() -> None:
     """What is found is noise; a tenth of a likeness would be seven deviations."""
     found = found_out(*NOISY)

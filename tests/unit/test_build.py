@@ -983,6 +983,7 @@ def test_wrong_arguments_are_told_from_errors_inside_the_function(user_file: Pat
 # ---- Real data ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @_NEEDS_DATA
 def test_the_real_writers_and_bandwidths_build() -> None:
     """MNIST by writer on an MLP, over recorded bandwidths."""

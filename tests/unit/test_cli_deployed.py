@@ -75,6 +75,7 @@ def test_before_the_first_start_there_is_no_run(
     assert "fedlearn coordinator" in told
 
 
+@pytest.mark.slow
 def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixture[str]) -> None:
     """The authority and the database are made by then."""
     typed(capsys, "init")
@@ -186,6 +187,7 @@ def test_a_coordinator_of_a_run_that_is_done_says_so(capsys: pytest.CaptureFixtu
     assert "run: federation done after 0/10 rounds" in told
 
 
+@pytest.mark.slow
 def test_rounds_tell_who_was_late_or_failed(capsys: pytest.CaptureFixture[str]) -> None:
     """Where they are asked to, and by number where nobody has the name any more."""
     done_run(capsys)
@@ -223,6 +225,7 @@ def test_rounds_tell_who_was_late_or_failed(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+@pytest.mark.slow
 def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """By a tensor of both; the run is not failed by it, so the file can be put back."""
     options = done_run(capsys)

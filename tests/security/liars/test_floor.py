@@ -265,6 +265,7 @@ def restart(stage: Stage) -> None:
 WAYS = [reorder, repeat, renumber_rounds, renumber_attempts, rename_run, restart, reconnect]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

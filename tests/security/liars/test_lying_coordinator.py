@@ -53,6 +53,7 @@ def test_a_coordinator_that_does_not_lie_gets_its_sums() -> None:
         assert not any(isinstance(reply, Failure) for reply in made.liar.replies.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie",
     [

@@ -135,6 +135,7 @@ def test_a_lie_over_grpc_ends_the_session_and_nothing_is_released(
         assert isinstance(liar.ask(VICTIM, liar.requests[lie.stage], deadline_s=LONG_S), Failure)
 
 
+@pytest.mark.slow
 def test_what_was_released_is_not_released_again_by_a_client_that_was_started_again(
     deployed: Deployed,
 ) -> None:

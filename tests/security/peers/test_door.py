@@ -135,6 +135,7 @@ def test_a_certificate_that_the_registry_does_not_know_is_refused(site: Site) ->
     assert site.refused("unknown") == 1
 
 
+@pytest.mark.slow
 def test_refusals_are_in_the_log_as_a_number(tmp_path: Path) -> None:
     """A client that was revoked may call as fast as it likes: one line now and then."""
     with structlog.testing.capture_logs() as logs, Site(tmp_path) as site:
@@ -171,6 +172,7 @@ class AwayRegistry(FreshRegistry):
         return super().revision()
 
 
+@pytest.mark.slow
 def test_a_client_is_no_stranger_because_the_registry_cannot_be_read(tmp_path: Path) -> None:
     """It is told to come back: what sounds final would make its user look for a fault."""
     registry = AwayRegistry(SystemClock())
@@ -213,6 +215,7 @@ def test_revoking_ends_the_live_session_and_refuses_the_next(site: Site) -> None
     assert any(seconds_until_cut(name) < 2.0 for name in ("clinic-a", "clinic-b", "clinic-c"))
 
 
+@pytest.mark.slow
 def test_a_client_that_is_revoked_between_its_call_and_its_hello_is_not_heard(site: Site) -> None:
     """It was let in before; control: one that is not revoked meanwhile stays until it leaves."""
     site.open(replace(SETTINGS, handshake_timeout_s=WAIT_S))
@@ -486,6 +489,7 @@ def test_garbage_on_the_port_is_not_a_session(site: Site) -> None:
         stream.close()
 
 
+@pytest.mark.slow
 def test_a_flood_of_messages_is_slowed_down(site: Site) -> None:
     site.open(replace(SETTINGS, max_messages_per_s=50.0))
     peer = site.enrolled("clinic-a")
@@ -591,6 +595,7 @@ def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
     assert got(asked, beyond) == b""
 
 
+@pytest.mark.slow
 def test_a_client_moves_three_things_at_once_at_the_most(site: Site) -> None:
     peer = site.enrolled("clinic-a")
     site.open(replace(SETTINGS, stall_timeout_s=4.0))  # all five are there before one has stalled

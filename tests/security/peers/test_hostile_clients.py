@@ -107,6 +107,7 @@ def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
     assert site.refused("enrolment") == 7
 
 
+@pytest.mark.slow
 def test_whoever_guesses_tokens_is_slowed_down(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds' worth are looked at, the rest is turned down unread.
 
@@ -410,6 +411,7 @@ def test_a_thousand_streams_on_one_connection(site: Site, tmp_path: Path) -> Non
     assert site.door.counters.sessions == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_sessions_over_many_connections(site: Site, tmp_path: Path) -> None:
     """Sixteen calls of a client are heard, however many connections it has."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
@@ -425,6 +427,7 @@ def test_a_thousand_sessions_over_many_connections(site: Site, tmp_path: Path) -
         each.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_calls_that_are_begun_and_reset_at_once(site: Site, tmp_path: Path) -> None:
     """The rapid reset: each stream is over before the bound on streams notices."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
@@ -458,6 +461,7 @@ def test_frames_that_no_peer_may_send(site: Site, tmp_path: Path) -> None:
             site.train(honest)
 
 
+@pytest.mark.slow
 def test_a_session_that_comes_byte_by_byte_holds_up_nobody(site: Site, tmp_path: Path) -> None:
     """Its hello never ends: the time for it does. Half a message later is its own affair."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")

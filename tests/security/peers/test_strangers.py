@@ -79,6 +79,7 @@ def test_a_session_ends_when_its_certificate_expires(site: Site) -> None:
     assert site.refused("expired") == 1
 
 
+@pytest.mark.slow
 def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Path) -> None:
     """Silent, in the middle of its first message, after it, and after TLS; on both ports."""
     honest = site.enrolled("honest")
@@ -102,6 +103,7 @@ def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Pa
     assert counters.authenticated == counters.sessions == 1
 
 
+@pytest.mark.slow
 def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Path) -> None:
     """The time is for all of it, not from one byte to the next."""
     hello, clock = client_hello(tls_context(None, tmp_path)), SystemClock()
@@ -120,6 +122,7 @@ def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Pa
         assert clock.now_s() - began_s < 10 * HANDSHAKE_S
 
 
+@pytest.mark.slow
 def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path) -> None:
     """It asks for no certificate: whoever says nothing after TLS would keep its place."""
     stays = tls_context(None, tmp_path)
@@ -129,6 +132,7 @@ def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path
     site.enrolled("honest")
 
 
+@pytest.mark.slow
 def test_only_so_many_connections_are_taken(site: Site) -> None:
     """The others are closed at once, and cost nothing; the next ones find room again."""
     honest = site.enrolled("honest")

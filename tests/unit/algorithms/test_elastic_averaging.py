@@ -92,6 +92,7 @@ def by_the_equations(
     return Ran(c, w)
 
 
+@pytest.mark.slow
 def test_all_clients_in_each_round_are_equations_1_and_2() -> None:
     """In float64, and so is the model of each client."""
     found, expected = run(easgd(), EVERYONE * 30), by_the_equations(EVERYONE * 30)

@@ -146,6 +146,7 @@ def test_who_failed_is_asked_again_after_all_others() -> None:
     assert fill(buffer, draw, 3.0) == [0]
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.DataObject) -> None:
     """Whatever lands when, over several rounds."""

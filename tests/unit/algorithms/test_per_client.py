@@ -55,6 +55,7 @@ def model_after(folder: Path, **arguments: Any) -> Tensor:
     return Params.of(run.load_model()).vector
 
 
+@pytest.mark.slow
 def test_clients_that_differ_train_alike_in_the_engine_and_in_sessions(tmp_path: Path) -> None:
     """One by one to the last bit, in blocks and in two workers to rounding."""
     memory = model_after(tmp_path / "m", local_of=by_parity, engine={"transport": "memory"})
@@ -82,6 +83,7 @@ class SignSgd(fl.LocalWork):
             value.sub_(grad.sign(), alpha=self.rate)
 
 
+@pytest.mark.slow
 def test_a_rule_of_ones_own_for_some_clients_trains_alike_in_sessions(tmp_path: Path) -> None:
     """Sessions know the classes of all clients; the control takes SGD in its place."""
     mine = SignSgd(epochs=1, batch_size=4, rate=0.01)

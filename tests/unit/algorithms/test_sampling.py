@@ -68,6 +68,7 @@ def uniform(round_num: int) -> tuple[int, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draw", "is_uniform"), [(uniform, True), (biased, False)])
 def test_uniform_sampling_asks_all_clients_alike(
     draw: Callable[[int], tuple[int, ...]], *, is_uniform: bool

@@ -131,6 +131,7 @@ class Told(SecretStream):
         return self._told.pop(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [3.2, pytest.param(50.0, marks=pytest.mark.slow)])
 def test_the_table_says_the_distribution_to_128_bits(sigma: float) -> None:
     """Against rational arithmetic of the exponential's series, 200 terms."""

@@ -91,6 +91,7 @@ def statuses(folder: Path) -> list[RunStatus]:
         return [record.status for record in database.runs()]
 
 
+@pytest.mark.slow
 def test_a_run_over_a_federation_is_recorded_as_any_other(tmp_path: Path) -> None:
     """Its rounds, its metrics and its end."""
     heard = Heard()
@@ -119,6 +120,7 @@ def test_a_run_that_too_few_clients_join_fails_with_words(tmp_path: Path) -> Non
     assert statuses(tmp_path) == [RunStatus.FAILED]
 
 
+@pytest.mark.slow
 def test_a_round_begins_with_fewer_nodes_than_it_asks(tmp_path: Path) -> None:
     """Three are asked, two are there and make a round; `min-clients` waits for no more than it."""
     heard = Heard()
@@ -128,6 +130,7 @@ def test_a_round_begins_with_fewer_nodes_than_it_asks(tmp_path: Path) -> None:
     assert heard.rounds[1].count(Status.REPORTED) == 2
 
 
+@pytest.mark.slow
 def test_nodes_of_a_foreign_app_are_told_from_nodes_that_are_not_there(tmp_path: Path) -> None:
     """With Flower's reason."""
     foreign = LocalGrid(VirtualClock(), ClientApp(), nodes={10: 0, 11: 1, 12: 2})
@@ -146,6 +149,7 @@ class Stopping(Heard):
             raise SystemExit(0)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_from_its_last_round(tmp_path: Path) -> None:
     """By its name, in another Flower run with other keys; and is deployed, not simulated."""
     settings: dict[str, Scalar] = {"num-rounds": 3, "patience-s": 30, "overrides": "name=ours"}
@@ -171,6 +175,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_last_round(tmp_path: Path) -> N
     assert (again.rounds, again.notes) == ([], ["it was done before"])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_alive_is_not_run_twice(tmp_path: Path) -> None:
     """One whose process was killed is lost, and goes on."""
     settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30, "overrides": "name=ours"}
@@ -196,6 +201,7 @@ def of_three(folder: Path, **node_config: bool | float | str) -> LocalGrid:
     return grid_of(3, policy=str(folder / "client.toml"), **node_config)
 
 
+@pytest.mark.slow
 def test_secure_aggregation_is_one_line_of_the_configuration(tmp_path: Path) -> None:
     """The example's file as it is; the run says by which key nodes may know the coordinator."""
     heard = Heard()
@@ -206,6 +212,7 @@ def test_secure_aggregation_is_one_line_of_the_configuration(tmp_path: Path) -> 
     assert coordinator_identity(tmp_path).public_key.hex() in heard.notes[-1]
 
 
+@pytest.mark.slow
 def test_nodes_evaluate_in_a_sum_what_they_evaluate_in_the_clear(tmp_path: Path) -> None:
     """The mean over them, and no more; plain, there are the quantiles as well."""
     found = {}
@@ -223,6 +230,7 @@ def test_nodes_evaluate_in_a_sum_what_they_evaluate_in_the_clear(tmp_path: Path)
         assert value == pytest.approx(found["clear"][each], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) -> None:
     """As in a simulation: with coins, noise, a ledger, and the refusals."""
     table = (
@@ -264,6 +272,7 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
         run_of(federation(3, overrides=f"{table}; {weighted}"), tmp_path, heard)
 
 
+@pytest.mark.slow
 def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_others(
     tmp_path: Path,
 ) -> None:
@@ -282,6 +291,7 @@ def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_oth
     assert statuses(tmp_path / "b") == [RunStatus.FAILED]
 
 
+@pytest.mark.slow
 def test_a_node_that_requires_secure_aggregation_refuses_a_plain_run(tmp_path: Path) -> None:
     """Control: with the line, the same nodes take part."""
     settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30}
@@ -393,6 +403,7 @@ class StoppedInside(LocalGrid):
         return latency_s, reply
 
 
+@pytest.mark.slow
 def test_turns_that_were_lost_are_over_on_a_federation_as_well(tmp_path: Path) -> None:
     """Whoever was asked in one is not asked again in its place: what he sent counts."""
     settings: dict[str, Scalar] = {"num-rounds": 3, "patience-s": 30, "overrides": TURNS}
@@ -415,6 +426,7 @@ def test_turns_that_were_lost_are_over_on_a_federation_as_well(tmp_path: Path) -
     assert "1 turns of earlier processes were lost" in again.notes[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -455,6 +467,7 @@ class FirstFails(LocalGrid):
         return super().answered(client, message)
 
 
+@pytest.mark.slow
 def test_a_node_that_keeps_failing_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

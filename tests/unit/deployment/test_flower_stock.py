@@ -142,6 +142,7 @@ def reasons(record: RoundRecord) -> dict[int, str]:
     return {each.client_id: each.reason for each in record.participations if each.reason}
 
 
+@pytest.mark.slow
 def test_apps_that_know_nothing_of_fedlearn_train_as_any_other(tmp_path: Path) -> None:
     """Known by their nodes; the record has their metrics, and means by examples."""
     write_config(tmp_path)
@@ -211,6 +212,7 @@ def from_another(message: Message, reply: Message) -> Message:
 NAN = Array(np.full((3,), math.nan, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lies", "named"),
     [
@@ -296,6 +298,7 @@ def test_fewer_nodes_than_make_a_round_fail_the_run_with_their_number(tmp_path: 
     assert statuses(tmp_path / "runs") == [RunStatus.FAILED]
 
 
+@pytest.mark.slow
 def test_a_run_of_other_apps_goes_on_from_its_last_round(tmp_path: Path) -> None:
     """And ends in the model of a run that was never stopped."""
     write_config(tmp_path)

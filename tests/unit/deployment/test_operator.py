@@ -376,6 +376,7 @@ def contact(client_id: int, *, is_connected: bool) -> Contact:
     )
 
 
+@pytest.mark.slow
 def test_clients_are_connected_while_a_coordinator_lives(site: Site, tmp_path: Path) -> None:
     """After one that was killed nobody is, whatever it has written down last."""
     contacts = [contact(0, is_connected=True), contact(1, is_connected=False)]

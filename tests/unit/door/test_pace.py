@@ -115,6 +115,7 @@ def test_one_client_comes_back_as_soon_as_it_may() -> None:
     assert 0.5 <= pace.after_s(0.5) < 2.0
 
 
+@pytest.mark.slow
 def test_a_slow_coordinator_has_clients_within_the_hour_all_the_same() -> None:
     """Longer they would not stay away, whatever they are told."""
     pace = Pace(VirtualClock(), share=0.5)

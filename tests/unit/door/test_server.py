@@ -1562,6 +1562,7 @@ def test_clients_are_available_while_they_are_connected_and_eligible(site: Site)
     assert first.told.empty()
 
 
+@pytest.mark.slow
 def test_who_is_connected_and_what_clients_say_is_written_down(site: Site) -> None:
     """Of who left, as it was; a number that no database takes is no error; of a look, nothing."""
     door = site.open()

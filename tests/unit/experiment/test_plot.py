@@ -106,6 +106,7 @@ def test_the_bars_stack_reported_late_and_failed() -> None:
     assert floors == [[0, 0], [3, 3], [4, 4]]
 
 
+@pytest.mark.slow
 def test_many_rounds_share_a_bar_at_their_mean() -> None:
     """1,000 bars would be a smear; every other round failed one client."""
     asked = draw([history([0.5] * 1000)]).axes[3]
@@ -131,6 +132,7 @@ def test_runs_lie_over_each_other_in_their_own_colours() -> None:
     assert widths[0] == [pytest.approx(100 * 6 / 9), pytest.approx(100 * 9 / 13)]
 
 
+@pytest.mark.slow
 def test_a_png_of_a_readable_size_is_written(tmp_path: Path) -> None:
     """And only that: no temporary file stays."""
     path = plot([history([0.2, 0.7])], tmp_path / "curves.png")
@@ -138,6 +140,7 @@ def test_a_png_of_a_readable_size_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "accuracies", [[], [math.nan], [math.nan, 0.5, math.inf]], ids=["none", "nan", "some"]
 )
@@ -154,6 +157,7 @@ def test_an_empty_panel_says_so() -> None:
     assert texts[:3] == [["not measured"]] * 3
 
 
+@pytest.mark.slow
 def test_a_name_is_not_read_as_mathematics(tmp_path: Path) -> None:
     """``$`` starts TeX in matplotlib, and a bad formula is an exception."""
     hostile = r"$\frac{$ \x1b[2J _hidden"
@@ -164,6 +168,7 @@ def test_a_name_is_not_read_as_mathematics(tmp_path: Path) -> None:
     assert legend.get_texts()[0].get_text() == f"{hostile}: best 0.5000"
 
 
+@pytest.mark.slow
 def test_nothing_global_is_changed() -> None:
     """A library must not restyle its caller's figures."""
     before = dict(mpl.rcParams)
@@ -172,6 +177,7 @@ def test_nothing_global_is_changed() -> None:
     assert dict(mpl.rcParams) == before
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
     """It names the place and leaves nothing."""
     with pytest.raises(StoreError, match=r"missing.curves\.png"):

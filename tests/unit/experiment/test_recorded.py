@@ -66,6 +66,7 @@ def rewrite(database: Database, name: str, change: Callable[[Tree], Tree]) -> No
         session.execute(update(RunRow).where(RunRow.name == name).values(config=tree))
 
 
+@pytest.mark.slow
 def test_every_key_may_be_younger_than_a_run() -> None:
     """One at a time: what its version did is what the default means."""
     tree = tree_of(Config())
@@ -93,6 +94,7 @@ def test_a_run_of_a_later_version_is_not_gone_on_with() -> None:
         config_of(record)
 
 
+@pytest.mark.slow
 def test_a_coordinator_goes_on_with_a_run_of_before(database: Database, tmp_path: Path) -> None:
     """What was changed since is refused as ever, in a key that the record lacks as well."""
     clock, given = SystemClock(), {"name": "federation"}
@@ -130,6 +132,7 @@ def final(stored: StoredRun) -> Mapping[str, torch.Tensor]:
     return checkpoint.tensors
 
 
+@pytest.mark.slow
 def test_a_simulation_of_before_is_resumed_to_the_bit(database: Database, tmp_path: Path) -> None:
     """As if it had never ended."""
     overrides = ["num_rounds=4", "engine.num_workers=1", "store.checkpoint_every_s=0"]

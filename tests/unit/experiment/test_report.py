@@ -144,6 +144,7 @@ def test_the_tiles_are_the_runs_figures(usual: str) -> None:
     assert outline.after("5") == "asked 9 times"
 
 
+@pytest.mark.slow
 def test_the_watched_metric_has_tiles_and_a_curve() -> None:
     """In the place of the accuracy, best in its own direction."""
     own = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
@@ -163,6 +164,7 @@ def test_the_quantiles_over_clients_stand_in_their_table(usual: str) -> None:
     assert texts[start : start + 6] == expected
 
 
+@pytest.mark.slow
 def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) -> None:
     """The last one, and none elsewhere."""
     assert "mean by examples" not in usual
@@ -187,6 +189,7 @@ def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
     assert sorted(rows, key=rows.__getitem__) == [1, 2, 4, 3, 5]  # most often asked first
 
 
+@pytest.mark.slow
 def test_a_report_to_a_skipped_round_was_only_selected(usual: str) -> None:
     """Its work is in no model, so it does not look as if it were."""
     skipped = finished(0, {1: GOOD, 2: LATE}, outcome=Outcome.SKIPPED)
@@ -197,6 +200,7 @@ def test_a_report_to_a_skipped_round_was_only_selected(usual: str) -> None:
     assert "selected" not in usual.split("Clients by rounds")[1]
 
 
+@pytest.mark.slow
 def test_the_curves_tell_their_values_when_pointed_at(usual: str) -> None:
     """One hover column a position, with all lines."""
     assert "<title>round 2: accuracy 0.8125</title>" in usual
@@ -205,6 +209,7 @@ def test_the_curves_tell_their_values_when_pointed_at(usual: str) -> None:
     assert "<title>round 2: 2 reported, 0 late, 1 failed</title>" in usual
 
 
+@pytest.mark.slow
 def test_a_curve_goes_through_its_points(usual: str) -> None:
     """The path's corners, back in values: lowest at 0.5, highest at 0.8125."""
     line = r'<path d="(M[^"]*)"[^>]* style="fill: none; stroke: var\(--0072b2, #0072b2\)'
@@ -218,6 +223,7 @@ def test_a_curve_goes_through_its_points(usual: str) -> None:
     assert share == pytest.approx((0.75 - 0.5) / (0.8125 - 0.5), abs=0.01)
 
 
+@pytest.mark.slow
 def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
     """20 reasons are a table, 30 are noise."""
     rounds = [finished(k, {1: BAD}, reason=f"reason {k % 30:02d}") for k in range(60)]
@@ -229,6 +235,7 @@ def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
     assert "10 rarer reasons are not shown." in outline.texts
 
 
+@pytest.mark.slow
 def test_how_to_reproduce_is_a_command_and_a_configuration_that_loads() -> None:
     """The configuration is TOML for ``fedlearn simulate``; versions and hash stand beside."""
     record = run(seed=7)
@@ -239,6 +246,7 @@ def test_how_to_reproduce_is_a_command_and_a_configuration_that_loads() -> None:
     assert outline.after("configuration SHA-256") == record.config_hash
 
 
+@pytest.mark.slow
 def test_a_configuration_of_another_program_is_shown_as_json(usual: str) -> None:
     """A run started from Python cannot be reproduced by a command, and none is given."""
     assert "fedlearn simulate" in usual  # the control
@@ -248,6 +256,7 @@ def test_a_configuration_of_another_program_is_shown_as_json(usual: str) -> None
     assert "&#34;python&#34;" in text
 
 
+@pytest.mark.slow
 def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
     """Name, error, reasons, versions, configuration and metric names are text."""
     metrics = {"accuracy": 0.5, f"clients/{HOSTILE}_mean": 0.5}
@@ -296,6 +305,7 @@ def test_the_page_asks_the_network_for_nothing(usual: str) -> None:
     assert not re.search(r"https?:|@import|url\((?!#)", namespaces.sub("", usual))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rounds",
     [
@@ -317,6 +327,7 @@ def test_gaps_are_no_error(rounds: list[RoundRecord], tmp_path: Path) -> None:
     assert not re.search(r"\b(nan|inf)\b", numbers)
 
 
+@pytest.mark.slow
 def test_a_failed_run_shows_its_error() -> None:
     """At the top, with the status."""
     failed = replace(run(), status=RunStatus.FAILED, error="round 3: 2 usable reports")
@@ -327,6 +338,7 @@ def test_a_failed_run_shows_its_error() -> None:
     assert Outline(page(run(), [])).count("p", "error") == 0
 
 
+@pytest.mark.slow
 def test_a_thousand_rounds_of_a_thousand_clients_stay_small() -> None:
     """The most active clients, binned rounds, as an image; and the page says so."""
     rng = np.random.default_rng(3)
@@ -352,6 +364,7 @@ def test_a_thousand_rounds_of_a_thousand_clients_stay_small() -> None:
     np.testing.assert_array_equal(pixels[:, :, 3] > 0, expected)
 
 
+@pytest.mark.slow
 def test_a_column_of_several_rounds_shows_the_worst() -> None:
     """Failed over late over reported, in the image's own colours."""
     kinds = {0: (GOOD, BAD), 1: (LATE, GOOD), 2: (GOOD, GOOD)}
@@ -363,6 +376,7 @@ def test_a_column_of_several_rounds_shows_the_worst() -> None:
     assert dict(titled) == {"0": "failed", "1": "late", "2": "reported"}
 
 
+@pytest.mark.slow
 def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     """No temporary file stays, and a place that cannot be written is our error."""
     path = tmp_path / "report.html"

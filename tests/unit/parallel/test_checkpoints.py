@@ -45,6 +45,7 @@ def test_a_training_that_goes_on_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert gone_on(newest).apart(replace(alone(task_of()), losses=[])) == 0.0
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_may_train_alone(tmp_path: Path) -> None:
     """Rank 0 of a simulation under torchrun does; to wait for the others would never end."""
 
@@ -59,11 +60,13 @@ def test_one_of_several_processes_may_train_alone(tmp_path: Path) -> None:
     assert ended.apart(replace(alone(task_of()), losses=[])) == 0.0
 
 
+@pytest.mark.slow
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3, 4, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
 
 
+@pytest.mark.slow
 def test_one_that_was_cut_off_does_not_count_and_is_written_again(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     (tmp_path / "step-4" / ".metadata").unlink()
@@ -104,6 +107,7 @@ def test_one_of_another_model_is_refused(tmp_path: Path) -> None:
         checkpoints.restore(other, tmp_path / "step-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("happens", "passes", "said"),
     [

@@ -324,12 +324,14 @@ def test_where_the_kernel_does_not_tell_the_table_has_a_dash() -> None:
     assert "nobody counts its bytes here" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carried", [True, False])
 def test_a_picture_is_drawn(tmp_path: Path, *, carried: bool) -> None:
     path = picture(made_up(carried=carried), tmp_path / "costs.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "costs.png"
     wanted = "--processes 2 --processes 1 --numbers 1000 --repeats 1 --mbit-per-s 1000 --json"

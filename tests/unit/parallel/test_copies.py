@@ -104,6 +104,7 @@ def test_copies_that_would_differ_end_in_the_first_step(
         spread(model, mesh)
 
 
+@pytest.mark.slow
 def test_what_is_the_same_in_each_copy_is_taken() -> None:
     """The controls; and one process has nobody to differ from."""
     spread(Counts, Mesh(replicate=2))
@@ -132,6 +133,7 @@ def masks() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return torch.stack(found[::2]), torch.stack(found[1::2]), whole
 
 
+@pytest.mark.slow
 def test_parts_of_a_layer_drop_units_of_their_own_and_whole_layers_the_same() -> None:
     """With one mask for all parts, half of a layer's units would be dropped with the other half."""
     (inside, outside, whole), (inside_1, outside_1, whole_1) = in_processes(

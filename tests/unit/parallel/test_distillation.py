@@ -186,6 +186,7 @@ def weight(*, transport: str = "engine", **more: Any) -> Tensor:  # Any: setting
     return run.weights(best=False)["weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("surroundings")
 def test_a_run_distils_alike_in_the_engine_in_sessions_and_when_it_is_resumed() -> None:
     plain = weight()

@@ -65,6 +65,7 @@ def weights() -> Mapping[str, Tensor]:
     return Params.of(model()).named()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "local", [SGD, Proximal(inner=replace(SGD, weight_decay=0.01), proximal=0.5)]
 )

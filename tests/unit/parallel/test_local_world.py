@@ -134,6 +134,7 @@ def test_what_cannot_be_sent_fails_like_the_rest() -> None:
         in_processes(lambda: lambda: None, world_size=1, timeout_s=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_world_that_hangs_ends_in_time() -> None:
     """Rank 1 waits for a barrier that the others pass by."""
     clock = SystemClock()

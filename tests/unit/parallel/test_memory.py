@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "optimizer", "parts", "again"), CASES)
 def test_what_is_predicted_is_what_is_held(
     model: str, optimizer: MakesOptimizer, parts: int, *, again: bool
@@ -194,6 +195,7 @@ def told(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str,
     return code, said.out, said.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("surroundings")
 def test_the_command_tells_of_each_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

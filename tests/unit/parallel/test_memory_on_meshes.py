@@ -76,6 +76,7 @@ def task_on(degree: str) -> Task:
     return task_of(mesh, dtype=torch.float32, **spread)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [each for each in MESHES if each != "alone"])
 def test_each_process_holds_what_is_predicted(degree: str) -> None:
     """And, the control, not what is predicted of another mesh."""

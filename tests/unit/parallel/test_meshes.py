@@ -428,6 +428,7 @@ def test_some_steps_are_clipped_and_some_are_not() -> None:
 # ---- meshes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_of(CASES)
 def test_a_mesh_equals_a_plain_loop(case: Case, plain: Mapping[str, Outcome]) -> None:
     assert on_mesh(case).apart(plain[case.optimizer]) <= SAME
@@ -465,6 +466,7 @@ def test_what_is_computed_again_has_the_same_bits(case: Case) -> None:
     assert on_mesh(case).apart(on_mesh(kept)) == 0.0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_mesh_is_gone_on_from_on_others(
     tmp_path: Path, plain: Mapping[str, Outcome]
 ) -> None:
@@ -649,6 +651,7 @@ def test_stages_do_not_draw_the_same_random_numbers() -> None:
     assert torch.equal(first, again)  # a control: they are the same each time
 
 
+@pytest.mark.slow
 def test_a_layer_that_changes_its_input_in_place_may_follow_a_sharded_one() -> None:
     """A linear layer of a sequence returns a view, of whose gradient FSDP hears no more then."""
 

@@ -35,6 +35,7 @@ def _read(mixture: Mixture, positions: range) -> list[tuple[int, float]]:
     return list(zip(labels.tolist(), only(features).tolist(), strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     weights=_WEIGHTS,
@@ -47,6 +48,7 @@ def test_positions_are_the_same_however_they_are_cut(weights: list[float], cuts:
     assert list(chain.from_iterable(reversed(parts))) == whole
 
 
+@pytest.mark.slow
 @given(weights=_WEIGHTS, number=st.integers(1, 10**9))
 def test_what_a_data_set_gave_is_its_share_rounded_after_each_block(
     weights: list[float], number: int
@@ -64,6 +66,7 @@ def test_what_a_data_set_gave_is_its_share_rounded_after_each_block(
     assert sum(map(len, mixture.parts(whole))) == length
 
 
+@pytest.mark.slow
 @given(weights=_WEIGHTS, start=st.integers(0, 10**6), size=st.integers(1, 3000))
 def test_parts_go_on_where_those_before_ended(weights: list[float], start: int, size: int) -> None:
     mixture = _mixture(weights)

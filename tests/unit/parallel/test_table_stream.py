@@ -48,6 +48,7 @@ def _labels(stream: TableStream, positions: range) -> list[int]:
 _FEW = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.slow
 @_FEW
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),

@@ -37,6 +37,7 @@ FIXED = FixedCohorts(population=10_000, size=100)
 FIXED_EVENT = Event(FIXED, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cohorts", "multiplier", "expected"),
     [
@@ -104,6 +105,7 @@ def test_the_gaussian_mechanism_by_its_definition(distance: float, delta: float)
     assert found == pytest.approx(delta, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_without_sampling_both_figures_are_one() -> None:
     """And that of an accountant that convolves privacy losses, given plain Gaussians."""
     cohorts = PoissonCohorts(50, 50, 50)
@@ -121,6 +123,7 @@ def test_without_sampling_both_figures_are_one() -> None:
     assert release < epsilon_of_release(more, target_delta=1e-5) < 1.05 * release
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiplier", [0.8, 3.0])
 def test_a_renyi_accountant_bounds_the_losses(multiplier: float) -> None:
     """Of plain Poisson sampling: the cap, and the tighter accountant, differ by little."""
@@ -132,6 +135,7 @@ def test_a_renyi_accountant_bounds_the_losses(multiplier: float) -> None:
     assert 0.7 * bound < ours < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("multiplier", "renyi"), [(1.0, 17.859), (2.0, 2.885)])
 def test_a_fixed_size_costs_less_than_its_renyi_divergences_say(
     multiplier: float, renyi: float
@@ -230,6 +234,7 @@ def test_rounds_of_a_fixed_size_cost_little_less_than_is_said(
     assert 0.998 * least < said < slack * least  # losses are rounded to the nearest here
 
 
+@pytest.mark.slow
 def test_a_tight_cap_costs_something() -> None:
     """Cutting a cohort makes one user's place depend on the others."""
     epsilons = [
@@ -278,6 +283,7 @@ def test_the_turns_of_two_runs_are_rounded_up_apart() -> None:
     assert FIXED_EVENT.charged_by("a") == FIXED_EVENT
 
 
+@pytest.mark.slow
 def test_turns_add_up_with_sampled_rounds_and_not_with_replaced_users() -> None:
     """Of users that are there or not; by the losses, and at most as if all were asked."""
     sampled = Event(PoissonCohorts(population=60, expected=15, largest=60), 2.0)
@@ -334,6 +340,7 @@ def test_a_calibrated_multiplier_is_enough_and_no_more(
     assert found[0] <= epsilon < found[1]
 
 
+@pytest.mark.slow
 def test_more_noise_or_fewer_rounds_cost_less() -> None:
     """And a smaller δ costs more."""
     spent = [{Event(FIXED, 2.0): 50}, {Event(FIXED, 2.0): 40}, {Event(FIXED, 3.0): 40}]

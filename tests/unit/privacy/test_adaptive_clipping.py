@@ -97,6 +97,7 @@ def _stepped(
     return stepped.params, stepped.state, stepped.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner", [FedAvg(SGD, weight_by_examples=False), ADAM], ids=["avg", "adam"]
 )

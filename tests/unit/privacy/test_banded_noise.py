@@ -277,6 +277,7 @@ class Told:
             rounds.state = state
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(processes=PROCESSES, user=st.integers(0, 22), bands=st.integers(1, GROUPS))
 def test_no_user_moves_all_that_was_seen_by_more_than_is_accounted_for(

@@ -59,6 +59,7 @@ def delta_if_seen(epsilon: float, spent: Spent) -> float:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spent",
     [
@@ -74,6 +75,7 @@ def test_a_release_costs_the_mean_over_the_rounds_that_an_example_is_in(spent: S
     assert delta_if_seen(0.95 * found, spent) > DELTA * 1.05
 
 
+@pytest.mark.slow
 def test_sampling_of_users_does_not_amplify_for_their_examples() -> None:
     """The usual figure is less than an attacker knows that sees who was asked by other examples."""
     usual = Event(PoissonCohorts(population=1000, expected=50, largest=1000), 1.0)

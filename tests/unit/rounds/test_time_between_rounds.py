@@ -92,6 +92,7 @@ def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.
     return num
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_buffered", [True, False], ids=["asynchronous", "semi-synchronous"])
 @pytest.mark.parametrize("spent", ["evaluated_s", "drawn_s"])
 def test_nobody_is_late_by_what_was_waited_for_before(spent: str, *, is_buffered: bool) -> None:

@@ -66,6 +66,7 @@ def downloads(terms: Terms) -> tuple[int, int, int]:
     return first, second, third
 
 
+@pytest.mark.slow
 def test_a_download_grows_with_the_neighbours_and_the_logarithm_of_the_cohort() -> None:
     """Four times the clients: half as much again, for k, a level or two more, and the bitmaps."""
     small, large = (downloads(terms_of(parameters_of(n, Topology.SPARSE))) for n in (1_000, 4_000))

@@ -17,6 +17,7 @@ def draw(roster: str = "a roster", *, factor: float = 2.0, num_clients: int = le
     return Draw(roster=roster, client_ids=frozenset(ALL[:num_clients]), factor=factor)
 
 
+@pytest.mark.slow
 def test_each_client_is_drawn_as_often_as_another() -> None:
     """A tenth of a thousand in each of 400 rounds: nobody is off by more than five deviations."""
     counts = dict.fromkeys(ALL, 0)

@@ -11,6 +11,7 @@ from fedlearn.secagg.error_correction import false_shares
 from fedlearn.secagg.shamir import PRIME
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_as_many_liars_as_can_be_told_are_found_and_nobody_else(data: st.DataObject) -> None:
     """At any points, with any false values, in one limb or in all."""

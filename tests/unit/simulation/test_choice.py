@@ -112,6 +112,7 @@ def test_a_chain_of_layers_is_fused_without_a_probe(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sequential_s", "stacked_s", "kind"),
     [(4.0, 1.0, ExecutorKind.VMAP), (1.0, 4.0, ExecutorKind.SEQUENTIAL)],
@@ -129,6 +130,7 @@ def test_any_other_model_takes_what_was_faster(
     assert "not fused" in choice.reason
 
 
+@pytest.mark.slow
 def test_a_probe_is_cached(tmp_path: Path) -> None:
     """The second choice reads no clock and is the same; another update rule is another job."""
     small = job(normalised, num_clients=1)
@@ -439,6 +441,7 @@ def test_layers_whose_dtypes_do_not_fit_are_named(tmp_path: Path) -> None:
         choose(job(Uncast), clock=Ticking(), cache_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_in_float64_takes_features_in_float32(tmp_path: Path) -> None:
     """Stacked as well as in turn."""
     clock = Ticking(*_STACKED_WINS)
@@ -454,6 +457,7 @@ def test_mixed_precision_is_not_fused(tmp_path: Path) -> None:
     assert choice.kind is not ExecutorKind.FUSED
 
 
+@pytest.mark.slow
 def test_features_that_are_several_inputs_are_not_fused(tmp_path: Path) -> None:
     """A chain takes one tensor; the others call it as the features say."""
     of_one = job(chain, num_clients=1)
@@ -515,6 +519,7 @@ def test_a_damaged_cache_entry_counts_as_none(tmp_path: Path) -> None:
     assert json.loads(entry.read_text()) == {"sequential_s": 1.0, "stacked_s": 0.25}
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     """A folder that cannot be made: what was measured is used and forgotten."""
     blocked = tmp_path / "file"

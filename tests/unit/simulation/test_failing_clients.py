@@ -99,6 +99,7 @@ def failures(found: fl.Run, num: int = 0) -> dict[int, str]:
     return {row.client_id: row.reason for row in rows if row.status is Status.FAILED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "executor", "wrong"),
     [
@@ -126,6 +127,7 @@ def test_one_client_fails_and_the_others_give_what_they_give_without_it(
         torch.testing.assert_close(value, want[name], rtol=0.0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -205,6 +207,7 @@ def test_a_mistake_of_all_ends_the_run_at_once_with_its_place() -> None:
         assert isinstance(told.value.__cause__, KeyError)
 
 
+@pytest.mark.slow
 def test_too_few_reports_end_the_run_by_the_cohorts_own_rule() -> None:
     with pytest.raises(RoundError, match="5"):
         run(normed, data(), stragglers={"min_reports": 5, "below_minimum": "fail"})
@@ -249,6 +252,7 @@ def test_a_block_trains_again_without_those_that_fail(
     }
 
 
+@pytest.mark.slow
 def test_clients_with_a_last_batch_of_one_are_named_before_the_first_round(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

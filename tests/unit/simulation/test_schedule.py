@@ -45,6 +45,7 @@ locals_ = st.builds(
 sizes_ = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(local=locals_, sizes=sizes_)
 def test_every_client_trains_on_its_own_batches(local: LocalSgd, sizes: list[int]) -> None:

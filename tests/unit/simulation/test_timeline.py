@@ -106,6 +106,7 @@ kinds = st.sampled_from([SOUND, SOUND, DROPS, UNSOUND])
 clients = st.lists(st.tuples(times, kinds), max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     clients=clients, num_wanted=st.integers(1, 8), deadline_s=st.sampled_from([1.0, 2.5, math.inf])

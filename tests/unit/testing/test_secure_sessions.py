@@ -53,6 +53,7 @@ def joined(coordinator: FakeCoordinator, folder: Path, trainer: Idle) -> Iterato
         yield
 
 
+@pytest.mark.slow
 def test_the_sum_has_the_update_of_the_client_under_test(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_sum_has_the_update_of_the_client_under_test(
         assert torch.allclose(found.means["delta"], expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_client_that_fails_in_a_session_is_named_and_the_rest_is_summed(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
