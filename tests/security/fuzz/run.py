@@ -1,11 +1,13 @@
-"""Fuzz one target: ``python -m tests.security.fuzz.run TARGET FOLDER... [-max_total_time=60]``.
+"""Fuzz targets, each for some seconds: ``python -m tests.security.fuzz.run TARGET=SECONDS...``.
 
-Folders and options are libFuzzer's; what was found lies in the working directory as
-``crash-…``: once mended, it belongs into the target's corpus.
+What is found lies in the working directory as ``TARGET/crash-…``, next to the fuzzer's ``log`` and
+its ``code``, which is 0 where nothing is found. Once fixed, it belongs in the target's corpus.
 """
 
 import logging
+import os
 import sys
+from pathlib import Path
 
 import atheris
 import structlog
@@ -14,13 +16,33 @@ from atheris.import_hook import instrument_imports
 with instrument_imports(include=["fedlearn", "tests.security.fuzz.targets"]):
     from tests.security.fuzz.targets import TARGETS, planted
 
+_CORPUS = Path(__file__).parent / "corpus"
+
+
+def fuzz(name: str, seconds: str) -> None:
+    """Fuzz one target until the time is over or something is found."""
+    folder = Path(name)
+    (folder / "found").mkdir(parents=True)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    options = ["-max_len=4096", "-timeout=10", "-rss_limit_mb=4096"]
+    options += [f"-max_total_time={seconds}", f"-artifact_prefix={folder}/"]
+    corpus = [str(path) for path in (folder / "found", _CORPUS / name) if path.is_dir()]
+    target = {**TARGETS, "planted": planted}[name]
+    atheris.Setup([sys.argv[0], *options, *corpus], target)
+    atheris.Fuzz()
+
 
 def main() -> None:
-    """Run until the time is over or something is found."""
-    name = sys.argv.pop(1)
+    """Fuzz one target after the other, each in a fork: the imports are paid once."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    atheris.Setup(sys.argv, {**TARGETS, "planted": planted}[name])
-    atheris.Fuzz()
+    for each in sys.argv[1:]:
+        name, _, seconds = each.partition("=")
+        if (child := os.fork()) == 0:
+            fuzz(name, seconds)
+        _, status = os.waitpid(child, 0)
+        Path(name, "code").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The fuzzer on everything that reads what others wrote; minutes of it: see ``run.py``."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,41 +18,41 @@ ROOT = Path(__file__).parents[3]
 LEAST_COVERAGE = 12
 
 
-def fuzz(
-    name: str, folder: Path, *corpus: Path, at_most_s: int = FUZZ_S
-) -> "subprocess.CompletedProcess[str]":
-    (folder / "found").mkdir()
-    options = [f"-max_total_time={at_most_s}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=4096"]
-    return subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "tests.security.fuzz.run", name),
-            *(*options, f"-artifact_prefix={folder}/"),
-            *(folder / "found", *corpus),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=at_most_s + 300,  # a net: to begin takes ten seconds, on a busy machine more
-        check=False,
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which each target was fuzzed from its corpus, and a planted bug from nothing.
+
+    The bug takes a second, or longer by the chance of the fuzzer's draws.
+    """
+    folder = tmp_path_factory.mktemp("fuzzed")
+    targets = [*(f"{name}={FUZZ_S}" for name in TARGETS), "planted=200"]
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.security.fuzz.run", *targets],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        check=True,
     )
+    return folder
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("fuzz")
 @pytest.mark.parametrize("name", list(TARGETS))
-def test_nothing_is_found(name: str, tmp_path: Path) -> None:
-    done = fuzz(name, tmp_path, CORPUS / name)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    coverage = [int(each) for each in re.findall(r" cov: (\d+)", done.stderr)]
-    assert coverage[-1] > LEAST_COVERAGE, done.stderr[-2000:]
+def test_nothing_is_found(name: str, fuzzed: Path) -> None:
+    log = (fuzzed / name / "log").read_text(errors="replace")
+    assert (fuzzed / name / "code").read_text() == "0", log[-4000:]
+    coverage = [int(each) for each in re.findall(r" cov: (\d+)", log)]
+    assert coverage[-1] > LEAST_COVERAGE, log[-2000:]
 
 
 @pytest.mark.slow
-def test_a_bug_that_was_planted_is_found(tmp_path: Path) -> None:
-    """The control, from nothing: in a second, by the chance of the fuzzer's draws in more."""
-    done = fuzz("planted", tmp_path, at_most_s=200)
-    assert done.returncode != 0
-    assert "the bug that was planted" in done.stdout + done.stderr
-    (crash,) = tmp_path.glob("crash-*")
+@pytest.mark.xdist_group("fuzz")
+def test_a_bug_that_was_planted_is_found(fuzzed: Path) -> None:
+    """The control."""
+    assert (fuzzed / "planted" / "code").read_text() != "0"
+    assert "the bug that was planted" in (fuzzed / "planted" / "log").read_text(errors="replace")
+    (crash,) = fuzzed.glob("planted/crash-*")
     with pytest.raises(IndexError):
         planted(crash.read_bytes())
 
