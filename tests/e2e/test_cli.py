@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import tomllib
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 from matplotlib import get_cachedir
 
-from tests.processes import Launcher, json_lines, until
+from fedlearn.store.runs import StoredRun
+from tests.processes import Crash, Launcher, Process, json_lines, until
 
 END_KEYS = ["event", "run", "accuracy", "loss", "rounds", "seconds", "path"]
 LONG = [
@@ -58,30 +60,28 @@ class Shell:
 
     def type(self, *arguments: str, code: int = 0) -> "Typed":
         """Run a command in a process of its own that need not import everything first."""
-        with TemporaryDirectory() as printed:
-            process = self.launcher.launch(
-                Path(printed, "typed.log"), *arguments, environ=self.environ, cwd=self.folder
-            )
-            with closing(process):
-                found = process.wait()
-                typed = Typed(process.out(), process.err())
+        with self.started(*arguments) as process:
+            found = process.wait()
+            typed = Typed(process.out(), process.err())
         assert found == code, f"exit code {found}\n{typed}"
         return typed
 
-    def kill_after_round(self, number: int, *arguments: str) -> None:
-        """Type a command and kill -9 it once it has told of a round."""
+    def kill_at_commit(self, nth: int, *arguments: str) -> None:
+        """Type a command whose process is killed, as by kill -9, once a round is committed."""
+        crash = Crash("a round is committed", StoredRun.commit, "after", nth)
+        with self.started(*arguments, crash=crash) as process:
+            assert process.wait() is None, f"it was not killed\n{process.tail()}"
+
+    @contextmanager
+    def started(self, *arguments: str, crash: Crash | None = None) -> Iterator[Process]:
+        """Start a command; it has ended when the block has."""
         with TemporaryDirectory() as printed:
             stem = Path(printed, "typed.log")
-            words = (*arguments, "--json")
-            process = self.launcher.launch(stem, *words, environ=self.environ, cwd=self.folder)
-
-            def told() -> bool:
-                return any(one.get("round", 0) >= number for one in json_lines(process.out()))
-
+            process = self.launcher.launch(
+                stem, *arguments, environ=self.environ, cwd=self.folder, crash=crash
+            )
             with closing(process):
-                until(told, told=process.tail)
-                assert process.is_running, "it was over before it could be killed"
-                process.kill()
+                yield process
 
 
 @dataclass(frozen=True)
@@ -360,16 +360,16 @@ def exported(shell: Shell, name: str) -> bytes:
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedbuff"])
 def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell, algorithm: str) -> None:
     """Killed -9 in the middle, resumed, killed again, resumed: as if nothing had happened."""
-    job = (*LONG, "--set", f"algorithm.name={algorithm}")
+    job = (*LONG, "--rounds", "12", "--set", f"algorithm.name={algorithm}")
     shell.type("simulate", "--name", "whole", *job)
-    shell.kill_after_round(8, "simulate", "--name", "killed", *job)
+    shell.kill_at_commit(5, "simulate", "--name", "killed", *job)
     assert status_of(shell, "killed") == "lost"
-    shell.kill_after_round(20, "resume", "killed")
+    shell.kill_at_commit(3, "resume", "killed")
     broken_off = exported(shell, "killed")
     events = shell.type("resume", "killed", "--json").events
     rounds = [int(str(event["round"])) for event in events if event["event"] == "round"]
-    assert 20 <= rounds[0] < 80
-    assert rounds == list(range(rounds[0], 81))
+    assert 7 <= rounds[0] <= 9
+    assert rounds == list(range(rounds[0], 13))
     assert exported(shell, "killed") == exported(shell, "whole")
     assert exported(shell, "killed") != broken_off  # the control: a missing round is noticed
 
@@ -387,25 +387,24 @@ def test_an_interrupted_run_says_how_to_go_on(shell: Shell, stop: signal.Signals
     Before, it was refused.
     """
     here = ("--runs-dir", "here")
-    with shell.popen("simulate", "--json", "--name", "stopped", "--runs-dir", "here", *LONG) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if json.loads(line).get("round", 0) >= 5:
-                run.send_signal(signal.SIGSTOP)  # or it might be over by then
-                assert f"process {run.pid}" in shell.type("resume", "stopped", *here, code=2).err
-                assert status_of(shell, "stopped", *here) == "running"
-                run.send_signal(signal.SIGCONT)
-                run.send_signal(stop)
-                break
-        out, err = run.communicate(timeout=300)
-    assert run.returncode == 130
+    with shell.started("simulate", "--json", "--name", "stopped", *here, *LONG) as run:
+        until(
+            lambda: any(line.get("round", 0) >= 5 for line in json_lines(run.out())), told=run.tail
+        )
+        run.send(signal.SIGSTOP)  # or it might be over by then
+        assert f"process {run.pid}" in shell.type("resume", "stopped", *here, code=2).err
+        assert status_of(shell, "stopped", *here) == "running"
+        run.send(signal.SIGCONT)
+        run.send(stop)
+        assert run.wait() == 130, run.tail()
+        out, err = run.out(), run.err()
     assert "fedlearn resume stopped --runs-dir here" in err
     assert json.loads(out.splitlines()[-1])["run"] == "stopped"
     (interrupted,) = shell.type("runs", "--json", "--runs-dir", "here").events
     number = int(str(interrupted["rounds"]))
     assert interrupted["status"] == "interrupted"
     assert number >= 4  # the one that was told last may have been on its way to the disk
-    shell.kill_after_round(number + 1, "resume", "stopped", "--runs-dir", "here")
+    shell.kill_at_commit(1, "resume", "stopped", *here)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Where a batch begins in memory: the same in the engine as in a session, at a line of 64 bytes.
 
-The bits of a product may hang on that, unless MKL is in its reproducible mode: `.ci/run` walks
-this folder without it too.
+The bits of a product may hang on that, unless MKL is in its reproducible mode: `.ci/run` runs this
+file, and others of this folder, without it too.
 """
 
 from dataclasses import dataclass, field
