@@ -152,6 +152,7 @@ class Agent:
         self._is_stopping = self._is_hopeless = self._is_revoked = self._is_woken = False
         self._child: TrainingProcess | None = None
         self._thread: threading.Thread | None = None  # until it begins to end
+        self._exit_code: int | None = None  # of the last child, unless it was asked to end
         self._pid: int | None = None  # of the process that has started it
 
     def start(self) -> None:
@@ -406,7 +407,9 @@ class Agent:
             self._hear(event, progress)
             return None
         try:
-            child = TrainingProcess.start(options, python=self._python)
+            child = TrainingProcess.start(
+                replace(options, exit_code=self._exit_code), python=self._python
+            )
         except OSError as error:
             return f"it cannot be started: {error}"
         self._update(is_running=True, pid=child.process.pid)
@@ -434,7 +437,9 @@ class Agent:
                 self._child = None
                 self._changed.notify_all()
             self._update(is_running=False, pid=None, is_connected=False)
-        return None if is_final or child.was_asked_to_stop else f"exit code {code}{words}"
+        is_meant = is_final or child.was_asked_to_stop
+        self._exit_code = None if is_meant else code
+        return None if is_meant else f"exit code {code}{words}"
 
     def _ask_probes(self, child: TrainingProcess, asking: Caller) -> None:
         """Tell the process what the probes find, and again in a second, while it is the child."""

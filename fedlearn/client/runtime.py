@@ -92,6 +92,7 @@ class Runtime:
             connector=self._connector,
             masks=self._masks,
             on_event=on_event,
+            exit_code=options.exit_code,
         )
         self._ahead = FetchingAhead(
             home=self._home,

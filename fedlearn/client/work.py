@@ -71,6 +71,7 @@ class Worker:
         connector: Has the session, for large requests.
         masks: Those that were expanded ahead.
         on_event: Told what happens, in the event loop.
+        exit_code: See :class:`~fedlearn.client.options.RuntimeOptions`.
         thread: Trains.
     """
 
@@ -81,6 +82,7 @@ class Worker:
     connector: Connector
     masks: MasksAhead
     on_event: Callable[[AgentEvent], None]
+    exit_code: int | None = None
     thread: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="fedlearn-training")
     )
@@ -119,8 +121,7 @@ class Worker:
         assert enrolment is not None  # a task came over a session
         num_crashes = self.home.open_task(task)
         self.require_allowed(task)
-        if num_crashes >= _MAX_CRASHES:
-            words = f"the client's process crashed {_MAX_CRASHES} times in this task"
+        if words := self._why_lost(num_crashes):
             self._tell_failure(task.key, words)
             return failed(task, words)
         if not await self._fetch(task, control) or control.is_called_off:
@@ -145,6 +146,22 @@ class Worker:
         )
         work = partial(self._train, task, session, control, request)
         return await loop.run_in_executor(self.thread, work)
+
+    def _why_lost(self, num_crashes: int) -> str:
+        """Return why a task is given up that earlier work did not finish; empty if it is not.
+
+        A trainer that exits would do so again, and the coordinator need not wait for that. One
+        that was killed, as by a system that is short of memory, goes on from its checkpoint once.
+        """
+        code = self.exit_code
+        if num_crashes and code is not None:
+            may_resume = code < 0 and num_crashes == 1 and bool(self.home.checkpoint())
+            if not may_resume:
+                how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+                return f"the training process ended in this task ({how})"
+        if num_crashes >= _MAX_CRASHES:
+            return f"the client's process crashed {_MAX_CRASHES} times in this task"
+        return ""
 
     def require_allowed(self, task: OpenTask) -> None:
         """Judge what is known of a task before its request is here.

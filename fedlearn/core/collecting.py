@@ -100,10 +100,13 @@ class Participations(Sequence[Participation]):
         return int((self.codes == STATUSES.index(status)).sum())
 
     def mean_loss(self) -> float:
-        """Return the mean training loss of the reports, weighted by examples; NaN if none."""
+        """Return the mean training loss of the reports, weighted by examples.
+
+        Clients whose loss is no finite number do not count in it. NaN: there are no others.
+        """
         import numpy as np  # noqa: PLC0415 (see above)
 
-        known = (self.codes == 0) & ~np.isnan(self.losses)
+        known = (self.codes == 0) & np.isfinite(self.losses)
         weights = np.where(known, self.num_examples, 0)
         total = int(weights.sum())
         return float(np.where(known, self.losses, 0.0) @ weights) / total if total else math.nan

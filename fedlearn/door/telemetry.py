@@ -6,6 +6,7 @@ its turn has no door yet. Whoever reaches the port cannot keep a supervisor from
 What each metric means stands in :mod:`fedlearn.door.meanings`.
 """
 
+import asyncio
 import logging
 import math
 from collections import deque
@@ -28,6 +29,11 @@ _STEP_S = 30.0  # to start or to stop; a bound, not a wait
 _STOP_S = 2.0
 _MAX_CONNECTIONS = 128  # at once; there is one supervisor, and one Prometheus
 _IDLE_S = 15.0  # that a connection may keep without a whole request
+
+
+#: Of requests, which are no news.
+_SILENT = logging.getLogger(f"{__name__}.requests")
+_SILENT.disabled = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,18 +117,39 @@ class Telemetry:
         return web.Response(status=web.HTTPNotFound.status_code)
 
 
+class _Handler(web.RequestHandler):
+    """What speaks on one connection; a peer that does not speak HTTP gets the status alone."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - it quotes what the peer has sent
+    ) -> web.StreamResponse:
+        """Answer what cannot be served, without quoting it."""
+        return super().handle_error(request, status, exc, web.HTTPBadRequest().reason)
+
+
 class _Server(web.Server):
     """Serves so many connections: the oldest makes room for the newest."""
 
     def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.Response]]) -> None:
         logger = logging.getLogger(__name__)
         logger.addFilter(_is_worth_a_line)
-        super().__init__(answer, access_log=None, keepalive_timeout=_IDLE_S, logger=logger)
+        super().__init__(answer)
+        self._logger = logger
         self._kept: deque[web.RequestHandler] = deque()
 
     def __call__(self) -> web.RequestHandler:
         """Return what speaks on a new connection."""
-        handler = super().__call__()
+        handler = _Handler(
+            self,
+            loop=asyncio.get_running_loop(),
+            access_log=_SILENT,
+            keepalive_timeout=_IDLE_S,
+            logger=self._logger,
+        )
         self._kept.append(handler)
         if len(self._kept) > _MAX_CONNECTIONS:
             self._kept.popleft().force_close()

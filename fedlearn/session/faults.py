@@ -1,6 +1,7 @@
 """What goes wrong in the user's code: said to the user with its place, to nobody else."""
 
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,21 @@ def described(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {words}"
 
 
-def reason_for(error: Exception) -> str:
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error of the user's code is a client's failure, as ``sys.exit`` is.
+
+    A KeyboardInterrupt in the main thread is Ctrl-C, and ends the run. In another thread only code
+    raises one.
+
+    Example:
+        >>> is_failure(SystemExit(3)), is_failure(KeyboardInterrupt())
+        (True, False)
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    return not (in_main and isinstance(error, KeyboardInterrupt))
+
+
+def reason_for(error: BaseException) -> str:
     """Return why a client failed: an error of fedlearn's says it all, another with its place."""
     return str(error) if isinstance(error, FedlearnError) else described(error)
 
@@ -50,7 +65,9 @@ def in_users_code() -> Iterator[None]:
         yield
     except FedlearnError:
         raise
-    except Exception as error:  # user code raises anything: one of three in the project
+    except BaseException as error:  # user code raises anything: one of three in the project
+        if not is_failure(error):
+            raise
         raise DeploymentError(f"{described(error)}; mend the trainer") from error
 
 

@@ -47,7 +47,7 @@ from fedlearn.secagg.plan import request_hash
 from fedlearn.secagg.releases import PastReleases
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
-from fedlearn.session.faults import described
+from fedlearn.session.faults import described, is_failure
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile, Pins
 from fedlearn.session.results import evaluate_reply, train_reply
@@ -81,7 +81,7 @@ def log_bounded(contribution: Contribution) -> None:
         log.info("values_cut_off", lanes=list(contribution.capped), advice=advice)
 
 
-def public_reason(error: Exception) -> str:
+def public_reason(error: BaseException) -> str:
     """Return what the coordinator is told: of user code the type alone, else what is to be done."""
     if isinstance(
         error,
@@ -129,7 +129,7 @@ class ClientSession:
     expanded: Expanded = nothing_expanded
     transforms: Collection[type[Transform]] = ()
     on_bounded: Callable[[Contribution], object] = log_bounded
-    reason_of: Callable[[Exception], str] = public_reason
+    reason_of: Callable[[BaseException], str] = public_reason
 
     def handle(
         self,
@@ -186,18 +186,20 @@ class ClientSession:
         except PolicyViolation as violation:
             self.on_refusal(violation)
             return encode(Failure(reason=str(violation))), after_failure(state)
-        except Exception as error:  # noqa: BLE001 - the client boundary: one of three in the project
+        except BaseException as error:  # the client boundary: one of three in the project
+            if not is_failure(error):
+                raise
             self._tell_failure(error)
             return encode(self._failure(error)), after_failure(state)
 
-    def _failure(self, error: Exception) -> Failure:
+    def _failure(self, error: BaseException) -> Failure:
         """Return what the coordinator is told, and whose fault it is if that is another client."""
         reason = self.reason_of(error)
         if isinstance(error, AggregationAborted) and error.culprits:
             return Accusation(reason=reason, client_id=ClientId(min(error.culprits)))
         return Failure(reason=reason)
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _tell_failure(self, error: BaseException) -> None:
         # Without the values of local variables, which are the data.
         lines = [] if isinstance(error, FedlearnError) else traceback.format_exception(error)
         trace = {"exception": "".join(lines)} if lines else {}

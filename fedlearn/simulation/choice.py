@@ -364,7 +364,10 @@ def _probe(job: Job, clock: Clock) -> _Speed:
         work = job.work(client_ids)
         return _Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))
 
-    client_ids, errors = np.arange(min(size, job.population.num_clients)), dict[int, Exception]()
+    client_ids, errors = (
+        np.arange(min(size, job.population.num_clients)),
+        dict[int, BaseException](),
+    )
     try:
         return timed(client_ids)
     except (DataError, EngineError) as error:

@@ -32,7 +32,7 @@ from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
 from fedlearn.core.reported import WeightedMeans
 from fedlearn.errors import EngineError, UnusableResult
-from fedlearn.session.faults import reason_for
+from fedlearn.session.faults import is_failure, reason_for
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.cluster import Cluster, gathered
 from fedlearn.simulation.executors.attempts import attempts
@@ -208,7 +208,7 @@ class Engine:
         reduction.begin(client_ids)
         # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
         report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
-        errors, reasons = dict[int, Exception](), dict[int, str]()
+        errors, reasons = dict[int, BaseException](), dict[int, str]()
         kept = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
@@ -270,7 +270,7 @@ class Engine:
         client_ids: NDArray[np.int64],
         request: RoundRequest,
         reasons: Mapping[int, str],
-        errors: Mapping[int, Exception],
+        errors: Mapping[int, BaseException],
     ) -> None:
         """Check that some client of the population can be trained, though none of a wave can.
 
@@ -294,7 +294,9 @@ class Engine:
         try:
             trained = self._train_block(np.asarray(client_ids), [request], local)
             _sent(np.asarray(client_ids), trained, [request])
-        except Exception:  # noqa: BLE001 - user code raises anything, here once more
+        except BaseException as error:  # user code raises anything, here once more
+            if not is_failure(error):
+                raise
             return False
         return True
 

@@ -15,7 +15,7 @@ from fedlearn.core.features import Features, cut, moved, tensors_of
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.session.faults import reason_for
+from fedlearn.session.faults import is_failure, reason_for
 from fedlearn.simulation.cluster import Cluster, gathered
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
 from fedlearn.training.resident import Measured, ResidentModel
@@ -157,7 +157,9 @@ class ClientEvaluator:
         """Return what :meth:`_measure` does; NaN for clients that fail, with ``reasons`` by id."""
         try:
             return self._measure(params, client_ids)
-        except Exception as error:  # noqa: BLE001 - a client boundary: user code raises anything
+        except BaseException as error:  # a client boundary: user code raises anything
+            if not is_failure(error):
+                raise
             if len(client_ids) == 1:
                 client_id = int(client_ids[0])
                 reasons[client_id] = reason = reason_for(error)

@@ -38,7 +38,7 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import delta_bytes
 from fedlearn.core.randomness import Seed
 from fedlearn.secagg.terms import Contribution
-from fedlearn.session.faults import reason_for
+from fedlearn.session.faults import is_failure, reason_for
 from fedlearn.session.secure import KeptState
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
@@ -152,7 +152,9 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             return encode(Failure(DROPPED_OUT)), state
         try:
             trainer = self._trainer(client_id, train)
-        except Exception as error:  # noqa: BLE001 - a client boundary: user code raises anything
+        except BaseException as error:  # a client boundary: user code raises anything
+            if not is_failure(error):
+                raise
             return encode(Failure(reason_for(error))), state
         secure = None if self.identities is None else self.identities.client(client_id)
         session = ClientSession(

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.errors import EngineError
+from fedlearn.session.faults import is_failure
 
 ResultT = TypeVar("ResultT")
 
@@ -14,7 +15,7 @@ ResultT = TypeVar("ResultT")
 def attempts(
     train: Callable[[NDArray[np.int64]], ResultT],
     block: NDArray[np.int64],
-    errors: dict[int, Exception],
+    errors: dict[int, BaseException],
 ) -> Iterator[tuple[NDArray[np.int64], ResultT]]:
     """Train a block; yield the places of the clients that trained, and what they give.
 
@@ -40,7 +41,7 @@ def attempts(
 def _retries(
     train: Callable[[NDArray[np.int64]], ResultT],
     singles: Sequence[NDArray[np.int64]],
-    errors: dict[int, Exception],
+    errors: dict[int, BaseException],
 ) -> Iterator[tuple[NDArray[np.int64], ResultT]]:
     """Train clients together that each trained alone; where that fails, one by one."""
     if not singles:
@@ -58,14 +59,16 @@ def _retries(
 def _attempt(
     train: Callable[[NDArray[np.int64]], ResultT],
     block: NDArray[np.int64],
-    errors: dict[int, Exception],
+    errors: dict[int, BaseException],
 ) -> ResultT | None:
     """Return what clients give, or ``None`` if they raise; the error of a single one is noted."""
     try:
         return train(block)
     except EngineError:
         raise
-    except Exception as error:  # noqa: BLE001 - a client boundary: user code raises anything
+    except BaseException as error:  # a client boundary: user code raises anything
+        if not is_failure(error):
+            raise
         if len(block) == 1:
             errors[int(block[0])] = error
         return None

@@ -1,5 +1,6 @@
 """What supervisors and Prometheus are told, over real HTTP."""
 
+import socket
 from dataclasses import dataclass, field
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -138,3 +139,25 @@ def test_an_address_in_use_is_an_error_with_the_key_to_change() -> None:
         serving(Told(), first.address),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        bytes(4000),
+        b"A" * 20_000,
+        b"\x16\x03\x01 a TLS handshake",
+        b"GET /" + b"%ff" * 5000 + b" HTTP/1.1",
+        b"GET / HTTP/1.1\r\nX: " + b"y" * 20_000,
+        b"GET http://[::bad HTTP/1.1\r\nHost: x",
+    ],
+)
+def test_garbage_gets_a_short_answer_that_does_not_quote_it(garbage: bytes) -> None:
+    with serving(Told()) as telemetry:
+        host, _, port = telemetry.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60.0) as stream:
+            stream.sendall(garbage + b"\r\n\r\n")
+            answer = b"".join(iter(lambda: stream.recv(65_536), b""))
+        assert answer.startswith(b"HTTP/1.0 400 ")
+        assert len(answer) <= 1000
+        assert got(telemetry, "/livez")[0] == 200

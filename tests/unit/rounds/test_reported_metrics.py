@@ -14,6 +14,7 @@ from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
+from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.reported import MAX_METRICS
@@ -108,3 +109,15 @@ def telling(metrics: Mapping[str, float], *, num_examples: int) -> Handler:
     lanes = {"delta": torch.zeros(2)}
     reply = TrainReply(round_num=4, lanes=lanes, num_examples=num_examples, metrics=metrics)
     return lambda _, state: (encode(reply), state)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_its_clients_and_not_the_rounds(loss: float) -> None:
+    rows = [
+        Participation(ClientId(0), Status.REPORTED, 1.0, 3, loss),
+        Participation(ClientId(1), Status.REPORTED, 1.0, 5, 0.5),
+    ]
+    found = Participations.of(rows)
+    assert found.mean_loss() == 0.5
+    assert str(found[0].loss) == str(loss)
+    assert math.isnan(Participations.of(rows[:1]).mean_loss())

@@ -244,7 +244,7 @@ def test_a_block_trains_again_without_those_that_fail(
             deltas_KP=values, lanes={}, losses_K=some / 1.0, num_examples_K=some, kept={}
         )
 
-    errors = dict[int, Exception]()
+    errors = dict[int, BaseException]()
     found = [(places.tolist(), each) for places, each in attempts(train, np.arange(4), errors)]
     assert [places for places, _ in found] == want
     assert {place: str(error) for place, error in errors.items()} == {
