@@ -31,7 +31,7 @@ class Reconnection:
         3600.0
     """
 
-    max_backoff_s: Positive = 60.0
+    max_backoff_s: Positive = 20.0
     max_absence_s: Positive = 3600.0
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -232,8 +233,9 @@ class Connector:
         self._on_event(AgentEvent.of(EventKind.CONNECTED, message=address))
         self.live, self.run_id = live, run_id
         self._post(Connected(run_id))
-        ends = [
+        ends: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._receive(live.session)),
+            asyncio.create_task(live.session.watch()),
             asyncio.create_task(live.leave.wait()),
         ]
         try:

@@ -53,6 +53,7 @@ from fedlearn.store.patience import Patience
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
+from fedlearn.transport import wire
 
 #: How long the database may be away in the middle of a run.
 _DATABASE_AWAY_S = 3600.0
@@ -158,6 +159,15 @@ def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientI
     """
     clients = patiently(registry.clients)
     return {each.client_id: each.lineage for each in clients if each.status == "active"}
+
+
+def _beat_s(lease_ttl_s: float) -> float:
+    """Return how often clients hear of a coordinator that another one may take over from.
+
+    They give it up after :data:`~fedlearn.transport.wire.MISSED_BEATS`, about as long after its
+    last word as its successor takes to lead: the next round begins within 10 s after the lease.
+    """
+    return (lease_ttl_s + 4.0) / wire.MISSED_BEATS
 
 
 @dataclass(eq=False)
@@ -289,6 +299,7 @@ class Coordinator:
             eligible=self.pieces.requirements.admits,
             is_leader=lease.is_held,
             clock=SystemClock(),
+            beat_s=_beat_s(section.lease_ttl_s) if database.is_shared else 0.0,
             needs_newest=reason_for_newest(self.pieces),
         )
         door.start()

@@ -31,6 +31,8 @@ _ENOUGH = "the coordinator has enough clients for now"
 
 _log = structlog.get_logger(__name__)
 
+_BEAT = wire_pb2.FromCoordinator(beat=wire_pb2.Beat()).SerializeToString()
+
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -161,8 +163,14 @@ class ServerSession:
         self._wake.set()
         self.is_cut.set()
 
-    async def write(self, context: Context, *, timeout_s: float, counters: DoorCounters) -> None:
-        """Send what is pushed until the session finishes or its client stops reading."""
+    async def write(
+        self, context: Context, *, timeout_s: float, beat_s: float, counters: DoorCounters
+    ) -> None:
+        """Send what is pushed until the session finishes or its client stops reading.
+
+        Where nothing is, a beat is sent every ``beat_s``, so that the client knows that this
+        coordinator lives; 0: none is.
+        """
         while True:
             while self._waiting:
                 message = self._waiting.popleft()
@@ -177,7 +185,11 @@ class ServerSession:
                 counters.bytes_out += len(message)
             if self.ending is not None:
                 return
-            await self._wake.wait()
+            try:
+                async with asyncio.timeout(beat_s or None):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._waiting.append(_BEAT)
             self._wake.clear()
 
 

@@ -101,6 +101,8 @@ class Door:
             clients say themselves who they are, for tests and demonstrations.
         eligible: Whether a client may be asked, by what it says of itself.
         is_leader: Whether this coordinator may accept replies now; cheap.
+        beat_s: Longest silence towards a client, in seconds, so that it knows that this
+            coordinator lives; 0: any, since no other can take over.
         needs_newest: Why the run needs clients of the newest protocol; empty: the one before will
             do.
         pace: How many clients may check in; ``None``: as many as it finds that it can take.
@@ -118,6 +120,7 @@ class Door:
     eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
     is_leader: Callable[[], bool]
     clock: RealClock
+    beat_s: float = 0.0
     needs_newest: str = ""
     pace: Pace | None = None
 
@@ -568,6 +571,7 @@ class Door:
             client_id=client.client_id,
             run_id=self.run_id,
             unix_s=self.clock.unix_s(),
+            beat_s=self._beat_s(hello.protocol),
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
         self._exchanges.answer_held(session)  # also if there is no room
@@ -577,11 +581,20 @@ class Door:
         if session.ending is not None and session.ending.code is not grpc.StatusCode.OK:
             raise Ended(*session.ending)
 
+    def _beat_s(self, protocol: int) -> float:
+        """Return how often a client hears something; those of version 2 take no beats."""
+        return self.beat_s if protocol == wire.PROTOCOL else 0.0
+
     async def _converse(self, session: ServerSession, context: Context) -> None:
         """Listen and speak until one side ends the session."""
         timeout_s = self.settings.stall_timeout_s
         writing = asyncio.create_task(
-            session.write(context, timeout_s=timeout_s, counters=self.counters)
+            session.write(
+                context,
+                timeout_s=timeout_s,
+                beat_s=self._beat_s(session.protocol),
+                counters=self.counters,
+            )
         )
         tasks = {
             asyncio.create_task(self._listen(session, context)),

@@ -128,6 +128,11 @@ class Database:
         with self.explained(), Session(engine) as session:
             yield session
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a coordinator on another machine can take over from one on this machine."""
+        return self._engine.dialect.name != "sqlite"
+
     def ending_blockers(self, session: Session) -> AbstractContextManager[None]:
         """End sessions that stand still and keep ``session`` waiting."""
         return ending_blockers(self._engine, session)

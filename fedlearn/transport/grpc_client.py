@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -39,7 +39,16 @@ from fedlearn.transport.content import enrolment_bytes, hashed
 #: How a client without a certificate says who it is; heard by a door without TLS only.
 NAME_METADATA = "fedlearn-client"
 
+#: Seconds that a connection may take to be made.
+CONNECT_S = 8
+
 _STALL_TIMEOUT_S = 60.0
+#: Until the coordinator answers a hello.
+_WELCOME_S = 15.0
+#: Between two looks at whether the coordinator is silent.
+_TICK_S = 1.0
+#: Silence, in seconds, for which a download may keep beats waiting on a slow connection.
+_SLOW_S = 30.0
 _MAX_CHARACTERS = 500  # of a coordinator's explanation: it ends up in logs and dialogs
 _WITH_A_REASON = {"cancel", "come_back", "receipt"}
 
@@ -47,7 +56,9 @@ _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", wire.KEEPALIVE_S * 1000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", wire.KEEPALIVE_ANSWER_S * 1000),
+    # Until a connection is there, TLS included: one to a frozen coordinator never is.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_S * 1000),
     ("grpc.http2.max_pings_without_data", 0),  # a session is silent while its client trains
     ("grpc.enable_retries", 0),  # they would buffer uploads; the runtime retries
     ("grpc.use_local_subchannel_pool", 1),  # or a new connection inherits an old one's back-off
@@ -100,9 +111,9 @@ class DoorSession:
     Several tasks may send, and one may receive at a time.
     """
 
-    def __init__(self, call: "_Call", *, welcome: wire_pb2.Welcome) -> None:
+    def __init__(self, call: "_Call", *, welcome: wire_pb2.Welcome, life: "_Life") -> None:
         self.welcome = welcome
-        self._call = call
+        self._call, self._life = call, life
 
     async def send(self, message: wire_pb2.FromClient) -> None:
         """Send one message; returns when the transport has taken it."""
@@ -115,10 +126,57 @@ class DoorSession:
         to wait for something else as well, keep the task.
         """
         message = await self._call.read(wire_pb2.FromCoordinator)
+        while message is not None and message.WhichOneof("what") == "beat":
+            message = await self._call.read(wire_pb2.FromCoordinator)
         if message is not None and (what := message.WhichOneof("what")) in _WITH_A_REASON:
             part = getattr(message, what)
             part.reason = _words(part.reason)
         return message
+
+    async def watch(self) -> NoReturn:
+        """Raise once the coordinator has missed its beats.
+
+        A coordinator that stands still keeps its connections, so that nothing else tells. Silence
+        is counted in ticks of this process: while it does not run itself, as in a training that
+        holds the interpreter, no time passes.
+
+        Raises:
+            ConnectionError: The coordinator is silent.
+        """
+        beat_s, life = self.welcome.beat_s, self._life
+        if not 0.0 < beat_s < math.inf:
+            await asyncio.Event().wait()
+        tick_s = min(_TICK_S, beat_s)
+        while True:
+            limit_s = wire.MISSED_BEATS * beat_s
+            if life.num_downloads:
+                limit_s = max(limit_s, _SLOW_S)
+            if life.num_ticks * tick_s >= limit_s:
+                raise ConnectionError(f"the coordinator has been silent for {limit_s:g} s")
+            await asyncio.sleep(tick_s)
+            life.num_ticks += 1
+
+
+@dataclass
+class _Life:
+    """What shows that the other end of a connection lives.
+
+    Attributes:
+        num_ticks: Since something came.
+        num_downloads: That are under way.
+    """
+
+    num_ticks: int = 0
+    num_downloads: int = 0
+
+    @contextmanager
+    def downloading(self) -> Iterator[None]:
+        """Count a download while the block runs."""
+        self.num_downloads += 1
+        try:
+            yield
+        finally:
+            self.num_downloads -= 1
 
 
 class DoorConnection:
@@ -150,6 +208,7 @@ class DoorConnection:
         self._channel = _channel(address, credentials)
         self._metadata = ((NAME_METADATA, name),) if name and not credentials else ()
         self._stall_timeout_s = stall_timeout_s
+        self._life = _Life()
 
     async def __aenter__(self) -> Self:
         return self
@@ -179,7 +238,7 @@ class DoorConnection:
                 except OtherProtocol as error:
                     refusal = refusal or error
                     continue
-                yield DoorSession(call, welcome=welcome)
+                yield DoorSession(call, welcome=welcome, life=self._life)
                 return
         assert refusal is not None  # there is a protocol
         raise refusal
@@ -190,7 +249,7 @@ class DoorConnection:
         own.CopyFrom(hello)
         own.protocol = protocol
         await call.write(wire_pb2.FromClient(hello=own))
-        first = await call.read(wire_pb2.FromCoordinator, patiently=False)
+        first = await call.read(wire_pb2.FromCoordinator, within_s=_WELCOME_S)
         welcome = self._welcome(first)
         if welcome.protocol != protocol:
             raise OtherProtocol(
@@ -284,7 +343,7 @@ class DoorConnection:
         """Write what the coordinator sends from ``offset`` on to the end of ``path``."""
         with _local(path):
             stream = path.open("ab")
-        with stream, self._call("Download") as call:
+        with stream, self._life.downloading(), self._call("Download") as call:
             await call.write(wire_pb2.DownloadRequest(digest=digest, offset=offset))
             await call.end_writing()
             while chunk := await call.read(wire_pb2.Chunk, patiently=False):
@@ -306,6 +365,7 @@ class DoorConnection:
             address=self._address,
             metadata=self._metadata,
             stall_timeout_s=self._stall_timeout_s,
+            life=self._life,
         )
         try:
             yield call
@@ -409,11 +469,12 @@ class _Call:
         address: str,
         metadata: tuple[tuple[str, str], ...],
         stall_timeout_s: float,
+        life: _Life,
     ) -> None:
         start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
         self._call = start(metadata=metadata)
         self._address = address
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s, self._life = stall_timeout_s, life
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._status: tuple[grpc.StatusCode, str] | None = None
         self._come_back_s: float | None = None
@@ -434,12 +495,22 @@ class _Call:
         with self._failures():
             await self._call.done_writing()
 
-    async def read(self, kind: type[M], *, patiently: bool = True) -> M | None:
-        """Return the next message, None at the end; ``patiently``: however long it takes."""
+    async def read(
+        self, kind: type[M], *, patiently: bool = True, within_s: float = math.inf
+    ) -> M | None:
+        """Return the next message, None at the end.
+
+        Args:
+            kind: What it is.
+            patiently: However long it takes, up to ``within_s``; else like any message.
+            within_s: After so long there is no answer.
+        """
+        most_s = within_s if patiently else min(within_s, self._stall_timeout_s)
         try:
-            with self._failures():
-                async with asyncio.timeout(None if patiently else self._stall_timeout_s):
+            with self._failures(waits_s=most_s):
+                async with asyncio.timeout(most_s if math.isfinite(most_s) else None):
                     data = await self._call.read()
+            self._life.num_ticks = 0
         except _Ended:
             return None
         if not isinstance(data, bytes):
@@ -479,15 +550,14 @@ class _Call:
         return ConnectionError(told)
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _failures(self, *, waits_s: float | None = None) -> Iterator[None]:
+        waits_s = self._stall_timeout_s if waits_s is None else waits_s
         try:
             yield
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the call has ended
             raise self._failure() from error
         except TimeoutError as error:
-            raise ConnectionError(
-                f"{self._address} has been silent for {self._stall_timeout_s:g} s"
-            ) from error
+            raise ConnectionError(f"{self._address} has been silent for {waits_s:g} s") from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():

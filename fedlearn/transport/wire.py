@@ -32,8 +32,13 @@ MAX_MESSAGE_BYTES = CHUNK_BYTES + MAX_INLINE_BYTES
 #: client shall come back, as a decimal number; within a session that is a message.
 COME_BACK_METADATA = "fedlearn-come-back-s"
 
-#: Seconds between a client's pings on a silent connection; the door must take such a pace.
-KEEPALIVE_S = 30
+#: Seconds between a client's pings on a silent connection, and until an answer is late. Together
+#: less than the 30 s in which a client finds a new way to its coordinator. Doors of version 2 end
+#: connections with pings every 15 s or more often.
+KEEPALIVE_S, KEEPALIVE_ANSWER_S = 18, 8
+
+#: Beats that may be missing until a coordinator is taken for dead.
+MISSED_BEATS = 3
 
 #: Full names of the services' methods.
 DOOR = "fedlearn.v1.Door"

@@ -101,18 +101,20 @@ class FromClient(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "software", "client_id", "run_id", "unix_s")
+    __slots__ = ("protocol", "software", "client_id", "run_id", "unix_s", "beat_s")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    BEAT_S_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     client_id: int
     run_id: str
     unix_s: float
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
+    beat_s: float
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., beat_s: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("key", "digest", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal", "last_round_num", "constants_digest", "constants_bytes")
@@ -177,20 +179,26 @@ class Receipt(_message.Message):
     def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., verdict: _Optional[_Union[Receipt.Verdict, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class FromCoordinator(_message.Message):
-    __slots__ = ("welcome", "task", "cancel", "come_back", "receipt", "ahead")
+    __slots__ = ("welcome", "task", "cancel", "come_back", "receipt", "ahead", "beat")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     COME_BACK_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     task: Task
     cancel: Cancel
     come_back: ComeBack
     receipt: Receipt
     ahead: Task
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., come_back: _Optional[_Union[ComeBack, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., ahead: _Optional[_Union[Task, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., come_back: _Optional[_Union[ComeBack, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., ahead: _Optional[_Union[Task, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DownloadRequest(_message.Message):
     __slots__ = ("digest", "offset")

@@ -56,7 +56,7 @@ between = ["22:00", "06:00"]
 num_workers = 4
 
 [reconnection]
-max_backoff_s = 20.0
+max_backoff_s = 40.0
 max_absence_s = 600.0
 """
 
@@ -112,7 +112,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     conditions = Conditions(on_power=True, idle=True, unmetered=True, between=("22:00", "06:00"))
     assert config.to_conditions() == conditions
     assert config.training.num_workers == 4
-    reconnection = Reconnection(max_backoff_s=20.0, max_absence_s=600.0)
+    reconnection = Reconnection(max_backoff_s=40.0, max_absence_s=600.0)
     assert config.to_reconnection() == reconnection
     for value, default in (
         (secure, SecureAggregationPolicy()),

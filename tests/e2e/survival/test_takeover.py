@@ -98,3 +98,21 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
         return
     audit(site)
     assert site.trained(1) == [0, 0], "once before it was killed itself, and once after"
+
+
+def test_a_round_goes_on_soon_after_its_leader_stands_still(site: VotingSite) -> None:
+    """Clients hear nothing, and look for the other coordinator: the one that froze ends no call."""
+    site.hurries = False
+    first, second = two(site, num_rounds=2)
+    clock = SystemClock()
+    with stalls() as stalled:
+        with site.holding(2):
+            site.populate()
+            until(lambda: site.told(0, "accepted") == {0} == site.told(1, "accepted"))
+            first.send(signal.SIGSTOP)
+            stopped_s = clock.now_s()
+        until(lambda: len(site.rounds()) > 0)
+        took_s = clock.now_s() - stopped_s
+    assert took_s < _TTL_S + 10.0 + stalled.seconds
+    assert second.wait() == 0, second.tail()
+    audit(site)

@@ -6,6 +6,8 @@ import pytest
 
 from fedlearn.client.backoff import Backoff, Reconnection
 from fedlearn.errors import ConfigError
+from fedlearn.transport import wire
+from fedlearn.transport.grpc_client import CONNECT_S
 
 
 def test_waits_double_up_to_their_bound() -> None:
@@ -44,3 +46,9 @@ def test_bounds_that_are_none_are_refused() -> None:
     """With their place."""
     with pytest.raises(ConfigError, match=r"reconnection\.max_backoff_s is 0"):
         Reconnection(max_backoff_s=0.0)
+
+
+def test_a_client_is_back_within_30_s_of_its_network() -> None:
+    """Whether it was looking for its coordinator then, or did not know that it was cut off."""
+    assert Reconnection().max_backoff_s + CONNECT_S <= 30.0
+    assert wire.KEEPALIVE_S + wire.KEEPALIVE_ANSWER_S + 2.0 <= 30.0

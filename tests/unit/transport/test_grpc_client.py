@@ -31,6 +31,7 @@ from fedlearn.transport.grpc_client import (
     enrol,
 )
 from fedlearn.transport.wire_pb2 import (
+    Beat,
     Cancel,
     Chunk,
     ComeBack,
@@ -1106,5 +1107,50 @@ def test_an_enrolment_without_an_answer_is_a_connection_error() -> None:
             )
             with pytest.raises(ConnectionError, match="without an answer"):
                 await enrol(address, invitation, Identity.create())
+
+    run(test)
+
+
+# --- a coordinator that stands still
+
+
+def test_a_coordinator_that_misses_its_beats_is_given_up() -> None:
+    """One that beats is not, however little it says; and beats are not passed on."""
+    welcome = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, beat_s=0.02))
+    num_beats = 10 * wire.MISSED_BEATS
+
+    async def beats(door: Door, context: Context) -> None:
+        await context.read()
+        await context.write(welcome.SerializeToString())
+        for _ in range(num_beats):
+            await context.write(FromCoordinator(beat=Beat()).SerializeToString())
+            await asyncio.sleep(0.02)
+        await context.write(FromCoordinator(cancel=Cancel(reason="now")).SerializeToString())
+        await door.for_ever()
+
+    async def test() -> None:
+        async with (
+            serving(Door(session=beats)) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            watching = asyncio.create_task(session.watch())
+            assert await session.receive() == FromCoordinator(cancel=Cancel(reason="now"))
+            assert not watching.done()
+            with pytest.raises(ConnectionError, match="silent"):
+                await watching
+
+    run(test)
+
+
+def test_a_coordinator_that_promises_no_beats_may_be_silent() -> None:
+    async def test() -> None:
+        async with (
+            serving(Door(session=_welcomes)) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.watch(), 0.2)
 
     run(test)
