@@ -207,7 +207,8 @@ class Fragile:
 
     Attributes:
         examples: What there is without.
-        faults: What happens in rank 1, by the step: "stall", "kill", "kill torchrun" or "refuse".
+        faults: What happens in rank 1, by the step: "stall", "kill", "kill torchrun", "refuse",
+            "bug" or "shapes".
         marks: A folder that tells which have happened.
     """
 
@@ -233,6 +234,10 @@ class Fragile:
                     os.kill(os.getppid(), signal.SIGKILL)
                 case "refuse":
                     raise DataError("the examples of step 3 cannot be read; mend the file")
+                case "bug":
+                    raise KeyError("age")
+                case "shapes":
+                    torch.mm(torch.zeros(2, 3), torch.zeros(2, 3))
         return self.examples.batch(positions)
 
 

@@ -26,6 +26,8 @@ app = typer.Typer()
 
 #: Processes of one machine: beyond, its cores are measured, not a network.
 _MOST_PROCESSES = 64
+#: There are no rounds, so that they ask more clients than there are is no matter.
+_NOBODY_IS_ASKED = ("cohort.num_wanted=auto", "stragglers.min_reports=half")
 
 
 @app.command(
@@ -69,7 +71,8 @@ def train(
     from fedlearn.experiment.training_progress import training_progress
     from fedlearn.parallel.worker import end
 
-    config = load(experiment, overrides=overrides or ()).resolved(num_clients=None)
+    config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
+    config = config.resolved(num_clients=config.num_partitioned)
     here = site(config, runs_dir=runs_dir, data_dir=data_dir)
     kept = (folder or here.addresses.runs_dir) / f"training-{config_hash(config)[:12]}"
     path = output or Path("model.safetensors")
@@ -123,7 +126,8 @@ def memory(
     from fedlearn.experiment.comparison import json_text
     from fedlearn.experiment.memory import outlook, outlook_of, picture
 
-    config = load(experiment, overrides=overrides or ()).resolved(num_clients=None)
+    config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
+    config = config.resolved(num_clients=config.num_partitioned)
     if parameters is None:
         found = outlook(config, site(config, data_dir=data_dir))
     else:

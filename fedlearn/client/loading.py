@@ -161,10 +161,7 @@ def _no_module(place: str) -> DeploymentError:
 
 def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
-        path = _file(place)
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))  # as for a script: its neighbours can be imported
-        return module_in(path)
+        return module_in(_file(place))
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:

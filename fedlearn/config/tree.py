@@ -467,8 +467,7 @@ class Config(Section):
             text = f"is {minimum}, above cohort.num_wanted ({wanted}); lower it to at most {wanted}"
             yield Problem(("stragglers.min_reports", "cohort.num_wanted"), text)
             return
-        partition = getattr(self.data, "partition", None)
-        num_clients = getattr(partition, "num_clients", math.inf)
+        num_clients = self.num_partitioned or math.inf
         asked = self._num_asked
         if self.asynchronous.is_on and asked > num_clients:
             keys = ("asynchronous.buffer_size", "cohort.num_wanted", "data.partition.num_clients")
@@ -517,6 +516,11 @@ class Config(Section):
         if self.stragglers.deadline_s == "auto":
             tree["stragglers"]["deadline_s"] = REAL_DEADLINE_S if num_clients is None else "none"
         return checked(Config, tree, sources=Sources("the configuration"))
+
+    @property
+    def num_partitioned(self) -> int | None:
+        """Clients that the data are divided among; ``None``: the data say, or there are none."""
+        return getattr(getattr(self.data, "partition", None), "num_clients", None)
 
     def straggler_policy(self) -> StragglerPolicy:
         """Return the policy that ``cohort`` and ``stragglers`` of a resolved tree describe."""

@@ -8,7 +8,10 @@ from types import ModuleType
 
 
 def module_in(path: Path) -> ModuleType:
-    """Import a file, once in a process as any module; what it raises passes."""
+    """Import a file, once in a process as any module; what it raises passes.
+
+    Its neighbours can be imported from then on, as those of a script can.
+    """
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
     name = f"{path.stem}_{digest[:8]}"
     if name in sys.modules:
@@ -17,6 +20,8 @@ def module_in(path: Path) -> ModuleType:
     assert spec is not None  # a name that ends in .py is a Python file's
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
     sys.modules[name] = module  # dataclasses in it look their module up there
     try:
         spec.loader.exec_module(module)

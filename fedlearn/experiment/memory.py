@@ -1,7 +1,7 @@
 """What a training of the coordinator takes in memory: ``fedlearn memory``."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from fedlearn.core.files import write_durably
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.site import Site
-from fedlearn.parallel.memory import KINDS, Counted, Memory, predict
+from fedlearn.parallel.live_tensors import bytes_of
+from fedlearn.parallel.memory import KINDS, Counted, Memory, predict, without_data
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -74,12 +75,13 @@ def outlook(config: Config, site: Site) -> Outlook:
         DataError: Data are missing.
     """
     task = server_task(build.alone(config, data_dir=site.addresses.data_dir))
+    task = replace(task, make_model=without_data(task.make_model))
     task.require_fitting()
     features, labels = task.stream.batch(range(1))
     stages = predict(
         task.make_model, task.plan, features=features, labels=labels, objective=task.objective
     )
-    storage = sum(each.nbytes for each in task.make_model().parameters())
+    storage = bytes_of(task.make_model().parameters())
     return Outlook(str(task.plan.spread.mesh), stages, storage)
 
 

@@ -356,12 +356,19 @@ def run(
         after_step: Such as what keeps a checkpoint; may raise to end the training.
 
     Raises:
-        Diverged: The loss is not finite.
+        DataError: The loss of the first batch is not finite.
+        Diverged: A later loss is not finite.
     """
     losses, began_s = list[Tensor](), clock.now_s()
     with _own_randomness(engine.device), engine.reading(until=until):
         while engine.step_num < until:
             losses.append(engine.take_step())
+            if engine.step_num == 1 and not math.isfinite(engine.mean_losses(losses).item()):
+                raise DataError(
+                    "the loss of the first batch is not finite, before any weight has moved; look "
+                    "for NaN or infinity in the examples, and in the weights that the model begins "
+                    "with"
+                )
             if engine.step_num % report_every == 0 or engine.step_num == until:
                 now_s = clock.now_s()
                 told = engine.told(losses, seconds=now_s - began_s)

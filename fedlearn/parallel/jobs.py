@@ -104,6 +104,11 @@ class Folder:
         return self.path / "failure.txt"
 
     @property
+    def error(self) -> Path:
+        """Why a rank ended last; ranks that are started again may do better."""
+        return self.path / "error.txt"
+
+    @property
     def log(self) -> Path:
         """What its processes wrote."""
         return self.path / "log.txt"
@@ -312,10 +317,9 @@ def _apart(
 
     result = checkpoints.latest(folder.checkpoints)
     if process.returncode or result is None:
-        said = folder.log.read_text(errors="replace")[-_LOG_TOLD:]
         raise EngineError(
             f"the training in {folder.path} failed (exit code {process.returncode}), after it was "
-            f"started again {job.max_restarts} times at most; its processes wrote last:\n{said}"
+            f"started again {job.max_restarts} times at most; {_last_words(folder)}"
         )
     return checkpoints.read(result)
 
@@ -364,6 +368,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 break
     process.kill()
     process.wait()
+
+
+def _last_words(folder: Folder) -> str:
+    """Return what a rank ended by, or else what the processes wrote."""
+    if folder.error.exists():
+        return f"a process ended by {folder.error.read_text()}"
+    said = folder.log.read_text(errors="replace")[-_LOG_TOLD:]
+    return f"its processes wrote last:\n{said}"
 
 
 def _failed(folder: Folder) -> Exception:

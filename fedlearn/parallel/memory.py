@@ -162,8 +162,7 @@ def predict(
             for values of tensors.
     """
     with _without_data():
-        with torch.device("meta"):
-            module = make_model()
+        module = without_data(make_model)()
         # What is computed in half precision hangs on the device, which "meta" does not tell.
         with FakeTensorMode():
             _place(module, device)
@@ -488,6 +487,19 @@ class _Tracer(TorchDispatchMode):
             for key, size in sizes.items()
             if key not in self._weights and key not in self._free
         }
+
+
+def without_data(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return what builds a model whose tensors have no data: one of any size takes no memory.
+
+    What is returned raises ConfigError where the model asks for values of tensors.
+    """
+
+    def make() -> nn.Module:
+        with _without_data(), torch.device("meta"):
+            return make_model()
+
+    return make
 
 
 @contextmanager

@@ -38,11 +38,16 @@ class Task:
         """Refuse what would end, or hang, in the middle: before any process is started.
 
         Raises:
-            ConfigError: The model cannot be cut as the mesh asks, batches must not be cut, or
-                nothing would be saved by computing blocks again.
+            ConfigError: A batch is larger than the data, the model cannot be cut as the mesh asks,
+                batches must not be cut, or nothing would be saved by computing blocks again.
         """
         spread, mesh = self.plan.spread, self.plan.spread.mesh
-        num_parts = self._num_parts
+        num_parts, size, num_examples = self._num_parts, self.plan.batch_size, len(self.stream)
+        if size > num_examples:
+            raise ConfigError(
+                f"batch_size is {size}, but there are {num_examples} examples, and a batch has "
+                f"none of them twice; set batch_size to {num_examples} at most"
+            )
         loss = self.objective
         if num_parts > 1 and isinstance(loss, CrossEntropy) and loss.class_weights is not None:
             raise ConfigError(

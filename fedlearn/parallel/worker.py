@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from fedlearn.errors import ConfigError, FedlearnError
+from fedlearn.errors import ConfigError, EngineError, FedlearnError
 from fedlearn.parallel import checkpoints
 from fedlearn.parallel.engine import Engine
 from fedlearn.parallel.jobs import PROGRESS, Folder, Job, begin, device_of, ended, follow, told
@@ -24,6 +25,8 @@ from fedlearn.training.trainer import UNATTENDED
 
 #: Longest wait for another rank in one operation: a dead one is found sooner, by torchrun.
 _TIMEOUT = timedelta(minutes=10)
+#: Where torch waits for other ranks.
+_WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
 
 def main() -> None:
@@ -32,6 +35,7 @@ def main() -> None:
     if folder.failure.exists():  # a restart would end so again
         sys.exit(1)
     job = json.loads(folder.job.read_text())
+    folder.error.unlink(missing_ok=True)  # of ranks that were started before
     try:
         device = join()
         task = _made(job["task"])(**job["arguments"])
@@ -39,12 +43,46 @@ def main() -> None:
         follow(engine, folder, job=job, control=UNATTENDED, report=tell)
         checkpoints.save(engine, folder.checkpoints, keep=1)
     except FedlearnError as error:
-        written = folder.path / f"failure-{os.getpid()}"
-        written.write_text(f"{type(error).__name__}\n{error}")
-        written.rename(folder.failure)  # whole, if it is there
+        _write_whole(folder.failure, f"{type(error).__name__}\n{error}")
         sys.exit(1)
+    except Exception as error:
+        if _would_come_again(error):
+            _write_whole(folder.failure, f"{EngineError.__name__}\n{_told(error)}")
+            sys.exit(1)
+        if not folder.error.exists():  # of the ranks that fail then, the first has the cause
+            _write_whole(folder.error, _told(error))
+        raise
     dist.destroy_process_group()
     end()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    written = path.with_name(f"{path.name}-{os.getpid()}")
+    written.write_text(text)
+    written.rename(path)
+
+
+def _would_come_again(error: Exception) -> bool:
+    """Return whether ranks that are started again would end so, too.
+
+    What another rank's death causes is a RuntimeError of torch's, from where it waits for others.
+    """
+    if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
+        return False
+    waits = any(part in _frames(error)[-1].filename for part in _WAITING)
+    return not (isinstance(error, RuntimeError) and waits)
+
+
+def _told(error: Exception) -> str:
+    """Return an error with the line of the user's code that it comes from, if there is one."""
+    not_own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    own = [each for each in _frames(error) if not each.filename.startswith(not_own)]
+    place = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
+    return f"{place}{type(error).__name__}: {error}"
+
+
+def _frames(error: Exception) -> traceback.StackSummary:
+    return traceback.extract_tb(error.__traceback__)
 
 
 def train_as_rank(

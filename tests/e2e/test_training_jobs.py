@@ -153,10 +153,20 @@ def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path
     assert (job.folder / "checkpoints" / "step-2" / ".metadata").exists()
 
 
-def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("refuse", DataError, "^the examples of step 3 cannot be read; mend the file$"),
+        ("bug", EngineError, r"^\S+trainings\.py, line \d+, in batch: KeyError: 'age'$"),
+        ("shapes", EngineError, r"^\S+trainings\.py, line \d+, in batch: RuntimeError: mat1 and"),
+    ],
+)
+def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
+    fault: str, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
     watch = Watch()
-    job = job_in(tmp_path, faults={"3": "refuse"}, max_restarts=3)
-    with pytest.raises(DataError, match="the examples of step 3 cannot be read; mend the file"):
+    job = job_in(tmp_path, faults={"3": fault}, max_restarts=3)
+    with pytest.raises(kind, match=message):
         train(job, start=None, control=watch, report=watch.report)
     assert not left_in(tmp_path)
     assert made_in(tmp_path) == 3  # this process, to look at it, and two ranks

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedlearn.errors import Cancelled, ConfigError, Diverged, StoreError
+from fedlearn.errors import Cancelled, ConfigError, DataError, Diverged, StoreError
 from fedlearn.parallel.engine import Engine
 from fedlearn.parallel.jobs import Folder, Job, follow, train
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.task import Progress, Task
-from tests.trainings import NUM_STEPS, InOrder, alone, outcome, task_of
+from tests.trainings import BATCH_SIZE, NUM_STEPS, InOrder, alone, outcome, task_of
 
 
 class Watch:
@@ -93,13 +93,24 @@ def test_a_start_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
-    examples = InOrder.small()
-    broken = InOrder(torch.full_like(examples.features, torch.inf), examples.labels)
-    watch = Watch()
-    job = job_in(tmp_path, replace(task_of(), stream=broken))
-    with pytest.raises(Diverged, match="the loss is nan after step 1; lower the learning rate"):
+    job, watch = job_in(tmp_path, replace(task_of(), stream=_infinite(BATCH_SIZE))), Watch()
+    with pytest.raises(Diverged, match="the loss is nan after step 2; lower the learning rate"):
         train(job, start=None, control=watch, report=watch.told.append)
-    assert [each.step_num for each in watch.told] == [1]
+    assert [each.step_num for each in watch.told] == [1, 2]
+
+
+def test_a_first_loss_that_is_not_finite_is_no_matter_of_the_learning_rate(tmp_path: Path) -> None:
+    job, watch = job_in(tmp_path, replace(task_of(), stream=_infinite(0))), Watch()
+    with pytest.raises(DataError, match=r"first batch is not finite, .* look for NaN"):
+        train(job, start=None, control=watch, report=watch.told.append)
+    assert not watch.told
+
+
+def _infinite(first: int) -> InOrder:
+    """Return examples that are infinite from one on."""
+    examples = InOrder.small()
+    examples.features[first:] = torch.inf
+    return examples
 
 
 def test_other_processes_need_names(tmp_path: Path) -> None:

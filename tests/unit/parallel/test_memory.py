@@ -212,6 +212,23 @@ def test_the_command_tells_of_each_stage(
 
 
 @pytest.mark.usefixtures("surroundings")
+def test_a_model_that_no_machine_could_hold_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nobody is asked: there may be fewer clients than in a usual round."""
+    (tmp_path / "huge.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Linear(64, 10**12), nn.ReLU(), nn.Linear(10**12, 10))\n"
+    )
+    model = f'model = {{kind = "python", factory = "{tmp_path}/huge.py:make"}}\n'
+    (tmp_path / "e.toml").write_text(model + '[data]\nsource = "digits"\npartition.num_clients = 5')
+    code, out, err = told(f"{tmp_path}/e.toml", capsys=capsys)
+    assert code == 0, err
+    assert "the model's parameters: 279396.77 GiB" in out
+
+
+@pytest.mark.usefixtures("surroundings")
 def test_the_command_takes_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = told("--parameters=175e9", "--bytes=2", capsys=capsys)
     assert "325.96 GiB" in out

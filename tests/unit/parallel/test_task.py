@@ -18,7 +18,7 @@ from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import Sgd
 from fedlearn.parallel.parts import Cut, stage_of
 from fedlearn.parallel.task import Task
-from tests.trainings import BATCH_SIZE, InOrder, alone, task_of, transformer
+from tests.trainings import BATCH_SIZE, NUM_EXAMPLES, InOrder, alone, task_of, transformer
 
 PAIR = Mesh(replicate=2)
 STAGES: dict[str, Any] = {"mesh": Mesh(pipeline=2), "num_micro_batches": 2}
@@ -192,11 +192,17 @@ def test_a_loss_that_couples_examples_is_not_cut() -> None:
     replace(task_of(mesh=Mesh(tensor=2)), objective=coupled).require_fitting()
 
 
+def test_a_batch_is_no_larger_than_the_data() -> None:
+    few = replace(task_of(), stream=InOrder(torch.zeros(15, 3, 8), torch.zeros(15).long()))
+    with pytest.raises(ConfigError, match="batch_size is 16, but there are 15 examples"):
+        few.require_fitting()
+
+
 def test_a_pipeline_takes_one_input() -> None:
     @dataclass(frozen=True)
     class Several:
         def __len__(self) -> int:
-            return 4
+            return NUM_EXAMPLES
 
         def batch(self, positions: range) -> tuple[Features, Tensor]:
             rows = torch.zeros(len(positions), 3, 8)

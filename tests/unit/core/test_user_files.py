@@ -1,0 +1,33 @@
+"""Files that a user names by their path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedlearn.core.user_files import module_in
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file adds to the path of modules is taken away again."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_a_file_may_import_its_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "model.py").write_text("from layers_of_mine import WIDTH\n")
+    (folder / "layers_of_mine.py").write_text("WIDTH = 3\n")
+    monkeypatch.chdir(tmp_path)
+    assert module_in(Path("project/model.py")).WIDTH == 3
+    assert module_in(folder / "model.py") is module_in(Path("project/model.py"))
+
+
+def test_a_file_that_raises_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        module_in(path)
+    path.write_text("WIDTH = 3\n")
+    assert module_in(path).WIDTH == 3
