@@ -53,9 +53,8 @@ def _long(seed: int, *, skip: int, num: int) -> int:
         verdict = judge(c)
         counts[verdict.kind] += 1
         if verdict.kind == "disagrees":
-            smallest = shrink(c)
-            _say(f"configuration {number} disagrees; smallest:", *judge(smallest).problems)
-            _say(f"  python -m tests.oracle --only '{smallest.to_json()}'")
+            _say(f"configuration {number} disagrees:", *verdict.problems)
+            _say(f"  smallest: python -m tests.oracle --only '{shrink(c).to_json()}'")
         if number % 100 == 99:
             _say(f"{number + 1} done: {dict(counts)}; go on with --seed {seed} --skip {number + 1}")
     _say(f"{sum(counts.values())} configurations: {dict(counts)}")

@@ -12,6 +12,11 @@ from typing import Any, Self
 #: Clients in every population, and the rounds of every run.
 NUM_CLIENTS, NUM_ROUNDS = 6, 3
 
+#: Places where clients are sessions, not parts of one engine; the first one is in memory.
+SESSIONS = ("memory", "flower", "grpc")
+#: Places where clients are reached as deployed ones are.
+DEPLOYED = ("flower", "grpc")
+
 Value = str | int | float | bool
 
 
@@ -102,6 +107,7 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "objective": (
         "cross_entropy",
         "weighted",
+        "label_smoothing",
         "ignored",
         "squared_error",
         "binary",
@@ -138,9 +144,9 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "devices": ("ideal", "slow", "flaky"),
     "stragglers": ("wait", "some", "oversample", "retry", "skip"),
     "sampling": ("uniform", "own"),
-    "privacy": ("off", "central", "local", "distributed", "example"),
+    "privacy": ("off", "central", "adaptive", "banded", "local", "distributed", "example"),
     "secure": ("off", "protocol", "modular_sum"),
-    "place": ("sequential", "vmap", "fused", "memory"),
+    "place": ("sequential", "vmap", "fused", "memory", "flower", "grpc", "compiled"),
     "workers": (1, 2),
     "block_size": (3, 1),
     "slab": (False, True),
@@ -151,6 +157,9 @@ OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "metric": (False, True),
     "seed": (0, 1),
 }
+
+#: The same without the places where a run takes seconds.
+QUICK_OPTIONS = {**OPTIONS, "place": ("sequential", "vmap", "fused", "memory")}
 
 assert list(OPTIONS) == [field.name for field in fields(Configuration)]
 assert all(getattr(Configuration(), name) == values[0] for name, values in OPTIONS.items())

@@ -6,32 +6,42 @@ most new pairs. A refusal would hide every other pair in a configuration, so com
 by no rule; a pair that is refused whatever stands beside it is a configuration of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from tests.oracle.configuration import OPTIONS, Configuration, Value
+from tests.oracle.configuration import DEPLOYED, OPTIONS, SESSIONS, Configuration, Value
 from tests.oracle.reference.refusals import is_asynchronous, reasons
 
+#: Options that change the shapes of what is compiled.
+SHAPES = (
+    *("model", "norm", "frozen", "tied", "unused", "dtype", "objective"),
+    *("batch_size", "workers", "block_size"),
+)
 #: Completions of a pair that are tried.
 NUM_TRIED = 10
+#: Of so many random configurations one is left as it is drawn: it is refused, as nearly all are.
+LEFT_AS_DRAWN = 10
 
 Pair = tuple[tuple[str, Value], tuple[str, Value]]
+Options = Mapping[str, Sequence[Value]]
 
 
 def walk(seed: int) -> Iterator[Configuration]:
     """Yield configurations without end: those that cover all pairs first, then random ones."""
     yield from covering(seed)
     for number in range(10**9):
-        yield settle(_drawn(np.random.default_rng([seed, 1, number])))
+        rng = np.random.default_rng([seed, 1, number])
+        is_left = number % LEFT_AS_DRAWN == 0
+        yield settle(_drawn(rng, OPTIONS)) if is_left else _completed(rng, {}, OPTIONS)
 
 
-def covering(seed: int) -> Iterator[Configuration]:
+def covering(seed: int, options: Options = OPTIONS) -> Iterator[Configuration]:
     """Yield configurations until every pair of values that can be said is in one of them."""
     rng = np.random.default_rng([seed, 0])
-    never = [value for value in _values() if reasons(settle(_with(value)))]
+    never = [value for value in _values(options) if reasons(settle(_with(value)))]
     yield from (settle(_with(value)) for value in never)
-    pairs = [pair for pair in _all_pairs(rng) if not set(pair) & set(never)]
+    pairs = [pair for pair in _all_pairs(rng, options) if not set(pair) & set(never)]
     missing = dict.fromkeys(pairs)
     while missing:
         wanted = next(iter(missing))
@@ -41,7 +51,7 @@ def covering(seed: int) -> Iterator[Configuration]:
             if _has(alone, wanted):
                 yield alone
             continue
-        tried = [_completed(rng, wanted) for _ in range(NUM_TRIED)]
+        tried = [_completed(rng, dict(wanted), options) for _ in range(NUM_TRIED)]
         gains = [sum(pair in missing for pair in _pairs(each)) for each in tried]
         best = tried[int(np.argmax(gains))]
         for pair in _pairs(best):
@@ -49,17 +59,27 @@ def covering(seed: int) -> Iterator[Configuration]:
         yield best
 
 
-def _completed(rng: np.random.Generator, wanted: Pair) -> Configuration:
-    """Return a random configuration with a pair, made simpler until no rule refuses it."""
-    c = settle(_drawn(rng).with_values(dict(wanted)))
-    simplest, names = Configuration(), list(OPTIONS)
-    for place in rng.permutation(len(names)):
-        if _has(c, wanted) and not reasons(c):
-            return c
-        if names[place] not in dict(wanted):
-            c = settle(
-                c.with_values({names[place]: getattr(simplest, names[place])} | dict(wanted))
-            )
+def _completed(
+    rng: np.random.Generator, wanted: Mapping[str, Value], options: Options
+) -> Configuration:
+    """Return a random configuration with some values, made simpler until no rule refuses it.
+
+    First an option goes back to its default where fewer rules refuse it then, so that much of what
+    was drawn stays; if that is not enough, any option does.
+    """
+    c, simplest = settle(_drawn(rng, options).with_values(wanted)), Configuration()
+    names = [name for name in rng.permutation(list(options)).tolist() if name not in wanted]
+    num_reasons = len(reasons(c))
+    for is_last_resort in (False, True):
+        for name in names:
+            if not num_reasons and _has(c, wanted.items()):
+                return c
+            if getattr(c, name) == getattr(simplest, name):
+                continue
+            simpler = settle(c.with_values({name: getattr(simplest, name)} | dict(wanted)))
+            num_left = len(reasons(simpler))
+            if is_last_resort or num_left < num_reasons:
+                c, num_reasons = simpler, num_left
     return c
 
 
@@ -77,6 +97,8 @@ def settle(c: Configuration) -> Configuration:
 
 
 def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
+    # Compiling takes seconds for each shape; what is compiled is the gradient of a step.
+    yield c.place == "compiled", {name: getattr(Configuration(), name) for name in SHAPES}
     plain: dict[str, Value] = {"optimizer": "sgd", "weight_decay": 0.0}
     alone: dict[str, Value] = {"gradient_clip": 0.0, "schedule": "none"}
     all_at_once: dict[str, Value] = {"epochs": 1, "batch_size": 0, "shuffle": False}
@@ -98,35 +120,44 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield own in ("update", "strategy"), plain
     yield own == "trainer", {**plain, **usual}
     # Over sessions it is clients who refuse what their trainer does not honour, in round 1.
-    yield own == "trainer" and c.place == "memory", alone
+    yield own == "trainer" and c.place in SESSIONS, alone
     yield c.batch_size == 0 or is_fedsgd or own == "trainer", {"drop_last": False}
+    # EASGD's first force is zero for every client, so whose noise is whose cannot be told.
+    # Gradients of examples are another step to compile.
+    is_unknown = c.algorithm == "easgd" and c.privacy == "local"
+    yield is_unknown or (c.place == "compiled" and c.privacy == "example"), {"privacy": "off"}
     yield c.privacy != "off", {"by_examples": False}
     counts_alike = c.algorithm in ("scaffold", "easgd", "median", "fedasync")
     has_own_weights = own in ("weigh", "strategy")
     yield own == "aggregation" or (counts_alike and not has_own_weights), {"by_examples": True}
     yield has_strategy, {"update_clip": 0.0}
-    yield c.place == "memory", {"workers": 1, "block_size": 3}
-    yield c.place != "memory", {"slab": False}
+    yield c.place in SESSIONS, {"workers": 1, "block_size": 3}
+    yield c.place not in SESSIONS, {"slab": False}
+    # The devices are real ones, and a deployment commits each round before it goes on.
+    yield c.place in DEPLOYED, {"devices": "ideal", "checkpoints": "every_round"}
+    # In real time, a deadline of less than a second would be a matter of chance.
+    yield c.place == "grpc" and c.stragglers != "oversample", {"stragglers": "wait"}
+    yield c.place == "grpc", {"interrupted": "no"}  # its door would have to be another process
     yield is_buffer and own != "strategy", {"rounds": "synchronous"}
     is_buffered = c.rounds == "buffered" or (is_buffer and own != "strategy")
     yield is_buffered, {"stragglers": "wait"}
     yield is_buffered or c.rounds == "late", {"checkpoints": "every_round"}
     # Which model a late client started from, after attempts that were thrown away, its loss tells;
     # clients that add noise themselves do not tell it.
-    hides_losses = c.place == "memory" and c.privacy in ("local", "example")
+    hides_losses = c.place in SESSIONS and c.privacy in ("local", "example")
     yield hides_losses and is_asynchronous(c) and c.stragglers != "wait", {"stragglers": "skip"}
     yield c.sizes == "empty" or c.augmented, {"source": "dataset"}
-    yield c.secure == "protocol", {"place": "memory"}
+    yield c.secure == "protocol" and c.place not in SESSIONS, {"place": "memory"}
     is_distributed = c.privacy == "distributed" and c.secure == "off"
-    yield is_distributed, {"secure": "protocol" if c.place == "memory" else "modular_sum"}
+    yield is_distributed, {"secure": "protocol" if c.place in SESSIONS else "modular_sum"}
 
 
-def _has(c: Configuration, pair: Pair) -> bool:
-    return all(getattr(c, name) == value for name, value in pair)
+def _has(c: Configuration, values: Iterable[tuple[str, Value]]) -> bool:
+    return all(getattr(c, name) == value for name, value in values)
 
 
-def _values() -> Iterator[tuple[str, Value]]:
-    for name, values in OPTIONS.items():
+def _values(options: Options) -> Iterator[tuple[str, Value]]:
+    for name, values in options.items():
         yield from ((name, value) for value in values)
 
 
@@ -134,14 +165,14 @@ def _with(*values: tuple[str, Value]) -> Configuration:
     return Configuration().with_values(dict(values))
 
 
-def _all_pairs(rng: np.random.Generator) -> list[Pair]:
-    names = list(OPTIONS)
+def _all_pairs(rng: np.random.Generator, options: Options) -> list[Pair]:
+    names = list(options)
     found = [
         ((first, a), (second, b))
         for place, first in enumerate(names)
         for second in names[place + 1 :]
-        for a in OPTIONS[first]
-        for b in OPTIONS[second]
+        for a in options[first]
+        for b in options[second]
     ]
     return [found[each] for each in rng.permutation(len(found))]
 
@@ -153,6 +184,6 @@ def _pairs(c: Configuration) -> Iterator[Pair]:
             yield first, second
 
 
-def _drawn(rng: np.random.Generator) -> Configuration:
-    drawn = {name: values[int(rng.integers(len(values)))] for name, values in OPTIONS.items()}
+def _drawn(rng: np.random.Generator, options: Options) -> Configuration:
+    drawn = {name: values[int(rng.integers(len(values)))] for name, values in options.items()}
     return Configuration().with_values(drawn)

@@ -29,10 +29,16 @@ from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
 from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
 from fedlearn.algorithms.staleness import Staleness
+from fedlearn.algorithms.transforms import NoisedUpdates
+from fedlearn.client.home import Home
 from fedlearn.core.collecting import Participations
-from fedlearn.privacy import bounded_sum
+from fedlearn.privacy import banded_noise, bounded_sum
+from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.bounded_sum import NoisyMean
+from fedlearn.privacy.secret import DrawnNoise
 from fedlearn.rounds import run as rounds_run
+from fedlearn.rounds.distributed_noise import DistributedMean
+from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation import (
     engine,
     evaluation,
@@ -41,9 +47,11 @@ from fedlearn.simulation import (
     schedule,
     semi_synchronous,
 )
+from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import UnreadRows
 from fedlearn.simulation.timeline import Timeline
-from tests.oracle.configuration import Configuration
+from fedlearn.transport.flower import node
+from tests.oracle.configuration import SESSIONS, Configuration
 from tests.oracle.covering import covering
 from tests.oracle.walk import judge
 
@@ -292,6 +300,36 @@ def _mean_of_examples(_: Any) -> Any:
     return lambda self, outputs, labels: self.losses(outputs, labels).mean()
 
 
+def _counts_padding(right: Any) -> Any:
+    def wrong(self: Any, stack: Any, shared: Any, batch: Any) -> Any:
+        if self._is_compiled:
+            batch = replace(
+                batch, weights=torch.full_like(batch.weights, float(batch.weights.max()))
+            )
+        return right(self, stack, shared, batch)
+
+    return wrong
+
+
+def _unsmoothed(right: Any) -> Any:
+    def wrong(self: CrossEntropy) -> None:
+        right(self)
+        object.__setattr__(self, "label_smoothing", 0.0)
+
+    return wrong
+
+
+def _keeps_nothing(right: Any) -> Any:
+    @contextmanager
+    def wrong(context: Any) -> Iterator[Any]:
+        with right(context) as store:
+            before = store.state
+            yield store
+            store.keep(before)
+
+    return wrong
+
+
 def _first_epoch_alone(right: Any) -> Any:
     return lambda self, epochs_of: right(self, lambda client: epochs_of(client)[:1])
 
@@ -534,6 +572,65 @@ FAULTS: tuple[Fault, ...] = (
         _is("privacy", "example"),
     ),
     Fault(
+        "a sum has half its noise",
+        DrawnNoise,
+        "draw",
+        lambda right: (
+            lambda self, sigma, size, *, labels: right(self, sigma / 2, size, labels=labels)
+        ),
+        _is("privacy", "central", "adaptive", "banded"),
+    ),
+    Fault(
+        "a simulated secure sum has one client's noise",
+        DistributedMean,
+        "_noised",
+        lambda right: lambda self, lane, levels, _, labels: right(self, lane, levels, 1, labels),
+        lambda c: c.privacy == "distributed" and c.secure == "modular_sum",
+    ),
+    Fault(
+        "a client's share of the noise counts on those that collude",
+        SecurePlan,
+        "num_noisy",
+        _constant(property(lambda self: self.min_survivors)),
+        _is("privacy", "distributed"),
+    ),
+    Fault(
+        "an update has half its noise",
+        NoisedUpdates,
+        "__call__",
+        lambda right: (
+            lambda self, updates: right(
+                replace(self, noise_multiplier=self.noise_multiplier / 2), updates
+            )
+        ),
+        _is("privacy", "local"),
+    ),
+    Fault(
+        "a step has half its noise",
+        NoisedGradients,
+        "sensitivity",
+        lambda right: lambda self, **sizes: right(self, **sizes) / 2,
+        _is("privacy", "example"),
+    ),
+    Fault(
+        "the clip norm moves away from its quantile",
+        AdaptiveClip,
+        "following",
+        lambda right: (
+            lambda self, clip_norm, *, share: right(
+                self, clip_norm, share=2 * self.quantile - share
+            )
+        ),
+        _is("privacy", "adaptive"),
+    ),
+    Fault(
+        "the next round takes no noise back",
+        banded_noise,
+        "_later",
+        _constant(lambda past, _: torch.zeros_like(past)),
+        _is("privacy", "banded"),
+    ),
+    Fault(
         "the loss of a batch is a mean over examples",
         CrossEntropy,
         "mean_loss",
@@ -545,7 +642,35 @@ FAULTS: tuple[Fault, ...] = (
         UnreadRows,
         "read_epochs",
         _first_epoch_alone,
-        lambda c: c.augmented and c.epochs > 1 and c.place != "memory",
+        lambda c: c.augmented and c.epochs > 1 and c.place not in SESSIONS,
+    ),
+    Fault(
+        "labels are not smoothed",
+        CrossEntropy,
+        "__post_init__",
+        _unsmoothed,
+        _is("objective", "label_smoothing"),
+    ),
+    Fault(
+        "a Flower node forgets what its client keeps",
+        node,
+        "node_store_of",
+        _keeps_nothing,
+        _is("place", "flower"),
+    ),
+    Fault(
+        "a client of a door forgets what it keeps",
+        Home,
+        "state",
+        _constant(lambda *_: b""),
+        _is("place", "grpc"),
+    ),
+    Fault(
+        "a compiled step counts what pads a batch",
+        TracedSteps,
+        "__call__",
+        _counts_padding,
+        _is("place", "compiled"),
     ),
     Fault("losses of clients count alike", Participations, "mean_loss", _loss_by_clients),
     Fault(

@@ -43,11 +43,31 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """Noise that was drawn.
+
+    Attributes:
+        values: The numbers of a client that it was added to; empty for noise in a sum.
+        noise: In standard deviations.
+        labels: Of noise in a sum: the lane, the round and the attempt.
+    """
+
+    values: Tensor
+    noise: Tensor
+    labels: tuple[str | int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Run:
-    """A finished run."""
+    """A finished run.
+
+    Attributes:
+        noise: All noise in it, in the order of drawing.
+    """
 
     initial: Mapping[str, Tensor]
     rounds: Sequence[Round] = field(default_factory=tuple)
+    noise: Sequence[Draw] = field(default_factory=tuple)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,10 @@ from fedlearn.algorithms.local import shuffled_positions
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import FedlearnError
-from fedlearn.privacy.bounded_sum import BoundedLane
-from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.training.keyed_dropout import step_keys, step_seed
-from tests.oracle.configuration import NUM_CLIENTS, NUM_ROUNDS, Configuration
+from fedlearn.training.torch_trainer import TorchTrainer
+from tests.oracle.configuration import DEPLOYED, NUM_CLIENTS, NUM_ROUNDS, SESSIONS, Configuration
 from tests.oracle.observed import Refused, Round, Row, Run
 from tests.oracle.own_pieces import (
     Halved,
@@ -37,8 +37,9 @@ from tests.oracle.own_pieces import (
     RootWeighted,
     TrimmedMean,
 )
-from tests.oracle.reference import client, server
-from tests.oracle.reference.policies import POLICIES
+from tests.oracle.recording import Recording
+from tests.oracle.reference import client, privacy, server
+from tests.oracle.reference.policies import GROUP, POLICIES, num_wanted
 from tests.oracle.reference.run import MAX_EXAMPLES, Streams, max_norm
 from tests.oracle.workloads import (
     CLASS_WEIGHTS,
@@ -126,25 +127,26 @@ def run(c: Configuration) -> Run | Refused:
     Raises:
         Exception: Whatever a run raises that had begun its first round.
     """
-    silent, watch = Silent(), Watch()
+    name = f"run-{os.urandom(6).hex()}"
+    silent, watch, recording = Silent(), Watch(), Recording(Path(f"noise-of-{name}"))
     structlog.configure(logger_factory=lambda *_: structlog.testing.CapturingLogger())
     if c.interrupted != "no":
         watch.stops_at = [1] if c.interrupted == "after_first" else [0, 2]
     try:
         simulate = partial(_simulation(c), progress=silent, callbacks=[watch])
-        finished = _finish(simulate, watch, name=f"run-{os.urandom(6).hex()}")
+        with recording.watching(), _clients(c, Path(f"clients-of-{name}")):
+            finished = _finish(simulate, watch, name=name)
     except REFUSALS as error:
         began = str(error).startswith("round ") and "no client can be trained" not in str(error)
         if silent.num_rounds or began:
             raise
         return Refused(type(error).__name__, str(error))
-    return _observed(finished, watch)
+    return replace(_observed(finished, watch), noise=recording.draws())
 
 
 def streams(c: Configuration) -> Streams:
     """Return the random numbers of a run, from its seed, as fedlearn draws them."""
     seed = Seed(c.seed)
-    source = DrawnNoise(ReproducibleStreams(seed))
 
     def order(round_num: int, client_id: int, epoch: int, num_examples: int) -> Sequence[int]:
         found = shuffled_positions(
@@ -158,12 +160,7 @@ def streams(c: Configuration) -> Streams:
             of_client = seed.derive("own reads", round_num, client_id)
         return int(step_keys([of_client], step + 1)[0, step])
 
-    def noise(round_num: int, attempt: int, size: int) -> Tensor:
-        levels = BoundedLane(bound=client.PRIVATE_NORM, size=size).levels
-        sigma = server.NOISE_MULTIPLIER * levels
-        return source.draw(sigma, size, labels=("delta", round_num, attempt)) / sigma
-
-    return Streams(order, key, noise)
+    return Streams(order, key)
 
 
 def _finish(simulate: Any, watch: Watch, *, name: str) -> fl.Run:
@@ -185,7 +182,7 @@ def _simulation(c: Configuration) -> Any:
     settings: dict[str, Any] = {
         "num_rounds": NUM_ROUNDS,
         "seed": c.seed,
-        "cohort": {} if is_buffered else {"num_wanted": policy.num_wanted},
+        "cohort": {} if is_buffered else {"num_wanted": num_wanted(c)},
         "evaluation": {
             "every_rounds": c.evaluate_every,
             "clients": {"all": NUM_CLIENTS, "some": 3, "none": 0}[c.evaluated_clients],
@@ -208,6 +205,8 @@ def _simulation(c: Configuration) -> Any:
             "below_minimum": policy.below_minimum,
             "max_retries": policy.max_retries,
         }
+    if c.privacy == "banded":
+        settings["cohort"] |= {"sampling": "cyclic"}
     if c.rounds == "late":
         settings["late_updates"] = {"mode": "keep", **STALENESS}
     settings |= _protected(c)
@@ -235,17 +234,19 @@ def _protected(c: Configuration) -> dict[str, Any]:
             settings["secure_aggregation"]["clip_norm"] = client.SECURE_NORM
     if c.privacy != "off":
         settings["privacy"] = {
-            "mode": c.privacy,
-            "clip_norm": client.PRIVATE_NORM,
-            # What clients draw nobody can repeat: so little that it hides nothing.
-            "noise_multiplier": {
-                "central": server.NOISE_MULTIPLIER,
-                "distributed": 1e-5,  # on a coarser grid
-            }.get(c.privacy, 1e-9),
+            "mode": "central" if c.privacy in privacy.CENTRAL else c.privacy,
+            "clip_norm": privacy.PRIVATE_NORM,
+            "noise_multiplier": privacy.NOISE_MULTIPLIER,
             "target_delta": 0.01,
             "population": f"population-{os.urandom(6).hex()}",
-            "reproducible": c.privacy == "central",
         }
+        if c.privacy == "adaptive":
+            settings["privacy"] |= {
+                "clip_quantile": privacy.QUANTILE,
+                "clip_learning_rate": privacy.CLIP_RATE,
+            }
+        if c.privacy == "banded":
+            settings["privacy"]["bands"] = NUM_CLIENTS // GROUP
     if c.bound != "none":
         settings["updates"] = (
             {"max_norm": max_norm(c)} if c.bound == "norm" else {"max_examples": MAX_EXAMPLES}
@@ -265,20 +266,52 @@ def _own_pieces(c: Configuration) -> dict[str, Any]:
     if c.devices != "ideal":
         extra["devices"] = Devices(c)
     if c.metric:
-        extra["metrics"] = {"largest": fl.Metric(largest_error, direction="max")}
+        extra["metrics"] = _measures(c)
     return extra
 
 
 def _engine(c: Configuration) -> dict[str, Any]:
-    if c.place == "memory":
+    if c.place in SESSIONS:
         return {"transport": "memory", "slab_bytes": 1 << 20 if c.slab else 0}
     return {"executor": c.place, "num_workers": c.workers, "block_size": c.block_size}
+
+
+def _clients(c: Configuration, folder: Path) -> AbstractContextManager[None]:
+    """Return a block in which the clients of deployments run, if there are any."""
+    if c.place not in DEPLOYED:
+        return nullcontext()
+    from tests.oracle.places import placed  # noqa: PLC0415 (Flower takes seconds)
+
+    return placed(c, partial(_trainer, c), folder)
+
+
+def _trainer(c: Configuration, client_id: int) -> Any:
+    """Return the trainer of a deployed client, as its owner makes it."""
+    features, labels = make_examples(c).of(client_id)
+    if c.own == "trainer":
+        return OneStep(make_model(c), c.objective, features, labels)
+    has_dataset = c.source == "dataset"
+    dataset = Rows(features, labels, is_augmented=c.augmented)
+    return TorchTrainer.of(
+        partial(make_model, c),
+        *((dataset,) if has_dataset else (features, labels)),
+        objective=_objective(c),
+        metrics=_measures(c),
+        device="cpu",
+        local_updates=(LayerWise, PerStep),
+        transforms=(Halved,),
+    )
+
+
+def _measures(c: Configuration) -> dict[str, fl.Metric]:
+    return {"largest": fl.Metric(largest_error, direction="max")} if c.metric else {}
 
 
 def _objective(c: Configuration) -> Any:
     return {
         "cross_entropy": fl.CrossEntropy(),
         "ignored": fl.CrossEntropy(),
+        "label_smoothing": fl.CrossEntropy(label_smoothing=SMOOTHING),
         "weighted": fl.CrossEntropy(class_weights=CLASS_WEIGHTS, label_smoothing=SMOOTHING),
         "squared_error": fl.MeanSquaredError(),
         "binary": fl.BinaryCrossEntropy(),

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.oracle.configuration import Configuration
+from tests.oracle.configuration import QUICK_OPTIONS, Configuration
 from tests.oracle.covering import covering, settle
 from tests.oracle.walk import judge, shrink
 
 #: The walk of the default run: the first configurations, which cover most pairs of values.
-NUM_CONFIGURATIONS = 44
+NUM_CONFIGURATIONS = 24
 #: It is divided among so many tests, which may run beside each other.
 NUM_PARTS = 3
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 @pytest.fixture(scope="session")
 def configurations() -> list[Configuration]:
     """The configurations of the short walk."""
-    return list(itertools.islice(covering(0), NUM_CONFIGURATIONS))
+    return list(itertools.islice(covering(0, QUICK_OPTIONS), NUM_CONFIGURATIONS))
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

@@ -12,6 +12,7 @@ from tests.oracle import product
 from tests.oracle.configuration import NUM_CLIENTS, Configuration
 from tests.oracle.covering import settle
 from tests.oracle.observed import Refused, Round, Run
+from tests.oracle.reference.privacy import CENTRAL
 from tests.oracle.reference.refusals import reasons
 from tests.oracle.reference.run import Expected, Replay
 from tests.oracle.reference.server import sum_of
@@ -21,9 +22,12 @@ from tests.oracle.workloads import make_examples, make_model
 TOLERANCE = {"float32": 2e-5, "float64": 1e-9}
 #: What secure aggregation and privacy may lose, which round to a grid.
 FIXED_POINT = 5e-5
+#: What clips and noise may lose that have a margin for rounding: up to one part in 2**13.
+MARGIN = 3e-4
 #: A larger difference in float32 is no rounding; a smaller one may be, and is tried in float64.
 ROUNDING = 1e-3
 MAX_PROBLEMS = 5
+OTHER_CLIENTS = "the clients that are evaluated differ from round to round"
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,12 @@ class Verdict:
     problems: tuple[str, ...] = ()
 
 
-def judge(c: Configuration) -> Verdict:
-    """Run a configuration on both sides."""
+def judge(c: Configuration, *, may_repeat: bool = True) -> Verdict:
+    """Run a configuration on both sides.
+
+    Where noise is drawn, rounding to a grid may choose the other class of two that are almost
+    equally likely. So if metrics alone differ, a second run decides, with other noise.
+    """
     expected_reasons = reasons(c)
     try:
         found = product.run(c)
@@ -49,10 +57,16 @@ def judge(c: Configuration) -> Verdict:
     if expected_reasons:
         return Verdict("disagrees", (f"it ran; expected a refusal, one of {expected_reasons}",))
     problems = tuple(itertools.islice(compare(c, found), MAX_PROBLEMS))
+    if may_repeat and c.privacy != "off" and problems and all(map(_is_of_metrics, problems)):
+        return judge(c, may_repeat=False)
     if problems and c.dtype == "float32" and not tuple(compare(c, found, tolerance=ROUNDING)):
         exact = judge(replace(c, dtype="float64"))  # is it rounding?
         return exact if exact.kind == "agrees" else Verdict("disagrees", problems)
     return Verdict("disagrees" if problems else "agrees", problems)
+
+
+def _is_of_metrics(problem: str) -> bool:
+    return ": metrics " in problem or problem == OTHER_CLIENTS
 
 
 def shrink(c: Configuration) -> Configuration:
@@ -69,7 +83,7 @@ def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> 
     """Yield where a run differs from what the reference says it must come to."""
     allowed = TOLERANCE[c.dtype] if tolerance is None else tolerance
     if c.secure != "off" or c.privacy != "off":
-        allowed = max(allowed, FIXED_POINT)
+        allowed = max(allowed, MARGIN if c.privacy in (*CENTRAL, "example") else FIXED_POINT)
     torch.manual_seed(0)
     module, candidates = make_model(c), None
     replay = Replay(c, module, make_examples(c), found, product.streams(c))
@@ -86,7 +100,7 @@ def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> 
             wanted = expected.of_round | (expected.metrics(first) if expected.metrics else {})
             yield f"{place}: metrics {dict(seen.metrics)}, expected {wanted}"
     if candidates is not None and not candidates:
-        yield "the clients that are evaluated differ from round to round"
+        yield OTHER_CLIENTS
 
 
 def _compare_round(

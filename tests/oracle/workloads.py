@@ -4,6 +4,7 @@ Every model is an encoder, hidden layers and a head; every option about layers a
 Activations are smooth, so that rounding does not choose a branch.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,7 +24,8 @@ Inputs: TypeAlias = Tensor | dict[str, Tensor]
 
 #: The label of what counts nowhere: torch's.
 IGNORED = -100
-#: What each class weighs in the objective "weighted", which smooths labels, too.
+#: What each class weighs in the objective "weighted", which smooths labels, too; "label_smoothing"
+#: does that alone.
 CLASS_WEIGHTS, SMOOTHING = (1.0, 3.0, 0.5), 0.1
 
 #: Examples of each client.
@@ -87,7 +89,8 @@ def make_model(configuration: Configuration) -> nn.Module:
     if c.model in ("mlp", "linear"):
         encoder = [nn.Linear(NUM_INPUTS, WIDTH)]
     if c.model == "conv":
-        encoder = [nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, WIDTH)]
+        encoder = [nn.Conv2d(1, 2, 2), *_tied(c, nn.Conv2d(2, 2, 1)), nn.Flatten()]
+        encoder.append(nn.Linear(8, WIDTH))
     hidden: list[nn.Module] = []
     if c.norm == "batch":
         # Over the channels of a sequence, whose layout is [n, LENGTH, WIDTH].
@@ -96,11 +99,8 @@ def make_model(configuration: Configuration) -> nn.Module:
         hidden.append(nn.LayerNorm(WIDTH))
     if c.model != "linear":
         hidden.append(nn.Tanh())
-    if c.tied != "none":
-        one = nn.Linear(WIDTH, WIDTH)
-        other = one if c.tied == "module" else nn.Linear(WIDTH, WIDTH)
-        other.weight = one.weight
-        hidden += [one, nn.Tanh(), other, nn.Tanh()]
+    if c.model != "conv":
+        hidden += _tied(c, nn.Linear(WIDTH, WIDTH))
     head = nn.Linear(WIDTH, num_outputs(c))
     chain = nn.Sequential(*encoder, *hidden, head)
     for name, parameter in chain.named_parameters():
@@ -115,6 +115,17 @@ def make_model(configuration: Configuration) -> nn.Module:
         has_positions = c.model == "sequence" and num_outputs(c) > 1
         model = Several(chain, unused=c.unused, has_positions=has_positions)
     return model.double() if c.dtype == "float64" else model
+
+
+def _tied(c: Configuration, layer: nn.Module) -> list[nn.Module]:
+    """Return a layer that stands twice, or two that share a weight; nothing without such ties."""
+    if c.tied == "none":
+        return []
+    other = layer
+    if c.tied == "weight":
+        other = copy.deepcopy(layer)
+        other.weight = layer.weight
+    return [layer, nn.Tanh(), other, nn.Tanh()]
 
 
 def num_outputs(configuration: Configuration) -> int:

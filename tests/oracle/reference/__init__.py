@@ -4,6 +4,7 @@ It shares no code with fedlearn and does not import it (``tests/architecture/tes
 Speed does not matter here: one client, one step, one tensor at a time. Read it in this order:
 
 - :mod:`~tests.oracle.reference.model`: losses and gradients of a torch module;
+- :mod:`~tests.oracle.reference.privacy`: clips, noise, and what is released of a sum;
 - :mod:`~tests.oracle.reference.client`: local training, by algorithm and optimizer;
 - :mod:`~tests.oracle.reference.server`: from contributions to the next global model;
 - :mod:`~tests.oracle.reference.measures`: evaluation;

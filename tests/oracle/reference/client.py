@@ -27,13 +27,19 @@ from torch import Tensor
 
 from tests.oracle.configuration import Configuration
 from tests.oracle.reference.model import Model, Tensors, clip, norm
+from tests.oracle.reference.privacy import (
+    NOISE_MULTIPLIER,
+    PRIVATE_NORM,
+    RecordedNoise,
+    flat,
+    noised,
+    share,
+)
 from tests.oracle.workloads import Inputs
 
 ETA, BETA, MU, RHO = 0.2, 0.8, 0.7, 0.4
 ADAM_ETA, BETA_1, BETA_2, EPSILON = 0.05, 0.8, 0.95, 0.01
 DECAY, COSINE_ROUNDS, WARMUP_STEPS = 0.5, 4, 3
-#: To what privacy clips an update, or the gradient of an example.
-PRIVATE_NORM = 0.25
 #: To what secure aggregation clips an update, and the statistics in it.
 SECURE_NORM, STATISTICS_NORM = 0.3, 10.0
 #: The update of one's own divides the gradient of each tensor by its norm plus this.
@@ -56,6 +62,7 @@ class Task:
         x_0: The global model of the round ``round_num``.
         told: What the algorithm sends along with it.
         kept: What the client kept from its last round.
+        noise: Of the run.
     """
 
     c: Configuration
@@ -65,6 +72,7 @@ class Task:
     round_num: int
     kept: Memory
     num_examples: int
+    noise: RecordedNoise
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,9 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
     for step, (features, labels) in enumerate(batches):
         if task.c.privacy == "example":
             loss, g = task.model.clipped_gradients(x, features, labels, PRIVATE_NORM)
+            before = torch.cat([flat({name: x[name] for name in g}), flat(g)])
+            sigma = NOISE_MULTIPLIER * PRIVATE_NORM / len(labels)
+            g = noised(g, task.noise.of_client(before), sigma)
         else:
             loss, g = task.model.gradients(x, features, labels)
         losses.append(loss)
@@ -114,7 +125,7 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
     delta = delta_of(task, sent)
     is_secure = task.c.secure != "off"
     return Contribution(
-        delta=bounded(task, delta) if is_secure else delta,
+        delta=summand(task, delta) if is_secure else delta,
         lanes=lanes,
         num_examples=task.num_examples,
         num_steps=len(losses),
@@ -229,7 +240,10 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
         delta |= clip(trained_of(task, delta), task.c.update_clip)
     if task.c.own == "transform":
         delta = {name: value / 2 for name, value in delta.items()}
-    return clip(delta, PRIVATE_NORM) if task.c.privacy == "local" else delta
+    if task.c.privacy == "local":
+        noise = task.noise.of_client(flat(delta))
+        delta = noised(clip(delta, PRIVATE_NORM), noise, NOISE_MULTIPLIER * PRIVATE_NORM)
+    return delta
 
 
 def is_clipped(task: Task, sent: Tensors) -> bool:
@@ -244,6 +258,14 @@ def bounded(task: Task, delta: Tensors) -> Tensors:
     statistics = {name: delta[name] for name in task.model.statistics}
     bound = PRIVATE_NORM if task.c.privacy == "distributed" else SECURE_NORM
     return clip(trained, bound) | clip(statistics, STATISTICS_NORM)
+
+
+def summand(task: Task, delta: Tensors) -> Tensors:
+    """Return what a client adds to a secure sum: with its share of the noise, if it has one."""
+    within = bounded(task, delta)
+    if task.c.privacy == "distributed":
+        return noised(within, task.noise.of_client(flat(within)), share())
+    return within
 
 
 def names_kept(c: Configuration) -> list[str]:

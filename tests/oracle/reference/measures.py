@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.oracle.configuration import Configuration
+from tests.oracle.configuration import SESSIONS, Configuration
 from tests.oracle.reference.model import Model, Tensors
 from tests.oracle.workloads import IGNORED, Examples, Inputs, largest_error, read
 
@@ -43,7 +43,7 @@ def evaluate(
 
     found = measure_read(c, examples.test_features, examples.test_labels)
     # Over sessions, clients measure what their own trainers do: one of one's own has no "largest".
-    is_own = c.own == "trainer" and c.place == "memory"
+    is_own = c.own == "trainer" and c.place in SESSIONS
     of_clients = replace(c, metric=False) if is_own else c
     each = [measure_read(of_clients, *examples.of(client)) for client in clients]
     for name in dict.fromkeys(name for own in each for name in own):

@@ -102,13 +102,14 @@ class Model:
         if self._objective == "weighted":
             weight = torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)
             return F.cross_entropy(outputs, labels, weight=weight, label_smoothing=SMOOTHING)
-        return F.cross_entropy(outputs, labels)
+        smoothing = SMOOTHING if self._objective == "label_smoothing" else 0.0
+        return F.cross_entropy(outputs, labels, label_smoothing=smoothing)
 
     def accuracy(self, outputs: Tensor, labels: Tensor) -> float | None:
         """Return the share of positions that are right; ``None`` for a loss without one."""
         if self._objective == "binary":
             hits = (outputs.flatten() > 0) == (labels.flatten() > 0)
-        elif self._objective in ("cross_entropy", "weighted", "ignored"):
+        elif self._objective in ("cross_entropy", "weighted", "label_smoothing", "ignored"):
             hits = (outputs.argmax(1) == labels)[labels != IGNORED]
         else:
             return None

@@ -3,6 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from tests.oracle.configuration import Configuration
+
+#: Fewest clients in a secure sum of four, of whom a tenth may collude and three tenths drop out.
+LEAST_SUMMED = 3
+#: Clients in each of the groups that take turns.
+GROUP = 3
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -23,3 +30,8 @@ POLICIES = {
     "retry": Policy(4, 4, 0.9, 3),
     "skip": Policy(4, 4, 0.9, 3, "skip"),
 }
+
+
+def num_wanted(c: Configuration) -> int:
+    """Return how many reports a round is to have."""
+    return GROUP if c.privacy == "banded" else POLICIES[c.stragglers].num_wanted

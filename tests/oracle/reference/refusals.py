@@ -6,7 +6,8 @@ A rule is a condition on a configuration, and words that a true reason contains.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.oracle.configuration import Configuration
+from tests.oracle.configuration import SESSIONS, Configuration
+from tests.oracle.reference.privacy import CENTRAL
 
 #: Pages that say so.
 PRIVACY = "explanation/differential-privacy.md"
@@ -57,7 +58,7 @@ def is_sgd_at_constant_rate(c: Configuration) -> bool:
 
 def is_summed(c: Configuration) -> bool:
     """Return whether a sum with noise takes the place of the aggregation."""
-    return c.privacy in ("central", "distributed")
+    return c.privacy in (*CENTRAL, "distributed")
 
 
 def sends_more(c: Configuration) -> bool:
@@ -100,7 +101,10 @@ RULES: tuple[Rule, ...] = (
         f"{EXECUTORS}: a trainer of your own is no executor's to stack",
         lambda c: (
             c.own == "trainer"
-            and (c.place in ("vmap", "fused") or (c.place != "memory" and c.block_size > 1))
+            and (
+                c.place in ("vmap", "fused", "compiled")
+                or (c.place not in SESSIONS and c.block_size > 1)
+            )
         ),
     ),
     Rule(
@@ -122,8 +126,8 @@ RULES: tuple[Rule, ...] = (
         "engine.transport",
         f"{SECURELY}: the protocol runs over memory, its sum in the engine",
         lambda c: (
-            (c.secure == "protocol" and c.place != "memory")
-            or (c.secure == "modular_sum" and c.place == "memory")
+            (c.secure == "protocol" and c.place not in SESSIONS)
+            or (c.secure == "modular_sum" and c.place in SESSIONS)
         ),
     ),
     Rule(
@@ -166,12 +170,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "under secure aggregation clients add the noise",
         "how-to/differential-privacy.md: the modes",
-        lambda c: c.secure != "off" and c.privacy in ("central", "local", "example"),
+        lambda c: c.secure != "off" and c.privacy in (*CENTRAL, "local", "example"),
     ),
     Rule(
         "running statistics",
         f"{PRIVACY}: noise makes a variance negative",
-        lambda c: c.privacy in ("central", "local", "distributed") and c.norm == "batch",
+        lambda c: c.privacy not in ("off", "example") and c.norm == "batch",
     ),
     Rule(
         "computes with all examples of a batch",
@@ -228,12 +232,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "whose ε rests on how clients are drawn",
         "how-to/own-sampler-and-callbacks.md",
-        lambda c: c.privacy != "off" and c.sampling == "own",
+        lambda c: c.privacy not in ("off", "banded") and c.sampling == "own",
+    ),
+    Rule(
+        "sampler= says who is asked",
+        "how-to/own-sampler-and-callbacks.md: banded noise has clients take turns",
+        lambda c: c.privacy == "banded" and c.sampling == "own",
     ),
     Rule(
         "one user must not displace another",
         f"{PRIVACY}: each client by a coin of its own",
-        lambda c: c.privacy == "central" and c.stragglers == "oversample",
+        lambda c: c.privacy in CENTRAL and c.stragglers == "oversample",
     ),
     Rule(
         "secure aggregation releases no sum of fewer than",

@@ -14,23 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.oracle.configuration import NUM_ROUNDS, Configuration
+from tests.oracle.configuration import DEPLOYED, NUM_ROUNDS, SESSIONS, Configuration
 from tests.oracle.observed import Round, Run
 from tests.oracle.reference import client, server
 from tests.oracle.reference.client import Batch, Contribution, Memory, Task
 from tests.oracle.reference.measures import evaluate, is_due
 from tests.oracle.reference.model import Model, Tensors, norm
-from tests.oracle.reference.policies import POLICIES
+from tests.oracle.reference.policies import LEAST_SUMMED, POLICIES
+from tests.oracle.reference.privacy import CENTRAL, RecordedNoise
 from tests.oracle.workloads import Examples, duration_s, fails, read, take
 
 #: What a client contributes; ``None`` if it cannot train.
 Contribute = Callable[[int], Contribution | None]
 
 MAX_EXAMPLES = 8
-#: Fewest clients in a secure sum of four, of whom a tenth may collude and three tenths drop out.
-LEAST_SUMMED = 3
 REPORTED, LATE, FAILED = "reported", "late", "failed"
 
 
@@ -41,12 +40,10 @@ class Streams:
     Attributes:
         order: From (round of the model, client, epoch, examples) to the order of a client's visits.
         key: From (round of the model, client, step) to what augmentation draws in a batch from.
-        noise: From (round, attempt, numbers) to the noise in a sum, whose standard deviation is 1.
     """
 
     order: Callable[[int, int, int, int], Sequence[int]]
     key: Callable[[int, int, int], int]
-    noise: Callable[[int, int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Replay:
         c: The configuration.
         module: Its model; the weights do not matter.
         examples: Of all clients.
-        run: Its record says who was asked, and gives the initial model.
+        run: Its record says who was asked, and gives the initial model and the noise.
         streams: What was random in it.
     """
 
@@ -85,7 +82,7 @@ class Replay:
         self, c: Configuration, module: nn.Module, examples: Examples, run: Run, streams: Streams
     ) -> None:
         self.c, self.examples, self._run, self._streams = c, examples, run, streams
-        self.model = Model(module, c.objective)
+        self.model, self.noise = Model(module, c.objective), RecordedNoise(run.noise)
         floats = {name: value for name, value in run.initial.items() if value.is_floating_point()}
         x = {name: value.double() for name, value in floats.items()}
         #: Before each round: the model, and the server's state, which clients may be told.
@@ -96,6 +93,7 @@ class Replay:
         """Yield what each round must come to."""
         for round_num, seen in enumerate(self._run.rounds):
             x, state = self.history[-1]
+            told = state
             sent, staleness = dict[int, Contribution](), dict[int, int]()
             for row in seen.rows:
                 if row.status == REPORTED:
@@ -114,8 +112,10 @@ class Replay:
                     )
                     for each, made in sent.items()
                 ]
-                noise = self._noise(x, round_num, seen.attempt)
-                x, state = server.step(self.c, self.model, x, state, counted, noise=noise)
+                at = round_num, seen.attempt
+                x, state = server.step(
+                    self.c, self.model, x, state, counted, noise=self.noise, at=at
+                )
             asked = [row.client_id for row in seen.rows]
             statuses = self._statuses(asked, round_num, seen.attempt)
             if seen.is_aggregated:
@@ -132,7 +132,9 @@ class Replay:
                 },
                 staleness=histogram(list(staleness.values())),
                 metrics=self._metrics(x, round_num + 1),
-                of_round=self._of_round(list(sent.values()), is_aggregated=seen.is_aggregated),
+                of_round=self._of_round(
+                    list(sent.values()), is_aggregated=seen.is_aggregated, told=told
+                ),
             )
 
     @staticmethod
@@ -158,6 +160,7 @@ class Replay:
             round_num=based_on,
             kept=self.kept.get(client_id, {}),
             num_examples=num_used(self.c, len(self.examples.of(client_id)[1])),
+            noise=self.noise,
         )
         try:
             return client.train(task, self._batches(client_id, based_on))
@@ -183,33 +186,27 @@ class Replay:
                 key = self._streams.key(round_num, client_id, next(steps))
                 yield read(c, take(features, rows), key), labels[rows]
 
-    def _noise(self, x: Tensors, round_num: int, attempt: int) -> Tensors:
-        """Return the noise in the sum of a round; next to none unless the server adds it."""
-        trained = {name: x[name] for name in self.model.trained}
-        if self.c.privacy != "central":
-            return {name: torch.zeros_like(value) for name, value in trained.items()}
-        sizes = [value.numel() for value in trained.values()]
-        parts = self._streams.noise(round_num, attempt, sum(sizes)).split(sizes)
-        return {
-            name: part.view(value.shape)
-            for part, (name, value) in zip(parts, trained.items(), strict=True)
-        }
-
     def _statuses(self, asked: list[int], round_num: int, attempt: int) -> dict[int, str] | None:
         is_buffer = self.c.algorithm in ("fedbuff", "fedasync")
-        if self.c.rounds != "synchronous" or is_buffer:
+        is_by_chance = self.c.place in DEPLOYED and self.c.stragglers == "oversample"
+        if self.c.rounds != "synchronous" or is_buffer or is_by_chance:
             return None
         return close(
             self.c, asked, round_num, attempt, lambda each: self.contribute(each, round_num)
         )
 
-    def _of_round(self, sent: list[Contribution], *, is_aggregated: bool) -> dict[str, float]:
-        """Return how many updates a secure sum, or a clip that comes last, scaled down."""
-        is_clipped_last = self.c.update_clip > 0 and self.c.own != "transform"
-        is_known = self.c.secure != "off" or is_clipped_last
-        if not is_aggregated or not is_known or self.c.privacy != "off":
+    def _of_round(
+        self, sent: list[Contribution], *, is_aggregated: bool, told: Memory
+    ) -> dict[str, float]:
+        """Return an adaptive clip norm, and how many updates a secure sum or a clip scaled down."""
+        if not is_aggregated:
             return {}
-        return {"num_clipped": float(sum(each.is_scaled_down for each in sent))}
+        found = {name: float(value[""]) for name, value in told.items() if name == "clip_norm"}
+        is_clipped_last = self.c.update_clip > 0 and self.c.own != "transform"
+        is_known = is_clipped_last if self.c.secure == "off" else self.c.place not in DEPLOYED
+        if is_known and self.c.privacy == "off":
+            found["num_clipped"] = float(sum(each.is_scaled_down for each in sent))
+        return found
 
     def _metrics(
         self, x: Tensors, num_finished: int
@@ -229,7 +226,7 @@ def close(
     """
     policy, statuses, num_reports = POLICIES[c.stragglers], dict[int, str](), 0
     # Under central privacy a round waits for all that it asked: who is fast displaces nobody.
-    num_wanted = math.inf if c.privacy == "central" else policy.num_wanted
+    num_wanted = math.inf if c.privacy in CENTRAL else policy.num_wanted
     for each in sorted(asked, key=lambda one: duration_s(c, one, round_num, attempt)):
         is_closed = num_reports == num_wanted
         if is_closed or duration_s(c, each, round_num, attempt) > policy.deadline_s:
@@ -275,7 +272,7 @@ def max_norm(c: Configuration) -> float:
 
 def hides_losses(c: Configuration) -> bool:
     """Return whether clients keep their training losses to themselves: these have no noise."""
-    is_secret = c.privacy in ("local", "example") and c.place == "memory"
+    is_secret = c.privacy in ("local", "example") and c.place in SESSIONS
     return is_secret or c.privacy == "distributed"
 
 

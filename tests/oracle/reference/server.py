@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from tests.oracle.configuration import NUM_CLIENTS, Configuration
-from tests.oracle.reference.client import PRIVATE_NORM, Contribution, Memory
-from tests.oracle.reference.model import Model, Tensors, clip
-from tests.oracle.reference.policies import POLICIES
+from tests.oracle.reference import privacy
+from tests.oracle.reference.client import Contribution, Memory
+from tests.oracle.reference.model import Model, Tensors
+from tests.oracle.reference.policies import num_wanted
 
 SERVER_ETA, SERVER_BETA = 0.9, 0.6
 ADAPTIVE_ETA, BETA_1, BETA_2, TAU = 0.1, 0.6, 0.9, 0.05
 MIXING, STALENESS_EXPONENT, MAX_STALENESS = 0.6, 0.5, 3
 TRIMMED = 1
-#: Standard deviation of the noise in a sum, in clip norms.
-NOISE_MULTIPLIER = 0.6
 
 
 @dataclass
@@ -49,14 +48,15 @@ class Counted:
 def begin(c: Configuration, model: Model, x: Tensors) -> Memory:
     """Return the server's state before the first round."""
     zeros = {name: torch.zeros_like(x[name]) for name in model.trained}
+    state = privacy.begin(c, zeros)
     if c.algorithm == "fedavgm":
-        return {"velocity": zeros}
+        state["velocity"] = zeros
     if c.algorithm in ("fedadagrad", "fedadam", "fedyogi"):
-        return {
-            "first_moment": zeros,
-            "second_moment": {name: value + TAU**2 for name, value in zeros.items()},
-        }
-    return {"control": zeros} if c.algorithm == "scaffold" else {}
+        state["first_moment"] = zeros
+        state["second_moment"] = {name: value + TAU**2 for name, value in zeros.items()}
+    if c.algorithm == "scaffold":
+        state["control"] = zeros
+    return state
 
 
 def step(
@@ -66,16 +66,28 @@ def step(
     state: Memory,
     counted: Sequence[Counted],
     *,
-    noise: Tensors,
+    noise: privacy.RecordedNoise,
+    at: tuple[int, int],
 ) -> tuple[Tensors, Memory]:
     """Return the next model and state; below, equation numbers are those of the papers.
 
-    Noise is that of a sum, with a standard deviation of 1; next to none if clients add it.
+    Args:
+        c: The configuration.
+        model: Of the run.
+        x: The global model.
+        state: What the server remembers.
+        counted: What counts in the round.
+        noise: Of the run.
+        at: Round and attempt.
     """
     num_reports = len(counted)
-    if c.privacy in ("central", "distributed"):
-        num_reports = POLICIES[c.stragglers].num_wanted  # how many reported is not public
-        delta = release([each.contribution.delta for each in counted], noise, num_reports)
+    if c.privacy in (*privacy.CENTRAL, "distributed"):
+        num_reports = num_wanted(c)  # how many reported is not public
+        trained, deltas = (
+            {name: x[name] for name in model.trained},
+            [each.contribution.delta for each in counted],
+        )
+        delta, state = privacy.release(c, trained, deltas, state, noise=noise, at=at)
     else:
         delta = aggregate(c, [relative_to(x, model, each) for each in counted], counted)
     if c.own == "strategy":  # FedNova: the mean step, times the mean number of steps
@@ -90,18 +102,10 @@ def step(
             / NUM_CLIENTS  # |S| / N times the mean over S
             for name in model.trained
         }
-        state = {"control": {name: state["control"][name] + mean[name] for name in mean}}
+        control = {name: state["control"][name] + mean[name] for name in mean}
+        state = state | {"control": control}
     moved |= {name: delta[name] for name in model.statistics}
     return {name: value + moved.get(name, 0.0) for name, value in x.items()}, state
-
-
-def release(deltas: Sequence[Tensors], noise: Tensors, num_expected: int) -> Tensors:
-    """Return the mean with noise (McMahan et al., 2018, algorithm 1): each delta is clipped."""
-    clipped, sigma = [clip(each, PRIVATE_NORM) for each in deltas], NOISE_MULTIPLIER * PRIVATE_NORM
-    return {
-        name: sum((each[name] for each in clipped), sigma * drawn) / num_expected
-        for name, drawn in noise.items()
-    }
 
 
 def relative_to(x: Tensors, model: Model, counted: Counted) -> Tensors:
@@ -155,7 +159,8 @@ def optimize(
     """Return how trained parameters move, and the optimizer's next state."""
     if c.algorithm == "fedavgm":  # Hsu, Qi and Brown, 2019
         v = {name: SERVER_BETA * state["velocity"][name] + d for name, d in delta.items()}
-        return {name: SERVER_ETA * value for name, value in v.items()}, {"velocity": v}
+        moved = {name: SERVER_ETA * value for name, value in v.items()}
+        return moved, state | {"velocity": v}
     if c.algorithm in ("fedadagrad", "fedadam", "fedyogi"):  # Reddi et al., 2021, algorithm 2
         m = {
             name: BETA_1 * state["first_moment"][name] + (1 - BETA_1) * d
@@ -166,7 +171,7 @@ def optimize(
             for name, d in delta.items()
         }
         moved = {name: ADAPTIVE_ETA * m[name] / (v[name].sqrt() + TAU) for name in delta}
-        return moved, {"first_moment": m, "second_moment": v}
+        return moved, state | {"first_moment": m, "second_moment": v}
     eta = {"scaffold": SERVER_ETA, "fedasync": MIXING, "easgd": float(num_reports)}
     return {name: eta.get(c.algorithm, 1.0) * d for name, d in delta.items()}, state
 

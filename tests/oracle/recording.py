@@ -1,0 +1,176 @@
+"""Noise as it was drawn in a run, so that the reference can follow it.
+
+What is secret in a run nobody can repeat. So the places in fedlearn that add noise are watched, in
+all processes and threads: each sample is written to a file, in standard deviations of what it was
+drawn with, next to what it was added to. Noise that is drawn too small therefore shows.
+"""
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms import noised_gradients, transforms
+from fedlearn.algorithms.lanes import Updates, matrix
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.transforms import NoisedUpdates
+from fedlearn.core.clock import SystemClock
+from fedlearn.privacy.secret import DrawnNoise
+from fedlearn.secagg import fixed_point, terms
+from fedlearn.secagg.fixed_point import Lane, levels_of
+from tests.oracle.observed import Draw
+
+#: Less noise, in bounds, is that of a trial: it is next to none.
+LEAST = 1e-6
+
+Method = Callable[..., Any]  # Any: a method of any kind
+
+
+@dataclass
+class Recording:
+    """Draws of a run.
+
+    Attributes:
+        folder: Has a file for each process.
+    """
+
+    folder: Path
+    _local: threading.local = field(default_factory=threading.local)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def draws(self) -> list[Draw]:
+        """Return all draws so far, in order."""
+        found = list[tuple[float, Draw]]()
+        for path in self.folder.iterdir():
+            with path.open("rb") as file:
+                while file.peek():
+                    found.append(pickle.load(file))  # noqa: S301 - this module wrote it
+        return [draw for _, draw in sorted(found, key=lambda each: each[0])]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record what is drawn within a block."""
+        self.folder.mkdir()
+        watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
+            (DrawnNoise, "draw", self._sum),
+            (transforms, "discrete_gaussian", self._samples),
+            (NoisedUpdates, "__call__", self._updates),
+            (noised_gradients, "add_discrete_gaussian", self._added),
+            (NoisedGradients, "noised", self._noised),
+            (NoisedGradients, "noised_step", self._noised_step),
+            (NoisedGradients, "_noised_levels", self._gradients),
+            (fixed_point, "discrete_gaussian", self._samples),
+            (terms, "add_noise", self._share),
+        ]
+        with ExitStack() as stack:
+            for place, name, watch in watched:
+                right = vars(place)[name]
+                stack.enter_context(patch.object(place, name, watch(right)))
+            yield
+
+    def _write(self, values: Tensor, noise: Any, labels: tuple[str | int, ...] = ()) -> None:
+        draw = Draw(values.double(), torch.as_tensor(noise, dtype=torch.float64), labels)
+        with self._lock, (self.folder / str(os.getpid())).open("ab") as file:
+            pickle.dump((SystemClock().now_s(), draw), file)
+
+    def _taken(self) -> list[NDArray[np.float64]]:
+        """Return this thread's samples since the last call."""
+        samples: list[NDArray[np.float64]] = getattr(self._local, "samples", [])
+        self._local.samples = []
+        return samples
+
+    def _keep(self, samples: NDArray[np.float64]) -> None:
+        self._local.samples = [*getattr(self._local, "samples", []), samples]
+
+    # What takes the place of a function of fedlearn's.
+
+    def _sum(self, right: Method) -> Method:
+        def draw(
+            own: DrawnNoise, sigma: float, size: int, *, labels: tuple[str | int, ...]
+        ) -> Tensor:
+            noise: Tensor = right(own, sigma, size, labels=labels)
+            self._write(torch.zeros(0), noise / sigma, labels)
+            return noise
+
+        return draw
+
+    def _samples(self, right: Method) -> Method:
+        def discrete_gaussian(sigma: float, size: int, *, source: Any) -> NDArray[np.int64]:
+            samples: NDArray[np.int64] = right(sigma, size, source=source)
+            self._keep(samples / sigma)
+            return samples
+
+        return discrete_gaussian
+
+    def _added(self, right: Method) -> Method:
+        def add_discrete_gaussian(numbers: NDArray[Any], *, sigma: float, source: Any) -> None:
+            before = numbers.astype(np.float64)
+            right(numbers, sigma=sigma, source=source)
+            self._keep((numbers - before) / sigma)
+
+        return add_discrete_gaussian
+
+    def _updates(self, right: Method) -> Method:
+        def noised(own: NoisedUpdates, updates: Updates) -> Updates:
+            before = matrix(updates.lanes["delta"]).clone()
+            self._taken()
+            after: Updates = right(own, updates)
+            for row, noise in zip(before, self._taken(), strict=True):
+                self._write(row, noise)
+            return after
+
+        return noised
+
+    def _noised(self, right: Method) -> Method:
+        def noised(own: NoisedGradients, sums: Any, sizes_K: Any, *, like: Any) -> Any:
+            self._local.model = _rows(like)
+            return right(own, sums, sizes_K, like=like)
+
+        return noised
+
+    def _noised_step(self, right: Method) -> Method:
+        def noised_step(own: NoisedGradients, x: Any, *given: Any, **named: Any) -> Any:
+            self._local.model = _rows(x)
+            return right(own, x, *given, **named)
+
+        return noised_step
+
+    def _gradients(self, right: Method) -> Method:
+        def levels(own: NoisedGradients, sums: Any, sizes_K: Any) -> Any:
+            if own.example_noise_multiplier < LEAST:
+                return right(own, sums, sizes_K)
+            scales = torch.tensor([own.level / size for size in sizes_K], dtype=torch.float64)
+            values = torch.cat([self._local.model, _rows(sums) * scales[:, None]], dim=1)
+            self._taken()
+            found = right(own, sums, sizes_K)
+            samples = [torch.from_numpy(each) for each in self._taken()]
+            noise = _rows([each.view(len(sizes_K), -1) for each in samples])
+            for row, drawn in zip(values, noise, strict=True):
+                self._write(row, drawn)
+            return found
+
+        return levels
+
+    def _share(self, right: Method) -> Method:
+        def add_noise(lane: Lane, words: Any, *, source: Any) -> None:
+            values = torch.from_numpy(levels_of(lane, words) * lane.step)
+            self._taken()
+            right(lane, words, source=source)
+            self._write(values, np.concatenate(self._taken()))
+
+        return add_noise
+
+
+def _rows(tensors: Any) -> Tensor:
+    """Return stacked tensors [K, ...] as one matrix of float64, a row for each client."""
+    return torch.cat([each.detach().double().reshape(len(each), -1) for each in tensors], dim=1)
