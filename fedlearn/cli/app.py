@@ -385,6 +385,38 @@ def rollback(
     typer.echo(f"{run} is back after {to} rounds; `{again}` goes on from there")
 
 
+@app.command(epilog="Example: fedlearn extend calm-otter-17 --rounds 40")
+def extend(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")],
+    *,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, metavar="N", help="Rounds that it is to have in all.")
+    ],
+    data_dir: DataDir = None,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Let a run have more rounds than it was begun with.
+
+    A run that is under way, simulated or deployed, notices before its last round; one that is done
+    goes on when it is started again. Its configuration stays as it is. A run with a privacy budget
+    that is not enough, and one that has stopped early, are refused.
+    """
+    from fedlearn.cli.surroundings import require_runs, site
+    from fedlearn.deployment.extension import extend
+    from fedlearn.rounds.records import RunStatus
+
+    here = require_runs(site(runs_dir=runs_dir, data_dir=data_dir))
+    with here.database() as database:
+        found = extend(
+            database, run, num_rounds=rounds, data_dir=here.addresses.data_dir, clock=here.clock
+        )
+    again = "fedlearn coordinator" if found.is_deployed else f"fedlearn resume {run}"
+    goes_on = f"one that is running goes on by itself, else `{again}` goes on"
+    if found.status is not RunStatus.RUNNING:
+        goes_on = f"`{again}` goes on"
+    typer.echo(f"{run} is to have {found.num_rounds} rounds; {goes_on}")
+
+
 @app.command(epilog="Example: fedlearn plot calm-otter-17 brisk-heron-42 --output both.png")
 def plot(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="One run, or several.")],

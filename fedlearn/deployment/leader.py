@@ -171,6 +171,7 @@ class Leader:
         checkpoint = patiently(stored.load)
         if checkpoint is not None:
             checkpoint = checkpoint.for_clients_of(clients.run_id)
+        live_status.num_rounds = record.num_rounds
         live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
         resumed = resume_round(
             journal,
@@ -233,7 +234,14 @@ class Leader:
                 note=failing.note,
                 ahead=clients.ahead,
                 congestion=clients.congestion,
+                extended=partial(self._extended, stored),
             )
+
+    def _extended(self, stored: StoredRun) -> int:
+        """Return how many rounds the run is to have by now."""
+        num_rounds = self.patiently(lambda: stored.record.num_rounds)
+        self.live_status.num_rounds = num_rounds
+        return num_rounds
 
     def _patient(self, charging: Charging) -> Charge:
         """Return what charges a round however long the database is away."""

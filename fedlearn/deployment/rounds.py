@@ -1,6 +1,7 @@
 """A deployed run over any channel: the plan of its rounds, and the loop that runs them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -63,6 +64,7 @@ def run_over(
     charge: Charge | None = None,
     ahead: Ahead | None = None,
     congestion: InFlightLimit | None = None,
+    extended: Callable[[], int] = int,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -84,6 +86,7 @@ def run_over(
         charge: Charges each round before anybody is asked; ``None``: nothing does.
         ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
         congestion: How many of its clients may be in flight; ``None``: its concurrency.
+        extended: See :class:`~fedlearn.rounds.run.RunPlan`.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -120,6 +123,7 @@ def run_over(
         resumed=resumed,
         standing=standing,
     )
+    plan = replace(plan, num_rounds=max(plan.num_rounds, extended()), extended=extended)
     state = train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
     end()
     if masked_sum is not None:

@@ -179,7 +179,7 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
         epsilon_of=partial(epsilon_of_release, target_delta=delta),
         clock=clock,
     )
-    due = pieces.config.num_rounds - num_finished
+    due = max(pieces.config.num_rounds, stored.record.num_rounds) - num_finished
     notes = [f"{noise}; metrics of clients and training losses are without noise: keep them"]
     if pieces.config.coordinator.training.is_on:
         notes.append(

@@ -520,6 +520,8 @@ def _execute(
                 ),
                 charging=charging,
             )
+            extended = partial(_extended, stored, cluster)
+            plan = replace(plan, num_rounds=max(plan.num_rounds, extended()), extended=extended)
             told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)
             store: RunStore = stored or _Follower()
             if charging is not None:
@@ -531,6 +533,11 @@ def _execute(
     if run is None:
         raise SystemExit(0)  # a worker of torchrun: rank 0 has the run
     return run
+
+
+def _extended(stored: StoredRun | None, cluster: Cluster) -> int:
+    """Return how many rounds a run is to have by now: rank 0 knows."""
+    return cluster.broadcast(0 if stored is None else stored.record.num_rounds)
 
 
 class _Follower:

@@ -166,6 +166,8 @@ class RunPlan:
         evaluate_every: Rounds between two evaluations; 0 measures the final model only.
         early_stopping: When to stop early, and which metric makes the best model.
         num_rounds: Rounds at the most.
+        extended: Returns how many they are by now, if somebody has raised the number; the same in
+            every process.
         checkpoint_every_s: Real seconds between two commits.
         clock: Real time.
         resumed: Where to continue the round that an earlier process left open; ``None``: it left
@@ -182,6 +184,13 @@ class RunPlan:
     clock: Clock
     resumed: ResumedRound | None = None
     standing: Standing = dict
+    extended: Callable[[], int] = int
+
+    def with_extension(self, state: "RunState") -> "RunPlan":
+        """Return the plan with the rounds that it is to have now, asked before the last of them."""
+        if state.server.round_num + 1 < self.num_rounds:
+            return self
+        return replace(self, num_rounds=max(self.num_rounds, self.extended()))
 
     def is_over(self, state: RunState) -> bool:
         """Whether no further round is due; a run stops early only where it was measured."""
@@ -230,6 +239,7 @@ def train(
         if checkpoint.values.get(CLIENTS_LOST):
             state = _without_clients(state, plan.round.strategy)
     committed_s = plan.clock.now_s()
+    plan = plan.with_extension(state)
     is_over = plan.is_over(state)
     while not is_over:
         started_s = plan.clock.now_s()
@@ -239,6 +249,7 @@ def train(
             store.commit(_checkpoint(state))  # what was paid for stays
             raise
         store.append(record)
+        plan = plan.with_extension(state)
         is_over = after_round(record, state.server.params) or plan.is_over(state)
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
             store.commit(_checkpoint(state))

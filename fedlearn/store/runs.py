@@ -462,6 +462,18 @@ class StoredRun:
                 update(RunRow).where(RunRow.id == self._run_id).values(status=status, error=error)
             )
 
+    def extend(self, num_rounds: int) -> None:
+        """Let the run have so many rounds; one that is done is not any more.
+
+        Any process may do so, whoever runs it.
+        """
+        with self.database.writing() as session:
+            row = session.get_one(RunRow, self._run_id)
+            row.num_rounds = num_rounds
+            if row.status is RunStatus.DONE:
+                is_deployed = session.get(DeploymentRow, self._run_id) is not None
+                row.status = RunStatus.RUNNING if is_deployed else RunStatus.INTERRUPTED
+
     @contextmanager
     def _committing(self) -> Iterator[None]:
         """Add to the errors of a commit where the run stands and how to go on."""

@@ -249,7 +249,7 @@ class DoorConnection:
         own.CopyFrom(hello)
         own.protocol = protocol
         await call.write(wire_pb2.FromClient(hello=own))
-        first = await call.read(wire_pb2.FromCoordinator, within_s=_WELCOME_S)
+        first = await call.read(wire_pb2.FromCoordinator, patiently=False, within_s=_WELCOME_S)
         welcome = self._welcome(first)
         if welcome.protocol != protocol:
             raise OtherProtocol(

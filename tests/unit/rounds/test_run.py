@@ -216,6 +216,26 @@ def test_a_run_records_every_round() -> None:
     assert told[0].count(Status.REPORTED) == 3
 
 
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("noticed_after", [0, 1, 2, 3])
+def test_a_run_that_is_extended_on_its_way_has_the_rounds_of_one_begun_so(
+    every: int, noticed_after: int
+) -> None:
+    """Whenever it is told, up to the moment at which it would have been done."""
+    expected, whole = run(run_plan(scripted_round(), num_rounds=5, evaluate_every=every))
+    store = MemoryStore()
+    plan = replace(
+        run_plan(scripted_round(), num_rounds=3, evaluate_every=every),
+        extended=lambda: 5 if len(store.records) >= noticed_after else 3,
+    )
+    state, _ = run(plan, store=store)
+    assert torch.equal(state.server.params.vector, expected.server.params.vector)
+    assert [each.participations for each in store.records] == [
+        each.participations for each in whole.records
+    ]
+    assert store.status is RunStatus.DONE
+
+
 @dataclass(frozen=True)
 class Begins(Algorithm):
     """Says something as it begins, and of each step."""

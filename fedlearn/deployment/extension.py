@@ -1,0 +1,85 @@
+"""More rounds for a run that is under way, was interrupted, or is done."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from fedlearn.core.clock import Clock
+from fedlearn.errors import ConfigError
+from fedlearn.experiment.privacy import built_on, promise
+from fedlearn.experiment.recorded import PYTHON_PIECES, config_of
+from fedlearn.rounds.records import RunRecord, RunStatus
+from fedlearn.store.runs import Database, StoredRun
+
+
+def extend(
+    database: Database, name: str, *, num_rounds: int, data_dir: Path, clock: Clock
+) -> RunRecord:
+    """Let a run have ``num_rounds`` rounds in all, and return its record after that.
+
+    What was begun with the former number stays as it is, such as noise that was found for it: the
+    rounds to come are like those before. A run that is under way notices before its last round.
+
+    Args:
+        database: Where the run is.
+        name: Of the run.
+        num_rounds: In all, more than it is to have now.
+        data_dir: Where its data are, of which the cost of its privacy depends.
+        clock: Real time.
+
+    Raises:
+        ConfigError: They are not more, the run has stopped early, or its privacy budget is not
+            enough for them.
+        StoreError: There is no such run, or it cannot be read or written.
+    """
+    stored = database.run(name)
+    record = stored.record
+    if num_rounds <= record.num_rounds:
+        raise ConfigError(
+            f"{name} is to have {record.num_rounds} rounds already; give more than that "
+            "(--rounds), or go back to an earlier one (`fedlearn rollback`)"
+        )
+    changed: Mapping[str, object] = {**record.config, "num_rounds": num_rounds}
+    config_of(replace(record, config=changed))  # which bounds them
+    finished = stored.checkpoints()
+    num_finished = finished[-1].round_num if finished else 0
+    if record.status is RunStatus.DONE and num_finished < record.num_rounds:
+        raise ConfigError(
+            f"{name} stopped early, after {num_finished} of {record.num_rounds} rounds, and would "
+            "stop again at once; begin another run, with another target or more patience "
+            "(early_stopping)"
+        )
+    _require_affordable(stored, record, num_rounds, num_finished, data_dir=data_dir, clock=clock)
+    stored.extend(num_rounds)
+    return stored.record
+
+
+def _require_affordable(
+    stored: StoredRun,
+    record: RunRecord,
+    num_rounds: int,
+    num_finished: int,
+    *,
+    data_dir: Path,
+    clock: Clock,
+) -> None:
+    """Check that the privacy budget is enough for all rounds to come, where there is one."""
+    config = config_of(record)
+    budget = config.privacy.epsilon
+    if not config.privacy.is_on or budget is None or config.privacy.reproducible:
+        return
+    if PYTHON_PIECES in record.config:
+        raise ConfigError(
+            f"{record.name} has a privacy budget (epsilon {budget:g}) and was started from Python, "
+            "so only Python has the data that it is for; begin another run there"
+        )
+    pieces = built_on(config, data_dir=data_dir)
+    _, charging, _ = promise(pieces, stored, num_finished=num_finished, clock=clock)
+    due = num_rounds - num_finished
+    if charging is not None and (affordable := charging.foresee(due)) < due:
+        raise ConfigError(
+            f"{num_rounds} rounds of {record.name} would exceed its privacy budget, epsilon "
+            f"{budget:g}: it is enough for {affordable} more after the {num_finished} that are "
+            f"finished; give --rounds {num_finished + affordable} at most"
+            + ("" if num_finished + affordable > record.num_rounds else ", which it has already")
+        )
