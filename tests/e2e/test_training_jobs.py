@@ -131,7 +131,7 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     state = train(job, start=None, control=watch, report=watch.report)
     assert [signal.getsignal(each) for each in signal.valid_signals()] == handlers
     assert watch.steps == [3, 4, 5, 5, 6]  # from the second step on, and then from the fourth
-    assert not left_in(tmp_path)
+    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
     assert not job.folder.exists()
     ended = list((tmp_path / "marks").glob("ended-1-*"))
     assert not ended, "threads that are still at work would abort the interpreter"
@@ -149,7 +149,7 @@ def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path
     job = job_in(tmp_path, faults={"3": "kill torchrun", "4": "stall"})
     with pytest.raises(EngineError, match=r"failed \(exit code -9\)"):
         train(job, start=None, control=watch, report=watch.report)
-    assert not left_in(tmp_path)
+    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
     assert (job.folder / "checkpoints" / "step-2" / ".metadata").exists()
 
 
@@ -168,7 +168,7 @@ def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
     job = job_in(tmp_path, faults={"3": fault}, max_restarts=3)
     with pytest.raises(kind, match=message):
         train(job, start=None, control=watch, report=watch.report)
-    assert not left_in(tmp_path)
+    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
     assert made_in(tmp_path) == 3  # this process, to look at it, and two ranks
     assert watch.steps == [1, 2, 3]
 
@@ -179,4 +179,4 @@ def test_a_job_that_is_called_off_leaves_nobody(tmp_path: Path) -> None:
     job = job_in(tmp_path, faults={})
     with pytest.raises(Cancelled):
         train(job, start=None, control=watch, report=watch.report)
-    assert not left_in(tmp_path)
+    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
