@@ -106,11 +106,9 @@ def shell(launcher: Launcher, tmp_path: Path) -> Shell:
 def main_job(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[Shell, Typed]:
     """The main job, run once and named, and a second run beside it."""
     shell = Shell(launcher, tmp_path_factory.mktemp("main-job"))
-    with shell.popen("simulate", "--json", "--name", "first") as process:
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    typed = shell.type("simulate", "--json", "--name", "first")
     shell.type("simulate", "--name", "second", "--rounds", "3", "--set", "client.epochs=1")
-    return shell, Typed(out, err)
+    return shell, typed
 
 
 # ---- Running ------------------------------------------------------------------------------

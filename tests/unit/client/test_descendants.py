@@ -13,6 +13,7 @@ import pytest
 
 from fedlearn.client import descendants
 from fedlearn.client.descendants import MARK, end_marked, fresh_mark
+from tests.processes import LONG_S
 
 #: Begins a session of its own, leaves its parent, and says who it is.
 LOST = """
@@ -59,12 +60,12 @@ def test_all_with_a_mark_end_and_no_others() -> None:
         lost(None) as (_, unmarked),
     ):
         end_marked(mark, but=[kept])
-        assert has_ended(one, within_s=10.0)
-        assert has_ended(two, within_s=10.0)
+        assert has_ended(one, within_s=LONG_S)
+        assert has_ended(two, within_s=LONG_S)
         for each in (three, other, unmarked):
             assert not has_ended(each, within_s=0.0)
         end_marked(mark)
-        assert has_ended(three, within_s=10.0)
+        assert has_ended(three, within_s=LONG_S)
 
 
 def test_where_processes_cannot_be_seen_nothing_happens(

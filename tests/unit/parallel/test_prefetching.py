@@ -291,7 +291,7 @@ def test_no_process_stays_when_the_one_that_trains_is_killed(tmp_path: Path) -> 
         assert len(readers) == 2
         assert all(map(_runs, readers))
         process.send_signal(signal.SIGKILL)
-    until(lambda: not any(map(_runs, readers)), within_s=20)
+    until(lambda: not any(map(_runs, readers)))
 
 
 def _runs(pid: int) -> bool:
