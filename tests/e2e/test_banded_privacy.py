@@ -55,6 +55,7 @@ def asked(rounds: fl.Run | Sequence[Any]) -> list[set[int]]:
     return [{int(each) for each in record.participations.client_ids} for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [

@@ -294,6 +294,7 @@ def test_a_file_of_ones_own_runs_with_the_few_clients_that_it_has(shell: Shell) 
 # ---- Mistakes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "check"])
 def test_an_unknown_key_names_file_line_and_nearest_key(command: str, shell: Shell) -> None:
     """One line on standard error, no traceback, nothing made."""
@@ -316,6 +317,7 @@ def test_missing_data_are_said_to_be_missing(shell: Shell) -> None:
     assert not (shell.folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_an_unknown_run_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
     """The nearest name is suggested."""
     assert "'first'" in main_job[0].type("show", "frist", code=2).err

@@ -112,6 +112,7 @@ def test_who_adds_how_much_is_told_before_anything_runs(capsys: pytest.CaptureFi
 LOCALLY: dict[str, Any] = {"privacy": {"mode": "local"}}  # Any: keys and tables
 
 
+@pytest.mark.slow
 @everywhere
 def test_each_update_has_noise_enough_by_itself(engine: dict[str, object]) -> None:
     """The mean of 8 has 1/sqrt(8) of one's; to see the cohorts tells no more."""
@@ -141,6 +142,7 @@ class BySize(fl.WeightedMean):
         return num_examples_B
 
 
+@pytest.mark.slow
 @everywhere
 def test_an_own_rule_hears_no_numbers_of_examples_that_have_no_noise(
     engine: dict[str, object],

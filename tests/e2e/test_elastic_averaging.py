@@ -82,6 +82,7 @@ def test_noise_hides_what_is_sent(settings: dict[str, Any]) -> None:
     assert float((weights(noised) - weights(plain)).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_clients_have_of_their_own() -> None:
     """To the bit; a checkpoint without it would begin again with the global model."""
     store = {"checkpoint_every_s": 0.0}

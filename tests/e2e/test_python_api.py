@@ -339,6 +339,7 @@ def test_a_cohort_above_the_population_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_resuming_an_unknown_run_suggests_the_nearest() -> None:
     """A typo is met with the name that was meant."""
     run(name="amber-fox")
@@ -354,6 +355,7 @@ def test_resume_from_the_record_alone_needs_the_pieces() -> None:
         resume(name, site, from_previous=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["engine", "memory"])
 def test_a_model_in_bfloat16_trains_as_such_and_a_note_tells(transport: str) -> None:
     """A model in float32 has no such note."""

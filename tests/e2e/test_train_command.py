@@ -66,6 +66,7 @@ def test_a_warm_start_is_what_the_command_trains(capsys: pytest.CaptureFixture[s
     assert not equal(Path("alone.safetensors"), Path("cold.safetensors")), "the control"
 
 
+@pytest.mark.slow
 def test_the_command_tells_a_person_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """A line a report, a last one with the metrics; nothing is left but the model."""
     assert main(["train", *sets(*TRAINING)]) == 0
@@ -109,6 +110,7 @@ def test_a_file_is_replaced_if_it_is_asked_for() -> None:
     assert load_file("there")
 
 
+@pytest.mark.slow
 def test_a_training_that_is_under_way_is_not_begun_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

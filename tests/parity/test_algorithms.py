@@ -125,6 +125,7 @@ def test_the_engine_and_flower_equal_sessions_in_memory_bit_for_bit(name: str) -
         assert torch.equal(found.vector, expected.vector), other.__name__
 
 
+@pytest.mark.slow
 @every_algorithm
 @pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED])
 def test_blocks_of_clients_give_the_same_model(name: str, kind: ExecutorKind) -> None:

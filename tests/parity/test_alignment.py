@@ -125,6 +125,7 @@ def session_data(kind: str) -> LocalData:
     return DatasetData(TensorDataset(features, labels), device=CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensors", "dataset"])
 def test_what_trained_before_changes_no_bit_of_a_clients_update(kind: str) -> None:
     """At each of the 16 places where its batch would begin if it were cut from one tensor."""

@@ -249,6 +249,7 @@ def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:
             named(job(local), kind)
 
 
+@pytest.mark.slow
 def test_one_client_trains_at_a_time_where_an_update_draws_globally(tmp_path: Path) -> None:
     """And says why."""
     local = PlainRandom(inner=SGD, where="report")

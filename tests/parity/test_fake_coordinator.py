@@ -349,6 +349,7 @@ def outcome(door: LocalDoor, tells: Sequence[Tell], ask: Callable[[], T]) -> tup
     return asyncio.run(asyncio.wait_for(lied(), WAIT_S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_in_a_training_is_refused_by_both_alike(lie: Lie, tmp_path: Path) -> None:
     """The client is told why; and it has failed, or may still answer honestly."""

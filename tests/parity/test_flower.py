@@ -393,6 +393,7 @@ def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]
     return rounds
 
 
+@pytest.mark.slow
 def test_asynchronous_rounds_over_flower_give_the_same_model_bit_for_bit() -> None:
     """An exchange that is asked again and again, stale updates, and clients that are given up."""
     sessions = SimulatedSessions(

@@ -273,6 +273,7 @@ def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: St
     assert torch.equal(found.vector, expected.vector)
 
 
+@pytest.mark.slow
 def test_another_order_of_arrival_would_be_noticed(tmp_path: Path) -> None:
     """The control: sums of floats depend on their order, and on who is in them."""
     orders = [[0, 1, 2], [1, 2, 3], [3, 0, 1]]

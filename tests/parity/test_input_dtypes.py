@@ -86,6 +86,7 @@ def test_pixels_in_integers_train_as_the_same_in_float32(dtype: str, executor: s
     require_equal(finished(convolution, data_of(PIXELS.astype(dtype)), **settings), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", [VMAP, "sequential", "memory"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_tokens_of_any_width_train_as_the_same_in_int64(dtype: str, executor: str) -> None:
@@ -223,6 +224,7 @@ def test_a_model_is_left_as_it_was_after_a_trial() -> None:
     assert all(layer.training for layer in model.modules())
 
 
+@pytest.mark.slow
 def test_a_feature_beyond_the_models_floats_is_refused() -> None:
     """It would be infinite in a batch; a model in float64 takes it."""
     features = PIXELS / 255

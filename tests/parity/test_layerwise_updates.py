@@ -305,6 +305,7 @@ class FlatMemory(FlatByMistake):
         return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "words"),
     [

@@ -262,6 +262,7 @@ def test_dropout_drops_the_same_units() -> None:
     assert distance(expected, other_round) > 1e-3, "the control: other masks are noticed"
 
 
+@pytest.mark.slow
 def test_batch_norm_with_ragged_batches_is_exact() -> None:
     """Clients with equally large batches step together, so that no padding is normalised."""
     work = work_of(
@@ -389,6 +390,7 @@ class Product(nn.Module):
         return inputs @ (self.first @ self.second)
 
 
+@pytest.mark.slow
 def test_weights_that_multiply_each_other_step_at_once() -> None:
     """No step of one weight is seen by the gradient of the other."""
     assert error_of(Product, work_of(params_of(Product))) < 1e-6
@@ -483,6 +485,7 @@ def test_a_model_that_cannot_be_traced_is_stacked_all_the_same() -> None:
         executor(Scaled, CrossEntropy(), is_compiled=True).train(work)
 
 
+@pytest.mark.slow
 def test_regression_with_a_loss_of_the_users_own() -> None:
     """Float labels, outputs of shape [batch, 1], any per-example loss."""
 
@@ -530,6 +533,7 @@ def test_repeated_training_is_bitwise_equal() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_a_wrong_update_is_noticed() -> None:
     """The control of all parities: a learning rate off by a thousandth is visible."""
     work = work_of(params_of(mlp))

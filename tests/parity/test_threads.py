@@ -51,6 +51,7 @@ def require_equal(found: list[dict[str, Tensor]], alone: list[dict[str, Tensor]]
         assert all(torch.equal(own[name], value) for name, value in want.items())
 
 
+@pytest.mark.slow
 def test_simulations_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng(0).normal(size=(40, 5))

@@ -144,6 +144,7 @@ def test_how_many_were_clipped_is_not_recorded_with_noise() -> None:
     assert "num_clipped" not in run.history[-1].metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["one by one", "in sessions"])
 def test_losses_that_a_secure_sum_cuts_off_are_counted(engine: str) -> None:
     """Alike in both ways to simulate it; where the bounds are far away, there is no count."""

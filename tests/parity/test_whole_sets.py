@@ -214,6 +214,7 @@ def test_every_way_to_train_takes_the_same_steps() -> None:
         np.testing.assert_allclose(weights, first, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_the_whole_batch() -> None:
     """One full batch: the gradient of the partial likelihood of the clinic, by hand."""
     finished = fl.simulate(
@@ -240,6 +241,7 @@ def test_a_step_is_that_of_the_whole_batch() -> None:
     np.testing.assert_allclose(weights_of(finished), after.detach().numpy(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_best_model_is_that_with_the_highest_c_index() -> None:
     """A metric of one's own, more being better, stops the run and chooses the model."""
     finished = run(num_rounds=12, early_stopping={"metric": "c_index", "patience_rounds": 2})

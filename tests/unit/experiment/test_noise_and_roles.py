@@ -109,6 +109,7 @@ def test_a_frozen_base_keeps_its_bits_under_noise_and_in_a_secure_sum(mode: str)
     assert_kept(run(nn.Identity, mode), nn.Identity)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_buffers_that_training_does_not_change_keep_their_bits_under_noise(name: str) -> None:
     """They are frozen, by their layer or since a trial leaves them alone."""

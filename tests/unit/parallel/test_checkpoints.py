@@ -38,6 +38,7 @@ def gone_on(checkpoint: Path) -> Outcome:
     return outcome([], made.state())
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_ends_in_the_same_bits(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     newest = checkpoints.latest(tmp_path)

@@ -98,6 +98,7 @@ def test_every_rank_has_the_sum(method: Method, seen_P: list[dict[Case, Seen]]) 
             assert each.left_alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", OWN, ids=lambda method: method.name)
 def test_each_rank_sends_and_receives_what_the_formula_says(
     method: Method, seen_P: list[dict[Case, Seen]]
@@ -169,6 +170,7 @@ class Skipping(Messages):
         return _Skipped() if next(self._steps) in self._skipped else super().receive(tensor, of=of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 2, 3, 5])
 def test_a_ring_that_skips_a_step_is_caught_twice(step: int) -> None:
     """By its sum, and by its bytes: 0 to 2 are of reduce-scatter, 3 to 5 of all-gather."""
@@ -203,6 +205,7 @@ def test_a_method_whose_sum_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyP
         measure(settings, world_size=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_amid_a_ring_ends_all() -> None:
     """The others wait for its messages; none of them is left."""
 
@@ -261,6 +264,7 @@ def test_on_the_emulated_network_time_is_the_formula() -> None:
     assert longest == {"naive": 36.0, "manager": 72.0, "ring": 18.0}
 
 
+@pytest.mark.slow
 def test_the_kernel_counts_what_was_sent_and_the_library_has_a_ring() -> None:
     """Our own count is no more than the kernel's, which adds headers: here below one per cent."""
     settings = Settings(numbers=(300_000,), repeats=1, mbit_per_s=1e5)
@@ -345,6 +349,7 @@ def test_the_command_measures_and_draws(capsys: pytest.CaptureFixture[str], tmp_
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collectives", "--processes", "2", "--numbers", "10", "--repeats", "1"]) == 0
     printed = capsys.readouterr().out

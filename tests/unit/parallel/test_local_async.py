@@ -108,11 +108,13 @@ def lost(hogwild: Hogwild) -> float:
     return (loss(hogwild.train(weights(), context=context())) - plain) / (start - plain)
 
 
+@pytest.mark.slow
 def test_several_processes_come_about_as_far_as_plain_sgd() -> None:
     """To a quarter of what that gains, whoever is faster; 8 % at the most was seen."""
     assert abs(lost(Hogwild(trainer(), num_processes=3))) < 0.25
 
 
+@pytest.mark.slow
 def test_steps_that_are_thrown_away_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the band: processes that train copies of the model gain nothing."""
     monkeypatch.setattr(ResidentModel, "share_memory", lambda *_: None)
@@ -198,6 +200,7 @@ class Watching(Unattended):
         self.told.append((fraction, loss))
 
 
+@pytest.mark.slow
 def test_a_task_can_be_called_off_and_tells_how_far_it_is() -> None:
     """No process is left, and the trainer trains the next task."""
     hogwild, others = Hogwild(trainer(), num_processes=2), children_of(os.getpid())

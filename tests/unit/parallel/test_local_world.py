@@ -106,6 +106,7 @@ def waits() -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -123,6 +124,7 @@ def test_the_rank_that_failed_is_named_not_those_that_lost_it(
     assert str(raised.value) == message
 
 
+@pytest.mark.slow
 def test_where_a_rank_failed_is_a_note_of_the_error() -> None:
     with pytest.raises(EngineError) as raised:
         in_processes(fails, world_size=2, timeout_s=LIMIT_S)

@@ -567,6 +567,7 @@ def most_underway(stages: int, schedule: str) -> list[int]:
     return in_processes(body, world_size=stages, timeout_s=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_1f1b_has_as_many_micro_batches_underway_as_stages_follow_and_gpipe_all() -> None:
     assert most_underway(2, "1f1b") == [2, 1]
     assert most_underway(2, "gpipe") == [8, 8]
@@ -635,6 +636,7 @@ def test_naive_model_parallelism_computes_one_product_after_the_other(tmp_path: 
         assert float((before - step - after).detach().abs().max()) <= SAME
 
 
+@pytest.mark.slow
 def test_stages_do_not_draw_the_same_random_numbers() -> None:
     """Else dropout would leave out the same numbers in each."""
 

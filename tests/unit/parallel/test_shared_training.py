@@ -154,6 +154,7 @@ UPDATES: dict[str, LocalUpdate] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_shared_training_is_that_of_one_process(

@@ -3,6 +3,7 @@
 import pickle
 from itertools import chain, pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ def test_every_example_comes_exactly_once_a_pass(num_examples: int, number: int)
     assert sorted(seen) == list(range(num_examples))
 
 
+@pytest.mark.slow
 @given(
     num_examples=st.integers(1, 12),
     cuts=st.lists(st.integers(0, 60), min_size=2, unique=True).map(sorted),
