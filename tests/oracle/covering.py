@@ -135,6 +135,8 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield c.place not in SESSIONS, {"slab": False}
     # The devices are real ones, and a deployment commits each round before it goes on.
     yield c.place in DEPLOYED, {"devices": "ideal", "checkpoints": "every_round"}
+    # A trainer of one's own has its own examples there, and reads them as it likes.
+    yield c.place in DEPLOYED and own == "trainer", {"augmented": False}
     # In real time, a deadline of less than a second would be a matter of chance.
     yield c.place == "grpc" and c.stragglers != "oversample", {"stragglers": "wait"}
     yield c.place == "grpc", {"interrupted": "no"}  # its door would have to be another process

@@ -262,7 +262,7 @@ def is_refused(c: Configuration, sent: Contribution | None) -> bool:
 
 def max_norm(c: Configuration) -> float:
     """Return a bound on updates that some of them exceed, by how far they go."""
-    factor = 1.0
+    factor = 2.0 if c.algorithm == "scaffold" else 1.0
     if c.norm == "batch" or c.objective == "weighted":
         factor = 3.0 if c.algorithm == "scaffold" else 1.5
     if c.own in ("update", "trainer"):
