@@ -1,9 +1,9 @@
 """What is trained, and how: network, loss, measures, algorithm."""
 
-import os
 from collections.abc import Mapping
 from typing import TypedDict
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def _require_memory(make_model: ModelFactory, model: Model) -> None:
     with torch.device("meta"):  # shapes without memory
         parameters = list(make_model().parameters())
     needed = _COPIES * sum(each.nbytes for each in parameters)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = psutil.virtual_memory().total
     if needed > there:
         largest = max(parameters, key=torch.Tensor.numel)
         size = sum(each.numel() for each in parameters)

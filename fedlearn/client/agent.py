@@ -248,8 +248,7 @@ class Agent:
         It waits until that is done.
         """
         self.revoke_consent(wait=math.inf)
-        with self._home.locked(timeout_s=_ALONE_S):
-            self._home.forget()
+        self._home.forget(timeout_s=_ALONE_S)
 
     def change(self, *, conditions: Conditions | None = None, policy: Policy | None = None) -> None:
         """Have other conditions, or another policy, from now on; a training process goes on.

@@ -1,31 +1,33 @@
 """The process that an :class:`~fedlearn.client.agent.Agent` starts.
 
 It reads its options from standard input and talks to the application over one socket, a JSON
-object a line: events go out, facts about the device come in. When the socket closes, the
+object a line: events go out, facts about the device and wishes come in. When the socket closes, the
 application is gone, and so is this process. SIGTERM ends it at the next batch.
 """
 
 import asyncio
 import json
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NoReturn
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import structlog
 
 from fedlearn.client.conditions import Facts
-from fedlearn.client.descendants import MARK, end_marked
 from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.family import END_S, end_family
 from fedlearn.client.folder import ClientFolder
 from fedlearn.client.forks import keep_from_forks
+from fedlearn.client.links import take_link
 from fedlearn.client.options import CHANGES, OPTIONS
 from fedlearn.client.places import place_of, told_while_it_lasts
+from fedlearn.client.signals import signals_call
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
 
@@ -34,98 +36,125 @@ if TYPE_CHECKING:  # imported once it is watched whether the application is stil
 
 #: Seconds that the process of an application that has died may take to end.
 _PREDECESSOR_S = 15.0
-#: Seconds that this process gets to end in order when its application has gone.
-_END_S = 12.0
+#: Seconds that an application gets to read the last events.
+_FLUSH_S = 5.0
+_CHUNK_BYTES = 1 << 16
+
+#: What an application says, by what it is: Any, since it is JSON.
+_Words: TypeAlias = dict[str, Any]
 
 
 class _Application:
-    """The other end of the socket."""
+    """The other end of the socket: events go there on one thread, words come from there on another.
+
+    Until :meth:`attach`, an application that goes away, or wants the client to stop, ends this
+    process at once.
+    """
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        # Told of the other end's closing also when the event loop has closed its own.
-        self._watched = link.dup()
-        self._writer: asyncio.StreamWriter | None = None
         # It must come to its end with this process, whatever the trainer starts or forks.
-        link.set_inheritable(False)
-        for each in (link, self._watched):
-            keep_from_forks(each)
+        keep_from_forks(link)
+        self._events = SimpleQueue[bytes]()
+        self._lock = threading.Lock()
+        self._attached: tuple[asyncio.AbstractEventLoop, Runtime] | None = None
+        self._early: list[_Words] = []
+        self._gone = threading.Event()
+        self._sender = threading.Thread(target=self._send, name="fedlearn-events", daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._listen, name="fedlearn-watch", daemon=True).start()
 
     def tell(self, event: AgentEvent) -> None:
         """Send one event; an application that has gone does not hear it."""
-        line = json.dumps(asdict(event)).encode() + b"\n"
-        if self._writer is not None:
-            self._writer.write(line)
-            return
-        with suppress(OSError):
-            self._link.sendall(line)
+        self._events.put(json.dumps(asdict(event)).encode() + b"\n")
 
     def tell_end(self, error: FedlearnError) -> None:
         """Say why this process ends: it would end so again."""
         self.tell(AgentEvent(kind=EventKind.FAILED, message=str(error), is_final=True))
 
     def tell_crash(self, error: BaseException) -> None:
-        """Say what this process ends of and where, without the words: they may tell of the data."""
+        """Report the crash's type and place, but not its message, which may contain data."""
         words = f"{type(error).__name__} at {place_of(error.__traceback__)}"
         self.tell(AgentEvent(kind=EventKind.CRASHED, message=words))
         sys.excepthook(type(error), error, error.__traceback__)
 
+    def finish(self) -> None:
+        """Return once all events are sent, or cannot be; none may follow."""
+        self._events.put(b"")
+        self._sender.join(_FLUSH_S)
+
     def has_gone(self) -> bool:
-        """Return whether nobody is at the other end any more."""
-        poll = select.poll()
-        poll.register(self._watched, 0)
-        return bool(poll.poll(0))
+        """Return whether the other end is closed."""
+        return self._gone.is_set()
 
-    def watch(self) -> None:
-        """End this process when the application goes, in order if there is one; on a thread."""
+    def attach(self, runtime: "Runtime") -> None:
+        """From now on the client hears what the application says; in its event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._attached = loop, runtime
+            early, self._early = self._early, []
+        for words in early:
+            _heed(words, runtime)
+        if self._gone.is_set():
+            runtime.stop()
 
-        def wait() -> None:
-            poll = select.poll()
-            poll.register(self._watched, 0)  # that the other end is closed is always told
-            poll.poll()
-            if self._writer is not None:  # it is heard there, too
-                SystemClock().sleep(_END_S)
-            _end_group()
+    def _send(self) -> None:
+        with suppress(OSError):
+            while event := self._events.get():
+                self._link.sendall(event)
 
-        threading.Thread(target=wait, name="fedlearn-watch", daemon=True).start()
+    def _listen(self) -> None:
+        rest = b""
+        with suppress(OSError):  # it may be killed
+            while data := self._link.recv(_CHUNK_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._hear(json.loads(line))
+        with self._lock:
+            self._gone.set()
+            attached = self._attached
+        if attached is not None:
+            loop, runtime = attached
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(runtime.stop)
+            SystemClock().sleep(END_S)
+        end_family()
 
-    async def listen(self, runtime: "Runtime") -> None:
-        """Hear what the application knows until it is gone."""
-        reader, self._writer = await asyncio.open_connection(sock=self._link)
-        with suppress(ConnectionError):  # it was killed
-            while line := await reader.readline():
-                match json.loads(line):
-                    case {"Facts": facts}:
-                        runtime.tell(Facts(**facts))
-                    case {"Changes": changes}:
-                        runtime.change(CHANGES.validate_python(changes))
-                    case {"Wake": _}:
-                        runtime.wake()
-        runtime.stop()
+    def _hear(self, words: "_Words") -> None:
+        with self._lock:
+            attached = self._attached
+            if attached is None:
+                self._early.append(words)
+        if attached is not None:
+            loop, runtime = attached
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(_heed, words, runtime)
+        elif "Stop" in words:
+            end_family()
+
+
+def _heed(words: "_Words", runtime: "Runtime") -> None:
+    match words:
+        case {"Facts": facts}:
+            runtime.tell(Facts(**facts))
+        case {"Changes": changes}:
+            runtime.change(CHANGES.validate_python(changes))
+        case {"Wake": _}:
+            runtime.wake()
+        case {"Stop": _}:
+            runtime.stop()
 
 
 def _be_worker() -> None:
-    """Be a worker of the trainer's, which SIGTERM ends: the loop's handler would not."""
+    """Be a worker of the trainer's, which SIGTERM ends: the client's handler would not."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def _run(runtime: "Runtime", application: _Application) -> None:
-    from fedlearn.client.live_session import cancel  # noqa: PLC0415 (gRPC)
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.stop)
-    listening = asyncio.create_task(application.listen(runtime))
-    try:
+    application.attach(runtime)
+    with signals_call({signal.SIGTERM: runtime.stop}):
         await runtime.run()
-    finally:
-        await cancel([listening])
-
-
-def _end_group() -> NoReturn:
-    """End this process and all that the trainer has started: nobody else will."""
-    end_marked(os.environ.get(MARK, ""), but=[os.getpid()])
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-    raise AssertionError("SIGKILL cannot be survived")
 
 
 def main() -> NoReturn:
@@ -134,8 +163,7 @@ def main() -> NoReturn:
     Then this process ends at once: what the trainer has left running is not waited for, and ended
     by whoever of the two is left.
     """
-    application = _Application(socket.socket(fileno=int(sys.argv[1])))
-    application.watch()
+    application = _Application(take_link(sys.argv[1]))
     code = 0
     try:
         _serve(application)
@@ -147,8 +175,9 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    application.finish()
     if application.has_gone():
-        _end_group()
+        end_family()
     os._exit(code)
 
 
@@ -157,7 +186,8 @@ def _serve(application: _Application) -> None:
         wrapper_class=structlog.make_filtering_bound_logger("warning"),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    os.register_at_fork(after_in_child=_be_worker)
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=_be_worker)
     options = OPTIONS.validate_json(sys.stdin.buffer.read())
     from fedlearn.client.runtime import make_runtime  # noqa: PLC0415 (torch takes seconds)
 

@@ -5,12 +5,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
+
+import psutil
 
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
@@ -23,6 +27,11 @@ _IDLE_SHARE = 0.25
 #: Seconds over which that share is averaged.
 _IDLE_WINDOW_S = 10.0
 _IDLE_SHORTEST_S = 0.5
+#: Of the times that an operating system counts, those in which a processor does nothing for this
+#: machine, and those that are counted in another one, too.
+_NOT_BUSY = frozenset({"idle", "iowait", "steal", "guest", "guest_nice"})
+#: Of the times of a process: its own, in the system, and both of its children that have ended.
+_NUM_TIMES = 4
 #: Seconds for which what the application tells holds: a probe may take its time, not for ever.
 _TOLD_S = 10.0
 #: Seconds for which NetworkManager's answer holds.
@@ -131,17 +140,15 @@ def local_time(unix_s: float) -> datetime:
 
 @dataclass
 class Device:
-    """Asks the operating system (Linux); what the application tells comes before.
+    """Asks the operating system; what the application tells comes before.
 
     Attributes:
         clock: When it was asked, or told.
-        power_supplies: Where the kernel lists mains adapters and batteries.
-        processor_times: Where the kernel counts the processors' time.
+        power_supplies: Where Linux lists mains adapters and batteries.
     """
 
     clock: Clock
     power_supplies: Path = Path("/sys/class/power_supply")
-    processor_times: Path = Path("/proc/stat")
     _load: deque[tuple[float, float, float]] = field(default_factory=deque)
     _metered: tuple[float, bool | None] | None = None
     _told: tuple[float, Facts] = (-math.inf, Facts())
@@ -162,26 +169,15 @@ class Device:
 
     def _on_power(self) -> bool | None:
         """A device without a battery is on mains power; with one, a mains adapter must be."""
-        try:
-            supplies = sorted(self.power_supplies.iterdir())
-        except OSError:
-            return None
-        kinds = [(_line(each / "type"), each) for each in supplies]
-        mains = [_line(each / "online") == "1" for kind, each in kinds if kind != "Battery"]
-        batteries = [
-            _line(each / "status") == "Discharging"
-            for kind, each in kinds
-            if kind == "Battery" and _line(each / "scope") != "Device"  # a mouse's is none
-        ]
-        return any(mains) or not any(batteries)
+        if sys.platform == "linux":  # where psutil takes the battery of a mouse for the machine's
+            return _is_on_power(self.power_supplies)
+        else:
+            battery = psutil.sensors_battery()
+            return True if battery is None else battery.power_plugged
 
     def _idle(self) -> bool | None:
         """Compare what others than this process and its own have used of the processors' time."""
-        busy_s = self._busy_s()
-        if busy_s is None:
-            return None
-        own_s = _used_s(Path("/proc/self"))
-        now_s = self.clock.now_s()
+        busy_s, own_s, now_s = _busy_s(), _used_s(), self.clock.now_s()
         self._load.append((now_s, busy_s, own_s))
         while now_s - self._load[1 if len(self._load) > 1 else 0][0] >= _IDLE_WINDOW_S:
             self._load.popleft()
@@ -191,14 +187,6 @@ class Device:
         others_s = (busy_s - busy_then_s) - (own_s - own_then_s)
         return others_s < _IDLE_SHARE * (os.cpu_count() or 1) * (now_s - then_s)
 
-    def _busy_s(self) -> float | None:
-        # cpu user nice system idle iowait irq softirq steal …, in ticks
-        fields = _line(self.processor_times).split()
-        if len(fields) < 8 or fields[0] != "cpu":  # noqa: PLR2004 - as in the comment above
-            return None
-        user, nice, system, _, _, irq, soft_irq = (int(each) for each in fields[1:8])
-        return (user + nice + system + irq + soft_irq) / _ticks_per_s()
-
     def _unmetered(self) -> bool | None:
         now_s = self.clock.now_s()
         if self._metered is None or now_s - self._metered[0] > _METERED_AGE_S:
@@ -206,28 +194,50 @@ class Device:
         return self._metered[1]
 
 
-def _used_s(process: Path) -> float:
-    """Return what a process and its children have used of the processors' time.
+def _is_on_power(power_supplies: Path) -> bool | None:
+    try:
+        supplies = sorted(power_supplies.iterdir())
+    except OSError:
+        return None
+    kinds = [(_line(each / "type"), each) for each in supplies]
+    mains = [_line(each / "online") == "1" for kind, each in kinds if kind != "Battery"]
+    batteries = [
+        _line(each / "status") == "Discharging"
+        for kind, each in kinds
+        if kind == "Battery" and _line(each / "scope") != "Device"  # a mouse's is none
+    ]
+    return any(mains) or not any(batteries)
+
+
+def _busy_s() -> float:
+    """Return how long the processors have worked since the machine started, added up."""
+    times = psutil.cpu_times()._asdict()
+    return math.fsum(seconds for name, seconds in times.items() if name not in _NOT_BUSY)
+
+
+def _used_s() -> float:
+    """Return the processor time of this process and all that come of it.
 
     A trainer's data may be loaded by processes of its own.
-
-    Args:
-        process: Where the kernel shows it.
     """
-    # pid (name) state and ten more fields, then those of the process, and of children that ended:
-    # utime stime cutime cstime, in ticks
-    fields = _line(process / "stat").rpartition(")")[2].split()
-    used_s = sum(int(each) for each in fields[11:15]) / _ticks_per_s()
-    try:
-        threads = sorted(process.glob("task/*/children"))
-    except OSError:
-        threads = []  # it has just ended
-    children = " ".join(_line(each) for each in threads)
-    return used_s + sum(_used_s(process.with_name(pid)) for pid in children.split())
+    used_s = 0.0
+    for each in _family_of(psutil.Process()):
+        with suppress(psutil.Error):  # it has just ended
+            used_s += sum(each.cpu_times()[:_NUM_TIMES])
+    return used_s
 
 
-def _ticks_per_s() -> int:
-    return os.sysconf("SC_CLK_TCK")
+def _family_of(process: psutil.Process) -> Iterator[psutil.Process]:
+    """Yield a process and all that come of it."""
+    yield process
+    if sys.platform == "linux":
+        # psutil looks at each process of the machine: 5 ms for a hundred, every second.
+        for thread in Path(f"/proc/{process.pid}/task").glob("*/children"):
+            for pid in _line(thread).split():
+                with suppress(psutil.Error):  # it has just ended
+                    yield from _family_of(psutil.Process(int(pid)))
+    else:
+        yield from process.children(recursive=True)
 
 
 def _line(path: Path) -> str:

@@ -3,21 +3,30 @@
 What lies in it says :mod:`fedlearn.client.home`, which works with the rest.
 """
 
-import fcntl
+import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
+import psutil
+
+from fedlearn.client.descendants import MARK, end_marked, has_mark
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
+from fedlearn.core.locks import open_lock, read_note, take_lock, write_note
 from fedlearn.errors import DeploymentError
 
 _GRANTED, _REVOKED = b"granted", b"revoked"
 _LOCK_POLL_S = 0.05
+#: Seconds that a training process whose application has gone gets to end in order.
+_ORPHAN_S = 2.0
+#: Seconds after which it must be gone: the kernel ends one that is inside of a call last.
+_ORPHAN_GONE_S = 30.0
 #: Seconds that the process of a consent that was revoked gets to see it, and to end.
 _REVOKED_S = 30.0
 #: Names in the folder that are this client's; whatever else lies there is somebody else's.
@@ -37,7 +46,6 @@ _OWN = (
     "tasks.json",
     "evaluations.json",
     "privacy.json",
-    "lock",  # last: it is held until then
 )
 #: Of the names of files that are being written.
 _SUFFIX = "[0-9a-f]" * 16
@@ -56,35 +64,55 @@ class ClientFolder:
 
     @contextmanager
     def locked(self, *, timeout_s: float = 0.0) -> Iterator[None]:
-        """Be the only one that works in this folder.
+        """Be the only process that works in this folder.
+
+        A training process whose application has gone is ended after two seconds, along with all
+        that it has started, even if native code keeps it from listening.
 
         Raises:
             DeploymentError: Another process works here, also after ``timeout_s``.
         """
         make_private_folder(self.folder)
-        clock = SystemClock()
-        until_s = clock.now_s() + timeout_s
-        with (self.folder / "lock").open("wb", buffering=0) as stream:
+        path = self.folder / "lock"
+        with disk_errors(path, raises=DeploymentError, doing="lock"):
+            file = open_lock(path)
+        with file:
             # The lock belongs to the open file, which a forked child of a trainer would share:
             # one that outlives this process would keep the folder from the next.
-            keep_from_forks(stream)
-            while not _lock(stream):
-                if clock.now_s() > until_s:
-                    raise DeploymentError(
-                        f"{self.folder} is in use by another process of this client; stop that "
-                        "one, or give this one a folder of its own"
-                    )
-                clock.sleep(_LOCK_POLL_S)
+            keep_from_forks(file)
+            with disk_errors(path, raises=DeploymentError, doing="lock"):
+                self._wait_for(file, timeout_s=timeout_s)
+                earlier, own = _Holder.in_note(read_note(path)), _Holder.this_process()
+                if earlier is not None and earlier.mark != own.mark and earlier.is_orphan():
+                    end_marked(earlier.mark)  # the rest of what it had started
+                write_note(file, json.dumps(asdict(own)))
             yield
+
+    def _wait_for(self, file: FileIO, *, timeout_s: float) -> None:
+        """Take the lock, or raise after ``timeout_s``."""
+        clock, path = SystemClock(), self.folder / "lock"
+        begin_s = clock.now_s()
+        while not take_lock(file):
+            waited_s, patience_s = clock.now_s() - begin_s, timeout_s
+            holder = _Holder.in_note(read_note(path))
+            if holder is not None and holder.is_orphan():
+                patience_s = max(timeout_s, _ORPHAN_GONE_S)
+                if waited_s > _ORPHAN_S:
+                    end_marked(holder.mark)
+            if waited_s > patience_s:
+                raise DeploymentError(
+                    f"{self.folder} is in use by another process of this client; stop that "
+                    "one, or give this one a folder of its own"
+                )
+            clock.sleep(_LOCK_POLL_S)
 
     def is_in_use(self) -> bool:
         """Return whether a process works in this folder, where nothing changes by the look."""
-        try:
-            stream = (self.folder / "lock").open("rb", buffering=0)
-        except FileNotFoundError:
+        path = self.folder / "lock"
+        if not path.exists():
             return False
-        with stream:
-            return not _lock(stream)
+        with open_lock(path) as file:
+            return not take_lock(file)
 
     def has_keys(self) -> bool:
         """Return whether this client is enrolled, or was just about to take new keys over."""
@@ -134,14 +162,19 @@ class ClientFolder:
         remove_all([*places, *files])
         remove_all(half_written(self.folder, of=counts))
 
-    def forget(self) -> None:
+    def forget(self, *, timeout_s: float = 0.0) -> None:
         """Remove all that is this client's, keys included: to join again takes a new invitation.
 
         The folder goes as well, unless somebody else keeps something there.
+
+        Raises:
+            DeploymentError: As of :meth:`locked`; or something cannot be removed.
         """
-        remove_all(half_written(self.folder, of=_OWN))
-        remove_all([self.folder / name for name in _OWN])
+        with self.locked(timeout_s=timeout_s):
+            remove_all(half_written(self.folder, of=_OWN))
+            remove_all([self.folder / name for name in _OWN])
         with suppress(OSError):
+            (self.folder / "lock").unlink()  # after its end: Windows keeps an open file
             self.folder.rmdir()  # not if it is not empty
 
     @property
@@ -193,10 +226,39 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _lock(stream: BinaryIO) -> bool:
-    """Return whether this process has the lock now; it ends with the stream."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+@dataclass(frozen=True)
+class _Holder:
+    """Which process works in a folder, as its lock's note tells.
+
+    Attributes:
+        pid: Its number.
+        parent: That of the process that has started it.
+        mark: In its environment if it is a training process; else empty.
+    """
+
+    pid: int
+    parent: int
+    mark: str
+
+    @classmethod
+    def this_process(cls) -> "_Holder":
+        return cls(os.getpid(), os.getppid(), os.environ.get(MARK, ""))
+
+    @classmethod
+    def in_note(cls, note: str) -> "_Holder | None":
+        try:
+            return cls(**json.loads(note))
+        except (ValueError, TypeError):  # none, or that of another version
+            return None
+
+    def is_orphan(self) -> bool:
+        """Return whether this is a training process whose application has gone, or has ended."""
+        if not self.mark:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            parent = process.parent()
+        except psutil.Error:
+            return True
+        # The parent of an orphan is another process, or on Windows none.
+        return not has_mark(process, self.mark) or parent is None or parent.pid != self.parent

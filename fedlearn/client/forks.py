@@ -1,6 +1,7 @@
 """What a forked child must not keep open: it may outlive the process that it was forked from."""
 
 import os
+import sys
 from io import FileIO
 from multiprocessing.connection import Connection
 from socket import socket
@@ -20,4 +21,5 @@ def _let_go() -> None:
         resource.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_let_go)

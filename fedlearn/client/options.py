@@ -51,6 +51,11 @@ class Wake:
     """The client is to look for its coordinator now, whatever it waits for there."""
 
 
+@dataclass(frozen=True)
+class Stop:
+    """The client is to end at its next batch, or at once if it is still starting."""
+
+
 #: To and from the JSON that another process is told.
 OPTIONS = TypeAdapter(RuntimeOptions)
 CHANGES = TypeAdapter(Changes)

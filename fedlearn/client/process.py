@@ -5,14 +5,13 @@ import logging
 import multiprocessing.spawn
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -22,8 +21,11 @@ from pydantic import TypeAdapter
 from fedlearn.client.conditions import Facts
 from fedlearn.client.descendants import MARK, end_marked, fresh_mark
 from fedlearn.client.events import AgentEvent
+from fedlearn.client.family import Family
 from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.options import OPTIONS, Changes, RuntimeOptions, Wake
+from fedlearn.client.links import Handover
+from fedlearn.client.options import OPTIONS, Changes, RuntimeOptions, Stop, Wake
+from fedlearn.core.forking import in_new_group
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
@@ -42,9 +44,8 @@ _log = logging.getLogger(__name__)
 class TrainingProcess:
     """A running training process, and those that its trainer has started.
 
-    They are a process group, whose number stays theirs while its first process is not waited for:
-    only :meth:`end` does that, so no signal reaches a stranger. Those that have left the group are
-    found by their mark.
+    No signal reaches a stranger: the process is not waited for before all of them are ended.
+    Those that have left its group are found by their mark.
 
     Attributes:
         mark: That is in their environment.
@@ -56,6 +57,8 @@ class TrainingProcess:
     link: socket.socket
     mark: str
     was_asked_to_stop: bool = False
+    _: KW_ONLY
+    _family: Family
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -73,24 +76,26 @@ class TrainingProcess:
         keep_from_forks(own)
         with ExitStack() as if_failed, other:
             if_failed.callback(own.close)
-            process = spawned(
+            process = start_module(
                 _CHILD, other, python=python, stdin=subprocess.PIPE, variables={MARK: mark}
             )
+            if_failed.callback(process.wait)
+            if_failed.callback(process.kill)
+            family = Family.of(process, python=python)
             if_failed.pop_all()
         assert process.stdin is not None  # a pipe
+        # A process that has died already says so by its exit code.
         with suppress(BrokenPipeError), process.stdin as stream:
-            stream.write(
-                OPTIONS.dump_json(options)
-            )  # one that has died already says so by its exit code
-        return cls(process, own, mark)
+            stream.write(OPTIONS.dump_json(options))
+        return cls(process, own, mark, _family=family)
 
     def events(self) -> Iterator[AgentEvent]:
-        """Yield what the process tells until it ends, though a worker of it hold the socket."""
+        """Yield events until the process exits, even if a worker of it keeps the socket open."""
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self.link, selectors.EVENT_READ)
             while True:
-                has_ended = self._has_ended()  # asked before the last look
+                has_ended = self._family.has_ended()  # asked before the last look
                 if not selector.select(0.0 if has_ended else _POLL_S):
                     if has_ended:
                         return
@@ -115,37 +120,28 @@ class TrainingProcess:
     def ask_to_stop(self) -> None:
         """Have the process end at the next batch, or at once if it is still starting."""
         self.was_asked_to_stop = True
-        with self._lock:
-            if self.process.returncode is None:
-                os.kill(self.process.pid, signal.SIGTERM)
+        self.tell(Stop())
 
     def kill(self) -> None:
         """End the process, and those that its trainer has started, at once."""
         with self._lock:
             if self.process.returncode is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                self._family.kill()
 
     def end(self) -> int:
         """Wait for the process to end, end those that its trainer has left; return its code."""
-        with suppress(ChildProcessError):  # the application has waited for it
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        with suppress(ProcessLookupError):
-            self.kill()
+        self._family.await_end()
+        self.kill()
         end_marked(self.mark, but=[self.process.pid])
         with self._lock:
-            return self.process.wait()
+            code = self.process.wait()
+        self._family.release()
+        return code
 
-    def tell(self, told: Facts | Changes | Wake) -> None:
+    def tell(self, told: Facts | Changes | Wake | Stop) -> None:
         """Send what the application knows or wants; a process that has ended does not hear it."""
         with suppress(OSError):
             self.link.sendall(json.dumps({type(told).__name__: asdict(told)}).encode() + b"\n")
-
-    def _has_ended(self) -> bool:
-        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        try:
-            return os.waitid(os.P_PID, self.process.pid, look) is not None
-        except ChildProcessError:  # the application has waited for it
-            return True
 
 
 def interpreter() -> str:
@@ -175,7 +171,7 @@ def is_training_process() -> bool:
     return spec is not None and spec.name in (_CHILD, WORKER)
 
 
-def spawned(
+def start_module(
     module: str,
     link: socket.socket,
     *,
@@ -184,13 +180,13 @@ def spawned(
     stdout: int | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> "subprocess.Popen[bytes]":
-    """Return a process that runs a module of ours and can import what this one can.
+    """Start a module of ours in a process that can import what this one can.
 
     Args:
-        module: Its name; its argument is the number of the link.
-        link: What it inherits.
+        module: Its name; it gets its link by :func:`~fedlearn.client.links.take_link`.
+        link: What it is given.
         python: The interpreter.
-        stdin: As for :class:`subprocess.Popen`, and so ``stdout``.
+        stdin: As for :class:`subprocess.Popen`, and so ``stdout``; on Windows a pipe.
         stdout: Where it prints.
         variables: More of its environment.
 
@@ -202,12 +198,21 @@ def spawned(
     prepare_for_grpc(environ, verbosity="NONE")
     # Empty stands for the working directory; a path may be that of a zip file.
     paths = [os.path.abspath(each or ".") for each in sys.path]  # noqa: PTH100
-    return subprocess.Popen(  # noqa: S603 - our own module
+    environ |= {**variables, "PYTHONPATH": os.pathsep.join(paths)}
+    if sys.platform == "win32" and python == sys.executable:
+        # In a virtual environment this is a launcher, and the socket would be the launcher's.
+        environ["__PYVENV_LAUNCHER__"] = python
+        python = str(vars(sys)["_base_executable"])  # as multiprocessing does
+    handover = Handover(link)
+    process = subprocess.Popen(  # noqa: S603 - our own module
         # -P: nothing is imported from the working directory unless the application does so too
-        [python, "-P", "-m", module, str(link.fileno())],
+        [python, "-P", "-m", module, handover.argument],
         stdin=stdin,
         stdout=stdout,
-        pass_fds=[link.fileno()],
-        process_group=0,  # Ctrl-C in a terminal is for the application, from the first moment
-        env=environ | dict(variables) | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=environ,
+        **in_new_group(),  # Ctrl-C in a terminal is for the application, from the first moment
+        **handover.inherited,
     )
+    with suppress(BrokenPipeError):
+        handover.complete(process)
+    return process

@@ -7,7 +7,6 @@ foreground.
 
 import asyncio
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -29,6 +28,7 @@ from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode, peek
+from fedlearn.core.cores import give_way
 from fedlearn.core.kinds import SECURE_KIND
 from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.core.software import SOFTWARE
@@ -413,6 +413,6 @@ def make_runtime(options: RuntimeOptions, *, on_event: Callable[[AgentEvent], No
     Raises:
         DeploymentError: There is no such trainer, or its trainings cannot be shared as asked.
     """
-    os.nice(options.niceness)
+    give_way(options.niceness)
     torch.set_num_threads(options.num_threads)
     return Runtime(options, trainer_of(options), on_event=on_event)

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
-from fedlearn.client.process import WORKER, spawned
+from fedlearn.client.process import WORKER, start_module
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.parallel.workers import WorkerProcess, take_gpu
 from fedlearn.training.trainer import LocalTrainer
@@ -75,8 +75,10 @@ def _one(told: WorkerOptions) -> WorkerProcess:
     # A forked worker of a data loader that outlives this process must not keep it open.
     keep_from_forks(link)
     with other:
-        process = spawned(
-            WORKER, other, python=sys.executable, stdin=subprocess.DEVNULL, stdout=_STDERR
+        process = start_module(
+            WORKER, other, python=sys.executable, stdin=subprocess.PIPE, stdout=_STDERR
         )
+        assert process.stdin is not None  # a pipe
+        process.stdin.close()
     link.send_bytes(json.dumps(asdict(told)).encode())
     return WorkerProcess(process, link)

@@ -4,7 +4,6 @@ Its argument is the number of a socket, over which it is told what to do.
 """
 
 import json
-import os
 import signal
 import sys
 import traceback
@@ -15,6 +14,7 @@ import structlog
 import torch
 
 from fedlearn.client.forks import keep_from_forks
+from fedlearn.client.links import take_link
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.sharing import WorkerOptions
 from fedlearn.parallel.worker import end
@@ -31,8 +31,7 @@ def main() -> NoReturn:
     # It ends with the client's process, which may still need it when all are told to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    link = Connection(int(sys.argv[1]))
-    os.set_inheritable(link.fileno(), False)
+    link = Connection(take_link(sys.argv[1]).detach())
     keep_from_forks(link)
     end_with(link)
     try:

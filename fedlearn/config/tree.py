@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -546,6 +546,10 @@ class Config(Section):
         if not secure.is_on:
             return half
         return max(half, secure.parameters(self._num_asked).min_survivors)
+
+    def __reduce__(self) -> tuple[Callable[[str], "Config"], tuple[str]]:
+        """Pickle as JSON: the classes of some tables are made, and have no name in a module."""
+        return Config.from_json, (self.canonical_json(),)
 
     def canonical_json(self) -> str:
         """Return the one JSON text of this tree: sorted keys, no blanks, ASCII."""

@@ -1,5 +1,7 @@
 """Time as a dependency, so deadlines can be tested without waiting."""
 
+import errno
+import sys
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,9 +77,16 @@ def thread_processor_s(thread: int) -> float:
     is made here as the kernel makes it.
 
     Raises:
-        OSError: It has ended.
+        OSError: It has ended, or this is another operating system.
     """
-    return time.clock_gettime(~thread << 3 | 6)
+    if sys.platform == "linux":
+        return time.clock_gettime(~thread << 3 | 6)
+    raise OSError(errno.ENOSYS, "no clock of a thread")
+
+
+def process_processor_s() -> float:
+    """Return the processor time that this process has taken."""
+    return time.process_time()
 
 
 def utc_now() -> str:

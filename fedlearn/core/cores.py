@@ -7,15 +7,35 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TypeVar
 
+import psutil
+
 ResultT = TypeVar("ResultT")
 
 #: Elements for which another thread pays.
 _ELEMENTS_PER_THREAD = 1 << 20
+#: Niceness from which a process on Windows runs when no other wants to.
+_IDLE_NICENESS = 15
 
 
 def num_cores() -> int:
     """Return on how many cores this process may run, which can be fewer than there are."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def give_way(niceness: int) -> None:
+    """Let programs that are more urgent run before this process.
+
+    Args:
+        niceness: 0: a program like any other; 19 gives way to all others. Windows has steps.
+    """
+    if sys.platform != "win32":
+        os.nice(niceness)
+    elif niceness >= _IDLE_NICENESS:
+        psutil.Process().nice(psutil.IDLE_PRIORITY_CLASS)
+    elif niceness > 0:
+        psutil.Process().nice(psutil.BELOW_NORMAL_PRIORITY_CLASS)
 
 
 def on_all_cores(size: int, job: Callable[[slice], ResultT]) -> list[ResultT]:

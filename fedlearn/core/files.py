@@ -6,17 +6,31 @@ one step; then the folder is synchronised, since fsync of a file does not cover 
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import Protocol
 
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import DeploymentError, FedlearnError, NoSpace, StoreError
 
+if sys.platform == "darwin":
+    from fcntl import F_FULLFSYNC, fcntl
+
 _FOR_ALL, _PRIVATE = 0o666, 0o600
 _SUFFIX_BYTES = 8
+_WINDOWS_TRIES, _WINDOWS_PAUSE_S = 50, 0.02
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class HasFileno(Protocol):
+    """An open file of any kind."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
 
 
 def write_durably(
@@ -37,7 +51,7 @@ def write_durably(
     with disk_errors(path, raises=raises):
         temporary = _temporary(path, content, mode=mode)
         try:
-            temporary.replace(path)
+            put_in_place(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
@@ -93,17 +107,49 @@ def make_private_folder(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+def put_in_place(source: Path, path: Path) -> None:
+    """Rename ``source`` to ``path``, replacing the file there in one step.
+
+    Windows refuses while another process has that file open. Processes of one client read each
+    other's files for a moment, so it is tried again there for a second.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    if sys.platform == "win32":
+        clock = SystemClock()
+        for _ in range(_WINDOWS_TRIES):
+            with suppress(PermissionError):
+                source.replace(path)
+                return
+            clock.sleep(_WINDOWS_PAUSE_S)
+    source.replace(path)
+
+
+def sync_file(file: HasFileno) -> None:
+    """Return once what was written to an open file is on the disk.
+
+    Raises:
+        OSError: The disk fails.
+    """
+    if sys.platform == "darwin":
+        fcntl(file.fileno(), F_FULLFSYNC)  # fsync leaves it in the disk's cache
+    else:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable.
+    """Make the names in ``folder`` durable; Windows has no way to ask for that.
 
     Raises:
         OSError: The folder cannot be opened or synchronised.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if sys.platform != "win32":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -139,13 +185,12 @@ def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
     """Write ``content`` durably under a name of its own beside ``path``."""
     suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
     temporary = path.with_name(f".{path.name}.{suffix}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())
+            sync_file(stream)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -155,9 +200,14 @@ def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
 def mapped(path: Path) -> bytes | mmap:
     """Return a file's bytes, mapped: they are read where they are looked at.
 
+    Not on Windows, where a file that is mapped can be neither removed nor replaced.
+
     Raises:
         OSError: The file cannot be opened.
     """
-    with path.open("rb") as stream:
-        num_bytes = os.fstat(stream.fileno()).st_size
-        return mmap(stream.fileno(), num_bytes, access=ACCESS_READ) if num_bytes else b""
+    if sys.platform == "win32":
+        return path.read_bytes()
+    else:
+        with path.open("rb") as stream:
+            num_bytes = os.fstat(stream.fileno()).st_size
+            return mmap(stream.fileno(), num_bytes, access=ACCESS_READ) if num_bytes else b""

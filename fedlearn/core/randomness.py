@@ -8,6 +8,7 @@ from a global generator.
 import hashlib
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -135,10 +136,11 @@ def _mix_int(state: int) -> int:
 
 #: All threads share the global generators: from a seed to the last draw they are one thread's.
 _TURN = threading.RLock()
-# A fork has this thread alone, which could not wait for another one to let go.
-os.register_at_fork(
-    before=_TURN.acquire, after_in_parent=_TURN.release, after_in_child=_TURN.release
-)
+if sys.platform != "win32":
+    # A fork has this thread alone, which could not wait for another one to let go.
+    os.register_at_fork(
+        before=_TURN.acquire, after_in_parent=_TURN.release, after_in_child=_TURN.release
+    )
 
 
 @contextmanager

@@ -10,7 +10,6 @@ next start goes on inside the same round.
 
 import os
 import platform
-import resource
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -33,10 +32,11 @@ from fedlearn.deployment.leader import Leader, ReachableClients
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.liveness import SignsOfLife
 from fedlearn.deployment.opening import waited_on
-from fedlearn.deployment.places import Places, host_of, spool_of
+from fedlearn.deployment.places import Places, host_of, require_coordinator_system, spool_of
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.deployment.versions import reason_for_newest
 from fedlearn.door.authority import Authority
+from fedlearn.door.open_files import raise_max_open_files
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
@@ -109,11 +109,13 @@ def coordinate(
         Aborted: The operator has ended the run.
         ConfigError: The configuration cannot be built, or is not that of the run.
         DataError: Data are missing or cannot be trained on.
-        DeploymentError: An address cannot be listened on, or keys are damaged.
+        DeploymentError: This is neither Linux nor macOS; an address cannot be listened on, or keys
+            are damaged.
         Fenced: Another coordinator has taken over.
         RoundError: A round failed and the policy says to fail the run.
         StoreError: The run cannot be recorded.
     """
+    require_coordinator_system()
     if insecure:
         _require_loopback(config)
     if config.flower.is_foreign:
@@ -127,7 +129,7 @@ def coordinate(
     coordinator = Coordinator(
         places, pieces, insecure=insecure, serve_on=serve_on, start=start, progress=progress
     )
-    _raise_open_files()
+    raise_max_open_files()  # the door takes half of them for connections
     with stop_signals(coordinator.interruption), one_thread():
         try:
             coordinator.serve()
@@ -143,13 +145,6 @@ def _require_loopback(config: Config) -> None:
                 f"coordinator.{name} is {address!r}, but --insecure serves this machine only; "
                 "take 127.0.0.1, or leave --insecure out"
             )
-
-
-def _raise_open_files() -> None:
-    """Let the process open as many files as it may: the door takes half of them for connections."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:

@@ -27,7 +27,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment import part
 from fedlearn.deployment.operator import Operator
-from fedlearn.deployment.places import Places
+from fedlearn.deployment.places import Places, require_coordinator_system
 from fedlearn.deployment.starter import starter
 from fedlearn.errors import DeploymentError
 from fedlearn.experiment.comparison import number_text, summarize
@@ -51,8 +51,9 @@ def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[st
     else in a folder that is removed.
 
     Raises:
-        DeploymentError: A process ended that should not have.
+        DeploymentError: A process ended that should not have; or this is neither Linux nor macOS.
     """
+    require_coordinator_system()
     with ExitStack() as stack:
         if keep is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="fedlearn-demo-")))

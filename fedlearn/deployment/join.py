@@ -13,6 +13,7 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.runtime import Runtime, make_runtime
+from fedlearn.client.signals import signals_call
 from fedlearn.config import load_client
 from fedlearn.deployment.known_keys import default_home
 from fedlearn.errors import ConfigError, DeploymentError
@@ -36,7 +37,7 @@ def join(
 ) -> None:
     """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
 
-    SIGCONT has it look for its coordinator at once.
+    SIGCONT has it look for its coordinator at once; Windows has no such signal.
 
     The arguments are those of the command ``fedlearn join``. Without a ``home`` it is that of
     :func:`default_home`, without ``num_workers`` they are those of ``config``; ``out`` is told what
@@ -118,12 +119,13 @@ def _home(invitation: Path) -> Path:
 
 
 async def _run(runtime: Runtime) -> bool:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, runtime.stop)
-    # Of all signals the one that does no harm before this line, and comes by itself after a stop.
-    loop.add_signal_handler(signal.SIGCONT, runtime.wake)
-    return await runtime.run()
+    callbacks = {signal.SIGTERM: runtime.stop, signal.SIGINT: runtime.stop}
+    if sys.platform != "win32":
+        # Of all signals the one that does no harm before this line, and comes by itself after a
+        # stop.
+        callbacks[signal.SIGCONT] = runtime.wake
+    with signals_call(callbacks):
+        return await runtime.run()
 
 
 def _line(event: AgentEvent) -> str:

@@ -1,5 +1,6 @@
 """Where a deployment's parts are, by its configuration and this machine's environment."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,25 @@ from pathlib import Path
 from fedlearn.config.addresses import Addresses, resolve_addresses
 from fedlearn.config.served import Deployed
 from fedlearn.door.authority import Authority
+from fedlearn.errors import DeploymentError
 from fedlearn.experiment.site import open_database
 from fedlearn.store.runs import Database
 
 #: What a deployed run is called that the configuration does not name.
 DEFAULT_NAME = "federation"
+
+
+def require_coordinator_system() -> None:
+    """Refuse to coordinate on an operating system that nobody has tried it on.
+
+    Raises:
+        DeploymentError: This is neither Linux nor macOS.
+    """
+    if sys.platform not in ("linux", "darwin"):
+        raise DeploymentError(
+            f"a coordinator runs on Linux and macOS, and this is {sys.platform}; start it there, "
+            "or on Windows in WSL 2 or a container (clients and simulations run here)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

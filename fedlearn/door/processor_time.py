@@ -4,12 +4,11 @@ What the process computes beside them, as when it evaluates or trains a model, i
 door's clients.
 """
 
-import resource
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from fedlearn.core.clock import thread_processor_s
+from fedlearn.core.clock import process_processor_s, thread_processor_s
 
 #: What gRPC calls the threads in which it shakes hands, encrypts and moves bytes.
 _GRPC_THREAD = "event_engine"
@@ -46,14 +45,9 @@ class ProcessorTime:
             with suppress(OSError):  # it has ended
                 threads_s[thread] = thread_processor_s(thread)
         passed_s = sum(now - self._seen_s.get(each, 0.0) for each, now in threads_s.items())
-        before_s, self._process_s = self._process_s, _process_s()
+        before_s, self._process_s = self._process_s, process_processor_s()
         self._seen_s = threads_s
         return passed_s if self._grpc else self._process_s - before_s
-
-
-def _process_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _name(path: Path) -> str:

@@ -6,7 +6,6 @@ shows. Nothing that a client does or leaves undone holds up another one, or the 
 """
 
 import asyncio
-import resource
 import shutil
 import threading
 from collections import Counter
@@ -50,6 +49,7 @@ from fedlearn.door.exchange import (
     unusable,
 )
 from fedlearn.door.loop import LoopThread
+from fedlearn.door.open_files import max_open_files
 from fedlearn.door.pace import Pace
 from fedlearn.door.processor_time import ProcessorTime
 from fedlearn.door.settings import DoorSettings
@@ -708,8 +708,8 @@ def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:
     Both together are at most half of the files that the process may open, those to enrol an
     eighth: without a bound, whoever connects often enough keeps the run from its own database.
     """
-    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if max_files == resource.RLIM_INFINITY:
+    max_files = max_open_files()
+    if max_files is None:
         return num_connections, num_enrolling
     enrolling = min(num_enrolling, max_files // 8)
     return min(num_connections, max_files // 2 - enrolling), enrolling

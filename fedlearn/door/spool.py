@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import BinaryIO, NamedTuple, TypeAlias
 
-from fedlearn.core.files import disk_errors, mapped, sync_folder
+from fedlearn.core.files import disk_errors, mapped, sync_file, sync_folder
 from fedlearn.core.messages import ClientId
+from fedlearn.core.positioned import PositionedFile
 from fedlearn.errors import StoreError
 from fedlearn.transport.content import hashed
 
@@ -135,7 +137,8 @@ class ReplyLog:
             if self.is_resumed:
                 num_bytes = found.num_bytes if self.closed else found.end
                 _make_own(folder / _LOG_NAME, num_bytes=num_bytes)
-            self._descriptor = os.open(folder / _LOG_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+            log = os.open(folder / _LOG_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = PositionedFile(log)
             self._end = found.end
             try:
                 if not self.is_resumed:
@@ -144,7 +147,7 @@ class ReplyLog:
                     sync_folder(folder)
                     sync_folder(folder.parent)
             except OSError:
-                os.close(self._descriptor)
+                self._file.close()
                 if not self.is_resumed:  # nobody was asked: a later log is not this one resumed
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -190,7 +193,7 @@ class ReplyLog:
         with disk_errors(self.folder, raises=StoreError, doing=doing):
             if reply.offset < 0:
                 return mapped(_reply_path(self.folder, reply))
-            return os.pread(self._descriptor, reply.num_bytes, reply.offset)
+            return self._file.read_at(reply.num_bytes, reply.offset)
 
     def close(self, closed: Closed | None) -> None:
         """Write down how the exchange ended, if it has; let go of the file.
@@ -202,23 +205,21 @@ class ReplyLog:
             if closed not in (None, self.closed) and self._durable:
                 self._write([_record(_Kind.CLOSED, json.dumps(vars(closed)).encode())])
         finally:
-            os.close(self._descriptor)
+            self._file.close()
             if not self._durable:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, records: Sequence[bytes]) -> None:
         """Append, all or nothing; a record that is half there lies beyond the end."""
-        content, end = memoryview(b"".join(records)), self._end
+        content = b"".join(records)
         try:
-            while content:
-                written = os.pwrite(self._descriptor, content, end)
-                content, end = content[written:], end + written
+            self._file.write_at(content, self._end)
             if self._durable:
-                os.fdatasync(self._descriptor)
+                sync_file(self._file)
         except OSError:
-            os.ftruncate(self._descriptor, self._end)
+            self._file.truncate(self._end)
             raise
-        self._end = end
+        self._end += len(content)
 
 
 class PartialUpload:
@@ -260,9 +261,10 @@ class PartialUpload:
             while missing:
                 written = os.write(self._stream.fileno(), missing)
                 self.offset, missing = self.offset + written, missing[written:]
-        # Pages that are not on the disk yet are only sent there: the sync at the end waits less.
-        num_bytes = self.offset - begin
-        os.posix_fadvise(self._stream.fileno(), begin, num_bytes, os.POSIX_FADV_DONTNEED)
+        if sys.platform == "linux":
+            # Pages that are not on the disk yet are only sent there: the last sync waits less.
+            num_bytes = self.offset - begin
+            os.posix_fadvise(self._stream.fileno(), begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def digest(self) -> bytes:
         """Return the digest of what is here."""
@@ -279,8 +281,8 @@ class PartialUpload:
             if os.fstat(self._stream.fileno()).st_size != self.num_bytes:
                 raise OSError(errno.EIO, "another process has written to this upload")
             if durable:
-                os.fdatasync(self._stream.fileno())
-            self._path.rename(path)
+                sync_file(self._stream)
+        self._path.rename(path)
 
     def close(self) -> None:
         """Let go of the file; another one may go on with it."""
@@ -445,7 +447,7 @@ def _make_own(log: Path, *, num_bytes: int) -> None:
     shutil.copyfile(log, copy)
     with copy.open("rb+") as stream:
         stream.truncate(num_bytes)
-        os.fsync(stream.fileno())
+        sync_file(stream)
     copy.replace(log)
 
 

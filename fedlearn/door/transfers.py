@@ -14,6 +14,7 @@ import structlog
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
+from fedlearn.core.positioned import PositionedFile
 from fedlearn.door.connections import Context, Ended, counted, parsed, read
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.exchange import ClientPhase, Judgement, Ruling, Standing, refusal
@@ -91,18 +92,18 @@ class Transfers:
                 await self._write_chunk(client, context, data)
             return
         try:
-            descriptor = os.open(offer.path, os.O_RDONLY)
+            file = PositionedFile(os.open(offer.path, os.O_RDONLY))
         except FileNotFoundError as error:  # another coordinator has taken over
             raise Ended(*PUT_ASIDE) from error
         try:
             while offset < offer.num_bytes:
-                data = await self._on_disk(partial(os.pread, descriptor, wire.CHUNK_BYTES, offset))
+                data = await self._on_disk(partial(file.read_at, wire.CHUNK_BYTES, offset))
                 if not data:  # somebody has cut the file off
                     raise Ended(*PUT_ASIDE)
                 await self._write_chunk(client, context, data)
                 offset += len(data)
         finally:
-            os.close(descriptor)
+            file.close()
 
     async def _on_disk(
         self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda _: None

@@ -63,7 +63,7 @@ from fedlearn.simulation.choice import (
     make_executor,
     named,
 )
-from fedlearn.simulation.cluster import Alone, Cluster, under_torchrun
+from fedlearn.simulation.cluster import Alone, Cluster, can_fork, under_torchrun
 from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffers
 from fedlearn.simulation.engine import Engine, by_client
 from fedlearn.simulation.evaluation import (
@@ -314,7 +314,7 @@ def _num_workers(
         return started, "started by torchrun"
     if asked not in ("auto", 1) and on_gpu:
         raise EngineError(
-            f"engine.num_workers is {asked}, but forked workers cannot share a GPU; start the run "
+            f"engine.num_workers is {asked}, but workers cannot share a GPU; start the run "
             f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
         )
     if asked != "auto":
@@ -328,6 +328,8 @@ def _num_workers(
         return 1, "one GPU; torchrun spreads a run over several"
     if _job_flop(simulation, params) < _SMALL_JOB_FLOP:
         return 1, "the job is small"
+    if not can_fork():
+        return 1, "workers do not share data on this system; ask for them: engine.num_workers"
     return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one a core"
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,7 @@ from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import Devices
 from fedlearn.config.pieces import built
 from fedlearn.core.calls import explain_calls
-from fedlearn.core.clock import SystemClock, utc_now
+from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.model_factory import require_factory
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
@@ -52,6 +52,7 @@ from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.site import Site
 from fedlearn.experiment.spending import spending
 from fedlearn.experiment.user_code import AfterRound
+from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
 from fedlearn.simulation.behaviour import ClientBehaviour
@@ -486,58 +487,118 @@ def _execute(
     """
     num_workers = pieces.config.engine.num_workers
     assert isinstance(num_workers, int)  # resolved
+    part = _Part(
+        pieces,
+        environ=dict(site.environ),
+        clock=site.clock,
+        data_dir=site.addresses.data_dir,
+        is_described=is_described,
+    )
 
-    def body(cluster: Cluster) -> Run | None:
+    def lead(cluster: Cluster) -> Run:
         with ExitStack() as stack:
-            stored, checkpoint = None, None
-            charging, num_lost = None, 0
-            if cluster.rank == 0:
-                stored = opened(site.database())
-                stack.enter_context(stored.held())
-                stored.retention = built(Retention, pieces.config.store)
-                # A checkpoint that cannot be read leaves the run as it was.
-                checkpoint = stored.rewind() if from_previous else stored.load()
-                stored.finish(RunStatus.RUNNING, error="")
-                stack.enter_context(outcome_told(stored, site.progress))
-                num_finished = 0 if checkpoint is None else checkpoint.round_num
-                promised, charging, num_lost = promise(
-                    pieces, stored, num_finished=num_finished, clock=site.clock
-                )
-                site.progress.start(stored.record, stored.path, (*pieces.notes, *promised))
-            checkpoint, num_lost = cluster.broadcast((checkpoint, num_lost))
-            device = device_of(pieces.config.engine.device, site.environ)
-            plan, params = assemble(
-                gone_on(pieces, num_lost=num_lost),
-                cluster,
-                device=device,
-                clock=site.clock,
-                place=Place(
-                    kind="simulation",
-                    folder=Path() if stored is None else stored.path / FOLDER,
-                    data_dir=site.addresses.data_dir,
-                    is_described=is_described,
-                    cluster=cluster,
-                ),
-                charging=charging,
+            stored = opened(site.database())
+            stack.enter_context(stored.held())
+            stored.retention = built(Retention, pieces.config.store)
+            # A checkpoint that cannot be read leaves the run as it was.
+            checkpoint = stored.rewind() if from_previous else stored.load()
+            stored.finish(RunStatus.RUNNING, error="")
+            stack.enter_context(outcome_told(stored, site.progress))
+            num_finished = 0 if checkpoint is None else checkpoint.round_num
+            promised, charging, num_lost = promise(
+                pieces, stored, num_finished=num_finished, clock=site.clock
             )
-            extended = partial(_extended, stored, cluster)
-            plan = replace(plan, num_rounds=max(plan.num_rounds, extended()), extended=extended)
-            told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)
-            store: RunStore = stored or _Follower()
+            site.progress.start(stored.record, stored.path, (*pieces.notes, *promised))
             if charging is not None:
                 stack.enter_context(closing(charging))
-            train(plan, params, checkpoint=checkpoint, store=store, after_round=told)
-        return None if stored is None else Run(stored, pieces.make_model)
+            part.train(
+                cluster,
+                cluster.broadcast((checkpoint, num_lost)),
+                store=stored,
+                num_rounds=lambda: stored.record.num_rounds,
+                folder=stored.path / FOLDER,
+                progress=site.progress.round,
+                charging=charging,
+            )
+        return Run(stored, pieces.make_model)
 
-    run = launch(body, num_workers=num_workers, environment=site.environ)
+    def body(cluster: Cluster) -> Run | None:
+        if cluster.rank == 0:
+            return lead(cluster)
+        part(cluster)  # a worker of torchrun
+        return None
+
+    run = launch(body, num_workers=num_workers, environment=site.environ, others=part)
     if run is None:
         raise SystemExit(0)  # a worker of torchrun: rank 0 has the run
     return run
 
 
-def _extended(stored: StoredRun | None, cluster: Cluster) -> int:
-    """Return how many rounds a run is to have by now: rank 0 knows."""
-    return cluster.broadcast(0 if stored is None else stored.record.num_rounds)
+@dataclass(frozen=True)
+class _Part:
+    """What each process of a run does; where workers are not forked, it is sent to them."""
+
+    pieces: Simulation
+    _: KW_ONLY
+    environ: Mapping[str, str]
+    clock: Clock
+    data_dir: Path
+    is_described: bool
+
+    def __call__(self, cluster: Cluster) -> None:
+        """Do a worker's part, beside that of rank 0."""
+        begin: tuple[Checkpoint | None, int] = cluster.broadcast(None)
+        self.train(
+            cluster,
+            begin,
+            store=_Follower(),
+            num_rounds=lambda: 0,
+            folder=Path(),
+            progress=_tell_nobody,
+        )
+
+    def train(
+        self,
+        cluster: Cluster,
+        begin: tuple[Checkpoint | None, int],
+        *,
+        store: RunStore,
+        num_rounds: Callable[[], int],
+        folder: Path,
+        progress: Callable[[RoundRecord], None],
+        charging: Charging | None = None,
+    ) -> None:
+        """Train from a checkpoint, if there is one, and with so many ledger entries lost.
+
+        Rank 0 knows by ``num_rounds`` how many rounds the run is to have by now.
+        """
+        pieces, (checkpoint, num_lost) = self.pieces, begin
+        plan, params = assemble(
+            gone_on(pieces, num_lost=num_lost),
+            cluster,
+            device=device_of(pieces.config.engine.device, self.environ),
+            clock=self.clock,
+            place=Place(
+                kind="simulation",
+                folder=folder,
+                data_dir=self.data_dir,
+                is_described=self.is_described,
+                cluster=cluster,
+            ),
+            charging=charging,
+        )
+        extended = partial(_extended, num_rounds, cluster)
+        plan = replace(plan, num_rounds=max(plan.num_rounds, extended()), extended=extended)
+        after_round = AfterRound(cluster, progress, pieces.callbacks, pieces.make_model)
+        train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
+
+
+def _extended(num_rounds: Callable[[], int], cluster: Cluster) -> int:
+    return cluster.broadcast(num_rounds())
+
+
+def _tell_nobody(_: RoundRecord) -> None:
+    """Rank 0 tells of a round."""
 
 
 class _Follower:

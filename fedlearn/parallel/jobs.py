@@ -8,14 +8,15 @@ whose rank crashed, goes on from the last complete one and ends in the same mode
 import hashlib
 import json
 import os
-import selectors
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter
 from fedlearn import errors
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors
+from fedlearn.core.forking import in_new_group
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.mkl_environment import prepare_for_mkl
 from fedlearn.core.ranges import Count, Ranged, Whole
@@ -304,13 +306,16 @@ def _apart(
             stdout=subprocess.PIPE,
             stderr=log,
             env=_environment(world_size),
-            process_group=0,  # Ctrl-C in a terminal is for this process
+            **in_new_group(),  # Ctrl-C in a terminal is for this process
         ) as process,
     ):
+        output = SimpleQueue[bytes]()
+        reader = threading.Thread(target=_read, args=(process, output), daemon=True)
+        reader.start()
         try:
-            _follow(process, folder, control=control, report=report)
+            _follow(process, output, folder, control=control, report=report)
         finally:
-            _end(process)
+            _end(process, reader)
     if folder.failure.exists():
         raise _failed(folder)
     from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
@@ -324,48 +329,50 @@ def _apart(
     return checkpoints.read(result)
 
 
+def _read(process: "subprocess.Popen[bytes]", output: SimpleQueue[bytes]) -> None:
+    """Put what a process prints into a queue, and nothing at its end; on a thread."""
+    assert process.stdout is not None  # a pipe
+    data = None
+    while data != b"":
+        data = os.read(process.stdout.fileno(), _CHUNK_BYTES)
+        output.put(data)
+
+
 def _follow(
     process: "subprocess.Popen[bytes]",
+    output: SimpleQueue[bytes],
     folder: Folder,
     *,
     control: Control,
     report: Callable[[Progress], None],
 ) -> None:
     """Pass on what the ranks report, until they have ended, or cannot go on."""
-    assert process.stdout is not None  # a pipe
     rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        # Without torchrun nobody would end ranks, and after such a failure each would end so again.
-        while not process.poll() and not folder.failure.exists():
-            control.check()
-            if not selector.select(_LOOK_S):
-                continue
-            data = os.read(process.stdout.fileno(), _CHUNK_BYTES)
-            if not data:
-                process.wait()
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                if line.startswith(b'{"step_num"'):  # else what code of the user's has printed
-                    report(PROGRESS.validate_json(line))
+    # Without torchrun nobody would end ranks, and after such a failure each would end so again.
+    while not process.poll() and not folder.failure.exists():
+        control.check()
+        try:
+            data = output.get(timeout=_LOOK_S)
+        except Empty:
+            continue
+        if not data:
+            process.wait()
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b'{"step_num"'):  # else what code of the user's has printed
+                report(PROGRESS.validate_json(line))
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", reader: threading.Thread) -> None:
     """Have no process left: all of them end when their input does.
 
     Their output ends with the last of them.
     """
-    assert process.stdin is not None and process.stdout is not None  # pipes  # noqa: PT018
+    assert process.stdin is not None  # a pipe
     with suppress(BrokenPipeError):
         process.stdin.close()
-    clock = SystemClock()
-    until_s = clock.now_s() + _GRACE_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while selector.select(max(0.0, until_s - clock.now_s())):
-            if not os.read(process.stdout.fileno(), _CHUNK_BYTES):
-                break
+    reader.join(_GRACE_S)
     process.kill()
     process.wait()
 
@@ -390,8 +397,8 @@ def _environment(world_size: int) -> dict[str, str]:
     prepare_for_mkl(environ)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     # A store that a restart shares with the ranks before it has addresses of dead processes.
-    if not torch.cuda.is_available():
-        environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    if not torch.cuda.is_available() and (interface := loopback()) is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     environ["PYTHONPATH"] = os.pathsep.join(_importable(sys.path))
     return environ

@@ -13,19 +13,21 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Generic, NoReturn, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.forking import exit_with_parent, fork
+from fedlearn.core.forking import Link, exit_with_parent, fork
 from fedlearn.errors import ConfigError, EngineError
 
 ResultT = TypeVar("ResultT")
@@ -112,7 +114,7 @@ def in_forks(
     """
     lifeline_end, lifeline = os.pipe()
     children: dict[int, int] = {}
-    links: dict[int, Connection] = {}
+    links: dict[int, Link] = {}
     try:
         for rank, body in enumerate(bodies):
             links[rank], report = Pipe(duplex=False)
@@ -127,7 +129,8 @@ def in_forks(
         os.close(lifeline)
         os.close(lifeline_end)
         for child in children.values():
-            os.kill(child, signal.SIGKILL)
+            with suppress(psutil.Error):
+                psutil.Process(child).kill()
         for child in children.values():
             os.waitpid(child, 0)
         for link in links.values():
@@ -135,7 +138,7 @@ def in_forks(
 
 
 def _collected(
-    links: Mapping[int, Connection],
+    links: Mapping[int, Link],
     children: dict[int, int],
     *,
     timeout_s: float,
@@ -176,7 +179,7 @@ def _collected(
     return [outcome.value for outcome in done if isinstance(outcome, _Done)]
 
 
-def _heard(link: Connection) -> _Done[ResultT] | _Failed | None:
+def _heard(link: Link) -> _Done[ResultT] | _Failed | None:
     """Return what a process has sent; ``None``: it has ended, and sent nothing."""
     try:
         sent = link.recv_bytes()
@@ -202,7 +205,8 @@ class _Join:
     timeout_s: float
 
     def __call__(self) -> None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+        if (interface := loopback()) is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
         dist.init_process_group(
             "gloo",
             init_method=f"file://{self.store}",
@@ -212,12 +216,15 @@ class _Join:
         )
 
 
-def loopback() -> str:
-    """Return the interface that stays within this machine: ``lo`` on Linux, ``lo0`` on macOS."""
-    return next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+def loopback() -> str | None:
+    """Return the interface that stays within this machine: ``lo`` on Linux, ``lo0`` on macOS.
+
+    ``None`` where it is called something else, as on Windows.
+    """
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
-def _be_rank(body: Callable[[], object], report: Connection, lifeline_end: int) -> NoReturn:
+def _be_rank(body: Callable[[], object], report: Link, lifeline_end: int) -> NoReturn:
     """Run in a fork; never returns into the caller's code."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, the lifeline tells

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import tee
-from multiprocessing import get_context, parent_process
-from multiprocessing.context import ForkServerContext
+from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing.context import BaseContext
 from operator import attrgetter
 from pickle import PickleError
 from threading import Thread
@@ -48,10 +48,11 @@ def read_ahead(
 ) -> Iterator[Iterator[Batch]]:
     """Read batches ahead while the context lasts; no process that reads outlives it.
 
-    Processes come from a server without threads (``forkserver``), so that none is a copy of this
-    one with its threads in the middle of something; a script that asks for them begins its work
-    under ``if __name__ == "__main__":``. Each holds what the stream holds, and two readings of each
-    wait in shared memory: batches, or of a stream that is read in windows, two windows.
+    Processes come from a server without threads (``forkserver``), or on Windows are started anew,
+    so that none is a copy of this one with its threads in the middle of something; a script that
+    asks for them begins its work under ``if __name__ == "__main__":``. Each holds what the stream
+    holds, and two readings of each wait in shared memory: batches, or of a stream that is read in
+    windows, two windows.
 
     Args:
         stream: The examples; with workers it is sent to them, so it can be pickled and its
@@ -240,7 +241,9 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     return features, torch.cat([labels for _, labels in batches])
 
 
-def _context() -> ForkServerContext:
+def _context() -> BaseContext:
+    if "forkserver" not in get_all_start_methods():  # on Windows
+        return get_context("spawn")
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once, not by each process
     return context

@@ -36,9 +36,8 @@ def sent_bytes(*, without: AbstractSet[int]) -> int | None:
 
 def _sockets() -> Iterator[tuple[int, int]]:
     """Yield the number and the descriptor of each socket."""
-    if sys.platform != "linux":
-        return
-    for each in Path("/proc/self/fd").iterdir():
+    descriptors = Path("/proc/self/fd")
+    for each in descriptors.iterdir() if descriptors.is_dir() else ():
         try:
             target = each.readlink().name
         except FileNotFoundError:  # the directory that is being listed
@@ -49,15 +48,15 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 def _sent(descriptor: int) -> int:
     """Return what a socket has sent; 0 of what is no TCP connection."""
-    if sys.platform != "linux":
-        return 0
     with socket.socket(fileno=os.dup(descriptor)) as each:
         internet = each.family in (socket.AF_INET, socket.AF_INET6)
         if not internet or each.type != socket.SOCK_STREAM:
             return 0
-        size = _BYTES_SENT + _NUMBERS.size
-        told = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-    if len(told) < size:  # a kernel of before 4.19
+        told = b""
+        if sys.platform == "linux":
+            size = _BYTES_SENT + _NUMBERS.size
+            told = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    if len(told) < _BYTES_SENT + _NUMBERS.size:  # a kernel of before 4.19
         return 0
     sent, repeated = _NUMBERS.unpack_from(told, _BYTES_SENT)
     return int(sent - repeated)

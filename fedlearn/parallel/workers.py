@@ -7,7 +7,7 @@ no more, and so a worker ends, whatever it is at.
 
 import json
 import os
-import select
+import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DeploymentError, FedlearnError, ProcessesParted
@@ -43,6 +44,9 @@ _TIMEOUT = timedelta(minutes=10)
 _MEETING = timedelta(minutes=1)
 #: Seconds that a worker has to answer once its training has ended, and a dead one to be buried.
 _ANSWER_S = 60.0
+
+#: Seconds between two looks whether the other end is closed, while a message waits to be read.
+_LOOK_S = 0.1
 
 #: What tensors of a training are for, before their names.
 _PARTS = ("model", "state", "told", "saved")
@@ -226,12 +230,13 @@ class Resumed:
 
 
 def end_with(link: Connection) -> None:
-    """End this process when the other end of its link closes; on a thread."""
+    """End this process when the other end of its link, a socket, closes; on a thread."""
+    watched = socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM)  # a duplicate
 
     def wait() -> None:
-        poll = select.poll()
-        poll.register(link, 0)  # that the other end is closed is always told
-        poll.poll()
+        with suppress(OSError):  # it was killed
+            while watched.recv(1, socket.MSG_PEEK):  # what is left for whoever reads the link
+                SystemClock().sleep(_LOOK_S)
         os._exit(1)
 
     threading.Thread(target=wait, name="fedlearn-watch", daemon=True).start()

@@ -1,28 +1,36 @@
 """The processes that share a simulation.
 
 Each runs the same run loop on the same seeds and trains its share of each cohort; one all-reduce
-a round gives all of them the same aggregate, hence the same model. The workers of one machine are
-forked: they share the examples, and add up through shared memory. Under ``torchrun`` they exist
-already, on one machine or many, and add up through torch.distributed.
+a round gives all of them the same aggregate, hence the same model. The workers of one machine add
+up through shared memory. On Linux they are forked, and share the examples; on macOS, where forks of
+a process that has threads crash in the system's libraries, and on Windows, which has no forks, they
+are started anew and sent what they need. Under ``torchrun`` they exist already, on one machine or
+many, and add up through torch.distributed.
 """
 
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Pipe
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from pickle import PickleError
+from tempfile import TemporaryDirectory
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedlearn.core.forking import exit_with_parent, fork
+from fedlearn.core.forking import Link, exit_with_parent, fork
 from fedlearn.core.gpus import local_rank
 from fedlearn.errors import EngineError
 from fedlearn.simulation.shared_memory import SharedRows
@@ -116,8 +124,8 @@ class ProcessGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class Forked:
-    """Processes of one machine, forked from the first.
+class SharingMemory:
+    """Processes of one machine, started by the first.
 
     Attributes:
         rank: This process.
@@ -126,7 +134,7 @@ class Forked:
     """
 
     rank: int
-    links: Sequence[Connection]
+    links: Sequence[Link]
     rows: tuple[SharedRows, SharedRows]
     _turns: list[int] = field(default_factory=lambda: [0])
 
@@ -208,25 +216,38 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def launch(
-    body: Callable[[Cluster], ResultT], *, num_workers: int, environment: Mapping[str, str]
+    body: Callable[[Cluster], ResultT],
+    *,
+    num_workers: int,
+    environment: Mapping[str, str],
+    others: Callable[[Cluster], object] | None = None,
 ) -> ResultT:
-    """Run ``body`` in every process and return what it returns in this one.
+    """Run a simulation in every process and return what it returns in this one.
 
     Args:
-        body: The simulation; must do the same in every process.
-        num_workers: Processes to fork on this machine, this one included; ignored under
+        body: The simulation.
+        num_workers: Processes to start on this machine, this one included; ignored under
             torchrun, which has started them already.
         environment: Says whether torchrun did (``RANK`` and ``WORLD_SIZE``).
+        others: What processes that this one starts run in its place, in step with it; ``None``:
+            the same. It travels pickled where processes are not forked (:func:`can_fork`).
 
     Raises:
-        EngineError: A worker failed or died; the others were stopped.
+        EngineError: A worker failed or died, and the others were stopped; or it cannot be started.
     """
+    others = others or body
     with one_thread():
         if under_torchrun(environment) is not None:
             return _joined(body, environment)
         if num_workers == 1:
             return body(Alone())
-        return _forked(body, num_workers)
+        start = _forked if can_fork() else _spawned
+        return start(body, others, num_workers)
+
+
+def can_fork() -> bool:
+    """Return whether workers are forks of this process, which share all that it has."""
+    return sys.platform == "linux"
 
 
 def under_torchrun(environment: Mapping[str, str]) -> int | None:
@@ -247,7 +268,87 @@ def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) 
         dist.destroy_process_group()
 
 
-def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
+def _spawned(
+    body: Callable[[Cluster], ResultT], others: Callable[[Cluster], object], num_workers: int
+) -> ResultT:
+    """Start the workers anew, be rank 0, and leave none behind whatever happens."""
+    context = get_context("spawn")
+    processes, links = [], []
+    with TemporaryDirectory(prefix="fedlearn-", ignore_cleanup_errors=True) as folder:
+        try:
+            for rank in range(1, num_workers):
+                link, other = context.Pipe()
+                links.append(link)
+                arguments = (others, rank, num_workers, other, Path(folder))
+                processes.append(context.Process(target=_be_spawned, args=arguments))
+                _start(processes[-1])
+                other.close()  # only the worker has it, so its death ends the link
+            for rank, each in enumerate(links, start=1):
+                _await_ready(each, rank)
+            rows = _rows_in(Path(folder), num_workers)
+            try:
+                return body(SharingMemory(0, links, rows))
+            finally:
+                for memory in rows:
+                    memory.close()
+        finally:
+            for each in links:
+                each.close()
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+
+def _start(process: SpawnProcess) -> None:
+    try:
+        process.start()
+    except (TypeError, AttributeError, PickleError) as error:
+        raise EngineError(
+            f"what the workers need cannot be sent to them: {error}; define the functions and "
+            "classes that the simulation is given at the top of a module, or leave "
+            "engine.num_workers out"
+        ) from error
+
+
+def _await_ready(link: Link, rank: int) -> None:
+    try:
+        link.recv_bytes()
+    except (EOFError, OSError) as error:
+        raise EngineError(
+            f"worker {rank} has not started, and its output says why; on this system a script runs "
+            'its simulation under `if __name__ == "__main__":`, since each worker imports it'
+        ) from error
+
+
+def _rows_in(folder: Path, num_workers: int) -> tuple[SharedRows, SharedRows]:
+    return SharedRows(num_workers, folder / "even"), SharedRows(num_workers, folder / "odd")
+
+
+def _be_spawned(
+    others: Callable[[Cluster], object],
+    rank: int,
+    num_workers: int,
+    link: Link,
+    folder: Path,
+) -> NoReturn:
+    """Run in a worker that was started anew."""
+    torch.set_num_threads(1)
+    threading.Thread(target=_exit_with_parent_process, daemon=True).start()
+    link.send_bytes(b"ready")
+    _work(others, lambda: SharingMemory(rank, [link], _rows_in(folder, num_workers)))
+
+
+def _exit_with_parent_process() -> NoReturn:
+    parent = parent_process()
+    assert parent is not None  # rank 0
+    parent.join()
+    os._exit(1)
+
+
+def _forked(
+    body: Callable[[Cluster], ResultT], others: Callable[[Cluster], object], num_workers: int
+) -> ResultT:
     """Fork the workers, be rank 0, and leave none behind whatever happens."""
     lifeline_end, lifeline = os.pipe()
     pairs = [Pipe() for _ in range(1, num_workers)]
@@ -257,11 +358,11 @@ def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
         child = fork()
         if not child:
             os.close(lifeline)
-            _be_worker(body, rank, pairs, rows, lifeline_end)
+            _be_worker(others, rank, pairs, rows, lifeline_end)
         children.append(child)
     links = _kept(pairs, rank=0)
     try:
-        return body(Forked(0, links, rows))
+        return body(SharingMemory(0, links, rows))
     finally:
         for link in links:
             link.close()
@@ -276,17 +377,22 @@ def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
 def _be_worker(
     body: Callable[[Cluster], object],
     rank: int,
-    pairs: Sequence[tuple[Connection, Connection]],
+    pairs: Sequence[tuple[Link, Link]],
     rows: tuple[SharedRows, SharedRows],
     lifeline_end: int,
 ) -> NoReturn:
     """Run in a fork; never returns into the caller's code."""
+    threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True).start()
+    _work(body, lambda: SharingMemory(rank, _kept(pairs, rank=rank), rows))
+
+
+def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoReturn:
+    """Be a worker to the end of its process."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, the lifeline tells
             signal.signal(number, signal.SIG_IGN)
-        threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True).start()
-        body(Forked(rank, _kept(pairs, rank=rank), rows))
+        body(join())
         status = 0
     except EngineError:
         pass  # the loss of another process, which speaks for itself
@@ -297,7 +403,7 @@ def _be_worker(
         os._exit(status)
 
 
-def _kept(pairs: Sequence[tuple[Connection, Connection]], *, rank: int) -> list[Connection]:
+def _kept(pairs: Sequence[tuple[Link, Link]], *, rank: int) -> list[Link]:
     """Return this process's ends and close all others, so that a death ends a link."""
     kept = []
     for other, (first, second) in enumerate(pairs, start=1):

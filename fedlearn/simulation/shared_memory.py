@@ -1,4 +1,4 @@
-"""A sum over forked processes, through memory that they share.
+"""A sum over the processes of one machine, through memory that they share.
 
 A message wakes threads on both sides, which costs more than the sum where rounds take
 milliseconds. Here each process writes its tensors where all can read them, the processes meet,
@@ -7,8 +7,10 @@ each adds up its own part for all, and they meet once more.
 
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,16 +20,20 @@ _ALIGNMENT = 64
 
 
 class SharedRows:
-    """A row of memory for each process, grown as needed; made before the processes fork.
+    """A row of memory for each process, grown as needed.
 
     All write tensors of the same sizes and dtypes, meet, add up, meet again, and read.
 
     Args:
         num_rows: Processes.
+        place: Where each process opens the files that all of them map, ``place-0`` and so on;
+            ``None``: files without a name, opened before the processes fork.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self._files = [_memory_file() for _ in range(num_rows)]
+    def __init__(self, num_rows: int, place: Path | None = None) -> None:
+        self._files = [
+            _memory_file() if place is None else _named_file(place, row) for row in range(num_rows)
+        ]
         self._like: Sequence[tuple[int, torch.dtype]] | None = None
         self._rows: list[list[Tensor]] = []  # by process, then by tensor
         self._parts: list[list[Sequence[Tensor]]] = []  # by tensor, by process, then by part
@@ -88,9 +94,13 @@ def _views(file: int, like: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     ]
 
 
+def _named_file(place: Path, row: int) -> int:
+    return os.open(place.with_name(f"{place.name}-{row}"), os.O_RDWR | os.O_CREAT, 0o600)
+
+
 def _memory_file() -> int:
     """Return a file without a name, in memory where the system offers that."""
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux":
         return os.memfd_create("fedlearn")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

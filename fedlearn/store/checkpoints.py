@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
-from fedlearn.core.files import disk_errors, sync_folder
+from fedlearn.core.files import disk_errors, sync_file, sync_folder
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
 from fedlearn.rounds.records import Checkpoint
@@ -54,7 +54,7 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
             with temporary.open("rb+") as stream:
                 digest = file_digest(stream, "sha256").hexdigest()
                 num_bytes = stream.tell()
-                os.fsync(stream.fileno())
+                sync_file(stream)
             path = folder / f"round-{checkpoint.round_num:06d}-{digest[:12]}.safetensors"
             temporary.rename(path)
         except OSError:

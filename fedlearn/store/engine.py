@@ -1,7 +1,5 @@
 """Connections, transactions and the schema of the store's database; its errors in words."""
 
-import fcntl
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from fedlearn.core.files import is_full, remedy
+from fedlearn.core.locks import open_lock, wait_for_lock
 from fedlearn.core.redaction import redacted
 from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
 from fedlearn.store import migrations
@@ -200,15 +199,12 @@ def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
 
 @contextmanager
 def _only_process(engine: Engine) -> Iterator[None]:
-    """Hold a lock on the folder of an SQLite file: its first switch to WAL does not wait."""
+    """Hold a lock beside an SQLite file: its first switch to WAL does not wait."""
     if engine.dialect.name != "sqlite":
         yield
         return
-    folder = Path(str(engine.url.database).removeprefix("file:")).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    database = Path(str(engine.url.database).removeprefix("file:"))
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open_lock(database.with_name(f"{database.name}-lock")) as file:
+        wait_for_lock(file)
         yield
-    finally:
-        os.close(descriptor)

@@ -6,20 +6,22 @@ the lock to the server, and all machines see it; a file system that is mounted w
 replicated, tells only about processes of this machine.
 """
 
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors
+from fedlearn.core.locks import open_lock, read_note, take_lock, write_note
 from fedlearn.errors import RunHeld, StoreError
 
 _FILE = "lock"
-#: Who looks at a lock holds it for a moment: a lock is another process's if it stays.
+#: A process that looks at a lock holds it for a moment: it belongs to another process if it stays.
 _TRIES, _PAUSE_S = 10, 0.02
+_LOOKS, _LOOK_PAUSE_S = 3, 0.001
 
 
 @contextmanager
@@ -34,16 +36,13 @@ def held(folder: Path) -> Iterator[None]:
     """
     path = folder / _FILE
     with disk_errors(path, raises=StoreError, doing="lock"):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+        file = open_lock(path)
+    with file:
         with disk_errors(path, raises=StoreError, doing="lock"):
-            if not _is_taken(descriptor):
-                raise RunHeld(run=folder.name, holder=path.read_text().strip())
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            if not _take_within(file, tries=_TRIES, pause_s=_PAUSE_S):
+                raise RunHeld(run=folder.name, holder=read_note(path))
+            write_note(file, f"process {os.getpid()} on {socket.gethostname()}")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def is_held(folder: Path) -> bool | None:
@@ -52,30 +51,25 @@ def is_held(folder: Path) -> bool | None:
     That is so where the folder is another machine's, or may not be read.
     """
     try:
-        descriptor = os.open(folder / _FILE, os.O_RDONLY | os.O_CLOEXEC)
+        with _open_to_look(folder / _FILE) as file:
+            return not _take_within(file, tries=_LOOKS, pause_s=_LOOK_PAUSE_S)
     except OSError:
         return None
+
+
+def _open_to_look(path: Path) -> FileIO:
+    """Open a lock file that exists, for reading alone where this user may not write it."""
     try:
-        return not _takes(descriptor, fcntl.LOCK_SH)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+        return FileIO(path, "r+")  # NFS locks only what may be written
+    except PermissionError:
+        return FileIO(path, "r")
 
 
-def _is_taken(descriptor: int) -> bool:
-    """Take the lock; return whether it is ours now."""
+def _take_within(file: FileIO, *, tries: int, pause_s: float) -> bool:
+    """Take the lock, in several tries; return whether this process has it now."""
     clock = SystemClock()
-    for _ in range(_TRIES):
-        if _takes(descriptor, fcntl.LOCK_EX):
+    for _ in range(tries - 1):
+        if take_lock(file):
             return True
-        clock.sleep(_PAUSE_S)
-    return False
-
-
-def _takes(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        clock.sleep(pause_s)
+    return take_lock(file)

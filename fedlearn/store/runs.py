@@ -10,10 +10,11 @@ removes it.
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from sqlalchemy import URL, Engine, delete, select, update
@@ -186,6 +187,11 @@ class Database:
             raise StoreError(
                 f"a run cannot be called {record.name!r}: use up to 64 letters, digits, "
                 "'-', '_' and '.', beginning with a letter or a digit"
+            )
+        if sys.platform == "win32" and _is_refused_by_windows(record.name):
+            raise StoreError(
+                f"a run cannot be called {record.name!r} on Windows: no file can have that name; "
+                "choose another one"
             )
         with self.writing() as session:
             # The row comes first: until the transaction ends, nobody else makes this folder.
@@ -592,6 +598,10 @@ def _found(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunRecord:
     if record.status is RunStatus.RUNNING and is_held(runs_dir / record.name) is False:
         return replace(record, status=RunStatus.LOST)
     return record
+
+
+def _is_refused_by_windows(name: str) -> bool:
+    return PureWindowsPath(name).is_reserved() or name.endswith(".")
 
 
 def new_run_id() -> str:

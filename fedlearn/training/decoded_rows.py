@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.core.positioned import PositionedFile
+
 #: Of what is free where temporary files are, the most that one takes.
 _MOST_OF_FREE = 0.5
 
@@ -50,8 +52,8 @@ class DecodedRows:
         self._offsets = offsets
         self._parts = [_Part(*each) for each in zip(starts[:-1], row_bytes, strict=True)]
         with tempfile.TemporaryFile(prefix="fedlearn-") as file:
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
+            self._file = PositionedFile(os.dup(file.fileno()))
+        weakref.finalize(self, self._file.close).atexit = False
         free = shutil.disk_usage(tempfile.gettempdir()).free
         self._is_writable = True
         if starts[-1] > _MOST_OF_FREE * free:
@@ -70,7 +72,7 @@ class DecodedRows:
         first = int(self._offsets[group])
         try:
             for part, tensor in zip(self._parts, tensors, strict=True):
-                self._write(_octets(tensor), at=part.start + first * part.row_bytes)
+                self._file.write_at(_octets(tensor), part.start + first * part.row_bytes)
         except OSError as error:
             self._refuse(error.strerror or str(error))
             return
@@ -83,19 +85,12 @@ class DecodedRows:
             OSError: The disk fails.
         """
         for part, tensor in zip(self._parts, tensors, strict=True):
-            self._read(_octets(tensor), at=part.start + first * part.row_bytes)
-
-    def _write(self, octets: memoryview, *, at: int) -> None:
-        while octets:
-            written = os.pwrite(self._descriptor, octets, at)
-            octets, at = octets[written:], at + written
-
-    def _read(self, octets: memoryview, *, at: int) -> None:
-        while octets:
-            read = os.preadv(self._descriptor, [octets], at)
-            if not read:
-                raise OSError(EIO, "a temporary file is shorter than what was written to it")
-            octets, at = octets[read:], at + read
+            try:
+                self._file.read_into(_octets(tensor), part.start + first * part.row_bytes)
+            except EOFError as error:
+                raise OSError(
+                    EIO, "a temporary file is shorter than what was written to it"
+                ) from error
 
     def _refuse(self, why: str) -> None:
         self._is_writable = False

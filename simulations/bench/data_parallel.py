@@ -104,7 +104,7 @@ def plain(arguments: argparse.Namespace) -> float:
         *(str(arguments.batch_size), str(arguments.steps), str(_EVERY)),
     ]
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback()}
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback() or ""}
     done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
     return statistics.median([float(line) for line in done.stdout.split()][_WARMUP:])
 

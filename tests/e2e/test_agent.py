@@ -134,6 +134,13 @@ class Escaping(Trainer):
                 time.sleep(0.01)
         return super().train(tensors, context=context)
 
+class Keeping(Trainer):
+    # sleeps in native code that lets no other thread run
+    def train(self, tensors, *, context):
+        import ctypes
+        (HERE / "keeping").touch()
+        ctypes.PyDLL(None).sleep(600)
+
 def work_on():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(3600)
@@ -721,6 +728,62 @@ def test_consent_that_cannot_be_read_is_none_and_may_be_given_again(tmp_path: Pa
         consent.rmdir()
         agent.give_consent()
         assert "is not enrolled" in heard.get(timeout=WAIT_S).message
+
+
+@contextmanager
+def killed_while_it_keeps_the_interpreter(
+    application: Application, coordinator: FakeCoordinator
+) -> Iterator[int]:
+    """Kill an application whose trainer is inside native code; yields the trainer's process."""
+    script = f"""
+import time
+from fedlearn.client import Agent
+agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:Keeping"!r},
+              invitation={str(coordinator.invite("laptop"))!r})
+agent.give_consent()
+agent.start()
+while not agent.status().pid:
+    time.sleep(0.01)
+print(agent.status().pid, flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator, deadline_s=SHORT_S):
+            eventually((application.folder / "keeping").exists)
+            process.kill()
+            process.wait()
+            assert is_alive(pid)
+            try:
+                yield pid
+            finally:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_native_code_that_keeps_the_interpreter_does_not_outlive_its_application(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """Although no thread of its process can run."""
+    with killed_while_it_keeps_the_interpreter(application, coordinator) as pid:
+        eventually(lambda: not is_alive(pid))
+
+
+@pytest.mark.slow
+def test_consent_is_withdrawn_although_an_orphan_keeps_the_folder(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """The next start of the application ends it at once."""
+    with killed_while_it_keeps_the_interpreter(application, coordinator) as pid:
+        agent = application.agent(coordinator.invite("again"))
+        assert agent.revoke_consent(wait=WAIT_S)
+        assert not is_alive(pid)
+        assert not (application.home / "task").exists()
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ Guarantees:
     in between has answered, and the next one does so from the state before.
 """
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from typing import TypeAlias
 from flwr.app import ConfigRecord, Context
 
 from fedlearn.core.files import create_private, make_private_folder, write_private
+from fedlearn.core.locks import open_lock, wait_for_lock
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Identity
 from fedlearn.transport.flower.records import KEY_BYTES, run_id_of
@@ -57,8 +57,8 @@ def node_store_of(context: Context) -> Iterator["NodeStore"]:
         yield _InContext(context)
         return
     make_private_folder(folder)
-    with (folder / "lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # ends with the stream, or the process
+    with open_lock(folder / "lock") as file:
+        wait_for_lock(file)
         yield _InFolder(folder, run_id_of(context))
 
 

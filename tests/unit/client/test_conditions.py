@@ -1,11 +1,10 @@
 """What is known of a device, and what must hold before it trains."""
 
-import os
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -93,6 +92,7 @@ MOUSE = {**DRAINING, "scope": "Device"}
         ({"hid": MOUSE}, True),
     ],
 )
+@pytest.mark.linux
 def test_power_is_read_from_the_kernel(
     tmp_path: Path, kinds: dict[str, dict[str, str]], on_power: object
 ) -> None:
@@ -101,26 +101,34 @@ def test_power_is_read_from_the_kernel(
     assert Device(VirtualClock(), power_supplies=folder).facts().on_power is on_power
 
 
+@pytest.mark.linux
 def test_what_the_kernel_does_not_show_is_unknown(tmp_path: Path) -> None:
     """On another operating system."""
     nowhere = tmp_path / "nothing"
-    facts = Device(VirtualClock(), power_supplies=nowhere, processor_times=nowhere).facts()
-    assert (facts.on_power, facts.idle) == (None, None)
+    assert Device(VirtualClock(), power_supplies=nowhere).facts().on_power is None
+
+
+class Processors(NamedTuple):
+    """What psutil tells of them."""
+
+    user: float
+    idle: float = 0.0
+    iowait: float = 0.0
 
 
 def test_a_device_is_idle_while_others_use_little_of_its_processors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Too soon to tell at first; afterwards over a window of seconds."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("os.sysconf", lambda _: 100)
-    clock, file = VirtualClock(), tmp_path / "stat"
-    device = Device(clock, processor_times=file)
-    busy_ticks = 0
+    clock = VirtualClock()
+    device = Device(clock)
+    busy_s = 0.0
     seen = []
-    for ticks_per_s in (0, *[0] * 5, *[200] * 12, *[0] * 12):
-        busy_ticks += ticks_per_s
-        file.write_text(f"cpu  {busy_ticks} 0 0 {10**6} 0 0 0 0 0 0\ncpu0 1\n")
+    for used_s in (0, *[0] * 5, *[2] * 12, *[0] * 12):
+        busy_s += used_s
+        times = Processors(user=busy_s, idle=clock.now_s(), iowait=clock.now_s())
+        monkeypatch.setattr("psutil.cpu_times", lambda times=times: times)
         seen.append(device.facts().idle)
         clock.sleep(1.0)
     assert seen[0] is None
@@ -142,16 +150,16 @@ LOADER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORKER
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_what_a_trainers_own_processes_use_is_not_somebody_elses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_own: bool
+    monkeypatch: pytest.MonkeyPatch, *, is_own: bool
 ) -> None:
     """Those that load its data, and theirs; control: as much used by others."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    clock, file = VirtualClock(), tmp_path / "stat"
-    device = Device(clock, processor_times=file)
-    file.write_text("cpu  0 0 0 0 0 0 0 0 0 0\n")
+    clock = VirtualClock()
+    device = Device(clock)
+    monkeypatch.setattr("psutil.cpu_times", lambda: Processors(user=0.0))
     device.facts()
     clock.sleep(1.0)
-    file.write_text(f"cpu  {os.sysconf('SC_CLK_TCK') // 2} 0 0 0 0 0 0 0 0 0\n")
+    monkeypatch.setattr("psutil.cpu_times", lambda: Processors(user=0.5))
     if not is_own:
         assert device.facts().idle is False
         return
@@ -171,15 +179,16 @@ def test_probes_are_asked_and_may_not_know() -> None:
     assert probes.facts() == Facts(idle=True)
 
 
+@pytest.mark.linux
 def test_what_the_application_tells_holds_while_a_probe_takes_its_time(tmp_path: Path) -> None:
     """Conditions do not flap because it is slow; one that hangs says nothing any more."""
     clock, nowhere = VirtualClock(), tmp_path / "nothing"
-    device = Device(clock, power_supplies=nowhere, processor_times=nowhere)
+    device = Device(clock, power_supplies=nowhere)
     device.tell(Facts(on_power=True))
     clock.sleep(9.0)
     assert device.facts().on_power is True
-    device.tell(Facts(on_power=False, idle=True))
+    device.tell(Facts(on_power=False))
     clock.sleep(9.0)
-    assert (device.facts().on_power, device.facts().idle) == (False, True)
+    assert device.facts().on_power is False
     clock.sleep(2.0)
-    assert (device.facts().on_power, device.facts().idle) == (None, None)
+    assert device.facts().on_power is None

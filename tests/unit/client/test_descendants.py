@@ -7,11 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
-import pytest
-
-from fedlearn.client import descendants
 from fedlearn.client.descendants import MARK, end_marked, fresh_mark
 from tests.processes import LONG_S
 
@@ -66,14 +62,3 @@ def test_all_with_a_mark_end_and_no_others() -> None:
             assert not has_ended(each, within_s=0.0)
         end_marked(mark)
         assert has_ended(three, within_s=LONG_S)
-
-
-def test_where_processes_cannot_be_seen_nothing_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on other systems; the group is ended there all the same."""
-    monkeypatch.setattr(descendants, "_PROCESSES", tmp_path / "nowhere")
-    mark = fresh_mark()
-    with lost(mark) as (_, one):
-        end_marked(mark)
-        assert not has_ended(one, within_s=0.0)

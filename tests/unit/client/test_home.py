@@ -123,6 +123,7 @@ def test_one_process_works_in_a_folder(home: Home) -> None:
         pass
 
 
+@pytest.mark.linux
 def test_a_forked_child_that_lives_on_does_not_keep_the_folder(home: Home) -> None:
     """As a trainer's worker would; control: that it lets go takes nothing from its parent."""
     (told, tells), (waited, ends) = os.pipe(), os.pipe()

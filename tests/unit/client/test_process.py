@@ -80,6 +80,7 @@ def test_nothing_is_imported_from_the_working_directory(
     assert not (tmp_path / "imported").exists()
 
 
+@pytest.mark.linux
 def test_a_process_has_ended_although_what_it_started_holds_the_socket(
     options: RuntimeOptions, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b"before"
 
 
+@pytest.mark.linux
 def test_names_are_synchronised_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_names_are_synchronised_after_the_rename(
     assert steps == ["content", "name", "folder"]
 
 
+@pytest.mark.linux
 def test_other_errors_pass(tmp_path: Path) -> None:
     """Only what the disk refuses is renamed, and sync_folder leaves that to its caller."""
     with pytest.raises(ValueError, match="ours"), disk_errors(tmp_path, raises=StoreError):

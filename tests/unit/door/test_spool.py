@@ -193,7 +193,7 @@ def test_a_log_that_cannot_be_made_says_where(
         ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "fsync"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_a_log_that_cannot_be_made_leaves_no_file_open_and_none_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

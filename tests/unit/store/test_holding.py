@@ -1,16 +1,16 @@
 """Who has a run: one process at a time, and none once it is gone."""
 
-import fcntl
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.locks import open_lock, take_lock
 from fedlearn.errors import RunHeld
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.holding import held, is_held
@@ -82,14 +82,15 @@ def test_a_run_that_nobody_ever_held_is_nobodys_to_judge(tmp_path: Path) -> None
 def test_who_looks_does_not_keep_who_begins_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To look takes a shared lock for a moment: a start waits for that."""
-    with held(tmp_path):
-        pass
-    looking = os.open(tmp_path / "lock", os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(SystemClock, "sleep", lambda *_: os.close(looking))
-    with held(tmp_path):
-        assert is_held(tmp_path)
+    """To look takes the lock for a moment: a start waits for that, and so does another look."""
+    for begin in (held(tmp_path), nullcontext()):
+        with held(tmp_path):
+            pass
+        looking = open_lock(tmp_path / "lock")
+        assert take_lock(looking)
+        monkeypatch.setattr(SystemClock, "sleep", lambda *_, file=looking: file.close())
+        with begin as holds:
+            assert is_held(tmp_path) is not isinstance(begin, nullcontext), holds
 
 
 def statuses(run: StoredRun) -> list[RunStatus]:

@@ -1,0 +1,81 @@
+"""Windows ends the processes of a job when the last handle of the job closes.
+
+A process that dies has its handles closed by the kernel, so a job of the processes that an
+application has started ends with the application, however that ends.
+"""
+
+import ctypes
+import sys
+from typing import ClassVar
+
+_KILL_ON_JOB_CLOSE = 0x2000
+_EXTENDED_LIMITS = 9  # JobObjectExtendedLimitInformation
+_SET_QUOTA_AND_TERMINATE = 0x0100 | 0x0001
+_ENDED_BY_US = 1
+
+
+class _BasicLimits(ctypes.Structure):
+    """JOBOBJECT_BASIC_LIMIT_INFORMATION."""
+
+    _fields_: ClassVar = [
+        ("per_process_user_time", ctypes.c_int64),
+        ("per_job_user_time", ctypes.c_int64),
+        ("flags", ctypes.c_uint32),
+        ("minimum_working_set", ctypes.c_size_t),
+        ("maximum_working_set", ctypes.c_size_t),
+        ("active_process_limit", ctypes.c_uint32),
+        ("affinity", ctypes.c_size_t),
+        ("priority_class", ctypes.c_uint32),
+        ("scheduling_class", ctypes.c_uint32),
+    ]
+
+
+class _ExtendedLimits(ctypes.Structure):
+    """JOBOBJECT_EXTENDED_LIMIT_INFORMATION."""
+
+    _fields_: ClassVar = [
+        ("basic", _BasicLimits),
+        ("io_counters", ctypes.c_uint64 * 6),
+        ("process_memory", ctypes.c_size_t),
+        ("job_memory", ctypes.c_size_t),
+        ("peak_process_memory", ctypes.c_size_t),
+        ("peak_job_memory", ctypes.c_size_t),
+    ]
+
+
+if sys.platform == "win32":
+
+    class JobObject:
+        """A job of one process and all that it starts.
+
+        Args:
+            pid: Number of the process, which has started none yet.
+
+        Raises:
+            OSError: Windows refuses.
+        """
+
+        def __init__(self, pid: int) -> None:
+            self._kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+            self._kernel.CreateJobObjectW.restype = ctypes.c_void_p
+            self._kernel.OpenProcess.restype = ctypes.c_void_p
+            self._job = ctypes.c_void_p(self._kernel.CreateJobObjectW(None, None))
+            limits = _ExtendedLimits()
+            limits.basic.flags = _KILL_ON_JOB_CLOSE
+            process = ctypes.c_void_p(self._kernel.OpenProcess(_SET_QUOTA_AND_TERMINATE, 0, pid))
+            is_made = self._kernel.SetInformationJobObject(
+                self._job, _EXTENDED_LIMITS, ctypes.byref(limits), ctypes.sizeof(limits)
+            ) and self._kernel.AssignProcessToJobObject(self._job, process)
+            error = None if is_made else ctypes.WinError(ctypes.get_last_error())
+            self._kernel.CloseHandle(process)
+            if error is not None:
+                self.close()
+                raise error
+
+        def end(self) -> None:
+            """End all processes of the job at once."""
+            self._kernel.TerminateJobObject(self._job, _ENDED_BY_US)
+
+        def close(self) -> None:
+            """Let go of the job, whose processes end."""
+            self._kernel.CloseHandle(self._job)

@@ -1,0 +1,27 @@
+"""Signals that call into an event loop, on every operating system."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def signals_call(callbacks: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """Have signals call functions in the running event loop; in the main thread only.
+
+    Loops on Windows have no ``add_signal_handler``.
+
+    Args:
+        callbacks: By the signal's number.
+    """
+    loop = asyncio.get_running_loop()
+    before = {
+        number: signal.signal(number, lambda *_, call=call: loop.call_soon_threadsafe(call))
+        for number, call in callbacks.items()
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,28 @@
+"""How many files this process may open; each connection takes one."""
+
+import sys
+
+if sys.platform != "win32":
+    from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
+
+#: macOS sets no hard limit, begins with a soft one of 256, and refuses much more than this.
+_MACOS_MOST = 10_240
+
+
+def max_open_files() -> int | None:
+    """Return how many files this process may open; ``None``: as many as it likes."""
+    limit: int | None = None
+    if sys.platform != "win32":
+        soft, _ = getrlimit(RLIMIT_NOFILE)
+        limit = None if soft == RLIM_INFINITY else soft
+    return limit
+
+
+def raise_max_open_files() -> None:
+    """Let this process open as many files as its user allows."""
+    if sys.platform != "win32":
+        soft, hard = getrlimit(RLIMIT_NOFILE)
+        if hard != RLIM_INFINITY:
+            setrlimit(RLIMIT_NOFILE, (hard, hard))
+        elif sys.platform == "darwin" and soft < _MACOS_MOST:
+            setrlimit(RLIMIT_NOFILE, (_MACOS_MOST, hard))

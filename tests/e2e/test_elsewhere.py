@@ -1,0 +1,244 @@
+"""Simulation, client and commands with the standard library of macOS and of Windows.
+
+What is emulated, and what is not, says :mod:`tests.elsewhere.sitecustomize`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fedlearn
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import TrainReply
+from fedlearn.testing import FakeCoordinator
+
+ELSEWHERE = Path(__file__).parents[1] / "elsewhere"
+ROOT = Path(fedlearn.__file__).parents[1]
+SYSTEMS = pytest.mark.parametrize("system", ["darwin", "win32"])
+LONG_S = 300.0
+
+#: Which names a module of fedlearn and one of another package see.
+LOOKS = """
+import json
+program = '''
+seen = []
+for name in {names!r}:
+    module, _, attribute = name.partition(".")
+    try:
+        seen.append(hasattr(__import__(module, globals()), attribute))
+    except ImportError:
+        seen.append(False)
+'''
+scopes = [dict(__name__="fedlearn.anything"), dict(__name__="other")]
+for scope in scopes:
+    exec(program, scope)
+print(json.dumps([scope["seen"] for scope in scopes]))
+"""
+
+SIMULATION = """
+from hashlib import sha256
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+import fedlearn as fl
+
+def make_model():
+    return nn.Linear(64, 10)
+
+if __name__ == "__main__":
+    x, y = load_digits(return_X_y=True)
+    clients = fl.Dirichlet(num_clients=8, alpha=0.5, min_examples=5)
+    data = fl.from_arrays(x / 16, y, partition=clients, test_fraction=0.2, seed=0)
+    algorithm = fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=16, learning_rate=0.3))
+    run = fl.simulate(make_model, data, algorithm, num_rounds=2, engine={"num_workers": 2})
+    model = torch.cat([each.detach().flatten() for each in run.load_model().parameters()])
+    print(sha256(model.numpy().tobytes()).hexdigest())
+"""
+
+TRAINER = """
+from fedlearn.client import LocalEvaluation, LocalResult
+
+class Trainer:
+    num_examples = 5
+    device = "cpu"
+    honours = ("epochs",)
+
+    def train(self, tensors, *, context):
+        context.control.check()
+        changed = {name: value + 1 for name, value in tensors.items()}
+        return LocalResult(tensors=changed, num_examples=5, metrics={"loss": 0.5}, state={})
+
+    def evaluate(self, tensors, *, control):
+        return LocalEvaluation(num_examples=5, metrics={"loss": 0.5})
+"""
+
+APPLICATION = """
+import sys
+from fedlearn.client import Agent
+home, trainer, invitation = sys.argv[1:]
+with Agent(home, trainer=trainer, invitation=invitation) as agent:
+    agent.give_consent()
+    input()
+    print(agent.status().num_accepted, agent.revoke_consent(wait=60), flush=True)
+agent.forget()
+"""
+
+
+def there(system: str) -> dict[str, str]:
+    """Return the environment of a process that sees another system's standard library."""
+    paths = os.pathsep.join([str(ELSEWHERE), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": paths, "FEDLEARN_TEST_PLATFORM": system}
+
+
+def output(system: str, *arguments: str, cwd: Path) -> str:
+    """Return what a Python program prints there; it succeeds."""
+    done = run(system, *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run(system: str, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=there(system),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("system", "lacks"),
+    [
+        ("darwin", {"os.posix_fadvise", "os.fdatasync", "os.pidfd_open", "os.sched_getaffinity"}),
+        (
+            "win32",
+            {
+                "os.posix_fadvise",
+                "os.fdatasync",
+                "os.pidfd_open",
+                "os.sched_getaffinity",
+                "os.fork",
+                "os.pread",
+                "signal.SIGKILL",
+                "select.poll",
+                "fcntl.flock",
+                "resource.getrlimit",
+            },
+        ),
+        ("", set()),
+    ],
+)
+def test_fedlearn_sees_what_a_system_has_and_others_see_linux(
+    system: str, lacks: set[str], tmp_path: Path
+) -> None:
+    """By typeshed; control: without a system named, fedlearn sees Linux, too."""
+    names = sorted(
+        {"os.posix_fadvise", "os.fdatasync", "os.pidfd_open", "os.sched_getaffinity", "os.fork"}
+        | {"os.pread", "signal.SIGKILL", "select.poll", "fcntl.flock", "resource.getrlimit"}
+        | {"os.replace", "signal.SIGTERM"}
+    )
+    ours, others = json.loads(output(system, "-c", LOOKS.format(names=names), cwd=tmp_path))
+    assert {name for name, is_seen in zip(names, ours, strict=True) if not is_seen} == lacks
+    assert all(others)
+
+
+@pytest.fixture(scope="module")
+def digest_here(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the simulation gives on this system, where workers are forks."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "script.py").write_text(SIMULATION)
+    return output("", "script.py", cwd=folder).splitlines()[-1]
+
+
+@pytest.mark.slow
+@SYSTEMS
+def test_workers_that_are_started_anew_give_the_same_model(
+    system: str, digest_here: str, tmp_path: Path
+) -> None:
+    """To the bit; a script starts them under the usual guard."""
+    (tmp_path / "script.py").write_text(SIMULATION)
+    assert output(system, "script.py", cwd=tmp_path).splitlines()[-1] == digest_here
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_and_what_cannot_be_sent_are_told_so(tmp_path: Path) -> None:
+    """What to do stands in the error."""
+    bare = SIMULATION.replace('if __name__ == "__main__":', "if True:")
+    (tmp_path / "bare.py").write_text(bare)
+    assert "under `if __name__" in run("win32", "bare.py", cwd=tmp_path).stderr
+    hidden = SIMULATION.replace("fl.simulate(make_model", "fl.simulate(lambda: nn.Linear(64, 10)")
+    (tmp_path / "hidden.py").write_text(hidden)
+    done = run("win32", "hidden.py", cwd=tmp_path)
+    assert "cannot be sent to them" in done.stderr
+    assert "leave engine.num_workers out" in done.stderr
+
+
+@pytest.fixture
+def coordinator() -> Iterator[FakeCoordinator]:
+    with FakeCoordinator() as coordinator:
+        yield coordinator
+
+
+@pytest.mark.slow
+@SYSTEMS
+def test_an_application_takes_part_and_withdraws(
+    system: str, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    """From its invitation to its end, and nothing of it is left."""
+    trainer, home = tmp_path / "trainer.py", tmp_path / "home"
+    trainer.write_text(TRAINER)
+    arguments = [str(home), f"{trainer}:Trainer", str(coordinator.invite("laptop"))]
+    (tmp_path / "application.py").write_text(APPLICATION)
+    with subprocess.Popen(
+        [sys.executable, "application.py", *arguments],
+        env=there(system),
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            coordinator.wait_for(1, timeout_s=LONG_S)
+            import torch  # noqa: PLC0415 - the rest of this file does without
+
+            answers = coordinator.train({"weight": torch.zeros(4)}, {"epochs": 1}, deadline_s=60.0)
+            assert isinstance(answers["laptop"], TrainReply), answers
+            until_s = SystemClock().now_s() + 1.0
+            while SystemClock().now_s() < until_s:
+                SystemClock().sleep(0.1)  # for the receipt
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline().split() == ["1", "True"]
+            assert process.wait(LONG_S) == 0
+        finally:
+            process.kill()
+    assert not home.exists()
+
+
+@pytest.mark.slow
+@SYSTEMS
+def test_commands_work_and_a_coordinator_says_where_it_runs(system: str, tmp_path: Path) -> None:
+    """Simulation, its record, and a configuration to start with."""
+    fedlearn_ = ("-m", "fedlearn")
+    few = ("--set", "num_rounds=2", "--set", "engine.num_workers=2", "--name", "some")
+    output(system, *fedlearn_, "simulate", *few, cwd=tmp_path)
+    assert "some" in output(system, *fedlearn_, "runs", cwd=tmp_path)
+    assert "accuracy" in output(system, *fedlearn_, "show", "some", cwd=tmp_path)
+    output(system, *fedlearn_, "init", cwd=tmp_path)
+    if system == "win32":
+        for command in ("coordinator", "demo"):
+            done = run(system, *fedlearn_, command, cwd=tmp_path)
+            assert done.returncode != 0
+            assert "a coordinator runs on Linux and macOS, and this is win32" in done.stderr
+    else:
+        assert "invitation" in output(system, *fedlearn_, "invite", "a", cwd=tmp_path)
