@@ -21,7 +21,8 @@ def num_cores() -> int:
     """Return on how many cores this process may run, which can be fewer than there are."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    else:
+        return os.cpu_count() or 1
 
 
 def give_way(niceness: int) -> None:
