@@ -102,5 +102,6 @@ def _memory_file() -> int:
     """Return a file without a name, in memory where the system offers that."""
     if sys.platform == "linux":
         return os.memfd_create("fedlearn")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    else:
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())

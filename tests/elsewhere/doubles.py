@@ -31,7 +31,7 @@ def prepare(platform: str) -> None:
     """Change what no module of fedlearn imports by name."""
     if platform == "win32":
         asyncio.unix_events._UnixSelectorEventLoop.add_signal_handler = _not_implemented  # type: ignore[method-assign, assignment] # noqa: SLF001
-        psutil.BELOW_NORMAL_PRIORITY_CLASS, psutil.IDLE_PRIORITY_CLASS = 10, 19
+        vars(psutil).update(BELOW_NORMAL_PRIORITY_CLASS=10, IDLE_PRIORITY_CLASS=19)
         socket.socket.share = _share  # type: ignore[attr-defined]
 
 
