@@ -104,7 +104,9 @@ def test_a_client_joins_by_the_page_alone(content: bytes) -> None:
     tls = grpc.ssl_channel_credentials(given.ca_pem.encode())
     options = (("grpc.ssl_target_name_override", TLS_NAME),)
     with grpc.secure_channel(given.enrolment_addresses[0], tls, options) as channel:
-        enrol = channel.unary_unary("/fedlearn.v1.Enrolment/Enrol")
+        enrol: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+            "/fedlearn.v1.Enrolment/Enrol"
+        )
         reply = wire_pb2.EnrolReply.FromString(enrol(request.SerializeToString(), timeout=60.0))
     certificate = x509.load_pem_x509_certificate(reply.certificate_pem)
     assert certificate.public_key() == key.public_key()
