@@ -4,8 +4,10 @@ What is found lies in the working directory as ``TARGET/crash-…``, next to the
 its ``code``, which is 0 where nothing is found. Once fixed, it belongs in the target's corpus.
 """
 
+import atexit
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +32,9 @@ def fuzz(name: str, seconds: str) -> None:
     options += [f"-max_total_time={seconds}", f"-artifact_prefix={folder}/"]
     corpus = [str(path) for path in (folder / "found", _CORPUS / name) if path.is_dir()]
     target = {**TARGETS, "planted": planted}[name]
+    # The interpreter drops the handler of the fuzzer's alarm as it ends, before what is found is
+    # written; an alarm then would kill it.
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0.0)
     atheris.Setup([sys.argv[0], *options, *corpus], target)
     atheris.Fuzz()
 
