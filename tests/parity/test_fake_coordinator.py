@@ -32,7 +32,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Params
-from fedlearn.errors import ConnectionRefused, EnrolmentRefused
+from fedlearn.errors import ConnectionRefused, EnrolmentRefused, OtherProtocol
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.plain import PlainCollector
@@ -241,7 +241,6 @@ NAN, NORM = "the delta is not finite or exceeds 1e+20", "the norm of the delta e
 #: What a client may send for a training, and what is said to it.
 LIES = [
     Lie("no message", saying(lambda _: b"not a message"), "the message begins with b'no'"),
-    Lie("another codec", saying(lambda task: garbled(encode(honest_reply(task)), 2)), "version"),
     Lie("half a message", saying(lambda task: encode(honest_reply(task))[:-9]), ""),
     Lie(
         "a request",
@@ -369,6 +368,20 @@ def test_a_lie_in_a_training_is_refused_by_both_alike(lie: Lie, tmp_path: Path) 
     else:
         assert heard[0].made_of_it == ""
         assert after == [("ACCEPTED", "")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opened", [real, fake])
+def test_a_reply_of_another_version_ends_the_session(
+    opened: Callable[[Path], AbstractContextManager[LocalDoor]], tmp_path: Path
+) -> None:
+    """Its client could not be understood the next time, either."""
+    other = saying(lambda task: garbled(encode(honest_reply(task)), 2))
+    with (
+        opened(tmp_path) as door,
+        pytest.raises(OtherProtocol, match="message version 251, this side speaks"),
+    ):
+        outcome(door, [other], side_of(door).train)
 
 
 @pytest.mark.parametrize("opened", [real, fake])
