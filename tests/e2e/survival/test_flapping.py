@@ -57,6 +57,12 @@ def test_after_flapping_every_client_is_back_within_its_bound(site: VotingSite) 
     audit(site)
 
 
+def is_back(client: Process) -> bool:
+    """Wake a client, which may be trying in vain just then and wait afterwards; is it connected?"""
+    client.send(signal.SIGCONT)
+    return client.said("connected") > 1
+
+
 def test_a_client_that_is_woken_waits_no_longer(site: VotingSite) -> None:
     """By SIGCONT, as `kill` sends it, and as it comes after a stop by itself."""
     site.configure(num_rounds=1)
@@ -73,6 +79,6 @@ def test_a_client_that_is_woken_waits_no_longer(site: VotingSite) -> None:
         second = site.serving()
         until(lambda: all(client.said("connected") > 1 for client in clients[:2]))
     assert clients[2].said("connected") == 1
-    clients[2].send(signal.SIGCONT)
+    until(lambda: is_back(clients[2]))
     assert second.wait() == 0, second.tail()
     audit(site)
