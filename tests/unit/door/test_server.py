@@ -32,6 +32,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
+from fedlearn.core.positioned import PositionedFile
 from fedlearn.door import channel as door_channel
 from fedlearn.door import server as door_server
 from fedlearn.door.channel import DoorExchange
@@ -1449,18 +1450,18 @@ def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
     task = member.hear_task()
     begun, read = Queue[int](), Queue[int]()
     go_on, closed = threading.Event(), threading.Event()
-    pread, close = os.pread, os.close
+    read_at, close = PositionedFile.read_at, PositionedFile.close
 
-    def slowly(descriptor: int, num_bytes: int, offset: int) -> bytes:
-        begun.put(descriptor)
-        read.put(descriptor)
+    def slowly(file: PositionedFile, num_bytes: int, offset: int) -> bytes:
+        begun.put(file.fileno())
+        read.put(file.fileno())
         assert go_on.wait(WAIT_S)
-        return pread(descriptor, num_bytes, offset)
+        return read_at(file, num_bytes, offset)
 
-    def noting(descriptor: int) -> None:
-        if descriptor in read.queue:
+    def noting(file: PositionedFile) -> None:
+        if file.fileno() in read.queue:
             closed.set()
-        close(descriptor)
+        close(file)
 
     async def called_off() -> None:
         async with grpc.aio.insecure_channel(member.address) as channel:
@@ -1474,8 +1475,8 @@ def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
             call.cancel()
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", slowly)
-        patch.setattr(os, "close", noting)
+        patch.setattr(PositionedFile, "read_at", slowly)
+        patch.setattr(PositionedFile, "close", noting)
         member.loop.call(called_off()).result(WAIT_S)
         assert not closed.wait(0.5)
         go_on.set()
