@@ -35,6 +35,7 @@ from fedlearn.core.collecting import Participations
 from fedlearn.privacy import banded_noise, bounded_sum
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.bounded_sum import NoisyMean
+from fedlearn.privacy.secret import DrawnNoise
 from fedlearn.rounds import run as rounds_run
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.secagg.plan import SecurePlan
@@ -571,6 +572,15 @@ FAULTS: tuple[Fault, ...] = (
         _is("privacy", "example"),
     ),
     Fault(
+        "a sum has half its noise",
+        DrawnNoise,
+        "draw",
+        lambda right: (
+            lambda self, sigma, size, *, labels: right(self, sigma / 2, size, labels=labels)
+        ),
+        _is("privacy", "central", "adaptive", "banded"),
+    ),
+    Fault(
         "a simulated secure sum has one client's noise",
         DistributedMean,
         "_noised",
@@ -594,6 +604,13 @@ FAULTS: tuple[Fault, ...] = (
             )
         ),
         _is("privacy", "local"),
+    ),
+    Fault(
+        "a step has half its noise",
+        NoisedGradients,
+        "sensitivity",
+        lambda right: lambda self, **sizes: right(self, **sizes) / 2,
+        _is("privacy", "example"),
     ),
     Fault(
         "the clip norm moves away from its quantile",

@@ -2,7 +2,8 @@
 
 What is secret in a run nobody can repeat. So the places in fedlearn that add noise are watched, in
 all processes and threads: each sample is written to a file, in standard deviations of what it was
-drawn with, next to what it was added to. Noise that is drawn too small therefore shows.
+asked for, next to what it was added to. So noise shows in the model if too little is asked for, and
+in its own size if too little is drawn.
 """
 
 import os

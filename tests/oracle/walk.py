@@ -27,6 +27,8 @@ MARGIN = 3e-4
 #: A larger difference in float32 is no rounding; a smaller one may be, and is tried in float64.
 ROUNDING = 1e-3
 MAX_PROBLEMS = 5
+#: Of the measured size of noise, in its own standard deviations; some draws are recorded twice.
+DEVIATIONS = 6.0
 OTHER_CLIENTS = "the clients that are evaluated differ from round to round"
 
 
@@ -84,6 +86,7 @@ def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> 
     allowed = TOLERANCE[c.dtype] if tolerance is None else tolerance
     if c.secure != "off" or c.privacy != "off":
         allowed = max(allowed, MARGIN if c.privacy in (*CENTRAL, "example") else FIXED_POINT)
+    yield from _wrong_noise(found)
     torch.manual_seed(0)
     module, candidates = make_model(c), None
     replay = Replay(c, module, make_examples(c), found, product.streams(c))
@@ -142,6 +145,15 @@ def _broken_invariants(seen: Round, allowed: float) -> Iterator[str]:
     controls = [kept["control"] for kept in seen.kept.values() if "control" in kept]
     if controls and not close(seen.server["control"], sum_of(controls) / NUM_CLIENTS, allowed):
         yield "the server's control is not the mean of the clients' controls"
+
+
+def _wrong_noise(found: Run) -> Iterator[str]:
+    """Yield whether noise is larger or smaller than what was asked for: it is in deviations."""
+    if found.noise:
+        numbers = torch.cat([each.noise.flatten() for each in found.noise])
+        deviation = float(numbers.square().mean().sqrt())
+        if abs(deviation - 1.0) > DEVIATIONS / math.sqrt(2 * len(numbers)):
+            yield f"noise has {deviation:.3f} of its standard deviation in {len(numbers)} numbers"
 
 
 def _compare_kept(expected: Expected, seen: Round, allowed: float) -> Iterator[str]:
