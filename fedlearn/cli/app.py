@@ -390,16 +390,16 @@ def extend(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")],
     *,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, metavar="N", help="Rounds that it is to have in all.")
+        int, typer.Option("--rounds", min=1, metavar="N", help="Total number of rounds.")
     ],
     data_dir: DataDir = None,
     runs_dir: RunsDir = None,
 ) -> None:
     """Let a run have more rounds than it was begun with.
 
-    A run that is under way, simulated or deployed, notices before its last round; one that is done
-    goes on when it is started again. Its configuration stays as it is. A run with a privacy budget
-    that is not enough, and one that has stopped early, are refused.
+    A running run, simulated or deployed, reads the new number before its last round. A finished run
+    continues when you start it again. The configuration does not change. A run that stopped early,
+    or whose privacy budget does not cover the rounds, is refused.
     """
     from fedlearn.cli.surroundings import require_runs, site
     from fedlearn.deployment.extension import extend
@@ -411,10 +411,10 @@ def extend(
             database, run, num_rounds=rounds, data_dir=here.addresses.data_dir, clock=here.clock
         )
     again = "fedlearn coordinator" if found.is_deployed else f"fedlearn resume {run}"
-    goes_on = f"one that is running goes on by itself, else `{again}` goes on"
+    continuation = f"a running process continues by itself; otherwise `{again}` continues it"
     if found.status is not RunStatus.RUNNING:
-        goes_on = f"`{again}` goes on"
-    typer.echo(f"{run} is to have {found.num_rounds} rounds; {goes_on}")
+        continuation = f"`{again}` continues it"
+    typer.echo(f"{run} now has {found.num_rounds} rounds; {continuation}")
 
 
 @app.command(epilog="Example: fedlearn plot calm-otter-17 brisk-heron-42 --output both.png")

@@ -94,7 +94,7 @@ class _Application:
             self._attached = loop, runtime
             early, self._early = self._early, []
         for words in early:
-            _heed(words, runtime)
+            _handle(words, runtime)
         if self._gone.is_set():
             runtime.stop()
 
@@ -128,12 +128,12 @@ class _Application:
         if attached is not None:
             loop, runtime = attached
             with suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(_heed, words, runtime)
+                loop.call_soon_threadsafe(_handle, words, runtime)
         elif "Stop" in words:
             end_family()
 
 
-def _heed(words: "_Words", runtime: "Runtime") -> None:
+def _handle(words: "_Words", runtime: "Runtime") -> None:
     match words:
         case {"Facts": facts}:
             runtime.tell(Facts(**facts))

@@ -43,7 +43,7 @@ def end_marked(mark: str, *, but: Collection[int] = ()) -> None:
         but: Numbers of those that are left alone.
     """
     for _ in range(_MAX_LOOKS):
-        found = [each for each in _marked(mark) if each.pid not in but]
+        found = [each for each in _find_marked(mark) if each.pid not in but]
         for each in found:
             with suppress(psutil.Error):  # it has ended; its number is never another one's here
                 each.kill()
@@ -51,7 +51,7 @@ def end_marked(mark: str, *, but: Collection[int] = ()) -> None:
             break
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
+def _find_marked(mark: str) -> Iterator[psutil.Process]:
     for each in psutil.process_iter():
         if has_mark(each, mark) and _is_running(each):
             yield each

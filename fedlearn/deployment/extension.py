@@ -15,16 +15,16 @@ from fedlearn.store.runs import Database, StoredRun
 def extend(
     database: Database, name: str, *, num_rounds: int, data_dir: Path, clock: Clock
 ) -> RunRecord:
-    """Let a run have ``num_rounds`` rounds in all, and return its record after that.
+    """Raise the number of rounds of a run to ``num_rounds``, and return its new record.
 
-    What was begun with the former number stays as it is, such as noise that was found for it: the
-    rounds to come are like those before. A run that is under way notices before its last round.
+    Settings that were derived from the old number, such as a noise multiplier, do not change. A
+    running run reads the new number before its last round.
 
     Args:
         database: Where the run is.
         name: Of the run.
-        num_rounds: In all, more than it is to have now.
-        data_dir: Where its data are, of which the cost of its privacy depends.
+        num_rounds: In total, more than it has now.
+        data_dir: Where its data are, which the privacy cost depends on.
         clock: Real time.
 
     Raises:
@@ -36,7 +36,7 @@ def extend(
     record = stored.record
     if num_rounds <= record.num_rounds:
         raise ConfigError(
-            f"{name} is to have {record.num_rounds} rounds already; give more than that "
+            f"{name} has {record.num_rounds} rounds already; give more than that "
             "(--rounds), or go back to an earlier one (`fedlearn rollback`)"
         )
     changed: Mapping[str, object] = {**record.config, "num_rounds": num_rounds}
@@ -79,7 +79,7 @@ def _require_affordable(
     if charging is not None and (affordable := charging.foresee(due)) < due:
         raise ConfigError(
             f"{num_rounds} rounds of {record.name} would exceed its privacy budget, epsilon "
-            f"{budget:g}: it is enough for {affordable} more after the {num_finished} that are "
+            f"{budget:g}: it covers {affordable} more after the {num_finished} that are "
             f"finished; give --rounds {num_finished + affordable} at most"
             + ("" if num_finished + affordable > record.num_rounds else ", which it has already")
         )

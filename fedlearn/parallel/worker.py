@@ -47,10 +47,10 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         if _would_come_again(error):
-            _write_whole(folder.failure, f"{EngineError.__name__}\n{_told(error)}")
+            _write_whole(folder.failure, f"{EngineError.__name__}\n{_describe(error)}")
             sys.exit(1)
         if not folder.error.exists():  # of the ranks that fail then, the first has the cause
-            _write_whole(folder.error, _told(error))
+            _write_whole(folder.error, _describe(error))
         raise
     dist.destroy_process_group()
     end()
@@ -73,7 +73,7 @@ def _would_come_again(error: Exception) -> bool:
     return not (isinstance(error, RuntimeError) and waits)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Return an error with the line of the user's code that it comes from, if there is one."""
     not_own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     own = [each for each in _frames(error) if not each.filename.startswith(not_own)]

@@ -86,7 +86,7 @@ def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> 
     allowed = TOLERANCE[c.dtype] if tolerance is None else tolerance
     if c.secure != "off" or c.privacy != "off":
         allowed = max(allowed, MARGIN if c.privacy in (*CENTRAL, "example") else FIXED_POINT)
-    yield from _wrong_noise(found)
+    yield from _check_noise(found)
     torch.manual_seed(0)
     module, candidates = make_model(c), None
     replay = Replay(c, module, make_examples(c), found, product.streams(c))
@@ -147,7 +147,7 @@ def _broken_invariants(seen: Round, allowed: float) -> Iterator[str]:
         yield "the server's control is not the mean of the clients' controls"
 
 
-def _wrong_noise(found: Run) -> Iterator[str]:
+def _check_noise(found: Run) -> Iterator[str]:
     """Yield whether noise is larger or smaller than what was asked for: it is in deviations."""
     if found.noise:
         numbers = torch.cat([each.noise.flatten() for each in found.noise])
