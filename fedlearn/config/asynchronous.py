@@ -115,7 +115,8 @@ def buffers_in(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated 
     cohort, stragglers = raw.get("cohort", {}), raw.get("stragglers", {})
     if not all(isinstance(each, dict) for each in (algorithm, table, cohort, stragglers)):
         return {}
-    brought = _BY_NAME.get(algorithm.get("name"))
+    name = algorithm.get("name")
+    brought = _BY_NAME.get(name) if isinstance(name, str) else None
     if brought is not None:
         table = {"mode": "buffered", **brought, **table}
     if table.get("mode", "off") == "off":

@@ -273,6 +273,7 @@ def in_a_file(word: str) -> str:
     return f'"{word}"' if parsed(f"a = {word}") is None else word
 
 
+@example(["algorithm.name = []"])
 @given(
     st.lists(
         st.tuples(NAMES, WORDS.map(in_a_file)).map(" = ".join),
