@@ -49,6 +49,9 @@ _WELCOME_S = 15.0
 _TICK_S = 1.0
 #: Silence, in seconds, for which a download may keep beats waiting on a slow connection.
 _SLOW_S = 30.0
+#: gRPC's own status, for which the coordinator's is waited for.
+_WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+_LOOK_S, _NUM_LOOKS = 0.01, 100
 _MAX_CHARACTERS = 500  # of a coordinator's explanation: it ends up in logs and dialogs
 _WITH_A_REASON = {"cancel", "come_back", "receipt"}
 
@@ -486,13 +489,12 @@ class _Call:
 
     async def write_bytes(self, data: bytes) -> None:
         """Send one message that is serialised already."""
-        with self._failures():
-            async with self._writing, asyncio.timeout(self._stall_timeout_s):
-                await self._call.write(data)
+        async with self._failures(), self._writing, asyncio.timeout(self._stall_timeout_s):
+            await self._call.write(data)
 
     async def end_writing(self) -> None:
         """Tell the coordinator that this was all."""
-        with self._failures():
+        async with self._failures():
             await self._call.done_writing()
 
     async def read(
@@ -507,7 +509,7 @@ class _Call:
         """
         most_s = within_s if patiently else min(within_s, self._stall_timeout_s)
         try:
-            with self._failures(waits_s=most_s):
+            async with self._failures(waits_s=most_s):
                 async with asyncio.timeout(most_s if math.isfinite(most_s) else None):
                     data = await self._call.read()
             self._life.num_ticks = 0
@@ -527,12 +529,24 @@ class _Call:
     def _remember(self, call: grpc.aio.Call) -> None:
         """Keep the status that the coordinator gave, while it can be seen.
 
-        A write that fails because the call has ended puts INTERNAL in its place, and a client
-        would not hear that it is refused (https://github.com/grpc/grpc/issues/36066).
+        A write that fails because the call has ended puts :data:`_WRITE_FAILED` in its place, and a
+        client would not hear that it is refused (https://github.com/grpc/grpc/issues/36066).
         """
-        if self._status is None:
+        if self._status in (None, _WRITE_FAILED):
             self._status = _at_once(call.code()), _at_once(call.details()) or ""
             self._come_back_s = _seconds(_at_once(call.trailing_metadata()))
+
+    async def _end(self) -> None:
+        """Wait for the coordinator's status, where a write failed before it came.
+
+        gRPC tells nobody when it replaces the one by the other, and does not while a message is
+        unread; that is a broken connection, and the next one hears the status.
+        """
+        for _ in range(_NUM_LOOKS):
+            if self._status != _WRITE_FAILED:
+                return
+            await asyncio.sleep(_LOOK_S)
+            self._remember(self._call)
 
     def _failure(self) -> Exception:
         """Return the exception that the call's status is for its caller."""
@@ -549,12 +563,13 @@ class _Call:
             return ComeBackLater(told, after_s=self._come_back_s)
         return ConnectionError(told)
 
-    @contextmanager
-    def _failures(self, *, waits_s: float | None = None) -> Iterator[None]:
+    @asynccontextmanager
+    async def _failures(self, *, waits_s: float | None = None) -> AsyncIterator[None]:
         waits_s = self._stall_timeout_s if waits_s is None else waits_s
         try:
             yield
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the call has ended
+            await self._end()
             raise self._failure() from error
         except TimeoutError as error:
             raise ConnectionError(f"{self._address} has been silent for {waits_s:g} s") from error

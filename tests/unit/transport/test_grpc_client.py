@@ -1,8 +1,10 @@
 """The client's end of the door, against a small door of its own: plaintext and mutual TLS."""
 
 import asyncio
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -374,6 +376,44 @@ def test_a_refusal_is_heard_even_where_it_races_with_what_the_client_sends() -> 
                         await session.send(FromClient())
 
     run(test)
+
+
+def test_a_refusal_is_heard_where_a_write_fails_before_it_comes() -> None:
+    """Of such a write gRPC says INTERNAL, until the coordinator's status comes."""
+    address: Future[str] = Future()
+    ends = threading.Event()
+
+    async def refuses_at_the_second_message(door: Door, context: Context) -> None:
+        await _welcomes(door, context)
+        await context.read()
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "hospital-a is revoked")
+
+    async def serve() -> None:
+        async with serving(Door(session=refuses_at_the_second_message)) as here:
+            address.set_result(here)
+            await asyncio.to_thread(ends.wait, TIMEOUT_S)
+
+    async def talk(connection: DoorConnection) -> None:
+        async with connection.session(HELLO) as session:
+            while True:
+                await session.send(FromClient())
+
+    async def hear(connection: DoorConnection) -> None:
+        with pytest.raises(ConnectionRefused, match="hospital-a is revoked"):
+            await talk(connection)
+
+    async def test() -> None:
+        async with connecting(await asyncio.wrap_future(address)) as connection:
+            for _ in range(10):
+                await asyncio.gather(*[hear(connection) for _ in range(50)])
+
+    coordinator = threading.Thread(target=asyncio.run, args=(serve(),))
+    coordinator.start()
+    try:
+        run(test)
+    finally:
+        ends.set()
+        coordinator.join()
 
 
 def test_a_method_that_the_coordinator_does_not_have_is_a_refusal() -> None:
