@@ -205,7 +205,7 @@ class Engine:
         request, count = requests[0], len(client_ids)
         updates, bounds = self._locals(client_ids, requests), self.bounds(request)
         steps = by_client(LocalWork.num_steps, updates, self.population.num_examples(client_ids))
-        reduction.begin(client_ids)
+        reduction.begin(client_ids, self.cluster)
         # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
         report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
         errors, reasons = dict[int, BaseException](), dict[int, str]()

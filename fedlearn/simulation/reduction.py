@@ -77,11 +77,20 @@ class Summed:
     ) -> None:
         self.aggregation, self._lanes, self.params = aggregation, lanes, params
         self._bounds, self._clipped = bounds, ClipCount(clip_norm)
-        self._total = self._wave = self._empty()
+        self._total = self._empty()
 
-    def begin(self, client_ids: NDArray[np.int64]) -> None:  # noqa: ARG002 - a sum needs no room
-        """Begin a wave of these clients: shape [n], in order of arrival."""
-        self._wave = self._empty()
+    def begin(
+        self,
+        client_ids: NDArray[np.int64],  # noqa: ARG002 - a sum needs no room
+        cluster: Cluster,
+    ) -> None:
+        """Begin a wave of these clients: shape [n], in order of arrival.
+
+        The first worker goes on with what is there: alone, it adds up in the order of arrival,
+        whatever the waves.
+        """
+        if cluster.rank != 0:
+            self._total = self._empty()
         self._clipped.begin()
 
     def fold(
@@ -91,7 +100,7 @@ class Summed:
         *,
         current: Updates,
     ) -> list[str | None]:
-        """Add the acceptable rows of a block to the wave; return of each row why it is refused.
+        """Add the acceptable rows of a block; return of each row why it is refused.
 
         The block is summed by itself first. A sum is finite only if all its terms are, so rows are
         judged one by one only if the sum is absurd, or if bounds are tighter than the generous
@@ -110,7 +119,7 @@ class Summed:
             if any(reasons):
                 some = only(current, _find_accepted(reasons))
                 block = self.aggregation.accumulate(self._empty(), some)
-        self._wave = merged(self._wave, block)
+        self._total = merged(self._total, block)
         self._clipped.add(sent, reasons)
         return reasons
 
@@ -125,9 +134,8 @@ class Summed:
         return all(is_sound(tensor, max_norm=max_norm) for tensor in block.tensors())
 
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
-        """Add up the wave, and ``more``, over the workers."""
-        cluster.all_reduce([*self._wave.tensors(), self._clipped.wave, more])
-        self._total = merged(self._total, self._wave)
+        """Add up what the workers have, and ``more``."""
+        cluster.all_reduce([*self._total.tensors(), self._clipped.wave, more])
         self._clipped.end()
 
     def close(self) -> Aggregate:
@@ -162,7 +170,11 @@ class Gathered:
         self._sizes = {lane.name: lane.size(params.layout) for lane in lanes}
         self._waves = list[Updates]()
 
-    def begin(self, client_ids: NDArray[np.int64]) -> None:
+    def begin(
+        self,
+        client_ids: NDArray[np.int64],
+        cluster: Cluster,  # noqa: ARG002 - the updates of earlier waves are kept by themselves
+    ) -> None:
         """Have room for a wave of these clients: shape [n], in order of arrival."""
         count, like = len(client_ids), self.params.vector
         self._client_ids, self._weights = client_ids, like.new_zeros(count)

@@ -76,7 +76,7 @@ def reduction(request: pytest.FixtureRequest) -> Reduction:
 def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
     """Whatever block a client was in."""
     for wave, cuts in (((5, 1, 3), ([2, 0], [1])), ((4,), ([0],))):
-        reduction.begin(np.asarray(wave, np.int64))
+        reduction.begin(np.asarray(wave, np.int64), Alone())
         for cut in cuts:
             assert fold(reduction, block([wave[place] for place in cut]), *cut) == [None] * len(cut)
         end(reduction)
@@ -94,7 +94,7 @@ def test_what_is_not_sound_is_left_out(reduction: Reduction, lane: str, value: f
     """In any lane; the others of the block count."""
     updates = block([1, 2, 3])
     updates.lanes[lane][1][-1] = value
-    reduction.begin(places(1, 2, 3))
+    reduction.begin(places(1, 2, 3), Alone())
     assert fold(reduction, updates, 0, 1, 2) == [None, unsound(lane), None]
     end(reduction)
     aggregate = reduction.close()
@@ -107,7 +107,7 @@ def test_long_rows_that_cancel_in_a_block_are_refused(way: str) -> None:
     """As clients by themselves are: the sum of a block does not hide them."""
     bounds = UpdateBounds(max_norm=4.0, max_examples=100)
     reduction = reduction_of(way, bounds)
-    reduction.begin(places(3, -3, 1))
+    reduction.begin(places(3, -3, 1), Alone())
     reasons = fold(reduction, block([3, -3, 1]), 0, 1, 2)
     assert reasons == [bounds.too_long("delta"), bounds.too_long("delta"), None]
     end(reduction)
@@ -117,7 +117,7 @@ def test_long_rows_that_cancel_in_a_block_are_refused(way: str) -> None:
 def test_memory_of_a_block_may_be_used_again(reduction: Reduction) -> None:
     """As executors do."""
     updates = block([1, 3])
-    reduction.begin(places(1, 3))
+    reduction.begin(places(1, 3), Alone())
     fold(reduction, updates, 0, 1)
     torch.as_tensor(updates.lanes["delta"]).fill_(99.0)
     for row in updates.lanes["more"]:
@@ -130,7 +130,7 @@ def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
     """With their ids and weights, without those that were not folded in."""
     rule = Noted()
     gathered = Gathered(rule, LANES, PARAMS, bounds=None, clip_norm=None)
-    gathered.begin(places(7, 2, 5, 1))
+    gathered.begin(places(7, 2, 5, 1), Alone())
     for clients, where in (([1, 7], (3, 0)), ([2], (1,))):
         weights_B = torch.tensor(clients) + 1.0
         fold(gathered, replace(block(clients), weights_B=weights_B), *where)
@@ -146,7 +146,7 @@ def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
 def test_a_median_of_the_engine_is_the_median() -> None:
     """Of blocks that come in any order."""
     gathered = Gathered(CoordinateMedian(), LANES, PARAMS, bounds=None, clip_norm=None)
-    gathered.begin(places(1, 90, 3))
+    gathered.begin(places(1, 90, 3), Alone())
     fold(gathered, block([90]), 1)
     fold(gathered, block([3, 1]), 2, 0)
     end(gathered)
