@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss
 from fedlearn.core.features import only
@@ -110,6 +111,28 @@ def test_a_chain_of_layers_is_fused_without_a_probe(tmp_path: Path) -> None:
     assert "layers one after another" in choice.reason
     assert choice.block_size >= 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_no_objection() -> None:
+    """A bias before a BatchNorm has no gradient, and Adam makes a step of what rounding leaves."""
+
+    def biased() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
+
+    adam = LocalAdam(
+        epochs=1,
+        batch_size=3,
+        learning_rate=0.05,
+        beta_1=0.9,
+        beta_2=0.999,
+        epsilon=1e-12,
+        decoupled=False,
+        keep_moments=False,
+    )
+    for seed in range(5):
+        torch.manual_seed(seed)
+        small = job(biased, local=adam)
+        assert named(small, ExecutorKind.VMAP).reason == "as configured"
 
 
 @pytest.mark.slow
