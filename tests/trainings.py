@@ -208,7 +208,7 @@ class Fragile:
     Attributes:
         examples: What there is without.
         faults: What happens in rank 1, by the step: "stall", "kill", "kill torchrun", "refuse",
-            "bug" or "shapes".
+            "bug", "shapes" or "nan".
         marks: A folder that tells which have happened.
     """
 
@@ -238,6 +238,9 @@ class Fragile:
                     raise KeyError("age")
                 case "shapes":
                     torch.mm(torch.zeros(2, 3), torch.zeros(2, 3))
+                case "nan":
+                    features, labels = self.examples.batch(positions)
+                    return features * torch.nan, labels
         return self.examples.batch(positions)
 
 

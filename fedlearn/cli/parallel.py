@@ -35,6 +35,7 @@ _NOBODY_IS_ASKED = ("cohort.num_wanted=auto", "stragglers.min_reports=half")
         "train experiment.toml --set coordinator.training.num_steps=1000",
         "train experiment.toml --set coordinator.training.replicate=2",
         "train experiment.toml --output model.safetensors",
+        "train experiment.toml --weights base.safetensors --evaluate-every 100 --patience 5",
     )
     + "\n\n\b\nOver several processes or machines: torchrun ... -m fedlearn train EXPERIMENT.toml"
 )
@@ -50,7 +51,32 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where checkpoints are; without it, in the directory of the runs.",
+            help="Keep the training there, so that it can take more steps; without it, its files "
+            "lie in the directory of the runs and are removed at the end.",
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Begin with these weights, in a safetensors file; without it, with the model's.",
+        ),
+    ] = None,
+    evaluate_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="STEPS",
+            help="Measure the model on the test set so often and write the best one; 0: write the "
+            "last one.",
+        ),
+    ] = 0,
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="End the training after N evaluations without improvement; without it, never.",
         ),
     ] = None,
     force: Force = False,
@@ -58,30 +84,33 @@ def train(
     """Train the model in the coordinator, without clients, and write its weights.
 
     By the table coordinator.training: its steps, its data, its processes. A training that was
-    cut off goes on from its last checkpoint when it is started again.
+    cut off goes on from its last checkpoint when it is started again. The metric that makes a
+    model the best is early_stopping.metric; early_stopping.target ends the training, too.
     """
     from safetensors.torch import save
 
     from fedlearn.cli.surroundings import site
-    from fedlearn.config import config_hash, load
+    from fedlearn.config import load
     from fedlearn.core.files import require_writable, write_durably
     from fedlearn.errors import StoreError
     from fedlearn.experiment.comparison import json_text
-    from fedlearn.experiment.train import train_alone
+    from fedlearn.experiment.train import Request, train_alone
     from fedlearn.experiment.training_progress import training_progress
     from fedlearn.parallel.worker import end
 
     config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
     config = config.resolved(num_clients=config.num_partitioned)
     here = site(config, runs_dir=runs_dir, data_dir=data_dir)
-    kept = (folder or here.addresses.runs_dir) / f"training-{config_hash(config)[:12]}"
     path = output or Path("model.safetensors")
     if here.environ.get("RANK", "0") == "0":  # it writes; and it is told now, not after hours
         require_writable(path, raises=StoreError)
         if path.exists() and not force:
             raise ConfigError(f"{path} is there already; give --force to replace it")
     report = training_progress(sys.stdout, as_json=as_json)
-    trained = train_alone(config, here, kept, report=report)
+    request = Request(
+        folder=folder, weights=weights, evaluate_every=evaluate_every, patience=patience
+    )
+    trained = train_alone(config, here, request, report=report)
     if trained is None:
         end()  # rank 0 has it
     write_durably(path, save(dict(trained.state.model)), raises=StoreError)

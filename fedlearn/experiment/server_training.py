@@ -1,4 +1,4 @@
-"""The coordinator's own training, from a configuration: inside a run, or alone."""
+"""The coordinator's own training inside a run, from a configuration."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ from fedlearn.simulation.cluster import Cluster
 from fedlearn.training.trainer import UNATTENDED
 
 #: What a configuration is read as: other processes make the same task of it.
-Kind: TypeAlias = Literal["simulation", "deployment", "alone"]
+Kind: TypeAlias = Literal["simulation", "deployment"]
 
 _TASK = "fedlearn.experiment.server_training:task_of"
 #: Of a run's own training, in the folder of the run.
@@ -47,7 +47,6 @@ def task_of(kind: Kind, config: str, data_dir: str) -> Task:
     make: Mapping[str, Callable[..., Pieces]] = {
         "simulation": build.simulation,
         "deployment": build.deployment,
-        "alone": build.alone,
     }
     return server_task(make[kind](Config.from_json(config), data_dir=Path(data_dir)))
 
@@ -133,7 +132,7 @@ def _watched(strategy: Strategy, place: Place, *, report_every: int) -> Strategy
 
 
 def _tell(place: Place, kind: str, progress: Progress) -> None:
-    facts = {name: _rounded(value) for name, value in asdict(progress).items()}
+    facts = {name: _rounded(value) for name, value in asdict(progress).items() if name != "metrics"}
     _log.info("server_training", kind=kind, **facts)
     place.told(kind, progress)
 

@@ -1,29 +1,66 @@
 """The coordinator's own training without a run: ``fedlearn train``."""
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fedlearn import build
 from fedlearn.build import Pieces, server_task
 from fedlearn.config import Config
+from fedlearn.core.distribution import split
 from fedlearn.core.files import disk_errors
+from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.assemble import central_evaluator, initial_params
-from fedlearn.experiment.server_training import Place, divergence_explained, job_of
+from fedlearn.experiment.server_training import divergence_explained
 from fedlearn.experiment.site import Site
-from fedlearn.parallel.jobs import train
+from fedlearn.parallel.jobs import Folder, Job, digest_of, train
 from fedlearn.parallel.server_steps import with_state
-from fedlearn.parallel.task import Progress, TrainingState
+from fedlearn.parallel.task import Evaluation, Progress, Task, TrainingState
 from fedlearn.parallel.worker import train_as_rank
 from fedlearn.simulation.cluster import Alone, under_torchrun
 from fedlearn.store.holding import held
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.trainer import UNATTENDED
+
+#: Makes the task in other processes.
+_TASK = "fedlearn.experiment.train:task_of"
+#: Keys of coordinator.training that a training may go on with another value of: how long it is,
+#: over which processes and in how much memory, and what is kept and told meanwhile.
+_FREE = (
+    *("num_steps", "pipeline", "replicate", "shard", "tensor", "num_micro_batches", "schedule"),
+    *("recompute", "offload", "bucket_mbytes", "num_readers"),
+    *("checkpoint_every", "report_every", "max_restarts"),
+)
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of a training, beside its configuration.
+
+    Attributes:
+        folder: Of a training that shall stay, for one that takes more steps; ``None``: its files
+            lie in the directory of the runs, and are removed at its end.
+        weights: A safetensors file with the weights to begin with; ``None``: the model's own.
+        evaluate_every: Steps from one evaluation on the test set to the next, >= 0; 0: the last
+            model is measured and written, else the best.
+        patience: Evaluations without improvement that end the training; ``None``: none do.
+    """
+
+    folder: Path | None = None
+    weights: Path | None = None
+    evaluate_every: int = 0
+    patience: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +68,7 @@ class Trained:
     """What a training came to.
 
     Attributes:
-        state: Where it stands.
+        state: Where it stands; of one that is evaluated on the way, where the best model stood.
         metrics: Of the model on the test set, by name; none without one.
     """
 
@@ -40,17 +77,16 @@ class Trained:
 
 
 def train_alone(
-    config: Config, site: Site, folder: Path, *, report: Callable[[Progress], None]
+    config: Config, site: Site, request: Request, *, report: Callable[[Progress], None]
 ) -> Trained | None:
     """Run the coordinator's own training without a run, or go on with one that was cut off.
 
-    Under torchrun this process is one of its ranks.
+    Under torchrun this process is one of its ranks, and all of them see the same folder.
 
     Args:
         config: The resolved tree.
         site: What surrounds it.
-        folder: Of its files: its own, held meanwhile, and removed at its end; ranks on several
-            machines see the same one.
+        request: What else is asked.
         report: Told how far it is.
 
     Returns:
@@ -59,6 +95,7 @@ def train_alone(
 
     Raises:
         RunHeld: Another process trains there.
+        ConfigError: What is asked does not fit the model, the data, or the training in the folder.
         FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
     """
     pieces = build.alone(config, data_dir=site.addresses.data_dir)
@@ -68,43 +105,149 @@ def train_alone(
             "coordinator.training.num_steps is 0: there is nothing to train; give the number of "
             "steps, as with --set coordinator.training.num_steps=1000"
         )
+    task = _evaluated(task, pieces, every=request.evaluate_every, patience=request.patience)
     params = initial_params(pieces, torch.device("cpu"))
-    place = Place(
-        kind="alone",
+    model = params.named() if request.weights is None else _read_weights(request.weights, params)
+    start = TrainingState(model=model)
+    identity = _identity(config, start)
+    folder = (request.folder or site.addresses.runs_dir) / f"training-{identity[:12]}"
+    job = Job(
+        make_task=lambda: task,
+        name=_TASK,
+        arguments={
+            "config": config.canonical_json(),
+            "data_dir": str(site.addresses.data_dir),
+            "evaluate_every": request.evaluate_every,
+            "patience": request.patience,
+        },
         folder=folder / "job",
-        data_dir=site.addresses.data_dir,
-        is_described=True,
-        cluster=Alone(),
+        checkpoint_every=config.coordinator.training.checkpoint_every,
+        report_every=config.coordinator.training.report_every,
+        max_restarts=config.coordinator.training.max_restarts,
+        until=task.plan.num_steps,
+        identity=identity,
+        is_kept=request.folder is not None,
     )
-    job = job_of(pieces, task, place, until=task.plan.num_steps)
-    start = TrainingState(model=params.named())
-    with _held(folder, site.environ), divergence_explained():
-        if under_torchrun(site.environ) is None:
-            state = train(job, start=start, control=UNATTENDED, report=report)
+    is_rank = under_torchrun(site.environ) is not None
+    with _held(folder, site.environ, is_kept=job.is_kept), divergence_explained():
+        _require_same_decay(job, task)
+        if is_rank:
+            state = train_as_rank(job, start=start, report=report)
         else:
-            found = train_as_rank(job, start=start, report=report)
-            if found is None:
-                return None
-            state = found
-    return Trained(state, _measured(pieces, state))
+            state = train(job, start=start, control=UNATTENDED, report=report)
+    return None if state is None else Trained(state, _measure_of(pieces)(state))
 
 
-@contextmanager
-def _held(folder: Path, environ: Mapping[str, str]) -> Iterator[None]:
-    """Hold the folder in rank 0; remove it when the block has ended without an error."""
-    if environ.get("RANK", "0") != "0":
-        yield
+def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | None) -> Task:
+    """Return what a configuration has its coordinator train without a run, in any process.
+
+    Args:
+        config: As :meth:`~fedlearn.config.Config.canonical_json` wrote it.
+        data_dir: Where data sets lie that it names without a path.
+        evaluate_every: As in :class:`Request`.
+        patience: Likewise.
+    """
+    pieces = build.alone(Config.from_json(config), data_dir=Path(data_dir))
+    return _evaluated(server_task(pieces), pieces, every=evaluate_every, patience=patience)
+
+
+def _identity(config: Config, start: TrainingState) -> str:
+    """Return what all trainings have in common that may go on from one another: hexadecimal."""
+    tree = json.loads(config.canonical_json())
+    for name in _FREE:
+        tree["coordinator"]["training"].pop(name, None)
+    text = json.dumps([tree, digest_of(start)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _require_same_decay(job: Job, task: Task) -> None:
+    """Refuse another number of steps where the rate depends on it.
+
+    Raises:
+        ConfigError: The training that is there decays to another end.
+    """
+    path, decay = Folder(job.folder).job, task.plan.rate.decay
+    if decay == "none" or not path.exists():
         return
-    with disk_errors(folder, raises=StoreError):
-        folder.mkdir(parents=True, exist_ok=True)
-    with held(folder):
-        yield
-        shutil.rmtree(folder, ignore_errors=True)
+    before = json.loads(path.read_text())["until"]
+    if before != job.until:
+        raise ConfigError(
+            f'coordinator.training.decay is "{decay}", and in the training in {job.folder} the '
+            f"rate falls over {before} steps; with num_steps {job.until} it would be another "
+            f'training: set num_steps to {before}, or decay to "none" from the start, or remove '
+            "the folder to train anew"
+        )
 
 
-def _measured(pieces: Pieces, state: TrainingState) -> Mapping[str, float]:
+def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
+    """Return the weights in a file.
+
+    Raises:
+        ConfigError: They are not those of this model.
+        StoreError: The file cannot be read.
+    """
+    with disk_errors(path, raises=StoreError, doing="read"):
+        try:
+            given: dict[str, Tensor] = load_file(path)
+        except SafetensorError as error:
+            raise StoreError(
+                f"{path} is no safetensors file ({error}); give one that fedlearn train or "
+                "fedlearn export has written"
+            ) from error
+    own = params.named()
+    wrong = [f"{name} is missing" for name in own.keys() - given.keys()]
+    wrong += [f"{name} is no part of the model" for name in given.keys() - own.keys()]
+    wrong += [
+        f"{name} is {given[name].dtype} {tuple(given[name].shape)} and not {value.dtype} "
+        f"{tuple(value.shape)}"
+        for name, value in own.items()
+        if name in given and (given[name].shape, given[name].dtype) != (value.shape, value.dtype)
+    ]
+    wrong += [
+        f"{name} is not finite"
+        for name, value in given.items()
+        if value.is_floating_point() and not bool(value.isfinite().all())
+    ]
+    if wrong:
+        told = "; ".join(sorted(wrong)[:_MOST_NAMES])
+        more = f"; and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
+        raise ConfigError(f"the weights in {path} are not those of this model: {told}{more}")
+    return given
+
+
+def _evaluated(task: Task, pieces: Pieces, *, every: int, patience: int | None) -> Task:
+    """Return a task that is measured on the test set on its way.
+
+    Raises:
+        ConfigError: There is no test set, or nobody measures the metric that is watched.
+    """
+    if not every:
+        if patience is not None:
+            raise ConfigError(
+                f"patience is {patience}, but there are no evaluations to count; give the steps "
+                "from one to the next, as with --evaluate-every 100"
+            )
+        return task
     if pieces.test is None:
-        return {}
+        raise ConfigError(
+            f"the model is to be evaluated every {every} steps, but the data have no test set; "
+            "name one in the table data, or leave --evaluate-every out"
+        )
+    stopping = pieces.early_stopping()
+    if split(stopping.metric)[1] is not None:
+        raise ConfigError(
+            f'early_stopping.metric is "{stopping.metric}", which clients measure, and none is '
+            "asked; watch what the test set measures"
+        )
+    measure = _measure_of(pieces)
+    evaluation = Evaluation(measure=measure, every=every, goal=stopping, patience=patience)
+    return replace(task, evaluation=evaluation)
+
+
+def _measure_of(pieces: Pieces) -> Callable[[TrainingState], Mapping[str, float]]:
+    """Return what measures a model on the test set, on the CPU: no metrics without one."""
+    if pieces.test is None:
+        return lambda _: {}
     cpu, batch_size = torch.device("cpu"), pieces.config.evaluation.batch_size
     model = ResidentModel(
         pieces.make_model,
@@ -113,6 +256,20 @@ def _measured(pieces: Pieces, state: TrainingState) -> Mapping[str, float]:
         precision=Precision.FLOAT32,
         metrics=pieces.metrics,
     )
-    params = with_state(initial_params(pieces, cpu), state)
     evaluator = central_evaluator(pieces.test, model, Alone(), batch_size=batch_size)
-    return evaluator.evaluate(params, round_num=0)
+    params = initial_params(pieces, cpu)
+    return lambda state: evaluator.evaluate(with_state(params, state), round_num=0)
+
+
+@contextmanager
+def _held(folder: Path, environ: Mapping[str, str], *, is_kept: bool) -> Iterator[None]:
+    """Hold the folder in rank 0; remove it when the block has ended without an error."""
+    if environ.get("RANK", "0") != "0":
+        yield
+        return
+    with disk_errors(folder, raises=StoreError):
+        folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        yield
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)

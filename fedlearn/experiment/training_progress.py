@@ -19,15 +19,23 @@ def training_progress(stream: TextIO, *, as_json: bool) -> Callable[[Progress], 
 
 
 def _as_json(progress: Progress) -> str:
-    return json_text({"event": "training", **asdict(progress)}) + "\n"
+    facts = asdict(progress)
+    if not progress.metrics:
+        del facts["metrics"]
+    return json_text({"event": "training", **facts}) + "\n"
 
 
 def _line(progress: Progress) -> str:
-    """Return a line such as ``step 20/100 loss=1.6160 rate=0.001 21316 examples/s``."""
+    """Return a line such as ``step 20/100 loss=1.6160 rate=0.001 21316 examples/s``.
+
+    Where the model was evaluated, its metrics follow.
+    """
+    measured = "".join(f" test_{name}={value:.4f}" for name, value in progress.metrics.items())
     scale = ""
     if progress.loss_scale != 1.0:
         scale = f" loss_scale={progress.loss_scale:g} skipped={progress.num_skipped}"
     return (
         f"step {progress.step_num}/{progress.num_steps} loss={progress.loss:.4f} "
-        f"rate={progress.learning_rate:.4g} {progress.examples_per_s:.0f} examples/s{scale}\n"
+        f"rate={progress.learning_rate:.4g} {progress.examples_per_s:.0f} examples/s"
+        f"{scale}{measured}\n"
     )

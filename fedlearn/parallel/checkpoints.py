@@ -50,6 +50,11 @@ def latest(folder: Path) -> Path | None:
     return complete[max(complete)] if complete else None
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return after how many steps a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def save(engine: Engine, folder: Path, *, keep: int) -> None:
     """Write a checkpoint; every process of the training calls it.
 
@@ -67,10 +72,14 @@ def save(engine: Engine, folder: Path, *, keep: int) -> None:
     if not is_alone:
         dist.barrier()
     if engine.rank == 0:
-        complete = [path for path in folder.iterdir() if (path / _COMPLETE).exists()]
-        steps = sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
-        for path in steps[:-keep]:
-            shutil.rmtree(path)
+        prune(folder, keep=keep)
+
+
+def prune(folder: Path, *, keep: int) -> None:
+    """Remove all complete checkpoints of a folder but the newest ``keep`` >= 1."""
+    complete = [path for path in folder.iterdir() if (path / _COMPLETE).exists()]
+    for path in sorted(complete, key=step_of)[:-keep]:
+        shutil.rmtree(path)
 
 
 def restore(engine: Engine, checkpoint: Path) -> None:

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -127,6 +130,13 @@ class Engine:
             group = self._grid["replicate"].get_group()
             for each in self.tensors().values():
                 dist.broadcast(own_part(each), group=group, group_src=0)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long this process waits for another one of the training in one operation."""
+        if self._grid is not None:
+            for group in (dist.group.WORLD, *self._grid.get_all_groups()):
+                assert group is not None  # the training's processes are those of the world
+                group.set_timeout(timeout)
 
     def _kept(self) -> dict[str, Tensor]:
         """Return what the optimiser keeps, by parameter and name."""
@@ -336,6 +346,20 @@ class Engine:
 AfterStep = Callable[[Engine], None]
 
 
+class Evaluator(Protocol):
+    """What measures the model on the way, in every process."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training ends here."""
+
+    def is_due(self, step_num: int) -> bool:
+        """Return whether the model after so many steps is evaluated now."""
+
+    def evaluate(self, engine: Engine) -> Mapping[str, float]:
+        """Return the metrics in rank 0, and none in the others."""
+
+
 def run(
     engine: Engine,
     *,
@@ -344,8 +368,9 @@ def run(
     report_every: int,
     report: Callable[[Progress], None],
     after_step: AfterStep,
+    evaluator: Evaluator | None = None,
 ) -> None:
-    """Take steps until so many are taken.
+    """Take steps until so many are taken, or the evaluator ends the training.
 
     Args:
         engine: This process; the others do the same.
@@ -354,6 +379,7 @@ def run(
         report_every: Steps from one report to the next, >= 1.
         report: Told how far the training is, in rank 0.
         after_step: Such as what keeps a checkpoint; may raise to end the training.
+        evaluator: Measures the model; ``None``: nobody does.
 
     Raises:
         DataError: The loss of the first batch is not finite.
@@ -361,7 +387,7 @@ def run(
     """
     losses, began_s = list[Tensor](), clock.now_s()
     with _own_randomness(engine.device), engine.reading(until=until):
-        while engine.step_num < until:
+        while engine.step_num < until and not (evaluator is not None and evaluator.is_over):
             losses.append(engine.take_step())
             if engine.step_num == 1 and not math.isfinite(engine.mean_losses(losses).item()):
                 raise DataError(
@@ -369,13 +395,18 @@ def run(
                     "for NaN or infinity in the examples, and in the weights that the model begins "
                     "with"
                 )
-            if engine.step_num % report_every == 0 or engine.step_num == until:
+            is_due = evaluator is not None and evaluator.is_due(engine.step_num)
+            if engine.step_num % report_every == 0 or engine.step_num == until or is_due:
                 now_s = clock.now_s()
                 told = engine.told(losses, seconds=now_s - began_s)
                 losses, began_s = [], now_s
+                is_finite = math.isfinite(told.loss)
+                if is_due and is_finite:
+                    assert evaluator is not None  # it is due
+                    told = replace(told, metrics=evaluator.evaluate(engine))
                 if engine.rank == 0:
                     report(told)
-                if not math.isfinite(told.loss):
+                if not is_finite:
                     raise Diverged(
                         f"the loss is {told.loss} after step {told.step_num}; lower the learning "
                         "rate, or clip gradients by max_gradient_norm"

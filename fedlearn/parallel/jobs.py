@@ -12,9 +12,10 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -24,13 +25,14 @@ from pydantic import TypeAdapter
 
 from fedlearn import errors
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.files import disk_errors
+from fedlearn.core.files import disk_errors, write_durably
 from fedlearn.core.forking import in_new_group
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.mkl_environment import prepare_for_mkl
 from fedlearn.core.ranges import Count, Ranged, Whole
 from fedlearn.errors import ConfigError, Diverged, EngineError, StoreError
 from fedlearn.parallel.engine import Engine, run, tensors_of
+from fedlearn.parallel.evaluation import Watch, read_best
 from fedlearn.parallel.local_world import loopback
 from fedlearn.parallel.task import Progress, Task, TrainingState
 
@@ -44,6 +46,10 @@ _CHUNK_BYTES = 1 << 16
 _LOG_TOLD = 2000
 #: Checkpoints that are kept: one may be damaged.
 _KEPT = 2
+#: Longest wait for another process where one may have much more to do: to begin, to write, to read.
+PATIENCE = timedelta(minutes=10)
+#: Longest wait in a step, if the first one was short; else so many times what that took.
+_TIMEOUT, _STEPS = timedelta(seconds=45), 10
 
 
 class Control(Protocol):
@@ -67,6 +73,9 @@ class Job(Ranged):
         report_every: Steps between two reports, >= 1.
         max_restarts: How often ranks are started again after one has crashed, >= 0.
         until: Steps in all, those before this job included; ``None``: the plan's.
+        identity: Names the training: a job of the same goes on from where this one stood, with
+            other arguments. ``None``: the function and its arguments do.
+        is_kept: Whether its last checkpoint stays, for a job that takes more steps.
     """
 
     make_task: Callable[[], Task]
@@ -77,6 +86,13 @@ class Job(Ranged):
     report_every: Count
     max_restarts: Whole
     until: int | None = None
+    identity: str | None = None
+    is_kept: bool = False
+
+    @property
+    def needs_folder(self) -> bool:
+        """Whether a training in one process has files at all."""
+        return self.checkpoint_every > 0 or self.is_kept
 
 
 @dataclass(frozen=True)
@@ -155,28 +171,28 @@ def train(
     folder = Folder(job.folder)
     if mesh.world_size > 1:
         begin(job, folder, start)
-        state = _apart(job, folder, mesh.world_size, control=control, report=report)
+        last = _apart(job, folder, mesh.world_size, control=control, report=report)
+        return ended(job, outcome(task, folder, last))
+    if job.needs_folder:
+        begin(job, folder, start)
     else:
-        if job.checkpoint_every:
-            begin(job, folder, start)
-        else:
-            shutil.rmtree(job.folder, ignore_errors=True)  # another one's, if there is one
-        said, place = told(job, start), device_of({})
-        engine = Engine(task, device=place)
-        if start is not None:
-            engine.adopt(start)
-        follow(engine, folder, job=said, control=control, report=report)
-        state = engine.state()
-    return ended(job, state)
+        shutil.rmtree(job.folder, ignore_errors=True)  # another one's, if there is one
+    engine = Engine(task, device=device_of({}))
+    if start is not None:
+        engine.adopt(start)
+    said = told(job, start)
+    best = follow(engine, folder, job=said, saves_last=job.is_kept, control=control, report=report)
+    return ended(job, engine.state() if best is None else best)
 
 
 def ended(job: Job, state: TrainingState) -> TrainingState:
-    """Return where a training stands at its end; its folder is no more needed.
+    """Return where a training stands at its end; its folder is removed, unless it is kept.
 
     Raises:
         Diverged: The model is not finite.
     """
-    shutil.rmtree(job.folder, ignore_errors=True)
+    if not job.is_kept:
+        shutil.rmtree(job.folder, ignore_errors=True)
     for name, value in state.model.items():
         if not bool(value.isfinite().all()):
             raise Diverged(
@@ -200,59 +216,162 @@ def follow(
     folder: Folder,
     *,
     job: Mapping[str, Any],  # Any: what JSON has
+    saves_last: bool,
     control: Control,
     report: Callable[[Progress], None],
-) -> None:
+) -> TrainingState | None:
     """Train in this process, one of the job's, from its last checkpoint on.
 
     Args:
         engine: This process; the others do the same.
         folder: Of the job.
         job: What the job's file says.
+        saves_last: Write a checkpoint of the end, too.
         control: Checked between steps.
         report: Told how far it is, in rank 0.
-    """
-    if folder.checkpoints.exists() or folder.start.exists():
-        from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
-        begun = checkpoints.latest(folder.checkpoints)  # none, if the first was cut off
-        if begun is None and folder.start.exists():
-            begun = folder.start
-        if begun is not None:
-            checkpoints.restore(engine, begun)
+    Returns:
+        The best model, in rank 0 of a training that is evaluated; else ``None``.
+    """
     until = engine.task.plan.num_steps if job["until"] is None else job["until"]
+    files, clock = _Files(engine, folder), SystemClock()
+    files.restore()
+    evaluator, began_s, is_first = None, clock.now_s(), True
+    if (evaluation := engine.task.evaluation) is not None:
+        kept = folder.path if folder.job.exists() else None
+        evaluator = _Evaluator(files, Watch(engine, evaluation, kept, until=until))
+        if evaluator.is_due(engine.step_num):  # it was cut off in the middle of an evaluation
+            evaluator.evaluate(engine)
 
     def after_step(engine: Engine) -> None:
+        nonlocal is_first
         control.check()
+        if is_first:
+            is_first = False
+            files.set_timeout(_STEPS * (clock.now_s() - began_s))
         every = job["checkpoint_every"]
         if every and engine.step_num % every == 0 and engine.step_num < until:
-            from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
-
-            checkpoints.save(engine, folder.checkpoints, keep=_KEPT)
+            files.save()
 
     run(
         engine,
         until=until,
-        clock=SystemClock(),
+        clock=clock,
         report_every=job["report_every"],
         report=report,
         after_step=after_step,
+        evaluator=evaluator,
     )
+    if saves_last:
+        files.save()
+        files.forget_all_but_the_last()
+    return evaluator.watch.best() if evaluator is not None and engine.rank == 0 else None
+
+
+class _Files:
+    """Checkpoints of a training, for which processes wait for each other as long as it takes."""
+
+    def __init__(self, engine: Engine, folder: Folder) -> None:
+        self.engine, self._folder = engine, folder
+        self._timeout = PATIENCE
+        self._saved: int | None = None
+
+    def restore(self) -> None:
+        """Go on from the last checkpoint, or from the start that the job was given."""
+        if not (self._folder.checkpoints.exists() or self._folder.start.exists()):
+            return
+        from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+        begun = checkpoints.latest(self._folder.checkpoints)  # none, if the first was cut off
+        if begun is not None:
+            checkpoints.restore(self.engine, begun)
+            self._saved = self.engine.step_num
+        elif self._folder.start.exists():
+            checkpoints.restore(self.engine, self._folder.start)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Wait no longer than this for another process in a step."""
+        self._timeout = max(_TIMEOUT, timedelta(seconds=seconds))
+        self.engine.set_timeout(self._timeout)
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Wait for others as long as it takes, while the block runs."""
+        self.engine.set_timeout(PATIENCE)
+        yield
+        self.engine.set_timeout(self._timeout)
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this step has one; every process calls it."""
+        if self._saved == self.engine.step_num:
+            return
+        from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+        with self.patiently():
+            checkpoints.save(self.engine, self._folder.checkpoints, keep=_KEPT)
+        self._saved = self.engine.step_num
+
+    def forget_all_but_the_last(self) -> None:
+        """Remove earlier checkpoints."""
+        from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+        if self.engine.rank == 0:
+            checkpoints.prune(self._folder.checkpoints, keep=1)
+
+    def state(self) -> TrainingState | None:
+        """Return where the training stands, in rank 0."""
+        if self.engine.world_size == 1:
+            return self.engine.state()
+        if self.engine.rank > 0:
+            return None
+        from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+        saved = checkpoints.latest(self._folder.checkpoints)
+        assert saved is not None  # it was written for this
+        return checkpoints.read(saved)
+
+
+@dataclass(frozen=True)
+class _Evaluator:
+    """Evaluates checkpoints, where there are any."""
+
+    files: _Files
+    watch: Watch
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training ends here."""
+        return self.watch.is_over
+
+    def is_due(self, step_num: int) -> bool:
+        """Return whether the model after so many steps is evaluated now."""
+        return self.watch.is_due(step_num)
+
+    def evaluate(self, engine: Engine) -> Mapping[str, float]:
+        """Return the metrics in rank 0, and none in the others."""
+        if self.watch.is_kept:
+            self.files.save()
+        with self.files.patiently():
+            return self.watch.evaluate(engine, self.files.state())
 
 
 def told(job: Job, start: TrainingState | None) -> dict[str, Any]:  # Any: what JSON has
-    """Return what the processes of a job are told; what begins otherwise is another job."""
+    """Return what the processes of a job are told.
+
+    What has another identity, or begins with other weights, is another job.
+    """
     return {
+        "identity": job.identity or [job.name, dict(job.arguments)],
         "task": job.name,
         "arguments": dict(job.arguments),
         "checkpoint_every": job.checkpoint_every,
         "report_every": job.report_every,
         "until": job.until,
-        "start": None if start is None else _digest(start),
+        "start": None if start is None else digest_of(start),
     }
 
 
-def _digest(state: TrainingState) -> str:
+def digest_of(state: TrainingState) -> str:
     """Return what equal states have in common."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors_of(state).items()):
@@ -265,15 +384,17 @@ def _digest(state: TrainingState) -> str:
 def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
     """Have the folder of this job; what another one left there is removed.
 
-    A job is another one, too, if it starts with other weights.
-
     Raises:
+        ConfigError: The training has taken more steps already.
         StoreError: The folder cannot be made.
     """
-    text = json.dumps(told(job, start), sort_keys=True)
+    new = told(job, start)
     with disk_errors(folder.path, raises=StoreError):
-        if folder.job.exists() and folder.job.read_text() == text:
+        old = json.loads(folder.job.read_text()) if folder.job.exists() else {}
+        if all(old.get(each) == new[each] for each in ("identity", "start")):
+            _require_steps_left(job, folder)
             folder.failure.unlink(missing_ok=True)
+            write_durably(folder.job, json.dumps(new, sort_keys=True).encode(), raises=StoreError)
             return
         shutil.rmtree(folder.path, ignore_errors=True)
         folder.path.mkdir(parents=True)
@@ -281,7 +402,22 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
             from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
             checkpoints.write(tensors_of(start), folder.start, is_alone=True)
-        folder.job.write_text(text)  # last: with it, the folder is complete
+        # Last: with it, the folder is complete.
+        write_durably(folder.job, json.dumps(new, sort_keys=True).encode(), raises=StoreError)
+
+
+def _require_steps_left(job: Job, folder: Folder) -> None:
+    from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+    last = checkpoints.latest(folder.checkpoints)
+    if last is None or job.until is None:
+        return
+    num_steps = checkpoints.step_of(last)
+    if num_steps > job.until:
+        raise ConfigError(
+            f"the training in {folder.path} has taken {num_steps} steps, and {job.until} are "
+            f"asked for; ask for {num_steps} at least, or remove the folder to train anew"
+        )
 
 
 def _apart(
@@ -291,8 +427,8 @@ def _apart(
     *,
     control: Control,
     report: Callable[[Progress], None],
-) -> TrainingState:
-    """Have torchrun start the processes, and follow them."""
+) -> Path:
+    """Have torchrun start the processes, and follow them; return the last checkpoint."""
     command = [
         *(sys.executable, "-m", _TETHERED, "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={world_size}", f"--max-restarts={job.max_restarts}"),
@@ -326,7 +462,15 @@ def _apart(
             f"the training in {folder.path} failed (exit code {process.returncode}), after it was "
             f"started again {job.max_restarts} times at most; {_last_words(folder)}"
         )
-    return checkpoints.read(result)
+    return result
+
+
+def outcome(task: Task, folder: Folder, last: Path) -> TrainingState:
+    """Return the best model of a training that was evaluated, else where it stands at its end."""
+    from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+    best = None if task.evaluation is None else read_best(folder.path)
+    return checkpoints.read(last) if best is None else best
 
 
 def _read(process: "subprocess.Popen[bytes]", output: SimpleQueue[bytes]) -> None:
@@ -361,7 +505,7 @@ def _follow(
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b'{"step_num"'):  # else what code of the user's has printed
-                report(PROGRESS.validate_json(line))
+                report(PROGRESS.validate_python(json.loads(line)))  # NaN is no JSON to pydantic
 
 
 def _end(process: "subprocess.Popen[bytes]", reader: threading.Thread) -> None:
@@ -400,6 +544,8 @@ def _environment(world_size: int) -> dict[str, str]:
     if not torch.cuda.is_available() and (interface := loopback()) is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # One that hangs does not end by itself, and the others wait to be started again.
+    environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(_GRACE_S))
     environ["PYTHONPATH"] = os.pathsep.join(_importable(sys.path))
     return environ
 

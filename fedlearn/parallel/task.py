@@ -9,11 +9,52 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, example_weights
 from fedlearn.core.features import only
+from fedlearn.core.improvement import Goal
+from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import ConfigError, DataError
 from fedlearn.parallel.parts import require_whole
 from fedlearn.parallel.plan import TrainingPlan
 from fedlearn.parallel.streams import Stream
 from fedlearn.training.example_gradients import batch_statistics
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingState:
+    """Where a training stands: all that it goes on from.
+
+    Attributes:
+        model: Parameters and buffers by name.
+        optimizer: What the optimiser keeps, by parameter and name: ``"0.weight/exp_avg"``; without
+            any it begins anew.
+        progress: Steps taken, and of float16 the scale of the loss, the steps since it changed and
+            those that were skipped: float64 [4].
+    """
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    progress: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+
+    @property
+    def step_num(self) -> int:
+        """Steps taken."""
+        return int(self.progress[0])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation(Ranged):
+    """How a training is measured on its way.
+
+    Attributes:
+        measure: Returns the metrics of the model, by name; rank 0 alone calls it.
+        every: Steps from one evaluation to the next, >= 1; the last step is always evaluated.
+        goal: The metric that makes a model the best, and ends the training at its target.
+        patience: Evaluations without improvement that end the training, >= 1; ``None``: none do.
+    """
+
+    measure: Callable[[TrainingState], Mapping[str, float]]
+    every: Count
+    goal: Goal
+    patience: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,6 +67,7 @@ class Task:
         stream: The examples.
         plan: How.
         num_readers: Processes of each rank that read batches ahead, >= 0; 0: the rank reads.
+        evaluation: How the model is measured on the way; ``None``: it is not.
     """
 
     make_model: Callable[[], nn.Module]
@@ -33,6 +75,7 @@ class Task:
     stream: Stream
     plan: TrainingPlan
     num_readers: int = 0
+    evaluation: Evaluation | None = None
 
     def require_fitting(self) -> None:
         """Refuse what would end, or hang, in the middle: before any process is started.
@@ -149,28 +192,6 @@ class Task:
             ) from error
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingState:
-    """Where a training stands: all that it goes on from.
-
-    Attributes:
-        model: Parameters and buffers by name.
-        optimizer: What the optimiser keeps, by parameter and name: ``"0.weight/exp_avg"``; without
-            any it begins anew.
-        progress: Steps taken, and of float16 the scale of the loss, the steps since it changed and
-            those that were skipped: float64 [4].
-    """
-
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
-    progress: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
-
-    @property
-    def step_num(self) -> int:
-        """Steps taken."""
-        return int(self.progress[0])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a training is, told now and then.
@@ -183,6 +204,7 @@ class Progress:
         learning_rate: Of the last step.
         loss_scale: What the loss is multiplied by; 1 but with float16.
         num_skipped: Steps that were skipped since gradients had overflowed.
+        metrics: Of the model after these steps, by name; none where it was not evaluated.
     """
 
     step_num: int
@@ -192,3 +214,4 @@ class Progress:
     learning_rate: float
     loss_scale: float
     num_skipped: int
+    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,12 +19,20 @@ import torch.distributed as dist
 from fedlearn.errors import ConfigError, EngineError, FedlearnError
 from fedlearn.parallel import checkpoints
 from fedlearn.parallel.engine import Engine
-from fedlearn.parallel.jobs import PROGRESS, Folder, Job, begin, device_of, ended, follow, told
+from fedlearn.parallel.jobs import (
+    PATIENCE,
+    Folder,
+    Job,
+    begin,
+    device_of,
+    ended,
+    follow,
+    outcome,
+    told,
+)
 from fedlearn.parallel.task import Progress, Task, TrainingState
 from fedlearn.training.trainer import UNATTENDED
 
-#: Longest wait for another rank in one operation: a dead one is found sooner, by torchrun.
-_TIMEOUT = timedelta(minutes=10)
 #: Where torch waits for other ranks.
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
@@ -40,8 +48,7 @@ def main() -> None:
         device = join()
         task = _made(job["task"])(**job["arguments"])
         engine = Engine(task, device=device)
-        follow(engine, folder, job=job, control=UNATTENDED, report=tell)
-        checkpoints.save(engine, folder.checkpoints, keep=1)
+        follow(engine, folder, job=job, saves_last=True, control=UNATTENDED, report=tell)
     except FedlearnError as error:
         _write_whole(folder.failure, f"{type(error).__name__}\n{error}")
         sys.exit(1)
@@ -116,14 +123,14 @@ def train_as_rank(
         begin(job, folder, start)
     dist.barrier()
     engine = Engine(task, device=device)
-    follow(engine, folder, job=told(job, start), control=UNATTENDED, report=report)
-    checkpoints.save(engine, folder.checkpoints, keep=1)
+    said = told(job, start)
+    follow(engine, folder, job=said, saves_last=True, control=UNATTENDED, report=report)
     dist.destroy_process_group()
     if engine.rank > 0:
         return None
     result = checkpoints.latest(folder.checkpoints)
     assert result is not None  # it was just written
-    return ended(job, checkpoints.read(result))
+    return ended(job, outcome(task, folder, result))
 
 
 def join() -> torch.device:
@@ -138,7 +145,7 @@ def join() -> torch.device:
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=_TIMEOUT)
+    dist.init_process_group(backend, timeout=PATIENCE)
     return device
 
 
@@ -156,7 +163,7 @@ def end(code: int = 0) -> NoReturn:
 def tell(progress: Progress) -> None:
     """Report to the process that has started the job: a line of JSON."""
     sys.stdout.flush()  # what code of the user's has printed, which may be the beginning of a line
-    os.write(sys.stdout.fileno(), b"\n" + PROGRESS.dump_json(progress) + b"\n")
+    os.write(sys.stdout.fileno(), b"\n" + json.dumps(asdict(progress)).encode() + b"\n")
 
 
 def _made(name: str) -> Callable[..., Task]:

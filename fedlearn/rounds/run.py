@@ -22,7 +22,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Status
-from fedlearn.core.distribution import Direction, sign
+from fedlearn.core.improvement import Goal
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
@@ -73,34 +73,20 @@ class RoundCallback(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyStopping:
-    """When a run stops before its last round.
+class EarlyStopping(Goal):
+    """When a run stops before its last round: at its target, or without improvement.
 
     Attributes:
-        metric: Name of the evaluation metric that is watched, as it is recorded.
-        direction: Which way it is better.
         patience_rounds: Stop when the metric has not improved for so many rounds.
-        min_improvement: What counts as an improvement, >= 0.
-        target: Stop as soon as the metric reaches this.
     """
 
-    metric: str
-    direction: Direction
     patience_rounds: int | None
-    min_improvement: float
-    target: float | None
-
-    def improves(self, value: float, best: float) -> bool:
-        """Whether ``value`` beats ``best``; anything finite beats NaN."""
-        if math.isnan(value):
-            return False
-        return math.isnan(best) or sign(self.direction) * (value - best) > self.min_improvement
 
     def is_over(self, state: "RunState") -> bool:
         """Whether the run has reached its target or lost its patience."""
-        target, patience = self.target, self.patience_rounds
-        if target is not None and sign(self.direction) * (state.best_value - target) >= 0.0:
+        if self.reaches(state.best_value):
             return True
+        patience = self.patience_rounds
         return patience is not None and state.server.round_num - state.best_round >= patience
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlearn.cli.app import main
@@ -86,8 +86,19 @@ def test_the_command_tells_a_person_lines(capsys: pytest.CaptureFixture[str]) ->
         ([*sets(*TRAINING), "--output", "no/model"], "cannot write no/model"),
         ([*sets(*TRAINING), "--output", "folder", "--force"], "cannot write folder"),
         ([*sets(*TRAINING), "--output", "there"], "there is there already; give --force"),
+        ([*sets(*TRAINING), "--patience", "3"], "patience is 3, but there are no evaluations"),
+        (
+            [*sets(*TRAINING, "early_stopping.metric=clients/loss_mean"), "--evaluate-every", "5"],
+            'early_stopping.metric is "clients/loss_mean", which clients measure',
+        ),
+        ([*sets(*TRAINING), "--weights", "nowhere"], "nowhere"),
+        ([*sets(*TRAINING), "--weights", "there"], "there is no safetensors file"),
+        ([*sets(*TRAINING), "--weights", "other"], "3.weight is missing; bias is no part"),
     ],
-    ids=["no steps", "no data", "no folder", "a folder", "a file"],
+    ids=[
+        *("no steps", "no data", "no folder", "a folder", "a file", "no evaluations", "clients"),
+        *("no weights", "a text", "weights of another model"),
+    ],
 )
 def test_what_cannot_end_well_does_not_begin(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
@@ -95,6 +106,7 @@ def test_what_cannot_end_well_does_not_begin(
     """No step is taken before the refusal."""
     Path("folder").mkdir()
     Path("there").write_text("what somebody wants to keep")
+    save_file({"bias": torch.zeros(3)}, "other")
     assert main(["train", *words]) != 0
     printed = capsys.readouterr()
     assert said in printed.err
@@ -130,6 +142,41 @@ def test_a_training_that_is_under_way_is_not_begun_again(
     assert "is alive: process" in capsys.readouterr().err
     assert load_file("model.safetensors")
     assert not list(Path("runs").glob("training-*"))
+
+
+def test_a_training_goes_on_with_more_steps_or_from_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It ends in the model of one that takes them all; where the rate decays there is no more."""
+    few, all_of_them = (f"coordinator.training.num_steps={n}" for n in (6, 12))
+    kept = ["train", "--force", "--folder", "kept"]
+    assert main([*kept, *sets(*TRAINING, few), "--output", "first"]) == 0
+    assert main([*kept, *sets(*TRAINING, all_of_them), "--output", "second"]) == 0
+    assert "step 10/12" in capsys.readouterr().out
+    assert main(["train", *sets(*TRAINING, all_of_them), "--output", "whole"]) == 0
+    assert equal(Path("second"), Path("whole"))
+    assert not equal(Path("first"), Path("whole")), "the control"
+    assert main([*kept, *sets(*TRAINING, few), "--output", "third"]) != 0
+    assert "has taken 12 steps, and 6 are asked for" in capsys.readouterr().err
+    decays = (*TRAINING, "coordinator.training.decay=linear")
+    assert main([*kept, *sets(*decays, few), "--output", "fourth"]) == 0
+    assert main([*kept, *sets(*decays, all_of_them), "--output", "fifth"]) != 0
+    assert "the rate falls over 6 steps" in capsys.readouterr().err
+    still = "coordinator.training.learning_rate=1e-30"
+    command = ["train", *sets(*TRAINING, few, still), "--weights", "whole", "--output", "still"]
+    assert main(command) == 0
+    assert equal(Path("still"), Path("whole"))
+
+
+def test_the_best_model_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rate that is much too high it is an early one."""
+    wild = (*TRAINING, "coordinator.training.learning_rate=0.3")
+    command = ["train", "--json", "--evaluate-every", "1", "--patience", "3", *sets(*wild)]
+    assert main(command) == 0
+    *told, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    best = max(told, key=lambda each: each["metrics"]["accuracy"])
+    assert last["steps"] == best["step_num"] < told[-1]["step_num"] < 40
+    assert last["accuracy"] == best["metrics"]["accuracy"]
 
 
 def test_a_training_that_diverges_writes_no_model(capsys: pytest.CaptureFixture[str]) -> None:

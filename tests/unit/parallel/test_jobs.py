@@ -79,7 +79,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_not_begun_from(tmp_path: Path) -
     told = list[Progress]()
     job = {"checkpoint_every": 2, "report_every": 1, "until": None}
     engine = Engine(task_of(), device=torch.device("cpu"))
-    follow(engine, folder, job=job, control=Watch(), report=told.append)
+    follow(engine, folder, job=job, saves_last=False, control=Watch(), report=told.append)
     assert [each.step_num for each in told] == list(range(1, NUM_STEPS + 1))
 
 
@@ -89,7 +89,7 @@ def test_a_start_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     job = {"checkpoint_every": 2, "report_every": 1, "until": None}
     engine = Engine(task_of(), device=torch.device("cpu"))
     with pytest.raises(StoreError, match="start cannot be read"):
-        follow(engine, folder, job=job, control=Watch(), report=lambda _: None)
+        follow(engine, folder, job=job, saves_last=False, control=Watch(), report=lambda _: None)
 
 
 def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:

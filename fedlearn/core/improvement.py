@@ -1,0 +1,39 @@
+"""Which of two values of a metric is the better, and when one is good enough."""
+
+import math
+from dataclasses import dataclass
+
+from fedlearn.core.distribution import Direction, sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A metric that is watched.
+
+    Attributes:
+        metric: Its name, as it is recorded.
+        direction: Which way it is better.
+        min_improvement: What counts as an improvement, >= 0.
+        target: The value that is good enough; ``None``: none is.
+    """
+
+    metric: str
+    direction: Direction
+    min_improvement: float
+    target: float | None
+
+    def improves(self, value: float, best: float) -> bool:
+        """Return whether ``value`` beats ``best``; anything finite beats NaN.
+
+        Example:
+            >>> loss = Goal(metric="loss", direction="min", min_improvement=0.1, target=0.5)
+            >>> loss.improves(0.85, 1.0), loss.improves(0.95, 1.0), loss.reaches(0.5)
+            (True, False, True)
+        """
+        if math.isnan(value):
+            return False
+        return math.isnan(best) or sign(self.direction) * (value - best) > self.min_improvement
+
+    def reaches(self, value: float) -> bool:
+        """Return whether ``value`` is good enough; NaN never is."""
+        return self.target is not None and sign(self.direction) * (value - self.target) >= 0.0

@@ -1,0 +1,143 @@
+"""A training that is measured on its way: which model is the best, and when it ends early."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fedlearn.core.files import disk_errors, write_durably
+from fedlearn.errors import StoreError
+from fedlearn.parallel.engine import Engine, tensors_of
+from fedlearn.parallel.task import Evaluation, TrainingState
+
+
+class _Row(NamedTuple):
+    step: int
+    value: float  # of the metric that is watched
+
+
+class Watch:
+    """What the evaluations of one training came to, in each of its processes.
+
+    With a folder it survives a restart: each evaluation is of a checkpoint that is there already,
+    and its row is written last.
+
+    Args:
+        engine: This process, restored.
+        evaluation: What is measured, and when.
+        folder: Of the job; ``None``: nothing of it is kept on the disk.
+        until: The last step.
+    """
+
+    def __init__(
+        self, engine: Engine, evaluation: Evaluation, folder: Path | None, *, until: int
+    ) -> None:
+        self._evaluation, self._folder, self._until = evaluation, folder, until
+        self._rows = [each for each in self._read() if each.step <= engine.step_num]
+        self._best: TrainingState | None = None  # without a folder
+        self.is_over = self._is_over()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a checkpoint must be there before a step is evaluated."""
+        return self._folder is not None
+
+    def is_due(self, step_num: int) -> bool:
+        """Return whether the model after so many steps is evaluated, and has not been."""
+        is_its_turn = step_num % self._evaluation.every == 0 or step_num == self._until
+        return step_num > 0 and is_its_turn and step_num not in {each.step for each in self._rows}
+
+    def evaluate(self, engine: Engine, state: TrainingState | None) -> Mapping[str, float]:
+        """Measure the model; every process of the training calls it.
+
+        Args:
+            engine: This process.
+            state: Where the training stands, in rank 0.
+
+        Returns:
+            The metrics in rank 0; none in the others.
+
+        Raises:
+            StoreError: What it came to cannot be written.
+        """
+        metrics = dict[str, float]()
+        if state is not None:
+            metrics = dict(self._evaluation.measure(state))
+            self._add(state, metrics.get(self._evaluation.goal.metric, math.nan))
+        over = torch.tensor([float(self._is_over())], dtype=torch.float64)
+        if engine.world_size > 1:
+            dist.broadcast(over, src=0)
+        self.is_over = bool(over.item())
+        return metrics
+
+    def best(self) -> TrainingState | None:
+        """Return the best model, in rank 0; ``None``: no evaluation came to a number."""
+        return self._best if self._folder is None else read_best(self._folder)
+
+    def _add(self, state: TrainingState, value: float) -> None:
+        row, best = _Row(state.step_num, value), self._best_row()
+        is_best = self._evaluation.goal.improves(value, math.nan if best is None else best.value)
+        self._rows.append(row)
+        if self._folder is None:
+            self._best = state if is_best else self._best
+            return
+        if is_best:
+            _write_best(self._folder, state)
+        write_durably(_rows_path(self._folder), json.dumps(self._rows).encode(), raises=StoreError)
+        if is_best:
+            _forget_all_but(self._folder, row.step)
+
+    def _best_row(self) -> _Row | None:
+        best: _Row | None = None
+        for each in self._rows:
+            known = math.nan if best is None else best.value
+            best = each if self._evaluation.goal.improves(each.value, known) else best
+        return best
+
+    def _is_over(self) -> bool:
+        best, patience = self._best_row(), self._evaluation.patience
+        if best is not None and self._evaluation.goal.reaches(best.value):
+            return True
+        since = [each for each in self._rows if best is None or each.step > best.step]
+        return patience is not None and len(since) >= patience
+
+    def _read(self) -> list[_Row]:
+        if self._folder is None or not _rows_path(self._folder).exists():
+            return []
+        with disk_errors(self._folder, raises=StoreError):
+            return [_Row(*row) for row in json.loads(_rows_path(self._folder).read_text())]
+
+
+def read_best(folder: Path) -> TrainingState | None:
+    """Return the best model of a job's folder; ``None``: there is none."""
+    from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+    found = checkpoints.latest(_best_path(folder))
+    return None if found is None else checkpoints.read(found)
+
+
+def _write_best(folder: Path, state: TrainingState) -> None:
+    from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
+
+    path = _best_path(folder) / f"step-{state.step_num}"
+    shutil.rmtree(path, ignore_errors=True)  # of one that was cut off
+    checkpoints.write(tensors_of(state), path, is_alone=True)
+
+
+def _forget_all_but(folder: Path, step: int) -> None:
+    for path in _best_path(folder).iterdir():
+        if path.name != f"step-{step}":
+            shutil.rmtree(path)
+
+
+def _rows_path(folder: Path) -> Path:
+    return folder / "evaluations.json"
+
+
+def _best_path(folder: Path) -> Path:
+    return folder / "best"
