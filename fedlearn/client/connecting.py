@@ -169,7 +169,7 @@ class Connector:
                 "operator made (`fedlearn invite NAME`)"
             )
         identity, lineage = self._home.keys.coming_identity(), self._home.keys.coming_lineage(given)
-        for address in cycle(given.enrolment_addresses):
+        for address in cycle(given.token_addresses):
             await self.allowed.wait()
             try:
                 async with self._attempting():

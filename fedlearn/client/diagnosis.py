@@ -1,12 +1,13 @@
-"""Before joining: whether address, TLS, clock, disk and data are as they must be."""
+"""Before joining: whether address, TLS, clock, disk and data are as they must be.
+
+Connections are those that a client makes, by the same code, so that proxies apply to both.
+"""
 
 import asyncio
 import os
+import re
 import shutil
-import socket
-import ssl
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -19,20 +20,22 @@ from fedlearn.client.loading import make_trainer
 from fedlearn.core.clock import SystemClock, WallClock, utc
 from fedlearn.core.software import SOFTWARE
 from fedlearn.errors import ConnectionRefused, DeploymentError, FedlearnError, ProtocolError
-from fedlearn.identity.identity import SERVER_NAME, Invitation
+from fedlearn.identity.identity import Invitation
 from fedlearn.session.faults import in_users_code
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.grpc_client import announce
+from fedlearn.transport.grpc_client import look
 
 _CLOCK = SystemClock()
-_NOT_HEARD = ConnectionError, ConnectionRefused, ProtocolError, DeploymentError, TimeoutError
 _TIMEOUT_S = 10.0
 #: A difference between two clocks that is worth a word.
 _MAX_OFFSET_S = 60.0
 #: A request, a reply and the checkpoints between them of a model of 100 million parameters.
 _ENOUGH_BYTES = 2 << 30
-#: OpenSSL's words for a certificate whose time has not come, or has passed.
-_NOT_YET, _NO_LONGER = 9, 10
+#: Where gRPC looks for a proxy, in this order.
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+#: gRPC's words.
+_CLOCK_WRONG = re.compile(r"certificate (has expired|is not yet valid)")
+_PROXY_REFUSES = re.compile(r"HTTP proxy returned response code (\d+)")
 
 
 class Verdict(StrEnum):
@@ -73,20 +76,10 @@ def diagnose(
     yield _invitation(invited, enrolment, now_unix_s=clock.unix_s())
     disk = _disk(home)
     yield disk
-    places = {"door": invited.addresses, "enrolment": invited.enrolment_addresses}
-    is_enrolled = enrolment is not None and enrolment.is_with(invited)
-    if is_enrolled:
-        del places["door"]  # a session shows more, and to the coordinator no stranger
-    else:
-        _announce(invited)
-    looks = (
-        _address(name, address, invited, clock)
-        for name, addresses in places.items()
-        for address in addresses
-    )
-    yield from _one_clock(chain.from_iterable(looks))
-    # Keys that are to be replaced prove nothing; a session would end that of one that runs.
-    if enrolment is not None and is_enrolled and disk.is_fine:
+    if enrolment is None or not enrolment.is_with(invited):
+        looks = (_look(address, invited, clock) for address in invited.token_addresses)
+        yield from _one_clock(chain.from_iterable(looks))
+    elif disk.is_fine:  # a session would end that of a process that runs
         yield from _session(enrolment, clock)
     if trainer is not None:
         yield _data(trainer)
@@ -148,53 +141,64 @@ def _obstacle(home: Path, place: Path) -> str | None:
     return None
 
 
-def _announce(invited: Invitation) -> None:
-    """Tell the coordinator that connections will come to its door that say nothing.
-
-    Where that is in vain, the looks say what is wrong, and the coordinator counts strangers.
-    """
-    for address in invited.enrolment_addresses if invited.ca_pem else ():
-        with suppress(*_NOT_HEARD):
-            told = announce(address, invited, num_connections=len(invited.addresses))
-            asyncio.run(asyncio.wait_for(told, _TIMEOUT_S))
-            return
-
-
-def _address(name: str, address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:
-    host, _, port = address.rpartition(":")
+def _look(address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:
+    """Connect as the client will, by the same way, and ask whether the invitation is open."""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S) as stream:
-            yield Finding(f"{name} address", Verdict.OK, f"{address} answers")
-            if invited.ca_pem:
-                yield from _tls(name, stream, invited, clock)
-    except (OSError, ValueError) as error:
-        words = f"{address}: {error}; check the network, firewalls, and that it is running"
-        yield Finding(f"{name} address", Verdict.BAD, words)
-
-
-def _tls(
-    name: str, stream: socket.socket, invited: Invitation, clock: WallClock
-) -> Iterator[Finding]:
-    now = utc(clock.unix_s())
-    try:
-        context = ssl.create_default_context(cadata=invited.ca_pem.decode("ascii"))
-        context.set_alpn_protocols(["h2"])
-        with context.wrap_socket(stream, server_hostname=SERVER_NAME) as secure:
-            certificate = secure.getpeercert() or {}
-    except ssl.SSLCertVerificationError as error:
-        if error.verify_code in (_NOT_YET, _NO_LONGER):
-            words = f"{error.verify_message} at {now}, this device's time; set its clock"
-            yield Finding("clock", Verdict.BAD, words)
-            return
-        words = f"{error.verify_message}: not the coordinator of this invitation, or one between"
-        yield Finding(f"{name} TLS", Verdict.BAD, words)
-    except OSError as error:
-        words = f"{error}; is something between this device and the coordinator?"
-        yield Finding(f"{name} TLS", Verdict.BAD, words)
+        asyncio.run(asyncio.wait_for(look(address, invited), _TIMEOUT_S))
+    except TimeoutError:
+        words = f"{address} has not answered within {_TIMEOUT_S:g} s; {_ask_for(address)}"
+        yield Finding("connection", Verdict.BAD, words)
+    except ConnectionError as error:
+        yield explain(address, str(error), now=utc(clock.unix_s()))
+    except (ConnectionRefused, ProtocolError, DeploymentError) as error:
+        yield Finding("invitation", Verdict.BAD, str(error))
     else:
-        words = f"the coordinator's certificate, until {certificate['notAfter']}"
-        yield Finding(f"{name} TLS", Verdict.OK, words)
-        yield Finding("clock", Verdict.OK, f"{now}, within the certificate's time")
+        yield Finding("connection", Verdict.OK, f"{address} answers, and the invitation is open")
+        if invited.ca_pem:
+            yield Finding("TLS", Verdict.OK, "its certificate is of the invitation's authority")
+            now = utc(clock.unix_s())
+            yield Finding("clock", Verdict.OK, f"{now}, within the certificate's time")
+
+
+def explain(address: str, error: str, *, now: str) -> Finding:
+    """Return what kept gRPC from connecting, and the remedy.
+
+    Args:
+        address: ``host:port``, where to.
+        error: In gRPC's words.
+        now: By this device's clock, for people.
+    """
+    if found := _CLOCK_WRONG.search(error):
+        words = f"{address}: {found[0]} at {now}, this device's time; set its clock"
+        return Finding("clock", Verdict.BAD, words)
+    if "CERTIFICATE_VERIFY_FAILED" in error:
+        words = (
+            f"{address} shows a certificate of another authority: it is not the coordinator of "
+            "this invitation, or a proxy in between opens TLS; have it pass this address on unread"
+        )
+        return Finding("TLS", Verdict.BAD, words)
+    if found := _PROXY_REFUSES.search(error):
+        words = (
+            f"the HTTP proxy answers {found[1]} when it is asked for {address}; have it allow "
+            f"CONNECT {address}, and put a user and password that it wants into https_proxy"
+        )
+        return Finding("proxy", Verdict.BAD, words)
+    if "handshake failed" in error:
+        words = f"{error}; {address} is no coordinator, or something in between cuts TLS off"
+        return Finding("TLS", Verdict.BAD, words)
+    return Finding("connection", Verdict.BAD, f"{error}; {_ask_for(address)}")
+
+
+def _ask_for(address: str) -> str:
+    """Return what to do where a connection does not come about."""
+    if any(os.environ.get(name) for name in _PROXY_VARIABLES):
+        way = "through the proxy that https_proxy names, unless no_proxy excepts it"
+    else:
+        way = "directly; where this site has an HTTP proxy, set https_proxy"
+    return (
+        f"check that the coordinator is running and that the firewall allows TCP to {address}; "
+        f"this device connects {way}"
+    )
 
 
 def _session(enrolment: Enrolment, clock: WallClock) -> Iterator[Finding]:
@@ -203,7 +207,9 @@ def _session(enrolment: Enrolment, clock: WallClock) -> Iterator[Finding]:
         begin_unix_s = clock.unix_s()
         try:
             welcome = asyncio.run(_welcome(enrolment, address))
-        except (ConnectionError, ConnectionRefused, ProtocolError, DeploymentError) as error:
+        except ConnectionError as error:
+            yield explain(address, str(error), now=utc(clock.unix_s()))
+        except (ConnectionRefused, ProtocolError, DeploymentError) as error:
             yield Finding("session", Verdict.BAD, str(error))
         else:
             yield Finding("session", Verdict.OK, f"welcome to run {welcome.run_id}")

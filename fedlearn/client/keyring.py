@@ -26,7 +26,7 @@ class Enrolment:
 
     Attributes:
         certificate_pem: Of its TLS key; empty without TLS.
-        invitation: Addresses and authority of the coordinator, without the token.
+        invitation: Addresses and authority of the coordinator, without the secrets.
         redeemed: SHA-256 of each token it was enrolled with, hexadecimal, the latest last.
         lineage: How its identity key follows from those before it.
     """
@@ -166,7 +166,7 @@ class Keyring:
         )
 
     def _take_over(self, enrolment: Enrolment) -> Enrolment:
-        enrolment = replace(enrolment, invitation=replace(enrolment.invitation, token=b""))
+        enrolment = replace(enrolment, invitation=enrolment.invitation.without_secrets())
         write_private(self._coming / "certificate.pem", enrolment.certificate_pem)
         enrolment.invitation.save(self._coming / "invitation.json")
         values = {

@@ -75,6 +75,17 @@ async def cancel(jobs: list[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*jobs, return_exceptions=True)
 
 
+def credentials_of(enrolment: Enrolment) -> Credentials | None:
+    """Return what an enrolled client shows its coordinator; ``None``: there is no TLS."""
+    if not enrolment.invitation.ca_pem:
+        return None
+    return Credentials(
+        ca_pem=enrolment.invitation.ca_pem,
+        certificate_pem=enrolment.certificate_pem,
+        tls_key_pem=enrolment.identity.tls_key_pem,
+    )
+
+
 @asynccontextmanager
 async def session_at(
     address: str, enrolment: Enrolment, hello: wire_pb2.Hello
@@ -83,15 +94,9 @@ async def session_at(
 
     Raises as a :class:`~fedlearn.transport.grpc_client.DoorConnection` and its session do.
     """
-    invitation, credentials = enrolment.invitation, None
-    if invitation.ca_pem:
-        credentials = Credentials(
-            ca_pem=invitation.ca_pem,
-            certificate_pem=enrolment.certificate_pem,
-            tls_key_pem=enrolment.identity.tls_key_pem,
-        )
+    credentials, name = credentials_of(enrolment), enrolment.invitation.name
     async with (
-        DoorConnection(address, credentials, name=invitation.name) as connection,
+        DoorConnection(address, credentials, name=name) as connection,
         connection.session(hello) as session,
     ):
         yield LiveSession(connection, session, enrolment)

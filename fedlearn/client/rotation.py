@@ -8,6 +8,7 @@ import structlog
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
+from fedlearn.client.live_session import credentials_of
 from fedlearn.core.clock import Clock
 from fedlearn.errors import EnrolmentRefused, ProtocolError
 from fedlearn.identity.lineage import fingerprint
@@ -62,10 +63,14 @@ class KeyRotation:
         self._noted_s = -math.inf  # once tried, no session is waited for: see above
         identity = self._home.keys.coming_identity()
         lineage = enrolment.followed_by(identity)
-        for address in enrolment.invitation.enrolment_addresses:
+        for address in enrolment.invitation.token_addresses:
             try:
                 certificate_pem, _ = await enrol(
-                    address, enrolment.invitation, identity, lineage=lineage.to_bytes()
+                    address,
+                    enrolment.invitation,
+                    identity,
+                    lineage=lineage.to_bytes(),
+                    credentials=credentials_of(enrolment),
                 )
             except (ConnectionError, ProtocolError) as error:
                 _log.warning("rotation_waits", address=address, error=str(error))

@@ -54,11 +54,13 @@ class ServiceSection(Section):
 
     address: Address = Field(
         "127.0.0.1:9440",
-        description="Where clients are served, by mutual TLS; 0.0.0.0 as host is every interface, "
-        "port 0 any free one.",
+        description="Where clients join and are served, by mutual TLS; 0.0.0.0 as host is every "
+        "interface, port 0 any free one.",
     )
-    enrolment_address: Address = Field(
-        "127.0.0.1:9441", description="Where invitations are redeemed, by TLS."
+    enrolment_address: Address | None = Field(
+        None,
+        description="A second address, where clients of an earlier version join, by TLS; not set: "
+        "they cannot.",
     )
     http_address: Address = Field(
         "127.0.0.1:9442",
@@ -67,12 +69,12 @@ class ServiceSection(Section):
     )
     public_addresses: AddressList = Field(
         (),
-        description="Addresses of clients' door that invitations name, tried in turn; "
+        description="Addresses that invitations name, tried in turn, best by a DNS name; "
         "empty: coordinator.address.",
     )
     public_enrolment_addresses: AddressList = Field(
         (),
-        description="Enrolment addresses that invitations name; "
+        description="Addresses that invitations name to clients of an earlier version; "
         "empty: coordinator.enrolment_address.",
     )
     folder: PathText | None = Field(
@@ -122,15 +124,22 @@ class ServiceSection(Section):
     def problems(self) -> Iterator[Problem]:
         """Refuse ports that there are not, and two services on one address."""
         for name in ("address", "enrolment_address", "http_address"):
-            yield from self._no_port(name, getattr(self, name))
+            yield from self._no_port(name, getattr(self, name) or self.address)
         for name in ("public_addresses", "public_enrolment_addresses"):
             for address in getattr(self, name):
                 yield from self._no_port(name, address)
         served = [self.address, self.enrolment_address, self.http_address]
         for place, name in enumerate(("enrolment_address", "http_address"), start=1):
-            if served[place] in served[:place] and _port(served[place]):
-                text = f"is {shown(served[place])}, where another service listens; take other ports"
+            here = served[place]
+            if here is not None and here in served[:place] and _port(here):
+                text = f"is {shown(here)}, where another service listens; take other ports"
                 yield Problem((name, "address"), text)
+        if self.public_enrolment_addresses and self.enrolment_address is None:
+            text = (
+                "is set, but nothing listens there: enrolment_address is not set, and clients join "
+                "at coordinator.address; leave it out, or set both for clients of earlier versions"
+            )
+            yield Problem(("public_enrolment_addresses",), text)
 
     def _no_port(self, name: str, address: str) -> Iterator[Problem]:
         if _port(address) > _MAX_PORT:

@@ -140,7 +140,7 @@ def coordinate(
 def _require_loopback(config: Config) -> None:
     for name in ("address", "enrolment_address"):
         address = getattr(config.coordinator, name)
-        if host_of(address) not in _LOOPBACK:
+        if address is not None and host_of(address) not in _LOOPBACK:
             raise ConfigError(
                 f"coordinator.{name} is {address!r}, but --insecure serves this machine only; "
                 "take 127.0.0.1, or leave --insecure out"

@@ -37,7 +37,7 @@ from fedlearn.experiment.site import Site
 from fedlearn.transport.grpc_client import enrol
 
 _NUM_CLIENTS = 5
-_LISTENING = ("address", "enrolment_address", "http_address")
+_LISTENING = ("address", "http_address")
 _READY_S = 60.0
 _LOOK_S = 0.2
 _STOP_S = 15.0
@@ -184,7 +184,7 @@ def _join(places: Places, number: int, stage: Stage) -> None:
     path, home = stage.folder / f"{name}.invitation", Home(stage.folder / name)
     with places.database() as database:
         invitation = Operator(places, database, SystemClock()).invite(name, tags=(), path=path)
-    address = invitation.enrolment_addresses[0]
+    address = invitation.token_addresses[0]
     certificate_pem, client_id = asyncio.run(
         enrol(address, invitation, home.keys.coming_identity())
     )

@@ -63,14 +63,18 @@ class Operator:
             raise DeploymentError(f"{path} is there already; name another file with --output")
         section = self.places.config.coordinator
         doors = section.public_addresses or (section.address,)
-        enrolment = section.public_enrolment_addresses or (section.enrolment_address,)
+        listening = () if section.enrolment_address is None else (section.enrolment_address,)
+        enrolment = section.public_enrolment_addresses or listening
         for address in (*doors, *enrolment):
             _require_reachable(address)
         for tag in tags:
             if not re.fullmatch(TAG_PATTERN, tag):
                 raise DeploymentError(f"{tag!r} is no tag; write key=value, such as country=ch")
         valid_s = section.invitation_valid_h * _HOUR_S
-        authority = None if insecure else self.places.authority()
+        authority, certificate_pem, tls_key_pem = None, b"", b""
+        if not insecure:
+            authority = self.places.authority()
+            certificate_pem, tls_key_pem = authority.certify_invitation(name, valid_s=valid_s)
         draft = Invitation(
             name=name,
             addresses=tuple(doors),
@@ -79,6 +83,8 @@ class Operator:
             token=b"",
             expires_utc=utc(self.clock.unix_s() + valid_s),
             coordinator_key=b"" if authority is None else authority.coordinator_key,
+            certificate_pem=certificate_pem,
+            tls_key_pem=tls_key_pem,
         )
         draft.save(path)  # first: if it fails, the invitation that is open must not have ended
         with ExitStack() as undo:
@@ -188,7 +194,8 @@ def _require_reachable(address: str) -> None:
     if host in ("0.0.0.0", "[::]", "*") or port == "0":  # noqa: S104 (refused, not listened on)
         raise DeploymentError(
             f"no client can reach {address!r}; name the addresses that clients use in "
-            "coordinator.public_addresses and coordinator.public_enrolment_addresses"
+            "coordinator.public_addresses (and coordinator.public_enrolment_addresses, where "
+            "coordinator.enrolment_address is set)"
         )
 
 

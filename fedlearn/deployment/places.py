@@ -66,7 +66,7 @@ class Places:
         """
         section = self.config.coordinator
         named = (*section.public_addresses, *section.public_enrolment_addresses)
-        listening = (section.address, section.enrolment_address)
+        listening = (section.address, section.enrolment_address or section.address)
         hosts = dict.fromkeys(host_of(address) for address in (*named, *listening))
         return Authority(self.folder / "authority", host_names=tuple(hosts))
 

@@ -10,6 +10,7 @@ How to replace the authority, or the server's key alone, stands in ``docs/how-to
 """
 
 import ipaddress
+import math
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ _SERVER_DAYS = 365
 _RENEW_BEFORE = timedelta(days=30)
 _BACKDATED = timedelta(days=1)  # a client whose clock is slow must not refuse a fresh certificate
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
+_INVITED = x509.UniformResourceIdentifier("urn:fedlearn:invitation")
+_DAY_S, _DAYS_LATE = 86_400.0, 30
 _ANEW = "move its folder away, start the coordinator, and invite every client anew"
 
 
@@ -127,6 +130,24 @@ class Authority:
             usage=ExtendedKeyUsageOID.CLIENT_AUTH,
             valid_days=valid_days,
         )
+
+    def certify_invitation(self, name: str, *, valid_s: float) -> tuple[bytes, bytes]:
+        """Return a certificate and its private key, both PEM, with which a client may enrol.
+
+        It is worth nothing but the way to the token's redemption: the door hears enrolled clients
+        alone. It outlives the token, so that a client that comes too late is told why.
+
+        Raises as :meth:`sign` does.
+        """
+        key = _new_p256()
+        pem = self._issued(
+            name,
+            key.public_key(),
+            alternatives=SubjectAlternativeName([_INVITED]),
+            usage=ExtendedKeyUsageOID.CLIENT_AUTH,
+            valid_days=math.ceil(valid_s / _DAY_S) + _DAYS_LATE,
+        )
+        return pem, private_pem(key)
 
     def _stored(self) -> tuple[bytes, datetime]:
         """Return what is served, and until when: until now if it is not for this key and names."""

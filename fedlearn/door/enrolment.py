@@ -1,6 +1,8 @@
-"""The enrolment service: an invitation's token in, a certificate out. On a port of its own.
+"""The enrolment service: an invitation's token in, a certificate out.
 
-Without a token, an enrolled client replaces its keys: its old identity key has named the new one.
+It is served at the door, where a client shows the certificate of its invitation, or its own. For
+clients of an earlier version there may be a port that asks for none. Without a token, an enrolled
+client replaces its keys: its old identity key has named the new one.
 """
 
 import asyncio
@@ -58,11 +60,7 @@ class Enrolments:
 
     async def enrol(self, context: Context) -> None:
         """Answer one request, or raise :class:`Ended` if it is refused or cannot be granted now."""
-        data = await read_first(context, timeout_s=self.settings.handshake_timeout_s)
-        if not self._bucket.has(now_s=self.clock.now_s()):
-            reason = "too many enrolments; try again"
-            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, "rate")
-        request = parsed(wire_pb2.EnrolRequest, data)
+        request = parsed(wire_pb2.EnrolRequest, await self._read(context))
         before = await self.enrolled.by_name(request.name)
         try:
             certificate_pem, client = await asyncio.to_thread(self._redeem, request)
@@ -80,12 +78,11 @@ class Enrolments:
         await context.write(reply.SerializeToString())
 
     async def announce(self, context: Context) -> None:
-        """Expect connections to the door that say nothing; raises as :meth:`enrol`."""
-        data = await read_first(context, timeout_s=self.settings.handshake_timeout_s)
-        if not self._bucket.has(now_s=self.clock.now_s()):
-            reason = "too many enrolments; try again"
-            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, "rate")
-        request = parsed(wire_pb2.LookRequest, data)
+        """Say whether an invitation is open; expect connections to the door that say nothing.
+
+        Raises as :meth:`enrol`.
+        """
+        request = parsed(wire_pb2.LookRequest, await self._read(context))
         try:
             invited = await asyncio.to_thread(self.registry.open_invitations)
         except StoreError as error:
@@ -97,6 +94,17 @@ class Enrolments:
             raise Ended(grpc.StatusCode.PERMISSION_DENIED, reason, "enrolment")
         self.counters.looks += min(request.num_connections, _MAX_LOOKS)
         await context.write(wire_pb2.LookReply().SerializeToString())
+
+    async def _read(self, context: Context) -> bytes:
+        """Return the request of a call, or raise :class:`Ended`."""
+        data = await read_first(context, timeout_s=self.settings.handshake_timeout_s)
+        if not self._bucket.has(now_s=self.clock.now_s()):
+            reason = "too many enrolments; try again"
+            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, "rate")
+        if len(data) > MAX_ENROLMENT_BYTES:
+            reason = f"{len(data)} bytes are no enrolment, which has at most {MAX_ENROLMENT_BYTES}"
+            raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
+        return data
 
     def _redeem(self, request: wire_pb2.EnrolRequest) -> tuple[bytes, EnrolledClient]:
         if len(request.name) > _MAX_NAME or len(request.token) > _MAX_TOKEN_BYTES:

@@ -129,8 +129,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     **_counters(
         "connections",
         connections="TLS connections begun; 0 without TLS.",
-        enrolment_connections="TLS connections begun, to the enrolment port.",
-        authenticated="Connections that an enrolled client has made.",
+        enrolment_connections="TLS connections begun, to the port for earlier versions.",
+        authenticated="Connections that an enrolled client has made, or one that is invited.",
         looks="Connections that invited clients have announced, to look whether the door is there.",
     ),
     **_counters(

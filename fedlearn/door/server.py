@@ -107,8 +107,8 @@ class Door:
             do.
         pace: How many clients may check in; ``None``: as many as it finds that it can take.
         counters: What has happened so far.
-        address: Where clients connect, once started.
-        enrolment_address: Where they enrol; empty if nowhere.
+        address: Where clients enrol and connect, once started.
+        enrolment_address: Where those of an earlier version enrol; empty if nowhere.
     """
 
     settings: DoorSettings
@@ -287,35 +287,43 @@ class Door:
             settings.max_connected + settings.max_handshakes,
             0 if settings.enrolment_address is None else _MAX_ENROLMENT_CONNECTIONS,
         )
+        enrolments = Enrolments(
+            registry=self.registry,
+            enrolled=self._enrolled,
+            authority=self.authority,
+            settings=settings,
+            counters=self.counters,
+            clock=self.clock,
+        )
         self._servers: list[grpc.aio.Server] = []
         self.address = self._listen_on(
             settings.address,
-            wire.DOOR,
             {
-                "Session": partial(self._serve_client, self._serve_session),
-                "Download": partial(self._serve_client, self._transfers.download),
-                "Upload": partial(self._serve_client, self._transfers.upload),
+                wire.DOOR: {
+                    "Session": partial(self._serve_client, self._serve_session),
+                    "Download": partial(self._serve_client, self._transfers.download),
+                    "Upload": partial(self._serve_client, self._transfers.upload),
+                },
+                wire.ENROLMENT: {
+                    "Enrol": partial(self._serve_invited, enrolments.enrol),
+                    "Announce": partial(self._serve_invited, enrolments.announce),
+                },
             },
+            mutual=True,
             max_bytes=wire.MAX_MESSAGE_BYTES,
             max_connections=num_connections,
             idle_s=2 * wire.KEEPALIVE_S,  # a client that is there has a session
         )
         if settings.enrolment_address is not None:
-            enrolments = Enrolments(
-                registry=self.registry,
-                enrolled=self._enrolled,
-                authority=self.authority,
-                settings=settings,
-                counters=self.counters,
-                clock=self.clock,
-            )
             self.enrolment_address = self._listen_on(
                 settings.enrolment_address,
-                wire.ENROLMENT,
                 {
-                    "Enrol": partial(self._serve_anyone, enrolments.enrol),
-                    "Announce": partial(self._serve_anyone, enrolments.announce),
+                    wire.ENROLMENT: {
+                        "Enrol": partial(self._serve_anyone, enrolments.enrol),
+                        "Announce": partial(self._serve_anyone, enrolments.announce),
+                    }
                 },
+                mutual=False,
                 max_bytes=MAX_ENROLMENT_BYTES,
                 max_connections=num_enrolling,
                 idle_s=settings.handshake_timeout_s,
@@ -329,9 +337,9 @@ class Door:
     def _listen_on(
         self,
         address: str,
-        service: str,
-        calls: Mapping[str, Callable[[object, Context], Awaitable[None]]],
+        services: Mapping[str, Mapping[str, Callable[[object, Context], Awaitable[None]]]],
         *,
+        mutual: bool,
         max_bytes: int,
         max_connections: int,
         idle_s: float,
@@ -363,16 +371,18 @@ class Door:
             ]
         )
         # On the wire all calls are streams; read as such, a client that says nothing times out.
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            name: grpc.stream_stream_rpc_method_handler(call) for name, call in calls.items()
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        for service, calls in services.items():
+            handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+                name: grpc.stream_stream_rpc_method_handler(call) for name, call in calls.items()
+            }
+            handler = grpc.method_handlers_generic_handler(service, handlers)
+            server.add_generic_rpc_handlers((handler,))
         self._servers.append(server)
         try:
             if self.authority is None:
                 port = server.add_insecure_port(address)
             else:
-                credentials = self._credentials(self.authority, mutual=service == wire.DOOR)
+                credentials = self._credentials(self.authority, mutual=mutual)
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise DeploymentError(
@@ -526,6 +536,14 @@ class Door:
     ) -> None:
         async with self._told(context):
             await serve(context)
+
+    async def _serve_invited(
+        self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
+    ) -> None:
+        """Serve a client at the door that need not be enrolled; one that is served is known."""
+        async with self._told(context):
+            await serve(context)
+            self._count_peer(context.peer())
 
     @asynccontextmanager
     async def _told(

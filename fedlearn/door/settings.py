@@ -10,8 +10,9 @@ class DoorSettings:
     """What an operator may choose of the door.
 
     Attributes:
-        address: ``host:port`` for clients; port 0 takes any free one.
-        enrolment_address: ``host:port`` for enrolment; ``None``: nobody can enrol here.
+        address: ``host:port`` for clients, who enrol there, too; port 0 takes any free one.
+        enrolment_address: ``host:port`` where clients of an earlier version enrol, who show no
+            certificate for that; ``None``: they cannot.
         max_connected: Clients connected at a time, >= 1; others are told when to come back, unless
             their reply is awaited.
         max_handshakes: Connections more than that at once, of whoever: under way, or of clients

@@ -1,7 +1,7 @@
 """Files that an operator hands to people: JSON that names its format."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,13 @@ T = TypeVar("T")
 
 
 def read_document(
-    path: Path, parse: Callable[[Any], T], *, key: str, version: int, noun: str, command: str
+    path: Path,
+    parse: Callable[[Any], T],
+    *,
+    key: str,
+    versions: Collection[int],
+    noun: str,
+    command: str,
 ) -> T:
     """Return what ``parse`` makes of the JSON in the file ``path``.
 
@@ -27,7 +33,7 @@ def read_document(
     try:
         values = json.loads(content)
         found = values[key]
-        if found == version:
+        if found in versions:
             return parse(values)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DeploymentError(
@@ -35,6 +41,6 @@ def read_document(
             f"operator for one (`{command}`)"
         ) from error
     raise DeploymentError(
-        f"{path} is {noun} of format {found!r}, this version of fedlearn reads {version}; upgrade "
-        "fedlearn (`pip install --upgrade fedlearn`)"
+        f"{path} is {noun} of format {found!r}, this version of fedlearn reads "
+        f"{' and '.join(map(str, versions))}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
     )

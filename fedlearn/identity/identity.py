@@ -11,7 +11,7 @@ References:
 
 import base64
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ SERVER_NAME = "fedlearn-coordinator"
 #: The file of an :class:`Identity` in its folder: both keys, so that a crash keeps neither or both.
 IDENTITY_FILE = "identity.pem"
 
-_INVITATION_FORMAT = 1
+#: Formats of an invitation. A client of an earlier version cannot use one of format 2, since it
+#: enrols at a port that asks for no certificate, and there is none.
+_WITH_ENROLMENT_PORT, _DOOR_ALONE = 1, 2
 _PEM_END = b"-----END PRIVATE KEY-----\n"
 
 
@@ -145,12 +147,17 @@ class Invitation:
     Attributes:
         name: The client's.
         addresses: The coordinator's door, ``host:port``; several of a highly available one.
-        enrolment_addresses: Where the token is redeemed, ``host:port``.
+        enrolment_addresses: Where clients of an earlier version redeem the token, ``host:port``;
+            empty: they cannot.
         ca_pem: The deployment's own certificate authority: the client trusts no other.
         token: Redeemed once; empty in the copy that a client keeps. Never printed.
         expires_utc: When the token ends, ISO 8601.
         coordinator_key: Ed25519, what the coordinator signs the terms of secure aggregation with;
             empty (without TLS): this client takes part in none.
+        certificate_pem: What the client shows at the door until it has a certificate of its own.
+            It opens TLS and nothing else. Empty in the copy that a client keeps, without TLS, and
+            in an invitation by an earlier version.
+        tls_key_pem: The key of that certificate. Never printed.
     """
 
     name: str
@@ -160,6 +167,25 @@ class Invitation:
     token: bytes = field(repr=False)
     expires_utc: str
     coordinator_key: bytes = b""
+    certificate_pem: bytes = field(default=b"", repr=False)
+    tls_key_pem: bytes = field(default=b"", repr=False)
+
+    @property
+    def token_addresses(self) -> tuple[str, ...]:
+        """Where to enrol: at the door, unless the invitation is by an earlier version."""
+        is_older = self.enrolment_addresses and not self.certificate_pem
+        return self.enrolment_addresses if is_older else self.addresses
+
+    def without_secrets(self) -> "Invitation":
+        """Return the copy that an enrolled client keeps, with the addresses that it will need."""
+        is_older = self.token_addresses is self.enrolment_addresses
+        return replace(
+            self,
+            token=b"",
+            certificate_pem=b"",
+            tls_key_pem=b"",
+            enrolment_addresses=self.enrolment_addresses if is_older else (),
+        )
 
     @classmethod
     def load(cls, path: Path) -> "Invitation":
@@ -172,7 +198,7 @@ class Invitation:
             path,
             _invitation,
             key="fedlearn_invitation",
-            version=_INVITATION_FORMAT,
+            versions=(_WITH_ENROLMENT_PORT, _DOOR_ALONE),
             noun="an invitation",
             command="fedlearn invite NAME",
         )
@@ -184,7 +210,9 @@ class Invitation:
             DeploymentError: It cannot be written.
         """
         values = {
-            "fedlearn_invitation": _INVITATION_FORMAT,
+            "fedlearn_invitation": _WITH_ENROLMENT_PORT
+            if self.enrolment_addresses
+            else _DOOR_ALONE,
             "name": self.name,
             "addresses": self.addresses,
             "enrolment_addresses": self.enrolment_addresses,
@@ -192,6 +220,8 @@ class Invitation:
             "token": base64.urlsafe_b64encode(self.token).decode("ascii"),
             "expires_utc": self.expires_utc,
             "coordinator_key": self.coordinator_key.hex(),
+            "certificate_pem": self.certificate_pem.decode("ascii"),
+            "tls_key_pem": self.tls_key_pem.decode("ascii"),
         }
         write_private(path, (json.dumps(values, indent=2) + "\n").encode())
 
@@ -250,14 +280,17 @@ def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
 
 # Any: what JSON holds is checked here, field by field.
 def _invitation(values: Any) -> Invitation:
+    is_older = values["fedlearn_invitation"] == _WITH_ENROLMENT_PORT
     return Invitation(
         name=_text(values["name"]),
         addresses=_texts(values["addresses"]),
-        enrolment_addresses=_texts(values["enrolment_addresses"]),
+        enrolment_addresses=_texts(values["enrolment_addresses"]) if is_older else (),
         ca_pem=_text(values["ca_pem"]).encode("ascii"),
         token=base64.b64decode(values["token"], altchars=b"-_", validate=True),
         expires_utc=_text(values["expires_utc"]),
         coordinator_key=bytes.fromhex(_text(values["coordinator_key"])),
+        certificate_pem=_text(values.get("certificate_pem", "")).encode("ascii"),
+        tls_key_pem=_text(values.get("tls_key_pem", "")).encode("ascii"),
     )
 
 

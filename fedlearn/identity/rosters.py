@@ -61,7 +61,7 @@ class IdentityRoster:
             path,
             _roster,
             key="fedlearn_roster",
-            version=_FORMAT,
+            versions=(_FORMAT,),
             noun="a roster of identity keys",
             command="fedlearn roster -o FILE",
         )

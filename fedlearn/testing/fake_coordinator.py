@@ -134,9 +134,9 @@ class FakeCoordinator(LocalDoor):
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Be out of reach while the block runs, then come back: same addresses, same run."""
+        """Be out of reach while the block runs, then come back: same address, same run."""
         door, self._channel = self.doors.pop(), None
-        back = DoorSettings(address=door.address, enrolment_address=door.enrolment_address)
+        back = DoorSettings(address=door.address)
         door.stop(grace_s=0.0)
         try:
             yield

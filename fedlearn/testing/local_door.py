@@ -19,8 +19,8 @@ _LOOPBACK = "127.0.0.1:0"
 _RUN_ID_BYTES = 16
 _EVERYBODY = Requirements().admits
 
-#: On ports that are free.
-ANYWHERE = DoorSettings(address=_LOOPBACK, enrolment_address=_LOOPBACK)
+#: On a port that is free.
+ANYWHERE = DoorSettings(address=_LOOPBACK)
 
 
 class LocalDoor:
@@ -109,14 +109,17 @@ class LocalDoor:
         Raises:
             DeploymentError: ``name`` cannot name a client.
         """
+        certificate_pem, tls_key_pem = self.authority.certify_invitation(name, valid_s=valid_s)
         return Invitation(
             name=name,
             addresses=(self.door.address,),
-            enrolment_addresses=(self.door.enrolment_address,),
+            enrolment_addresses=(),
             ca_pem=self.authority.ca_pem,
             token=self.registry.invite(name, tags=tags, valid_s=valid_s),
             expires_utc=utc(self.clock.unix_s() + valid_s),
             coordinator_key=self.authority.coordinator_key,
+            certificate_pem=certificate_pem,
+            tls_key_pem=tls_key_pem,
         )
 
     def wait_for(self, num: int, *, timeout_s: float = 60.0) -> None:

@@ -87,13 +87,25 @@ class Credentials:
 
     Attributes:
         ca_pem: The deployment's certificate authority; no other is trusted.
-        certificate_pem: The client's, from :func:`enrol`.
+        certificate_pem: The client's, from :func:`enrol`, or before that its invitation's; empty:
+            none, for the port of clients of an earlier version.
         tls_key_pem: Its key. Never printed.
     """
 
     ca_pem: bytes = field(repr=False)
     certificate_pem: bytes = field(repr=False)
     tls_key_pem: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, invitation: Invitation) -> "Credentials | None":
+        """Return what a client that is invited shows; ``None``: there is no TLS."""
+        if not invitation.ca_pem:
+            return None
+        return cls(
+            ca_pem=invitation.ca_pem,
+            certificate_pem=invitation.certificate_pem,
+            tls_key_pem=invitation.tls_key_pem,
+        )
 
 
 class ComeBackLater(ConnectionError):
@@ -272,8 +284,8 @@ class DoorConnection:
             raise ConnectionError(f"{self._address} ended the enrolment without an answer")
         return reply
 
-    async def announce(self, request: wire_pb2.LookRequest) -> None:
-        """Say that some connections to the door will be looks, as :func:`announce` does."""
+    async def look(self, request: wire_pb2.LookRequest) -> None:
+        """Ask whether an invitation is open, as :func:`look` does."""
         with self._call("Announce", service=wire.ENROLMENT) as call:
             await call.write(request)
             await call.end_writing()
@@ -396,9 +408,14 @@ def _words(text: str) -> str:
 
 
 async def enrol(
-    address: str, invitation: Invitation, identity: Identity, *, lineage: bytes = b""
+    address: str,
+    invitation: Invitation,
+    identity: Identity,
+    *,
+    lineage: bytes = b"",
+    credentials: Credentials | None = None,
 ) -> tuple[bytes, int]:
-    """Redeem an invitation at one of its enrolment addresses, or replace a client's keys.
+    """Redeem an invitation at one of its ``token_addresses``, or replace a client's keys.
 
     Args:
         address: ``host:port``.
@@ -406,6 +423,7 @@ async def enrol(
             a certificate authority is for a loopback only.
         identity: The keys that the client will use.
         lineage: How its identity key follows from earlier ones; empty: it does not.
+        credentials: What an enrolled client shows; ``None``: what the invitation has.
 
     Returns:
         The client's certificate, PEM, and its client id.
@@ -423,9 +441,7 @@ async def enrol(
         identity_signature=identity.sign(enrolment_bytes(invitation.token, csr_pem)),
         lineage=lineage,
     )
-    credentials = None
-    if invitation.ca_pem:
-        credentials = Credentials(ca_pem=invitation.ca_pem, certificate_pem=b"", tls_key_pem=b"")
+    credentials = credentials or Credentials.of(invitation)
     try:
         async with DoorConnection(address, credentials) as connection:
             reply = await connection.enrol(request)
@@ -436,22 +452,20 @@ async def enrol(
     return reply.certificate_pem, reply.client_id
 
 
-async def announce(address: str, invitation: Invitation, *, num_connections: int) -> None:
-    """Tell the coordinator that who is invited will look whether its door can be reached.
-
-    Connections that say nothing at the door are strangers' otherwise.
+async def look(address: str, invitation: Invitation) -> None:
+    """Check that a coordinator is there and that an invitation is open; its token stays as it is.
 
     Args:
-        address: ``host:port``, one of the enrolment addresses.
-        invitation: With its token, which is not used up, and a certificate authority.
-        num_connections: To the door, how many there will be.
+        address: ``host:port``, one of the invitation's ``token_addresses``.
+        invitation: With its token.
+
+    Raises:
+        ConnectionRefused: The invitation is unknown, or was used.
+        DeploymentError: Without a certificate authority, the address is another machine's.
     """
-    credentials = Credentials(ca_pem=invitation.ca_pem, certificate_pem=b"", tls_key_pem=b"")
-    request = wire_pb2.LookRequest(
-        name=invitation.name, token=invitation.token, num_connections=num_connections
-    )
-    async with DoorConnection(address, credentials) as connection:
-        await connection.announce(request)
+    request = wire_pb2.LookRequest(name=invitation.name, token=invitation.token)
+    async with DoorConnection(address, Credentials.of(invitation)) as connection:
+        await connection.look(request)
 
 
 class _Ended(ConnectionError):

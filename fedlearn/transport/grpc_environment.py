@@ -2,6 +2,8 @@
 
 from collections.abc import MutableMapping
 
+_PROXIES = ("https_proxy", "no_proxy")
+
 
 def prepare_for_grpc(environ: MutableMapping[str, str], *, verbosity: str | None) -> None:
     """Set what is not set yet in the environment of a process that connects or serves.
@@ -11,11 +13,17 @@ def prepare_for_grpc(environ: MutableMapping[str, str], *, verbosity: str | None
     them with a signal (https://github.com/grpc/grpc/issues/43055). No child of ours uses the gRPC
     of its parent.
 
+    gRPC reads ``https_proxy`` and ``no_proxy`` in small letters alone; most programs read both, and
+    many sites set the capitals alone.
+
     Args:
         environ: Environment of this process or of one that is about to start.
         verbosity: What gRPC writes to standard error, a value of ``GRPC_VERBOSITY``; ``None``:
             what it writes by itself.
     """
     environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    for name in _PROXIES:
+        if value := environ.get(name.upper()):
+            environ.setdefault(name, value)
     if verbosity is not None:
         environ.setdefault("GRPC_VERBOSITY", verbosity)

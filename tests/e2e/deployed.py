@@ -214,7 +214,7 @@ class Site:
         """Do what joining begins with, so that its process can be started at any time."""
         self.invite(f"client-{number}")
         keys, invitation = self.home(number).keys, Invitation.load(self._invitation(number))
-        (address,) = invitation.enrolment_addresses
+        (address,) = invitation.token_addresses
         certificate_pem, client_id = asyncio.run(enrol(address, invitation, keys.coming_identity()))
         assert client_id == number
         keys.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
@@ -267,10 +267,9 @@ class Site:
 
 def own_coordinator() -> dict[str, object]:
     """Return settings of a coordinator of a test: where it listens, and that it can wait."""
-    door, enrolment, http = free_addresses(3)
+    door, http = free_addresses(2)
     return {
         "address": door,
-        "enrolment_address": enrolment,
         "http_address": http,
         "patience_s": LONG_S,  # nobody is left out who is only starting
     }

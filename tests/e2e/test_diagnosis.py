@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import socket
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from fedlearn.client import live_session
-from fedlearn.client.diagnosis import Finding, Verdict, diagnose
+from fedlearn.client.diagnosis import Finding, Verdict, diagnose, explain
 from fedlearn.client.home import Home
 from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
@@ -69,7 +71,7 @@ def enrolled(invitation: Path, tmp_path: Path) -> Home:
     """Redeem an invitation, as a client does that joins."""
     home, invited = Home(tmp_path / "home"), Invitation.load(invitation)
     identity = home.keys.coming_identity()
-    address = invited.enrolment_addresses[0]
+    address = invited.token_addresses[0]
     certificate_pem, client_id = asyncio.run(enrol(address, invited, identity))
     home.keys.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
     return home
@@ -87,16 +89,7 @@ def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None
     file = tmp_path / "trainer.py"
     file.write_text(SOURCE.format(num_examples=17))
     findings = found(invitation, tmp_path, trainer=f"{file}:Trainer")
-    assert list(findings) == [
-        "invitation",
-        "disk",
-        "door address",
-        "door TLS",
-        "clock",
-        "enrolment address",
-        "enrolment TLS",
-        "data",
-    ]
+    assert list(findings) == ["invitation", "disk", "connection", "TLS", "clock", "data"]
     assert all(finding.is_fine for finding in findings.values()), findings
     assert "17 examples" in findings["data"].message
     assert Home(tmp_path / "home").keys.enrolment() is None
@@ -153,27 +146,85 @@ def num_strangers(coordinator: FakeCoordinator) -> float:
 def test_a_look_is_no_strangers(
     coordinator: FakeCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before joining, since it is announced, and afterwards; the control is one that is not."""
+    """Before joining and afterwards; control: the invitation of another deployment."""
     monkeypatch.setattr(server, "_REPORT_S", 0.0)
     invitation = coordinator.invite("laptop")
     with capture_logs() as logs:
         for _ in range(2):
-            assert found(invitation, tmp_path)["door TLS"].is_fine
+            assert found(invitation, tmp_path)["TLS"].is_fine
         assert num_strangers(coordinator) == 0
-        assert coordinator.counters()["looks"] == 2
         enrolled(invitation, tmp_path)
         assert found(invitation, tmp_path)["session"].is_fine
         assert num_strangers(coordinator) == 0
         coordinator.revoke("laptop")  # returns once the door has looked around
         assert [each for each in logs if each["event"] == "strangers"] == []
-    other = coordinator.invite("desktop")
-    wrong = changed(other, token=json.loads(invitation.read_text())["token"])
+    other = changed(coordinator.invite("desktop"), certificate_pem="", tls_key_pem="")
     with capture_logs() as logs:
-        assert found(wrong, tmp_path / "other")["door TLS"].is_fine
+        assert not found(other, tmp_path / "other")["connection"].is_fine
         assert num_strangers(coordinator) == 1
-        assert coordinator.counters()["looks"] == 2
-        assert coordinator.counters()["refused{reason=enrolment}"] == 1
         until(lambda: any(each["event"] == "strangers" for each in logs))
+
+
+def test_an_invitation_that_is_not_open_is_found(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    """Since another client has used it, or its token is none."""
+    used = coordinator.invite("laptop")
+    enrolled(used, tmp_path)
+    for each in (used, changed(coordinator.invite("desktop"), token="")):
+        finding = found(each, tmp_path / "other")["invitation"]
+        assert not finding.is_fine
+        assert "unknown or used" in finding.message
+
+
+def through_a_proxy(
+    invitation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, status: bytes
+) -> tuple[bytes, dict[str, Finding]]:
+    """Check behind a proxy that answers by ``status``, at a name that the proxy alone knows."""
+    port = json.loads(invitation.read_text())["addresses"][0].rpartition(":")[2]
+    away = changed(invitation, addresses=[f"coordinator.invalid:{port}"])
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+
+        def serve() -> bytes:
+            client = stack.enter_context(listening.accept()[0])
+            head = client.recv(1 << 16)
+            client.sendall(b"HTTP/1.1 " + status + b"\r\n\r\n")
+            if status.startswith(b"200"):
+                door = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
+                back = stack.enter_context(ThreadPoolExecutor(1))
+                back.submit(pump, door, client)
+                pump(client, door)
+            else:
+                client.shutdown(socket.SHUT_WR)
+            return head
+
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with ThreadPoolExecutor(1) as proxy:
+            request = proxy.submit(serve)
+            findings = found(away, tmp_path)
+            return request.result(), findings
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    """Pass on what comes, until one side ends."""
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
+
+def test_a_proxy_is_passed_as_in_joining(
+    invitation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resolves the name, and nothing else leads out; a refusal of its is told as such."""
+    head, findings = through_a_proxy(invitation, tmp_path, monkeypatch, status=b"200 OK")
+    assert head.startswith(b"CONNECT coordinator.invalid:")
+    assert all(finding.is_fine for finding in findings.values()), findings
+    assert {"connection", "TLS", "clock"} <= set(findings)
+    _, findings = through_a_proxy(invitation, tmp_path, monkeypatch, status=b"407 No")
+    assert "answers 407" in findings["proxy"].message
+    assert not findings["proxy"].is_fine
 
 
 def test_a_folder_that_cannot_be_used_is_found(invitation: Path, tmp_path: Path) -> None:
@@ -186,10 +237,10 @@ def test_a_folder_that_cannot_be_used_is_found(invitation: Path, tmp_path: Path)
 
 def test_the_clock_is_named_once(invitation: Path, tmp_path: Path) -> None:
     """Though both addresses show it; control: their certificates are two findings."""
-    findings = diagnose(invitation, home=tmp_path / "home", trainer=None)
-    names = [finding.name for finding in findings]
-    assert names.count("clock") == 1
-    assert names.count("door TLS") == names.count("enrolment TLS") == 1
+    address = json.loads(invitation.read_text())["addresses"][0]
+    twice = changed(invitation, addresses=[address, address])
+    names = [finding.name for finding in diagnose(twice, home=tmp_path / "home", trainer=None)]
+    assert (names.count("clock"), names.count("TLS")) == (1, 2)
 
 
 def test_keys_that_are_to_be_replaced_are_not_tried(
@@ -220,7 +271,7 @@ def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path)
 def test_an_address_where_nobody_listens_is_found(invitation: Path, tmp_path: Path) -> None:
     """Or that is none."""
     for address in ("127.0.0.1:1", "nonsense"):
-        finding = found(changed(invitation, addresses=[address]), tmp_path)["door address"]
+        finding = found(changed(invitation, addresses=[address]), tmp_path)["connection"]
         assert not finding.is_fine
         assert address in finding.message
 
@@ -229,9 +280,18 @@ def test_another_coordinators_certificate_is_found(invitation: Path, tmp_path: P
     """The client trusts the authority of its invitation and no other."""
     with FakeCoordinator() as another:
         address = another.address
-        finding = found(changed(invitation, addresses=[address]), tmp_path)["door TLS"]
+        finding = found(changed(invitation, addresses=[address]), tmp_path)["TLS"]
         assert not finding.is_fine
         assert "not the coordinator of this invitation" in finding.message
+
+
+@pytest.mark.parametrize("verb", ["has expired", "is not yet valid"])
+def test_a_clock_outside_the_certificates_time_is_told_as_such(verb: str) -> None:
+    """In the words that gRPC has for it."""
+    error = f"UNAVAILABLE: SSL routines: CERTIFICATE_VERIFY_FAILED: certificate {verb}: OK"
+    finding = explain("fl.example.org:443", error, now="2020-01-01T00:00:00Z")
+    assert (finding.name, finding.is_fine) == ("clock", False)
+    assert f"certificate {verb} at 2020-01-01T00:00:00Z, this device's time" in finding.message
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_joining_with_a_new_invitation_renews_in_place(launcher: Launcher, tmp_p
     laptop = Laptop(launcher, tmp_path)
     with FakeCoordinator() as coordinator:
         other = Invitation.load(coordinator.invite("other"))
-        asyncio.run(enrol(other.enrolment_addresses[0], other, Identity.create()))
+        asyncio.run(enrol(other.token_addresses[0], other, Identity.create()))
         first = coordinator.invite("laptop").rename(tmp_path / "first.invitation")
         with laptop.joined(first, "first"):
             assert trained(coordinator) == 1.0

@@ -126,7 +126,7 @@ def side_of(door: LocalDoor) -> Side:
 
 async def enrolled(door: LocalDoor, name: str) -> Peer:
     identity, invitation = Identity.create(), door.invitation(name)
-    certificate, client_id = await enrol(door.door.enrolment_address, invitation, identity)
+    certificate, client_id = await enrol(door.door.address, invitation, identity)
     credentials = Credentials(
         ca_pem=door.authority.ca_pem,
         certificate_pem=certificate,
@@ -461,7 +461,7 @@ async def of_another_version(door: LocalDoor, _: Path) -> str:
 
 
 async def twice_with_one_invitation(door: LocalDoor, _: Path) -> str:
-    invitation, address = door.invitation("clinic-a"), door.door.enrolment_address
+    invitation, address = door.invitation("clinic-a"), door.door.address
     await enrol(address, invitation, Identity.create())
     with pytest.raises(EnrolmentRefused) as refused:
         await enrol(address, invitation, Identity.create())

@@ -21,9 +21,10 @@ def refused(values: dict[str, object], match: str) -> None:
 def test_the_defaults_stay_on_this_machine() -> None:
     """Who wants to be reached says so."""
     section = CoordinatorSection()
-    addresses = (section.address, section.enrolment_address, section.http_address)
+    addresses = (section.address, section.http_address)
     assert all(address.startswith("127.0.0.1:") for address in addresses)
-    assert len(set(addresses)) == 3
+    assert len(set(addresses)) == 2
+    assert section.enrolment_address is None
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,9 @@ def test_two_services_on_one_port_are_refused() -> None:
     refused({"coordinator": {"http_address": "127.0.0.1:9440"}}, "another service listens")
     free = dict.fromkeys(("address", "enrolment_address", "http_address"), "127.0.0.1:0")
     from_mapping({"coordinator": free}, source="test")
+    elsewhere = {"public_enrolment_addresses": ["a.example:9441"]}
+    refused({"coordinator": elsewhere}, "public_enrolment_addresses.*nothing listens there")
+    from_mapping({"coordinator": elsewhere | free}, source="test")
 
 
 def test_tags_are_keys_and_values() -> None:

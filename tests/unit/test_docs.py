@@ -210,11 +210,10 @@ def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
 def test_the_guide_leads_from_nothing_to_the_last_round(tmp_path: Path) -> None:
     """Configuration, trainer and commands of the guide, two clients, on ports that are free."""
     written(GUIDES / "deploy-a-coordinator.md", tmp_path)
-    door, enrolment, http = free_addresses(3)
+    door, http = free_addresses(2)
     file = tmp_path / "coordinator.toml"
     file.write_text(
-        f'{file.read_text()}\n[coordinator]\naddress = "{door}"\n'
-        f'enrolment_address = "{enrolment}"\nhttp_address = "{http}"\n'
+        f'{file.read_text()}\n[coordinator]\naddress = "{door}"\nhttp_address = "{http}"\n'
     )
     for name in ("clinic-a", "clinic-b"):
         type_in(tmp_path, "invite", name).communicate(timeout=300)

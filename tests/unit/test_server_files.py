@@ -91,13 +91,9 @@ def test_a_configuration_loads(toml: Path) -> None:
     section = config.coordinator
     assert config.name == "federation"
     assert section.address == "0.0.0.0:9440"
-    assert section.enrolment_address == "0.0.0.0:9441"
-    assert all(
-        "0.0.0.0" not in address  # noqa: S104 (looked for)
-        for address in (*section.public_addresses, *section.public_enrolment_addresses)
-    )
+    assert section.enrolment_address is None
     assert section.public_addresses
-    assert section.public_enrolment_addresses
+    assert all("0.0.0.0" not in address for address in section.public_addresses)  # noqa: S104
     assert section.folder == "/var/lib/fedlearn/coordinator"
     assert config.store.runs_dir == "/var/lib/fedlearn/runs"
 
@@ -105,8 +101,8 @@ def test_a_configuration_loads(toml: Path) -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "complaint"),
     [
-        ("enrolment_address =", "enrollment_address =", "enrolment_address"),
-        (":9441", ":9440", "another service listens"),
+        ("http_address =", "http_adress =", "http_address"),
+        ('"0.0.0.0:9440"', '"0.0.0.0"', "host:port"),
         ("deadline_s = 60.0", "deadline_s = 0", "deadline_s"),
     ],
 )
@@ -550,7 +546,7 @@ def test_the_compose_file_holds_together() -> None:
     assert document["networks"]["inside"]["internal"]
     assert database["networks"] == ["inside"]
     ports = [port.rpartition(":")[2] for port in coordinator["ports"]]
-    listening = (section.address, section.enrolment_address, section.http_address)
+    listening = (section.address, section.http_address)
     assert ports == [address.rpartition(":")[2] for address in listening]
     assert float(coordinator["stop_grace_period"].removesuffix("s")) > 2 * section.shutdown_grace_s
     assert set(coordinator["secrets"] + database["secrets"]) == set(document["secrets"])
@@ -647,7 +643,7 @@ def test_the_deployment_fits_its_configuration(tmp_path: Path) -> None:
     section = load(path, overrides=()).coordinator
     spec = the("Deployment")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    listening = (section.address, section.enrolment_address, section.http_address)
+    listening = (section.address, section.http_address)
     ports = [port["containerPort"] for port in container["ports"]]
     assert [int(address.rpartition(":")[2]) for address in listening] == ports
     assert not section.http_address.startswith("127.")  # probes come from outside the pod

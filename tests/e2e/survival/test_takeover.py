@@ -33,11 +33,11 @@ def two(
 ) -> tuple[Process, Process]:
     """Start a coordinator that leads and one that stands by; clients know both."""
     site.configure(num_rounds=num_rounds, lease_ttl_s=_TTL_S, **settings)
-    elsewhere = free_addresses(3)
+    elsewhere = free_addresses(2)
     # The second comes first: clients that look for a coordinator need not wait for a frozen one.
     site.reconfigure(public_addresses=(elsewhere[0], site.config.coordinator.address))
     first = site.serving()
-    keys = ("address", "enrolment_address", "http_address")
+    keys = ("address", "http_address")
     listening = [f"--set=coordinator.{k}={v}" for k, v in zip(keys, elsewhere, strict=True)]
     second = site.coordinator(*listening, changes=changes)
     until(lambda: second.said("standby") > 0)

@@ -164,10 +164,12 @@ def _invitation() -> bytes:
         Invitation(
             name="clinic-a",
             addresses=("127.0.0.1:1",),
-            enrolment_addresses=("127.0.0.1:2",),
+            enrolment_addresses=(),
             ca_pem=b"PEM",
             token=b"token",
             expires_utc="2027-01-01T00:00:00Z",
+            certificate_pem=b"PEM",
+            tls_key_pem=b"PEM",
         ).save(path)
         return path.read_bytes()
 

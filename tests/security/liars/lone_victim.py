@@ -236,6 +236,6 @@ class LoneVictim:
     def reconnect(self, run_id: str) -> None:
         """Close the door and open one of another run at the same addresses."""
         before = self.site.doors.pop()
-        settings = DoorSettings(address=before.address, enrolment_address=before.enrolment_address)
+        settings = DoorSettings(address=before.address)
         before.stop(grace_s=0.0)
         self._channel = self.site.open(settings, run_id=run_id).channel()

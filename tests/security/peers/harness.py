@@ -35,7 +35,12 @@ RUN_ID = "0123456789abcdef0123456789abcdef"
 #: A net under what comes at once, however slow the machine.
 WAIT_S = 60.0
 #: Whoever is slow is waited for longer than an honest round may take: it shows if others wait too.
-SETTINGS = replace(ANYWHERE, handshake_timeout_s=30.0, stall_timeout_s=30.0)
+SETTINGS = replace(
+    ANYWHERE,
+    enrolment_address=ANYWHERE.address,  # as for clients of an earlier version
+    handshake_timeout_s=30.0,
+    stall_timeout_s=30.0,
+)
 #: For tests that wait until a handshake has taken too long; an honest one takes 0.05 s.
 HANDSHAKE_S = 2.0
 IMPATIENT = replace(SETTINGS, handshake_timeout_s=HANDSHAKE_S)

@@ -1,5 +1,6 @@
 """Whoever reaches a port without being a client: refused, counted, and the round goes on."""
 
+import asyncio
 import resource
 import socket
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from select import select
 
+import grpc
 import pytest
 import structlog
 
@@ -15,11 +17,13 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
 from fedlearn.door.authority import Authority
 from fedlearn.door.telemetry import Snapshot, Telemetry
-from fedlearn.errors import ConnectionRefused
+from fedlearn.errors import ConnectionRefused, EnrolmentRefused
 from fedlearn.identity.identity import Identity
-from fedlearn.transport.grpc_client import DoorSession
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.grpc_client import Credentials, DoorSession, enrol
 from tests.security.peers.harness import (
     HANDSHAKE_S,
+    HELLO,
     IMPATIENT,
     PREFACE,
     WAIT_S,
@@ -59,6 +63,40 @@ def test_an_expired_certificate_is_refused_before_anything_is_said(
     assert site.refused("unknown") == 1
     counters = site.door.counters
     assert counters.connections > counters.authenticated == counters.sessions == 2
+
+
+def test_an_invitations_certificate_opens_enrolment_and_nothing_else(site: Site) -> None:
+    """Also once the token is used; the control is the certificate that it was used for."""
+    honest, invited = site.enrolled("honest"), site.invitation("clinic-a")
+    credentials, identity = Credentials.of(invited), Identity.create()
+    assert credentials is not None
+    guest = Peer("clinic-a", identity, client_id=1, credentials=credentials)
+    say = wire_pb2.FromClient(hello=HELLO).SerializeToString()
+
+    async def ask() -> set[grpc.StatusCode]:
+        calls = (site.raw_call(each, guest, say) for each in ("Session", "Download", "Upload"))
+        return {status for _, status in await asyncio.gather(*calls)}
+
+    with pytest.raises(EnrolmentRefused, match="no invitation"):
+        site.run(enrol(site.door.address, replace(invited, token=b"guess"), identity))
+    with pytest.raises(EnrolmentRefused, match="chain of identity keys"):
+        site.run(enrol(site.door.address, replace(invited, token=b""), identity))
+    certificate, number = site.run(enrol(site.door.address, invited, identity))
+    assert site.run(ask()) == {grpc.StatusCode.UNAUTHENTICATED}
+    with pytest.raises(EnrolmentRefused, match="has been used"):
+        site.run(enrol(site.door.address, invited, Identity.create()))
+    site.in_session(site.peer("clinic-a", identity, certificate, client_id=number), hang_up)
+    site.train(honest)
+
+
+def test_an_enrolment_of_any_size_is_not_read_at_the_door(site: Site) -> None:
+    """Its own port takes 16 KiB, the door takes replies."""
+    invited = site.invitation("clinic-a")
+    with pytest.raises(EnrolmentRefused, match="are no enrolment"):
+        site.run(
+            enrol(site.door.address, replace(invited, token=bytes(1 << 15)), Identity.create())
+        )
+    assert site.refused("malformed") == 1
 
 
 def test_a_session_ends_when_its_certificate_expires(site: Site) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
-from fedlearn.client.live_session import session_at
+from fedlearn.client.live_session import credentials_of, session_at
 from fedlearn.client.rotation import KeyRotation
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
@@ -223,7 +223,7 @@ class Client:
     def __post_init__(self) -> None:
         given = Invitation.load(self.coordinator.invite("laptop"))
         identity = self.home.keys.coming_identity()
-        address = given.enrolment_addresses[0]
+        address = given.token_addresses[0]
         certificate_pem, client_id = asyncio.run(enrol(address, given, identity))
         self.home.keys.enrol(given, certificate_pem=certificate_pem, client_id=ClientId(client_id))
         self.rotation = KeyRotation(self.home, clock=self.clock, on_event=self.events.append)
@@ -276,9 +276,10 @@ def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
     """The coordinator has the new keys, the client does not know, and is not heard meanwhile."""
     client.home.keys.ask_rotation()
     before, identity = client.enrolment, client.home.keys.coming_identity()
-    address = before.invitation.enrolment_addresses[0]
+    address = before.invitation.token_addresses[0]
     lineage = before.followed_by(identity).to_bytes()
-    asyncio.run(enrol(address, before.invitation, identity, lineage=lineage))
+    shown = credentials_of(before)
+    asyncio.run(enrol(address, before.invitation, identity, lineage=lineage, credentials=shown))
     with pytest.raises(ConnectionRefused):
         client.connect(before)
     after = client.rotate()
@@ -291,7 +292,7 @@ def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
     client.home.keys.ask_rotation()
     gone = replace(
         client.enrolment,
-        invitation=replace(client.enrolment.invitation, enrolment_addresses=("127.0.0.1:1",)),
+        invitation=replace(client.enrolment.invitation, addresses=("127.0.0.1:1",)),
     )
     assert client.rotate(gone) is gone
     assert not client.is_due()
@@ -315,11 +316,9 @@ def test_a_revoked_client_keeps_its_keys_and_is_told(client: Client) -> None:
 
 def test_a_chain_from_another_key_is_refused(client: Client) -> None:
     """A thief of the name, or a copy of an old folder."""
-    stranger = replace(
-        client.enrolment,
-        identity=(identity := Identity.create()),
-        lineage=Lineage(identity.public_key),
-    )
+    mine = client.enrolment.identity
+    identity = Identity(identity_key=Identity.create().identity_key, tls_key=mine.tls_key)
+    stranger = replace(client.enrolment, identity=identity, lineage=Lineage(identity.public_key))
     client.home.keys.ask_rotation()
     client.rotate(stranger)
     assert "does not follow from one that is known here" in client.events[0].message

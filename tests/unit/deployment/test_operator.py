@@ -114,7 +114,9 @@ def test_an_invitation_names_the_addresses_and_the_authority(site: Site, tmp_pat
     found = Invitation.load(path)
     assert found.name == "clinic-a"
     assert found.addresses == ("127.0.0.1:9440",)
-    assert found.enrolment_addresses == ("127.0.0.1:9441",)
+    assert found.token_addresses == found.addresses
+    assert found.enrolment_addresses == ()
+    assert json.loads(path.read_text())["fedlearn_invitation"] == 2
     assert found.ca_pem == site.places.authority().ca_pem
     assert path.stat().st_mode & 0o077 == 0
 

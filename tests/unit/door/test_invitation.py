@@ -34,31 +34,34 @@ class Read:
 
     name: str
     addresses: list[str]
-    enrolment_addresses: list[str]
     ca_pem: str
     token: bytes
     expires: datetime
     coordinator_key: Ed25519PublicKey | None
+    certificate_pem: str
+    tls_key_pem: str
 
 
 def read(content: bytes) -> Read:
     """Read a file by the table of the page."""
     values = json.loads(content)
-    assert values["fedlearn_invitation"] == 1
+    assert values["fedlearn_invitation"] == 2
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", values["name"])
-    for key in ("addresses", "enrolment_addresses"):
-        assert values[key]
-        assert all(re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:]+):\d+", each) for each in values[key])
+    assert values["addresses"]
+    assert values["enrolment_addresses"] == []
+    address = r"(\[[0-9a-f:.]+\]|[^:]+):\d+"
+    assert all(re.fullmatch(address, each) for each in values["addresses"])
     key = values["coordinator_key"]
     assert re.fullmatch(r"([0-9a-f]{64})?", key)
     return Read(
         name=values["name"],
         addresses=values["addresses"],
-        enrolment_addresses=values["enrolment_addresses"],
         ca_pem=values["ca_pem"],
         token=base64.b64decode(values["token"], altchars=b"-_", validate=True),
         expires=datetime.strptime(values["expires_utc"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC),
         coordinator_key=Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)) if key else None,
+        certificate_pem=values["certificate_pem"],
+        tls_key_pem=values["tls_key_pem"],
     )
 
 
@@ -101,9 +104,11 @@ def test_a_client_joins_by_the_page_alone(content: bytes) -> None:
         identity_key=identity.public_key().public_bytes_raw(),
         identity_signature=identity.sign(signed),
     )
-    tls = grpc.ssl_channel_credentials(given.ca_pem.encode())
+    tls = grpc.ssl_channel_credentials(
+        given.ca_pem.encode(), given.tls_key_pem.encode(), given.certificate_pem.encode()
+    )
     options = (("grpc.ssl_target_name_override", TLS_NAME),)
-    with grpc.secure_channel(given.enrolment_addresses[0], tls, options) as channel:
+    with grpc.secure_channel(given.addresses[0], tls, options) as channel:
         enrol: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
             "/fedlearn.v1.Enrolment/Enrol"
         )
@@ -114,14 +119,14 @@ def test_a_client_joins_by_the_page_alone(content: bytes) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_trusted"), [(TLS_NAME, True), ("example.org", False)])
-def test_both_ports_show_a_certificate_for_the_name_of_the_page(
+def test_the_door_shows_a_certificate_for_the_name_of_the_page(
     content: bytes, name: str, *, is_trusted: bool
 ) -> None:
     """Checked by a library that knows nothing of fedlearn; control: another name."""
     given = read(content)
     context = ssl.create_default_context(cadata=given.ca_pem)
     context.set_alpn_protocols(["h2"])
-    for address in (*given.addresses, *given.enrolment_addresses):
+    for address in given.addresses:
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60.0) as stream:
             if is_trusted:

@@ -246,7 +246,7 @@ def test_a_client_keeps_its_invitation_without_the_token(tmp_path: Path) -> None
         {"token": 5},
         {"ca_pem": "é"},
         {"expires_utc": None},
-        {"fedlearn_invitation": 2},
+        {"fedlearn_invitation": 3},
         {"fedlearn_invitation": None},
     ],
 )

@@ -49,7 +49,7 @@ def standard_trainer() -> TorchTrainer:
 async def joined(path: Path) -> AsyncIterator[tuple[DoorSession, Identity, int]]:
     """A client that has enrolled and is connected."""
     invitation, identity = Invitation.load(path), Identity.create()
-    address = invitation.enrolment_addresses[0]
+    address = invitation.token_addresses[0]
     certificate_pem, client_id = await enrol(address, invitation, identity)
     credentials = Credentials(
         ca_pem=invitation.ca_pem,

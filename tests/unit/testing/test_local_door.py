@@ -17,7 +17,7 @@ HELLO = wire_pb2.Hello(protocol=wire.PROTOCOL)
 def credentials(local: LocalDoor) -> Credentials:
     """Return those of a client that has enrolled."""
     invitation, identity = local.invitation("clinic-a", tags=["country=ch"]), Identity.create()
-    certificate, _ = asyncio.run(enrol(invitation.enrolment_addresses[0], invitation, identity))
+    certificate, _ = asyncio.run(enrol(invitation.token_addresses[0], invitation, identity))
     return Credentials(
         ca_pem=invitation.ca_pem,
         certificate_pem=certificate,
@@ -72,7 +72,7 @@ def test_who_may_be_asked_is_the_tests_to_say(tmp_path: Path) -> None:
                 return len(local.door.channel().available()), local.door.counters.connections
 
         num_available, num_connected = asyncio.run(available())
-        assert (num_available, num_connected) == (0, 1)
+        assert (num_available, num_connected) == (0, 2)  # one to enrol
 
 
 def test_after_the_context_nobody_listens(tmp_path: Path) -> None:

@@ -81,6 +81,15 @@ def test_an_applications_tests_are_prepared_before_they_import_grpc() -> None:
 
 def test_what_the_environment_says_already_stays() -> None:
     """Who sets a variable means it."""
-    environ = {"GRPC_ENABLE_FORK_SUPPORT": "true"}
+    environ = {"GRPC_ENABLE_FORK_SUPPORT": "true", "https_proxy": "http://a", "HTTPS_PROXY": "b"}
+    before = dict(environ)
     prepare_for_grpc(environ, verbosity="NONE")
-    assert environ == {"GRPC_ENABLE_FORK_SUPPORT": "true", "GRPC_VERBOSITY": "NONE"}
+    assert environ == before | {"GRPC_VERBOSITY": "NONE"}
+
+
+def test_a_proxy_in_capitals_is_seen() -> None:
+    """An empty one is none."""
+    environ = {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ""}
+    prepare_for_grpc(environ, verbosity=None)
+    assert environ["https_proxy"] == "http://proxy:3128"
+    assert "no_proxy" not in environ
