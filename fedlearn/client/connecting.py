@@ -109,7 +109,9 @@ class Connector:
             await self.allowed.wait()
             self._expire_sessions()
             if self._rotation.is_due(self.enrolment, run_id=self.run_id, is_connected=False):
-                self.enrolment = await self._rotation.carried_out(self.enrolment)
+                with suppress(TimeoutError):
+                    async with self._attempting():
+                        self.enrolment = await self._rotation.carried_out(self.enrolment)
             was_welcome = await self._visit(address, self.enrolment)
             num_in_vain = 0 if was_welcome else num_in_vain + 1
             if num_in_vain % len(addresses) == 0:  # else another address may be the right one
@@ -278,7 +280,7 @@ class Connector:
             self.live.leave.set()
 
     def leave_for_rotation(self) -> None:
-        """Leave the session if keys are to be replaced, which is done before the next."""
+        """Leave the session if certificate or keys are to be replaced, before the next."""
         if self.live is not None and self._rotation.is_due(
             self.live.enrolment, run_id=self.run_id, is_connected=True
         ):

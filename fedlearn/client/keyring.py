@@ -10,14 +10,15 @@ from fedlearn.core.clock import utc
 from fedlearn.core.files import disk_errors, sync_folder, write_private
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, ProtocolError
-from fedlearn.identity.identity import Identity, Invitation, expires_unix_s
+from fedlearn.identity.identity import Identity, Invitation, validity_unix_s
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage
 from fedlearn.identity.registry import token_digest
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile
 
-#: Seconds before its end from which on a certificate is spoken of.
-_WARN_BEFORE_S = 30 * 86_400.0
+#: What is left of a certificate's time when it is renewed, and when its user is told that it was
+#: not: of a year, four months and one.
+_RENEW_SHARE, _WARN_SHARE = 1 / 3, 1 / 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,27 +43,44 @@ class Enrolment:
         """Return whether ``invitation`` has served already; another one means to enrol anew."""
         return not invitation.token or token_digest(invitation.token) in self.redeemed
 
+    def should_renew(self, *, now_unix_s: float) -> bool:
+        """Return whether the certificate is to be renewed: the last third of its time has begun.
+
+        Without TLS there is none. One that has ended, or is damaged, cannot be shown any more.
+        """
+        if not self.invitation.ca_pem:
+            return False
+        try:
+            begin_unix_s, end_unix_s = validity_unix_s(self.certificate_pem)
+        except ProtocolError:
+            return False
+        left_s = end_unix_s - now_unix_s
+        return 0.0 < left_s <= _RENEW_SHARE * (end_unix_s - begin_unix_s)
+
     def renewal_advice(self, *, now_unix_s: float) -> str | None:
-        """Return how to renew a certificate that is about to end; ``None``: there is time.
+        """Return what to do about a certificate that has not renewed itself; ``None``: nothing.
 
         Without TLS there is none, and no end.
         """
         if not self.certificate_pem:
             return None
-        name = self.invitation.name
+        name, first = self.invitation.name, ""
         try:
-            end_unix_s = expires_unix_s(self.certificate_pem)
+            begin_unix_s, end_unix_s = validity_unix_s(self.certificate_pem)
         except ProtocolError:
             found = f"the certificate of {name} is damaged"
         else:
-            if now_unix_s < end_unix_s - _WARN_BEFORE_S:
+            left_s = end_unix_s - now_unix_s
+            if left_s > _WARN_SHARE * (end_unix_s - begin_unix_s):
                 return None
-            words = "ends" if now_unix_s < end_unix_s else "ended"
-            found = f"the certificate of {name} {words} at {utc(end_unix_s)}"
+            found = f"the certificate of {name} ended at {utc(end_unix_s)}"
+            if left_s > 0.0:
+                found = f"the certificate of {name} ends at {utc(end_unix_s)}"
+                first = "it renews itself once the coordinator can be reached; if that fails, "
         return (
-            f"{found}; ask the coordinator's operator for a new invitation (`fedlearn invite "
-            f"{name}`) and join with it (`fedlearn join FILE`): the client keeps its number and "
-            "its state"
+            f"{found}; {first}ask the coordinator's operator for a new invitation (`fedlearn "
+            f"invite {name}`) and join with it (`fedlearn join FILE`): the client keeps its "
+            "number and its state"
         )
 
     def followed_by(self, identity: Identity) -> Lineage:
@@ -226,6 +244,11 @@ class Keyring:
         taken = self._take_over(after)
         self.keep_keys()
         return taken
+
+    def renew(self, enrolment: Enrolment, *, certificate_pem: bytes) -> Enrolment:
+        """Take over another certificate for the same keys, in one step."""
+        write_private(self._current / "certificate.pem", certificate_pem)
+        return replace(enrolment, certificate_pem=certificate_pem)
 
     def keep_keys(self) -> None:
         """Forget that keys shall be replaced: that is done, or refused."""

@@ -1,4 +1,4 @@
-"""Replacing a client's keys: when its user has asked for it, between two sessions."""
+"""Renewing a client's certificate before it ends, and replacing its keys when its user asks."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,9 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
 from fedlearn.client.live_session import credentials_of
-from fedlearn.core.clock import Clock
+from fedlearn.core.clock import RealClock, utc
 from fedlearn.errors import EnrolmentRefused, ProtocolError
+from fedlearn.identity.identity import expires_unix_s
 from fedlearn.identity.lineage import fingerprint
 from fedlearn.session.secure import is_in_session
 from fedlearn.transport.grpc_client import enrol
@@ -20,31 +21,41 @@ from fedlearn.transport.grpc_client import enrol
 _SESSION_S = 600.0
 #: Seconds between two attempts of a client that is connected.
 _AGAIN_S = 600.0
+#: Seconds until a certificate is renewed again, or asked for after a refusal, however wrong this
+#: device's clock is.
+_NEXT_RENEWAL_S = 3600.0
 
 _log = structlog.get_logger(__name__)
 
 
 class KeyRotation:
-    """Carries out what :meth:`fedlearn.client.keyring.Keyring.ask_rotation` noted.
+    """Renews a certificate, and carries out what :meth:`~Keyring.ask_rotation` noted.
 
-    Identity and TLS key are replaced together, with a statement that the old identity key and the
-    new one sign. If the coordinator is away, the client goes on with the old ones.
+    A renewal is for the same keys. A rotation replaces identity and TLS key together, with a
+    statement that the old identity key and the new one sign. Both work while the certificate is
+    good, and come between two sessions. If the coordinator is away, the client goes on with what
+    it has.
+
+    The coordinator may grant one without its answer having come. Then it does not hear this client,
+    which asks again before its next session: its certificate still opens enrolment.
     """
 
-    def __init__(self, home: Home, *, clock: Clock, on_event: Callable[[AgentEvent], None]) -> None:
+    def __init__(
+        self, home: Home, *, clock: RealClock, on_event: Callable[[AgentEvent], None]
+    ) -> None:
         self._home, self._clock, self._on_event = home, clock, on_event
         self._noted_s = math.inf
-        self._next_s = -math.inf
+        self._next_s = self._next_renewal_s = -math.inf
 
     def is_due(self, enrolment: Enrolment, *, run_id: str, is_connected: bool) -> bool:
-        """Return whether keys are to be replaced now.
+        """Return whether certificate or keys are to be replaced now.
 
         Args:
-            enrolment: With the present keys.
+            enrolment: With the present ones.
             run_id: The run last heard of; empty: of none.
             is_connected: Whether the client would have to leave the coordinator for that.
         """
-        if not self._home.keys.wants_rotation(enrolment):
+        if not (self._home.keys.wants_rotation(enrolment) or self._should_renew(enrolment)):
             self._noted_s = math.inf
             return False
         now_s = self._clock.now_s()
@@ -54,15 +65,20 @@ class KeyRotation:
         is_between = not (run_id and is_in_session(self._home.state(run_id)))
         return is_between or now_s - self._noted_s > _SESSION_S
 
-    async def carried_out(self, enrolment: Enrolment) -> Enrolment:
-        """Return the enrolment with the new keys; the same one if that did not succeed.
+    def _should_renew(self, enrolment: Enrolment) -> bool:
+        return self._clock.now_s() >= self._next_renewal_s and enrolment.should_renew(
+            now_unix_s=self._clock.unix_s()
+        )
 
-        The coordinator may have taken them without its answer having come: then it does not hear
-        this client, which asks again before its next session.
-        """
-        self._noted_s = -math.inf  # once tried, no session is waited for: see above
-        identity = self._home.keys.coming_identity()
-        lineage = enrolment.followed_by(identity)
+    async def carried_out(self, enrolment: Enrolment) -> Enrolment:
+        """Return the enrolment with what is new; the same one if that did not succeed."""
+        self._noted_s = -math.inf  # once tried, no session is waited for
+        keys = self._home.keys
+        is_rotation = keys.wants_rotation(enrolment)
+        identity, lineage = enrolment.identity, enrolment.lineage
+        if is_rotation:
+            identity = keys.coming_identity()
+            lineage = enrolment.followed_by(identity)
         for address in enrolment.invitation.token_addresses:
             try:
                 certificate_pem, _ = await enrol(
@@ -75,15 +91,26 @@ class KeyRotation:
             except (ConnectionError, ProtocolError) as error:
                 _log.warning("rotation_waits", address=address, error=str(error))
             except EnrolmentRefused as error:
-                self._home.keys.keep_keys()
+                if is_rotation:
+                    keys.keep_keys()
+                self._next_renewal_s = self._clock.now_s() + _NEXT_RENEWAL_S
                 _log.error("rotation_refused", address=address, error=str(error))
                 self._on_event(AgentEvent(kind=EventKind.REFUSED, message=str(error)))
                 return enrolment
             else:
-                taken = self._home.keys.rotate(enrolment, certificate_pem=certificate_pem)
-                words = f"identity key {fingerprint(taken.identity.public_key)}"
-                _log.info("keys_replaced", num_rotations=taken.lineage.num_rotations)
-                self._on_event(AgentEvent(kind=EventKind.ENROLLED, message=words))
+                self._next_renewal_s = self._clock.now_s() + _NEXT_RENEWAL_S
+                replace = keys.rotate if is_rotation else keys.renew
+                taken = replace(enrolment, certificate_pem=certificate_pem)
+                self._tell(taken, is_rotation=is_rotation)
                 return taken
         self._next_s = self._clock.now_s() + _AGAIN_S
         return enrolment
+
+    def _tell(self, taken: Enrolment, *, is_rotation: bool) -> None:
+        if is_rotation:
+            words = f"identity key {fingerprint(taken.identity.public_key)}"
+            _log.info("keys_replaced", num_rotations=taken.lineage.num_rotations)
+        else:
+            words = f"certificate until {utc(expires_unix_s(taken.certificate_pem))}"
+            _log.info("certificate_renewed", until=words)
+        self._on_event(AgentEvent(kind=EventKind.ENROLLED, message=words))

@@ -236,6 +236,12 @@ def expires_unix_s(certificate_pem: bytes) -> float:
     return load_certificate(certificate_pem).not_valid_after_utc.timestamp()
 
 
+def validity_unix_s(certificate_pem: bytes) -> tuple[float, float]:
+    """Return when a certificate begins and ends, as :func:`expires_unix_s` does."""
+    certificate = load_certificate(certificate_pem)
+    return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
+
+
 def load_certificate(certificate_pem: bytes) -> x509.Certificate:
     """Return the first certificate in PEM.
 

@@ -1,4 +1,4 @@
-"""A certificate is spoken of before it ends."""
+"""When a certificate is renewed, and when its user hears that it was not."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from fedlearn.client.keyring import Enrolment
 from fedlearn.core.messages import ClientId
 from fedlearn.door.authority import Authority
-from fedlearn.identity.identity import Identity, Invitation, expires_unix_s
+from fedlearn.identity.identity import Identity, Invitation, expires_unix_s, validity_unix_s
 from fedlearn.identity.lineage import Lineage
 
 DAY_S = 86_400.0
@@ -41,6 +41,26 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Enrolment:
     return enrolment(
         authority.sign(csr_pem, name="clinic-a", client_id=3, valid_days=365), identity
     )
+
+
+@pytest.mark.parametrize("valid_days", [1, 30, 365])
+def test_a_certificate_is_renewed_in_the_last_third_of_its_time(
+    tmp_path: Path, valid_days: int
+) -> None:
+    """However long that is; one that has ended cannot be shown."""
+    authority, identity = Authority(tmp_path, host_names=()), Identity.create()
+    csr_pem = identity.csr_pem("clinic-a")
+    found = enrolment(
+        authority.sign(csr_pem, name="clinic-a", client_id=3, valid_days=valid_days), identity
+    )
+    begin_unix_s, end_unix_s = validity_unix_s(found.certificate_pem)
+    span_s = end_unix_s - begin_unix_s
+    at = {share: end_unix_s - share * span_s for share in (0.9, 0.34, 0.33, 0.01, 0.0)}
+    due = {share: found.should_renew(now_unix_s=now) for share, now in at.items()}
+    assert due == {0.9: False, 0.34: False, 0.33: True, 0.01: True, 0.0: False}
+    advised = {share: found.renewal_advice(now_unix_s=now) is not None for share, now in at.items()}
+    assert advised == {0.9: False, 0.34: False, 0.33: False, 0.01: True, 0.0: True}
+    assert not enrolment(b"damaged").should_renew(now_unix_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,22 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedlearn.client import keyring, rotation
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
 from fedlearn.client.live_session import credentials_of, session_at
 from fedlearn.client.rotation import KeyRotation
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.files import write_private
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConnectionRefused, DeploymentError
-from fedlearn.identity.identity import IDENTITY_FILE, Identity, Invitation
+from fedlearn.identity.identity import IDENTITY_FILE, Identity, Invitation, expires_unix_s
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.secagg.client_state import Advertised, ClientState
@@ -31,6 +34,7 @@ from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import enrol
 
+DAY_S = 86_400.0
 KEY = b"c" * 32
 TERMS = Terms(
     run_id=bytes(16),
@@ -312,6 +316,73 @@ def test_a_revoked_client_keeps_its_keys_and_is_told(client: Client) -> None:
     (event,) = client.events
     assert event.kind is EventKind.REFUSED
     assert "revoked" in event.message
+
+
+def test_a_certificate_renews_itself_before_it_ends(client: Client) -> None:
+    """Number, name and keys stay, and only once, although this clock says that it is due."""
+    before = client.enrolment
+    assert not client.is_due()
+    client.clock.elapsed_s = expires_unix_s(before.certificate_pem) - 100 * DAY_S
+    assert client.is_due()
+    after = client.rotate()
+    assert not client.is_due()
+    assert client.enrolment.certificate_pem == after.certificate_pem
+    assert after.certificate_pem != before.certificate_pem
+    assert (after.client_id, after.lineage) == (before.client_id, before.lineage)
+    assert client.connect(after) == before.client_id
+    assert "certificate until 20" in client.events[0].message
+    (registered,) = client.coordinator.registry.clients()
+    assert (registered.name, registered.lineage) == ("laptop", before.lineage.to_bytes())
+    client.clock.sleep(3600.0)
+    assert client.is_due()
+    client.coordinator.revoke("laptop")
+    assert client.rotate().certificate_pem == after.certificate_pem
+    assert "revoked" in client.events[-1].message
+    assert not client.is_due()
+
+
+@pytest.mark.parametrize("step", ["asked", "granted", "written"])
+def test_a_renewal_survives_a_kill_at_any_step(
+    client: Client, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Before the coordinator has granted it, before its answer has come, and afterwards."""
+    before = client.enrolment
+    client.clock.elapsed_s = expires_unix_s(before.certificate_pem) - DAY_S
+
+    class Killed(Exception):
+        """The process ends here."""
+
+    async def enrol_and_die(*args: Any, **options: Any) -> tuple[bytes, int]:
+        if step == "granted":
+            await enrol(*args, **options)
+        raise Killed
+
+    def write_and_die(path: Path, content: bytes) -> None:
+        write_private(path, content)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        if step == "written":
+            patched.setattr(keyring, "write_private", write_and_die)
+        else:
+            patched.setattr(rotation, "enrol", enrol_and_die)
+        with pytest.raises(Killed):
+            client.rotate()
+    is_old = client.enrolment.certificate_pem == before.certificate_pem
+    assert is_old is (step != "written")
+    client.rotation = KeyRotation(client.home, clock=client.clock, on_event=client.events.append)
+    assert client.is_due(is_connected=False)  # this clock still says so
+    after = client.rotate()
+    assert after.certificate_pem != before.certificate_pem
+    assert client.connect(client.enrolment) == before.client_id
+
+
+def test_keys_that_are_asked_for_come_before_a_renewal(client: Client) -> None:
+    """They have a certificate of their own, and the coordinator may know them already."""
+    client.clock.elapsed_s = expires_unix_s(client.enrolment.certificate_pem) - DAY_S
+    client.home.keys.ask_rotation()
+    assert client.rotate().lineage.num_rotations == 1
+    assert not client.is_due()
 
 
 def test_a_chain_from_another_key_is_refused(client: Client) -> None:

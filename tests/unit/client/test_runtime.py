@@ -32,7 +32,7 @@ from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
 from fedlearn.client.tasks import OpenTask
-from fedlearn.core.clock import SystemClock
+from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -1644,10 +1644,11 @@ class Mute(Device):
 def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
     tmp_path: Path, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, although it is looked at every second; the control has a year left."""
+    """Once, although it is looked at every second; the control has months left."""
     monkeypatch.setattr(runtime, "Device", Mute)
-    authority = Authority(tmp_path / "authority", host_names=())
-    for days in (10, 365):
+    last_year = utc(SystemClock().unix_s() - 300 * 86_400.0)
+    authority = Authority(tmp_path / "authority", host_names=(), now=lambda: last_year)
+    for days in (310, 665):
         home = Home(tmp_path / f"client-{days}")
         home.set_consent(granted=True)
         csr_pem = home.keys.coming_identity().csr_pem("laptop")
@@ -1660,7 +1661,7 @@ def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
                 while door.hear("eligibility").on_power is not on_power:
                     pass
         advice = [each.message for each in running.others() if each.kind is EventKind.EXPIRING]
-        assert len(advice) == (days == 10)
+        assert len(advice) == (days == 310)
         assert all("fedlearn invite laptop" in each for each in advice)
 
 

@@ -47,7 +47,7 @@ def test_the_file_is_looked_at_before_the_network(tmp_path: Path, text: str, lin
             with pytest.raises(DeploymentError, match="cannot take part yet: config;"):
                 check(coordinator.invite("clinic-a"))
     assert out.getvalue().startswith(line.format(file=file))
-    assert "door TLS" in out.getvalue()
+    assert "TLS: its certificate" in out.getvalue()
 
 
 @pytest.mark.usefixtures("own_path")
