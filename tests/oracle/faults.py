@@ -109,6 +109,10 @@ def _has_adam(c: Configuration) -> bool:
     return c.optimizer.startswith("adam")
 
 
+def _keeps(c: Configuration) -> bool:
+    return c.optimizer.endswith("_kept") or c.algorithm in ("scaffold", "easgd")
+
+
 def _constant(value: Any) -> Change:
     return lambda _: value
 
@@ -527,7 +531,7 @@ FAULTS: tuple[Fault, ...] = (
         reduction,
         "refusal",
         lambda right: lambda *given, **named: right(*given, **{**named, "bounds": None}),
-        _is("bound", "norm"),
+        lambda c: c.bound == "norm" and c.place == "fused" and c.stragglers == "oversample",
     ),
     Fault(
         "the bound on examples is ignored",
@@ -663,7 +667,7 @@ FAULTS: tuple[Fault, ...] = (
         Home,
         "state",
         _constant(lambda *_: b""),
-        _is("place", "grpc"),
+        lambda c: c.place == "grpc" and _keeps(c),
     ),
     Fault(
         "a compiled step counts what pads a batch",
@@ -713,6 +717,6 @@ FAULTS: tuple[Fault, ...] = (
         local,
         "load_kept",
         _constant(lambda *_, **__: None),
-        lambda c: c.optimizer.endswith("_kept") or c.algorithm in ("scaffold", "easgd"),
+        lambda c: c.place == "fused" and _keeps(c),
     ),
 )
