@@ -241,6 +241,7 @@ class Leader:
         """Return how many rounds the run is to have by now."""
         num_rounds = self.patiently(lambda: stored.record.num_rounds)
         self.live_status.num_rounds = num_rounds
+        self.progress.extend(num_rounds)
         return num_rounds
 
     def _patient(self, charging: Charging) -> Charge:

@@ -43,6 +43,9 @@ _CLEAR_LINE = "\r\x1b[2K"
 class Progress(Protocol):
     """Who is told of a run: ``start``, then ``round`` for each, then ``end``."""
 
+    def extend(self, num_rounds: int) -> None:
+        """Tell how many rounds the run is to have by now."""
+
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Tell that a run begins or goes on, which lies at ``path``.
 
@@ -87,6 +90,10 @@ class _Lines:
         self._clip_norm = None
         if isinstance(section, Mapping) and section.get("mode") != "off":
             self._clip_norm = section.get("clip_norm")
+
+    def extend(self, num_rounds: int) -> None:
+        """Tell of another number of rounds from the next line on."""
+        self._num_rounds = num_rounds
 
     def _clip_advice(self, record: RoundRecord) -> str:
         """Return what to do if most updates of the first round were scaled down."""
@@ -233,14 +240,13 @@ _COLUMNS = {
 class _TimeLeft:
     """A bar under the rounds of a long run, and how long the rest will take as rounds take now."""
 
-    def __init__(self, num_rounds: int) -> None:
-        self._num_rounds = num_rounds
+    def __init__(self) -> None:
         self._mean_s = math.nan
         self._since_s = math.inf  # since the bar was last made anew
         self._bar = ""
 
-    def bar(self, record: RoundRecord, width: Callable[[], int]) -> str:
-        """Return it after a finished round, within ``width()`` columns; empty if little is left.
+    def bar(self, record: RoundRecord, num_rounds: int, width: Callable[[], int]) -> str:
+        """Return it after one of ``num_rounds``, within ``width()`` columns; empty near the end.
 
         It is the same as before for a moment, so that a round costs little.
         """
@@ -250,14 +256,14 @@ class _TimeLeft:
         self._since_s += record.seconds
         if self._since_s >= _REDRAW_S:
             self._since_s = 0.0
-            self._bar = self._drawn(record.round_num + 1, width())
+            self._bar = self._drawn(record.round_num + 1, num_rounds, width())
         return self._bar
 
-    def _drawn(self, num_finished: int, width: int) -> str:
-        left_s = self._mean_s * (self._num_rounds - num_finished)
+    def _drawn(self, num_finished: int, num_rounds: int, width: int) -> str:
+        left_s = self._mean_s * (num_rounds - num_finished)
         if left_s < _LONG_S:
             return ""
-        share = num_finished / self._num_rounds
+        share = num_finished / num_rounds
         told = f" {100 * share:3.0f}%  {duration_text(left_s)} left"
         num_cells = max(0, min(_MOST_CELLS, width - len(told) - 1))
         full = round(share * num_cells)
@@ -277,7 +283,7 @@ class TerminalProgress(_Lines):
         self._sign, self._best, self._budget = 1.0, -math.inf, ""
         self._round_width, self._metric_width = 0, 0
         self._columns: tuple[str, ...] = ()
-        self._left, self._has_bar = _TimeLeft(0), False
+        self._left, self._has_bar = _TimeLeft(), False
         self._good = _paint("bold green", console)
         self._dim = _paint("dim", console)
         self._late = _paint("yellow", console)
@@ -293,7 +299,7 @@ class TerminalProgress(_Lines):
         shown = printable(self._metric)[:_NAME_CHARACTERS]
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
         self._metric_width = max(8, len(shown))
-        self._left = _TimeLeft(record.num_rounds)
+        self._left = _TimeLeft()
         self._columns = self._fitting(self._console.width)
         name = (printable(record.name), "bold cyan")
         self._console.print(Text.assemble(name, (f"  {record.num_rounds} rounds", "dim")))
@@ -338,7 +344,9 @@ class TerminalProgress(_Lines):
             line += f"  {self._late(remark)}"
         if (epsilon := record.metrics.get("epsilon")) is not None:
             line += f"  {self._dim(f'ε {epsilon:.3g}{self._budget}')}"
-        bar = "" if self._is_deployed else self._left.bar(record, lambda: self._console.width)
+        bar = ""
+        if not self._is_deployed:
+            bar = self._left.bar(record, self._num_rounds, lambda: self._console.width)
         if advice := self._clip_advice(record):
             line += f"\n{self._late(advice)}"
         self._write(f"{self._without_bar()}{line}", then=self._dim(bar) if bar else "")

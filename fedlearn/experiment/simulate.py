@@ -511,11 +511,17 @@ def _execute(
             site.progress.start(stored.record, stored.path, (*pieces.notes, *promised))
             if charging is not None:
                 stack.enter_context(closing(charging))
+
+            def num_rounds() -> int:
+                found = stored.record.num_rounds
+                site.progress.extend(found)
+                return found
+
             part.train(
                 cluster,
                 cluster.broadcast((checkpoint, num_lost)),
                 store=stored,
-                num_rounds=lambda: stored.record.num_rounds,
+                num_rounds=num_rounds,
                 folder=stored.path / FOLDER,
                 progress=site.progress.round,
                 charging=charging,

@@ -176,6 +176,17 @@ def test_a_run_without_rounds_ends_in_nulls() -> None:
     assert (end["accuracy"], end["loss"], end["rounds"]) == (None, None, 0)
 
 
+def test_a_run_that_is_given_more_rounds_says_so_from_the_next_line_on() -> None:
+    stream = StringIO()
+    progress = progress_to(stream, as_json=True)
+    progress.start(RUN, PATH, [])
+    progress.round(finished(0, {}))
+    progress.extend(RUN.num_rounds + 7)
+    progress.round(finished(1, {}))
+    rounds = [json.loads(line)["rounds"] for line in stream.getvalue().splitlines()]
+    assert rounds == [RUN.num_rounds, RUN.num_rounds, RUN.num_rounds + 7]
+
+
 def test_a_log_has_the_same_facts_in_a_fixed_order() -> None:
     """Off a terminal, lines are stable: people grep them."""
     lines = plain(ROUNDS)
