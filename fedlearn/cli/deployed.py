@@ -328,6 +328,14 @@ def join(
             "in secure aggregation and no others. Without it, those that the coordinator tells.",
         ),
     ] = None,
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the coordinator is now, if it has moved; may be given several times. Kept, "
+            "and tried before the addresses that are known.",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -343,7 +351,7 @@ def join(
     from fedlearn.deployment.join import check_before, join
 
     if check:
-        check_before(invitation, task=task, home=home, config=config)
+        check_before(invitation, task=task, home=home, config=config, addresses=address or ())
         return
     if task is None:
         raise ConfigError(
@@ -357,6 +365,7 @@ def join(
         require_secure_aggregation=require_secure_aggregation,
         roster=roster,
         num_workers=workers,
+        addresses=address or (),
     )
 
 

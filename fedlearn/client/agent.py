@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from fedlearn.client.policy import Policy
 from fedlearn.client.process import TrainingProcess, interpreter, is_training_process
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
+from fedlearn.transport.addresses import require_addresses
 
 if TYPE_CHECKING:  # the application does not wait for torch
     from fedlearn.training.trainer import LocalTrainer
@@ -98,10 +99,12 @@ class Agent:
             this client away.
         roster: The operator's list of identity keys, checked with the other users: in secure
             aggregation these clients are believed and no others.
+        addresses: Of a coordinator that has moved, each ``host:port``; tried before those of the
+            invitation and those that the coordinator has announced.
 
     Raises:
         DeploymentError: The trainer cannot be made in another process, or its name leads nowhere;
-            there is no such invitation, or no Python to start a process with.
+            there is no such invitation, or no Python to start a process with; an address is none.
 
     Example:
         ::
@@ -127,6 +130,7 @@ class Agent:
         niceness: int = 10,
         reconnection: Reconnection = Reconnection(),  # noqa: B008 - frozen
         roster: Path | str | None = None,
+        addresses: Sequence[str] = (),
     ) -> None:
         self._home = ClientFolder(Path(home).expanduser().resolve())
         self._options = RuntimeOptions(
@@ -140,6 +144,7 @@ class Agent:
             niceness=niceness,
             reconnection=reconnection,
             roster=None if roster is None else Path(roster).expanduser().resolve(),
+            addresses=require_addresses(addresses),
         )
         self._python = interpreter()
         # Another interpreter may have other packages.

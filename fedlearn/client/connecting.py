@@ -1,9 +1,9 @@
 """Finding the coordinator: enrolment, sessions one after the other, and what comes in them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fedlearn.identity.identity import Invitation
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.session.secure import after_failure
 from fedlearn.transport import wire_pb2
+from fedlearn.transport.addresses import announced_addresses, join_addresses
 from fedlearn.transport.content import TaskKey
 from fedlearn.transport.grpc_client import ComeBackLater, DoorSession, enrol
 
@@ -50,6 +51,7 @@ class Connector:
     """Keeps a session with the coordinator while that is allowed.
 
     Args:
+        addresses: Of the coordinator, tried before those that are known.
         reconnection: How soon the next visit comes.
         hello: Makes what a session begins with.
         post: Takes what happens, for the conversation.
@@ -69,6 +71,7 @@ class Connector:
         *,
         invitation: Path | None,
         roster: Path | None,
+        addresses: tuple[str, ...],
         reconnection: Reconnection,
         hello: Callable[[], wire_pb2.Hello],
         post: Callable[[Event], None],
@@ -76,6 +79,7 @@ class Connector:
         on_receipt: Callable[[wire_pb2.Receipt], None],
     ) -> None:
         self._home, self._invitation, self._roster = home, invitation, roster
+        self._addresses = addresses
         self._hello, self._post = hello, post
         self._on_event, self._on_receipt = on_event, on_receipt
         self._clock = SystemClock()
@@ -104,8 +108,13 @@ class Connector:
             self._home.keys.pin_file(self.enrolment).take(
                 roster, client_id=self.enrolment.client_id, lineage=self.enrolment.lineage
             )
-        addresses, num_in_vain = self.enrolment.invitation.addresses, 0
-        for address in cycle(addresses):
+        if self._addresses:
+            known = join_addresses(self._addresses, self.enrolment.invitation.addresses)
+            self.enrolment = self._home.keys.move(self.enrolment, known)
+        num_in_vain = 0
+        for num_visits in count():
+            addresses = self.enrolment.invitation.addresses  # a session may change them
+            address = addresses[num_visits % len(addresses)]
             await self.allowed.wait()
             self._expire_sessions()
             if self._rotation.is_due(self.enrolment, run_id=self.run_id, is_connected=False):
@@ -170,6 +179,7 @@ class Connector:
                 f"{self._home.folder} is not enrolled; pass the invitation that the coordinator's "
                 "operator made (`fedlearn invite NAME`)"
             )
+        given = given.moved_to(join_addresses(self._addresses, given.addresses))
         identity, lineage = self._home.keys.coming_identity(), self._home.keys.coming_lineage(given)
         for address in cycle(given.token_addresses):
             await self.allowed.wait()
@@ -227,6 +237,7 @@ class Connector:
         self._attempt = self._asked_s = None
         run_id = live.session.welcome.run_id
         require_run_id(run_id)
+        self._keep_addresses(live.session.welcome.addresses, here=address)
         try:
             self._home.forget_other_runs(run_id)
         except DeploymentError as error:  # tried again in the next session
@@ -250,6 +261,20 @@ class Connector:
             await cancel([*live.jobs, *ends])
         for end in done:
             end.result()  # raises what cut the session
+
+    def _keep_addresses(self, announced: Sequence[str], *, here: str) -> None:
+        """Keep where the coordinator says that it is reached, now or soon."""
+        assert self.enrolment is not None
+        is_secure = bool(self.enrolment.invitation.ca_pem)
+        addresses = announced_addresses(announced, here=here, is_secure=is_secure)
+        if not addresses or addresses == self.enrolment.invitation.addresses:
+            return
+        try:
+            self.enrolment = self._home.keys.move(self.enrolment, addresses)
+        except DeploymentError as error:  # tried again in the next session
+            _log.warning("addresses_not_kept", error=str(error))
+        else:
+            _log.info("addresses_kept", addresses=addresses)
 
     async def _receive(self, session: DoorSession) -> None:
         while (message := await session.receive()) is not None:

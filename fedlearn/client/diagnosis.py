@@ -61,11 +61,21 @@ class Finding:
 
 
 def diagnose(
-    invitation: Path, *, home: Path, trainer: str | None, clock: WallClock = _CLOCK
+    invitation: Path,
+    *,
+    home: Path,
+    trainer: str | None,
+    addresses: tuple[str, ...] = (),
+    clock: WallClock = _CLOCK,
 ) -> Iterator[Finding]:
     """Yield what is found, one thing after another; nothing is joined, and no token redeemed.
 
-    ``home`` is the client's folder, or where it would be; without a ``trainer`` none is made.
+    Args:
+        invitation: The file.
+        home: The client's folder, or where it would be.
+        trainer: Its name; ``None``: none is made.
+        addresses: Of the coordinator, looked at in the place of those that are known.
+        clock: This device's.
     """
     try:
         invited = Invitation.load(invitation)
@@ -77,10 +87,10 @@ def diagnose(
     disk = _disk(home)
     yield disk
     if enrolment is None or not enrolment.is_with(invited):
-        looks = (_look(address, invited, clock) for address in invited.token_addresses)
+        looks = (_look(each, invited, clock) for each in addresses or invited.token_addresses)
         yield from _one_clock(chain.from_iterable(looks))
     elif disk.is_fine:  # a session would end that of a process that runs
-        yield from _session(enrolment, clock)
+        yield from _session(enrolment, addresses or enrolment.invitation.addresses, clock)
     if trainer is not None:
         yield _data(trainer)
 
@@ -201,9 +211,11 @@ def _ask_for(address: str) -> str:
     )
 
 
-def _session(enrolment: Enrolment, clock: WallClock) -> Iterator[Finding]:
+def _session(
+    enrolment: Enrolment, addresses: tuple[str, ...], clock: WallClock
+) -> Iterator[Finding]:
     """Connect as this client, and leave."""
-    for address in enrolment.invitation.addresses:
+    for address in addresses:
         begin_unix_s = clock.unix_s()
         try:
             welcome = asyncio.run(_welcome(enrolment, address))

@@ -250,6 +250,14 @@ class Keyring:
         write_private(self._current / "certificate.pem", certificate_pem)
         return replace(enrolment, certificate_pem=certificate_pem)
 
+    def move(self, enrolment: Enrolment, addresses: tuple[str, ...]) -> Enrolment:
+        """Keep other addresses of the coordinator, in one step."""
+        invitation = enrolment.invitation.moved_to(addresses)
+        if invitation == enrolment.invitation:
+            return enrolment
+        invitation.save(self._current / "invitation.json")
+        return replace(enrolment, invitation=invitation)
+
     def keep_keys(self) -> None:
         """Forget that keys shall be replaced: that is done, or refused."""
         (self.folder / "rotate").unlink(missing_ok=True)

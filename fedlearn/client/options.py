@@ -20,6 +20,7 @@ class RuntimeOptions:
             aggregation are expanded on as many as there are cores.
         num_workers: Processes that share each training, this one included.
         roster: ``None``: the coordinator is believed where it first tells identity keys.
+        addresses: Of the coordinator, ``host:port``, tried before those that the client knows.
         exit_code: What the process before this one ended with, in the same application, unless it
             was asked to end; negative: the number of the signal that killed it. ``None``: there was
             none.
@@ -35,6 +36,7 @@ class RuntimeOptions:
     niceness: int = 0
     num_workers: int = 1
     roster: Path | None = None
+    addresses: tuple[str, ...] = ()
     exit_code: int | None = None
 
 

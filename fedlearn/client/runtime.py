@@ -78,6 +78,7 @@ class Runtime:
             self._home,
             invitation=options.invitation,
             roster=options.roster,
+            addresses=options.addresses,
             hello=self._hello,
             post=self._events.put_nowait,
             on_event=on_event,

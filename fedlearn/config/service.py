@@ -11,10 +11,11 @@ from fedlearn.config.toml import shown
 from fedlearn.core.ranges import NotNegative, Positive, Whole
 from fedlearn.door.eligibility import Requirements
 from fedlearn.door.settings import DoorSettings
+from fedlearn.transport.addresses import ADDRESS_PATTERN, MAX_PORT
 
 Address: TypeAlias = Annotated[
     str,
-    StringConstraints(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"),
+    StringConstraints(pattern=ADDRESS_PATTERN),
     told_as('"host:port"'),
 ]
 AddressList: TypeAlias = Annotated[tuple[Address, ...], Field(strict=False)]
@@ -69,8 +70,8 @@ class ServiceSection(Section):
     )
     public_addresses: AddressList = Field(
         (),
-        description="Addresses that invitations name, tried in turn, best by a DNS name; "
-        "empty: coordinator.address.",
+        description="Addresses that invitations name, best by a DNS name, and that clients which "
+        "connect are told and keep, tried in turn; empty: invitations name coordinator.address.",
     )
     public_enrolment_addresses: AddressList = Field(
         (),
@@ -142,12 +143,9 @@ class ServiceSection(Section):
             yield Problem(("public_enrolment_addresses",), text)
 
     def _no_port(self, name: str, address: str) -> Iterator[Problem]:
-        if _port(address) > _MAX_PORT:
-            text = f"is {shown(address)}, but ports end at {_MAX_PORT}; take a smaller one"
+        if _port(address) > MAX_PORT:
+            text = f"is {shown(address)}, but ports end at {MAX_PORT}; take a smaller one"
             yield Problem((name,), text)
-
-
-_MAX_PORT = 65535
 
 
 def _port(address: str) -> int:

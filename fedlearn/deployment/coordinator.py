@@ -296,6 +296,7 @@ class Coordinator:
             clock=SystemClock(),
             beat_s=_beat_s(section.lease_ttl_s) if database.is_shared else 0.0,
             needs_newest=reason_for_newest(self.pieces),
+            public_addresses=section.public_addresses,
         )
         door.start()
         door.when_blind(self.interruption.give)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TextIO
@@ -19,6 +20,7 @@ from fedlearn.deployment.known_keys import default_home
 from fedlearn.errors import ConfigError, DeploymentError
 from fedlearn.identity.identity import Invitation
 from fedlearn.session.faults import in_users_code
+from fedlearn.transport.addresses import require_addresses
 
 #: What the process ends with when the user's training does not listen.
 _STUCK = 3
@@ -33,6 +35,7 @@ def join(
     require_secure_aggregation: bool,
     roster: Path | None = None,
     num_workers: int | None = None,
+    addresses: Sequence[str] = (),
     out: TextIO = sys.stdout,
 ) -> None:
     """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
@@ -45,7 +48,7 @@ def join(
 
     Raises:
         ConfigError: There is something wrong with ``config``.
-        DeploymentError: The invitation, the trainer or the folder is of no use.
+        DeploymentError: The invitation, the trainer, the folder or an address is of no use.
         EnrolmentRefused: The coordinator does not take the invitation.
     """
     given = load_client(config)
@@ -61,6 +64,7 @@ def join(
         num_workers=num_workers or given.training.num_workers,
         reconnection=given.to_reconnection(),
         roster=roster,
+        addresses=require_addresses(addresses),
     )
 
     def tell(event: AgentEvent) -> None:
@@ -79,6 +83,7 @@ def check_before(
     task: str | None,
     home: Path | None,
     config: Path | None,
+    addresses: Sequence[str] = (),
     out: TextIO = sys.stdout,
 ) -> None:
     """Look whether this machine could take part, a line for each thing; joins nothing.
@@ -90,7 +95,9 @@ def check_before(
     _find_modules_here()
     problems = []
     own = [] if config is None else [_config_finding(config)]
-    for finding in chain(own, diagnose(invitation, home=folder, trainer=task)):
+    known = require_addresses(addresses)
+    findings = diagnose(invitation, home=folder, trainer=task, addresses=known)
+    for finding in chain(own, findings):
         print(f"{finding.verdict:<4} {finding.name}: {finding.message}", file=out, flush=True)
         problems += [] if finding.is_fine else [finding.name]
     if problems:

@@ -9,7 +9,7 @@ import asyncio
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -105,6 +105,8 @@ class Door:
             coordinator lives; 0: any, since no other can take over.
         needs_newest: Why the run needs clients of the newest protocol; empty: the one before will
             do.
+        public_addresses: Where clients are to look for the coordinator from now on; empty: where
+            they do.
         pace: How many clients may check in; ``None``: as many as it finds that it can take.
         counters: What has happened so far.
         address: Where clients enrol and connect, once started.
@@ -122,6 +124,7 @@ class Door:
     clock: RealClock
     beat_s: float = 0.0
     needs_newest: str = ""
+    public_addresses: Sequence[str] = ()
     pace: Pace | None = None
 
     def __post_init__(self) -> None:
@@ -590,6 +593,7 @@ class Door:
             run_id=self.run_id,
             unix_s=self.clock.unix_s(),
             beat_s=self._beat_s(hello.protocol),
+            addresses=self.public_addresses,
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
         self._exchanges.answer_held(session)  # also if there is no room

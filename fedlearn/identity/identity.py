@@ -176,6 +176,17 @@ class Invitation:
         is_older = self.enrolment_addresses and not self.certificate_pem
         return self.enrolment_addresses if is_older else self.addresses
 
+    def moved_to(self, addresses: tuple[str, ...]) -> "Invitation":
+        """Return the invitation to a coordinator that is reached at other addresses.
+
+        An enrolled client renews its certificate there, too.
+        """
+        return replace(
+            self,
+            addresses=addresses,
+            enrolment_addresses=self.enrolment_addresses if self.token else (),
+        )
+
     def without_secrets(self) -> "Invitation":
         """Return the copy that an enrolled client keeps, with the addresses that it will need."""
         is_older = self.token_addresses is self.enrolment_addresses

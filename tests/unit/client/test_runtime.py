@@ -83,6 +83,7 @@ class ScriptedDoor:
         self.offsets: list[int] = []
         self.cut_downloads_after: int | None = None
         self.come_back_s: list[float] = []  # to whoever comes next, instead of a session
+        self.announced: list[str] = []  # as its addresses
         self._pushed: queue.Queue[wire_pb2.FromCoordinator | None] = queue.Queue()
         self._server = grpc.server(ThreadPoolExecutor(16))
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {  # Any: of several calls
@@ -180,7 +181,9 @@ class ScriptedDoor:
             context.set_trailing_metadata(told)
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         self._pushed = pushed = queue.Queue[wire_pb2.FromCoordinator | None]()
-        welcome = wire_pb2.Welcome(protocol=wire.PROTOCOL, client_id=3, run_id=self.run_id)
+        welcome = wire_pb2.Welcome(
+            protocol=wire.PROTOCOL, client_id=3, run_id=self.run_id, addresses=self.announced
+        )
         yield wire_pb2.FromCoordinator(welcome=welcome)
 
         def listen() -> None:
@@ -1632,6 +1635,40 @@ def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
     assert enrolment.client_id == 3
     with client(home, Quick(), invitation=file) as running:
         assert running.events.get(timeout=WAIT_S).kind is EventKind.CONNECTED
+
+
+def test_a_client_follows_a_coordinator_that_moves(home: Home, door: ScriptedDoor) -> None:
+    """As announced, beside what is no address and none of this machine, and after a restart."""
+    new = ScriptedDoor()
+    door.announced = ["nonsense", "fl.example.org:443", new.address]
+    with client(home, Quick()) as running:
+        assert running.wait_for(EventKind.CONNECTED).message == door.address
+        door.end_session()
+        while running.wait_for(EventKind.CONNECTED).message != new.address:
+            door.end_session()
+    door.close()
+    assert known_addresses(home) == (new.address, door.address)
+    with client(home, Quick()) as running:
+        assert running.wait_for(EventKind.CONNECTED).message == new.address
+    new.close()
+
+
+def test_a_client_takes_an_address_from_its_user(home: Home, door: ScriptedDoor) -> None:
+    """Before those that it knows, which it keeps, also for the next start."""
+    moved = ScriptedDoor()
+    door.close()
+    with client(home, Quick(), addresses=(moved.address,)) as running:
+        assert running.wait_for(EventKind.CONNECTED).message == moved.address
+    assert known_addresses(home) == (moved.address, door.address)
+    with client(home, Quick()) as running:
+        assert running.wait_for(EventKind.CONNECTED).message == moved.address
+    moved.close()
+
+
+def known_addresses(home: Home) -> tuple[str, ...]:
+    enrolment = home.keys.enrolment()
+    assert enrolment is not None
+    return enrolment.invitation.addresses
 
 
 class Mute(Device):

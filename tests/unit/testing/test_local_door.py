@@ -63,12 +63,14 @@ def test_who_may_be_asked_is_the_tests_to_say(tmp_path: Path) -> None:
     """By what a client says of itself; it is connected all the same."""
     with LocalDoor(tmp_path, eligible=lambda client, _: client.name != "clinic-a") as local:
         known = credentials(local)
+        local.door.public_addresses = ["fl.example.org:443"]
 
         async def available() -> tuple[int, int]:
             async with (
                 DoorConnection(local.door.address, known) as connection,
-                connection.session(HELLO),
+                connection.session(HELLO) as session,
             ):
+                assert list(session.welcome.addresses) == ["fl.example.org:443"]
                 return len(local.door.channel().available()), local.door.counters.connections
 
         num_available, num_connected = asyncio.run(available())
