@@ -24,7 +24,7 @@ from fedlearn.deployment.record import ForgettingStore, TellingStore, resume_rou
 from fedlearn.deployment.rounds import run_over
 from fedlearn.experiment.assemble import Identities, standing_of
 from fedlearn.experiment.privacy import gone_on, promise
-from fedlearn.experiment.progress import Progress
+from fedlearn.experiment.progress import Progress, extend
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan
@@ -241,7 +241,7 @@ class Leader:
         """Return how many rounds the run is to have by now."""
         num_rounds = self.patiently(lambda: stored.record.num_rounds)
         self.live_status.num_rounds = num_rounds
-        self.progress.extend(num_rounds)
+        extend(self.progress, num_rounds)
         return num_rounds
 
     def _patient(self, charging: Charging) -> Charge:

@@ -43,9 +43,6 @@ _CLEAR_LINE = "\r\x1b[2K"
 class Progress(Protocol):
     """Who is told of a run: ``start``, then ``round`` for each, then ``end``."""
 
-    def extend(self, num_rounds: int) -> None:
-        """Tell how many rounds the run is to have by now."""
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Tell that a run begins or goes on, which lies at ``path``.
 
@@ -67,6 +64,12 @@ def progress_to(
         return JsonProgress(stream)
     console = Console(file=stream, highlight=False)
     return TerminalProgress(console) if console.is_terminal else PlainProgress(stream)
+
+
+def extend(progress: Progress, num_rounds: int) -> None:
+    """Have one of ours tell how many rounds the run is to have by now."""
+    if isinstance(progress, _Lines):
+        progress.set_num_rounds(num_rounds)
 
 
 class _Lines:
@@ -91,8 +94,8 @@ class _Lines:
         if isinstance(section, Mapping) and section.get("mode") != "off":
             self._clip_norm = section.get("clip_norm")
 
-    def extend(self, num_rounds: int) -> None:
-        """Tell of another number of rounds from the next line on."""
+    def set_num_rounds(self, num_rounds: int) -> None:
+        """Tell of so many rounds from the next line on."""
         self._num_rounds = num_rounds
 
     def _clip_advice(self, record: RoundRecord) -> str:

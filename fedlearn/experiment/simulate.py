@@ -45,7 +45,7 @@ from fedlearn.experiment.arguments import (
 from fedlearn.experiment.assemble import assemble, device_of, resolve, workers_used
 from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import gone_on, promise, with_ledger
-from fedlearn.experiment.progress import Progress, progress_to
+from fedlearn.experiment.progress import Progress, extend, progress_to
 from fedlearn.experiment.recorded import ARGUMENT_DATA, PYTHON_PIECES, config_of
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.server_training import FOLDER, Place
@@ -514,7 +514,7 @@ def _execute(
 
             def num_rounds() -> int:
                 found = stored.record.num_rounds
-                site.progress.extend(found)
+                extend(site.progress, found)
                 return found
 
             part.train(

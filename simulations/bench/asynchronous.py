@@ -45,9 +45,6 @@ class Stopwatch:
     def __init__(self) -> None:
         self.ends_s, self._clock = list[float](), SystemClock()
 
-    def extend(self, num_rounds: int) -> None:
-        """Tell nobody."""
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Say nothing."""
 

@@ -71,9 +71,6 @@ class Stopwatch:
         self.clock, self.ends_s = clock, [clock.now_s()]
         self._lines = PlainProgress(Path(os.devnull).open("w"))  # noqa: SIM115 - open until exit
 
-    def extend(self, num_rounds: int) -> None:
-        """Tell nobody."""
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Note the start."""
         self._lines.start(record, path, notes)

@@ -107,8 +107,6 @@ class Quiet:
 
     break_after: int | None = None
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None: ...
 
     def round(self, record: fl.RoundRecord) -> None:

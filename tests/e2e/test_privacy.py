@@ -64,8 +64,6 @@ class Told:
         self.num_rounds, self._break_after = 0, break_after
         self.summary: Summary | None = None
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         self.notes = notes
 

@@ -47,8 +47,6 @@ class Quiet:
         self.break_after, self.num_rounds, self.ended = break_after, 0, False
         self.notes: Sequence[str] = ()
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Say nothing, and keep the notes."""
         self.notes = notes

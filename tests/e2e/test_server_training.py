@@ -59,8 +59,6 @@ class Told:
         self._break_after = break_after
         self.summary: Summary | None = None
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         self.notes = notes
 

@@ -42,8 +42,6 @@ def trainer_of(features: Tensor, labels: Tensor) -> Telling:
 class Silent:
     """A progress that says nothing."""
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Say nothing."""
 

@@ -122,8 +122,6 @@ def expected_of(weights: Array) -> dict[str, float]:
 class Silent:
     """A progress that says nothing."""
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Say nothing."""
 

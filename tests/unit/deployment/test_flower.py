@@ -61,8 +61,6 @@ class Heard:
     notes: list[str] = field(default_factory=list)
     summary: Summary | None = None
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Iterable[str]) -> None:
         self.notes += notes
 

@@ -22,6 +22,7 @@ from fedlearn.experiment.progress import (
     PlainProgress,
     Progress,
     TerminalProgress,
+    extend,
     progress_to,
 )
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
@@ -181,7 +182,7 @@ def test_a_run_that_is_given_more_rounds_says_so_from_the_next_line_on() -> None
     progress = progress_to(stream, as_json=True)
     progress.start(RUN, PATH, [])
     progress.round(finished(0, {}))
-    progress.extend(RUN.num_rounds + 7)
+    extend(progress, RUN.num_rounds + 7)
     progress.round(finished(1, {}))
     rounds = [json.loads(line)["rounds"] for line in stream.getvalue().splitlines()]
     assert rounds == [RUN.num_rounds, RUN.num_rounds, RUN.num_rounds + 7]

@@ -24,8 +24,6 @@ class Told:
 
     ends: list[Summary] = field(default_factory=list)
 
-    def extend(self, num_rounds: int) -> None: ...
-
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         raise NotImplementedError
 
