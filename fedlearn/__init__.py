@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from fedlearn.simulation.partition import Shards as Shards
     from fedlearn.simulation.sources import Examples as Examples
     from fedlearn.simulation.sources import TrainTest as TrainTest
+    from fedlearn.training.local_data import Columns as Columns
 
 #: Names by the module that each is imported from, at its first use.
 _HOME = {
@@ -110,6 +111,7 @@ _HOME = {
     ),
     "simulation.partition": "Dirichlet Iid Shards",
     "simulation.sources": "Examples TrainTest",
+    "training.local_data": "Columns",
 }
 
 #: Names that users look for here, by the module that has them.

@@ -1,6 +1,7 @@
 """One client's examples as a trainer reads them: in memory, or batch by batch from a dataset."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -157,7 +158,9 @@ def read_pairs(dataset: Readable, *, rows: NDArray[np.int64]) -> list[Pair]:
     """Read these rows: each a pair (features, label) of tensors.
 
     Features that are a tuple or a mapping are several inputs of the model. Anything else, a list
-    of numbers too, becomes one tensor.
+    of numbers too, becomes one tensor. A row that is itself a mapping, such as
+    ``{"img": ..., "label": ...}``, is split as by :class:`Columns`: its label is the column that
+    is called "label", "labels", "target", "targets" or "y".
 
     Raises:
         DataError: A row cannot be read, or is no pair of numbers.
@@ -194,9 +197,10 @@ def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not 
     Raises:
         DataError: The dataset raises an error for one of them.
     """
-    read_all = getattr(dataset, "__getitems__", None)  # as a DataLoader asks for it
     try:
-        return read_all(rows) if read_all else [dataset[row] for row in rows]
+        return _items(dataset, rows)
+    except DataError:
+        raise  # it names the row
     except Exception as error:
         row = next((row for row in rows if not _is_readable(dataset, row)), None)
         which = f"rows {rows[0]}..{rows[-1]}" if row is None else f"row {row}"
@@ -204,6 +208,11 @@ def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not 
             f"{which} of the dataset cannot be read: {type(error).__name__}: {error}; correct the "
             "row, or leave it out"
         ) from error
+
+
+def _items(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: as in _read
+    read_all = getattr(dataset, "__getitems__", None)  # as a DataLoader asks for it
+    return read_all(rows) if read_all else [dataset[row] for row in rows]
 
 
 def _is_readable(dataset: Readable, row: int) -> bool:
@@ -242,14 +251,107 @@ def require_map_style(dataset: Any, *, what: str) -> Sized:  # Any: not looked a
     return sized
 
 
+@dataclass(frozen=True)
+class Columns:
+    """A dataset whose rows are mappings, read as pairs of inputs and a label.
+
+    Rows with one label column of a usual name need no such view; see :func:`read_pairs`.
+
+    Attributes:
+        dataset: Map-style, with rows such as ``{"img": ..., "fine_label": ..., "id": ...}``.
+        label: Name of the label's column.
+        inputs: Names of the columns that the model takes: one is its positional argument, several
+            are keyword arguments. Empty: all columns but the label.
+
+    Raises:
+        DataError: ``inputs`` is one text, not a sequence of them.
+
+    Example:
+        >>> rows = [{"img": [0.0, 1.0], "fine_label": 3, "id": 17}]
+        >>> Columns(rows, label="fine_label", inputs=("img",))[0]
+        ([0.0, 1.0], 3)
+    """
+
+    dataset: Any  # a map-style dataset, of torch's class or not
+    label: str
+    inputs: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inputs, str):
+            raise DataError(f"fl.Columns: inputs is {self.inputs!r}; give a list of column names")
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Return a row's inputs and label; raises DataError where it lacks a column."""
+        return _split_row(self.dataset[index], row=index, label=self.label, inputs=self.inputs)
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, Any]]:
+        """Return several rows, read as the dataset reads several; raises as for one."""
+        rows = zip(indices, _items(self.dataset, indices), strict=True)
+        return [
+            _split_row(item, row=row, label=self.label, inputs=self.inputs) for row, item in rows
+        ]
+
+
+#: Names by which a column of a row is its label.
+_LABELS = ("label", "labels", "target", "targets", "y")
+
+
+def _split_row(
+    item: Any, *, row: int, label: str, inputs: Sequence[str]
+) -> tuple[Any, Any]:  # Any: not looked at yet
+    """Return the inputs and the label of a row that is a mapping.
+
+    Raises:
+        DataError: It is no mapping, or lacks a column.
+    """
+    if not isinstance(item, Mapping):
+        raise DataError(
+            f"dataset[{row}] is a {type(item).__name__}, not a mapping from columns to values; "
+            "leave fl.Columns out"
+        )
+    chosen = tuple(inputs) or tuple(name for name in item if name != label)
+    if missing := [name for name in (label, *chosen) if name not in item]:
+        raise DataError(
+            f"dataset[{row}] has no column {missing[0]!r}; it has {_listed(item)}: correct "
+            "fl.Columns"
+        )
+    if not chosen:
+        raise DataError(f"dataset[{row}] has the label {label!r} alone, and no input for the model")
+    features = {name: item[name] for name in chosen}
+    return features if len(chosen) > 1 else features[chosen[0]], item[label]
+
+
+def _label_of(item: Mapping[str, Any], *, row: int) -> str:
+    """Return which column of a row is its label; raises DataError if that cannot be told."""
+    found = [name for name in _LABELS if name in item]
+    if len(found) != 1:
+        what = f"both {found[0]!r} and {found[1]!r}" if found else "no column with a usual name"
+        raise DataError(
+            f"dataset[{row}] has the columns {_listed(item)}: for the label it has {what} "
+            f'({", ".join(_LABELS)}); name it: fl.Columns(dataset, label="...", inputs=["..."])'
+        )
+    return found[0]
+
+
+def _listed(item: Mapping[str, Any]) -> str:
+    return ", ".join(repr(name) for name in item) or "none"
+
+
 def _as_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet
+    if isinstance(item, Mapping):
+        item = _split_row(item, row=row, label=_label_of(item, row=row), inputs=())
     try:
         given, label = item
         return mapped(torch.as_tensor, given), torch.as_tensor(label)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"dataset[{row}] is not a pair of numbers or tensors (features, label): {error}; give "
-            "the dataset a transform that makes tensors"
+            "the dataset a transform that makes tensors, or name the columns of numbers: "
+            "fl.Columns(dataset, label=..., inputs=[...])"
         ) from error
 
 

@@ -523,10 +523,10 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Bare(Pairs):
-    """A dataset whose items are dictionaries, whatever it promises."""
+    """A dataset whose items are features alone, whatever it promises."""
 
     def __getitem__(self, row: int) -> Any:  # Any: that is what is wrong with it
-        return {"features": self.features[row], "label": self.labels[row]}
+        return self.features[row]
 
 
 class Empty(Pairs):
