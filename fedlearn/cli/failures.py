@@ -18,6 +18,7 @@ from fedlearn.errors import (
     DeploymentError,
     EnrolmentRefused,
     FedlearnError,
+    NoUpdates,
     OutputClosed,
     StoreError,
 )
@@ -70,7 +71,7 @@ def exit_code(error: BaseException) -> int:
 def message(error: BaseException) -> str:
     """Return what to tell the user, with what to do next."""
     match error:
-        case RunEnded(cause=BudgetExhausted()):
+        case RunEnded(cause=BudgetExhausted() | NoUpdates()):
             return message(error.cause)  # to go on would end here, too
         case RunEnded(resume=None):
             return message(error.cause)

@@ -21,11 +21,11 @@ from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.clock import Clock
-from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Status
+from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Participations, Status
 from fedlearn.core.improvement import Goal
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
-from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
+from fedlearn.errors import BudgetExhausted, ConfigError, NoUpdates, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
 from fedlearn.rounds.records import (
     ALIAS,
@@ -101,6 +101,8 @@ class RunState:
             evaluation.
         best_value: Its metric; NaN before the first.
         best_round: Rounds finished when it was evaluated.
+        has_asked: Whether a client was asked in some round.
+        has_updates: Whether a client's update counted in some round.
     """
 
     server: ServerState
@@ -108,6 +110,19 @@ class RunState:
     best_params: Params | None = None
     best_value: float = math.nan
     best_round: int = 0
+    has_asked: bool = False
+    has_updates: bool = False
+
+    def note(self, collected: Collected) -> "RunState":
+        """Return the state with who was asked and who reported in a round noted."""
+        counted = collected.aggregate is not None and (
+            collected.count(Status.REPORTED) > 0 or bool(collected.staleness)
+        )
+        return replace(
+            self,
+            has_asked=self.has_asked or len(collected.participations) > 0,
+            has_updates=self.has_updates or counted,
+        )
 
 
 #: By name what else is told of a round that has finished.
@@ -211,6 +226,7 @@ def train(
     Raises:
         ConfigError: The checkpoint is of another model than ``params``.
         TooFewReports: A round stayed below its minimum and the policy says to fail.
+        NoUpdates: Clients were asked, and no update counted in any round; all are committed.
         RoundError: The strategy told, aggregated or returned what cannot be used.
         CohortTooSmall: Fewer clients are available than a round asks.
         BudgetExhausted: The next round cannot be afforded; all before it are committed.
@@ -227,6 +243,7 @@ def train(
     committed_s = plan.clock.now_s()
     plan = plan.with_extension(state)
     is_over = plan.is_over(state)
+    record: RoundRecord | None = None
     while not is_over:
         started_s = plan.clock.now_s()
         try:
@@ -240,6 +257,9 @@ def train(
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
             store.commit(_checkpoint(state))
             committed_s = plan.clock.now_s()
+    if state.has_asked and not state.has_updates:
+        failures = "" if record is None else _told(record.participations)
+        raise NoUpdates(num_rounds=state.server.round_num, failures=failures)
     store.finish(RunStatus.DONE, error="")
     return state
 
@@ -255,6 +275,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
     metrics = {**server.begun, **ran.metrics, **_counts(collected)}
     server = replace(server, round_num=state.server.round_num + 1, begun={})
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
+    state = state.note(collected)
     if plan.is_evaluated(server.round_num):
         evaluated = plan.evaluator.evaluate(server.params, round_num=server.round_num)
         if both := sorted(metrics.keys() & evaluated.keys()):
@@ -321,15 +342,15 @@ def _too_few(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewRep
         round_num=round_num,
         received=collected.count(Status.REPORTED),
         minimum=plan.policy.min_reports,
-        failures=_told(collected),
+        failures=_told(collected.participations),
         is_buffer=plan.buffering is not None and not plan.buffering.is_retried,
     )
 
 
-def _told(collected: Collected) -> str:
+def _told(participations: Participations) -> str:
     """Return how many were late, and who else failed and why: some of them, and how many more."""
     failed: dict[str, list[ClientId]] = {}
-    for each in collected.participations:
+    for each in participations:
         if each.status is Status.FAILED:
             failed.setdefault(each.reason or "no reason given", []).append(each.client_id)
     reasons = sorted(failed, key=lambda reason: -len(failed[reason]))
@@ -339,7 +360,7 @@ def _told(collected: Collected) -> str:
     ]
     rest = sum(len(failed[reason]) for reason in reasons[_TOLD_REASONS:])
     more = f"; and {rest} more failed" if rest else ""
-    return f"{collected.count(Status.LATE)} late{''.join(told)}{more}"
+    return f"{participations.num(Status.LATE)} late{''.join(told)}{more}"
 
 
 def _clients(client_ids: Sequence[ClientId]) -> str:
@@ -380,6 +401,8 @@ def _checkpoint(state: RunState) -> Checkpoint:
         "virtual_s": state.virtual_s,
         "best_value": None if math.isnan(state.best_value) else state.best_value,
         "best_round": state.best_round,
+        "has_asked": state.has_asked,
+        "has_updates": state.has_updates,
         **{_BEGUN + name: value for name, value in server.begun.items()},
         **{ALIAS + name: known for name, known in server.params.layout.aliases.items()},
     }
@@ -452,6 +475,8 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
         best_params=_params(best, like) if best else None,
         best_value=_number(values["best_value"]),
         best_round=int(_number(values["best_round"])),
+        has_asked=bool(values.get("has_asked", True)),
+        has_updates=bool(values.get("has_updates", True)),  # of an earlier version: not known
     )
 
 

@@ -24,7 +24,7 @@ from fedlearn.core.distribution import Direction
 from fedlearn.core.messages import ClientId, Failure, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import ConfigError, RoundError, TooFewReports
+from fedlearn.errors import ConfigError, NoUpdates, RoundError, TooFewReports
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
@@ -179,13 +179,17 @@ def run_plan(
 
 
 def run(
-    plan: RunPlan, params: Params | None = None, *, store: MemoryStore | None = None
+    plan: RunPlan,
+    params: Params | None = None,
+    *,
+    store: MemoryStore | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[RunState, MemoryStore]:
     store = store or MemoryStore()
     state = train(
         plan,
         params or linear(),
-        checkpoint=None,
+        checkpoint=checkpoint,
         store=store,
         after_round=ignore,
     )
@@ -388,7 +392,7 @@ def test_of_many_reasons_the_most_frequent_are_told() -> None:
     collected = Collected(
         aggregate=None, participations=Participations.of([*rows, late]), duration_s=1.0
     )
-    assert _told(collected) == (
+    assert _told(collected.participations) == (
         "1 late; 2 failed: b (clients 1, 2); 2 failed: d (clients 4, 5); 1 failed: a (client 0); "
         "and 2 more failed"
     )
@@ -411,11 +415,48 @@ def test_a_skipped_round_counts_and_leaves_the_model() -> None:
     assert store.records[1].train_loss == 2.0, "of the one that did report"
 
 
+SKIPPING = replace(POLICY, below_minimum=BelowMinimum.SKIP)
+
+
 def test_a_round_without_reports_has_no_loss() -> None:
     """NaN, not zero."""
-    policy = replace(POLICY, below_minimum=BelowMinimum.SKIP)
-    _, store = run(run_plan(scripted_round(lambda *_: True, policy=policy), num_rounds=1))
+    plan = scripted_round(lambda _, round_num, __: round_num == 0, policy=SKIPPING)
+    _, store = run(run_plan(plan, num_rounds=2))
     assert math.isnan(store.records[0].train_loss)
+
+
+@pytest.mark.parametrize("min_reports", [2, 3])
+def test_a_run_in_which_no_update_counted_has_failed(min_reports: int) -> None:
+    """Though each round may be skipped; a resumed run knows of the rounds before."""
+    policy = replace(SKIPPING, min_reports=min_reports)
+    reporting = {2} if min_reports == 3 else set[int]()  # one, where three make a round
+
+    def fails(client_id: int, _: int, __: int) -> bool:
+        return client_id not in reporting
+
+    plan, store = run_plan(scripted_round(fails, policy=policy), num_rounds=3), MemoryStore()
+    with pytest.raises(NoUpdates, match=r"in 3 rounds.*last one 0 late; . failed: battery low"):
+        run(plan, store=store)
+    assert [record.outcome for record in store.records] == [Outcome.SKIPPED] * 3
+    assert store.status is RunStatus.RUNNING, "who called decides what became of the run"
+    checkpoint, _ = store.commits[-1]
+    with pytest.raises(NoUpdates, match="in 3 rounds, so the model is the initial one; mend"):
+        run(plan, store=MemoryStore(), checkpoint=checkpoint)
+    well = run_plan(scripted_round(policy=policy), num_rounds=4)
+    state, store = run(well, checkpoint=checkpoint)
+    assert (store.status, state.server.round_num) == (RunStatus.DONE, 4)
+
+
+def test_a_run_that_was_resumed_has_the_updates_of_before() -> None:
+    """The control of the above: of an earlier version's checkpoint it is not known."""
+    first = run_plan(scripted_round(policy=SKIPPING), num_rounds=1)
+    _, store = run(first)
+    checkpoint, _ = store.commits[-1]
+    failing = run_plan(scripted_round(lambda *_: True, policy=SKIPPING), num_rounds=2)
+    assert run(failing, checkpoint=checkpoint)[1].status is RunStatus.DONE
+    earlier = {n: v for n, v in checkpoint.values.items() if n not in ("has_asked", "has_updates")}
+    old = replace(checkpoint, values=earlier)
+    assert run(failing, checkpoint=old)[1].status is RunStatus.DONE
 
 
 @pytest.mark.parametrize(
