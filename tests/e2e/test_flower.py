@@ -44,6 +44,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 APP = Path(__file__).parents[2] / "server" / "flower"
 BIN = Path(sys.executable).parent
 NUM_NODES = 3
+#: Laid over the app's file: as many clients as nodes.
+THREE = f"data.partition.num_clients={NUM_NODES};cohort.num_wanted={NUM_NODES}"
 RUN_TIMEOUT_S = 900
 PATIENT = f"patience-s={RUN_TIMEOUT_S}"
 
@@ -303,7 +305,7 @@ def test_stock_processes_train_the_model_of_the_simulation(
     """
     deadline_s = 150.0  # a round of processes that import everything, beside other tests
     overrides = (
-        f"client.momentum=0.5;client.keep_momentum=true;client.learning_rate=0.1;"
+        f"{THREE};client.momentum=0.5;client.keep_momentum=true;client.learning_rate=0.1;"
         f"stragglers.deadline_s={deadline_s}"
     )
     run_config: dict[str, Scalar] = {"config": "run.toml", "overrides": overrides, "num-rounds": 3}
@@ -332,7 +334,8 @@ def test_flowers_simulation_runtime_trains_the_same_model(simulated: Federation)
     The clients keep their momentum in ``Context.state``, whichever of Ray's processes they are in.
     """
     training = {"num_steps": 10, "every_rounds": 2, "round_steps": 5, "share": 0.5}
-    overrides = ";".join(f"coordinator.training.{key}={value}" for key, value in training.items())
+    laid = (f"coordinator.training.{key}={value}" for key, value in training.items())
+    overrides = ";".join([THREE, *laid])
     overrides += ";client.momentum=0.5;client.keep_momentum=true;client.learning_rate=0.1"
     run_config: dict[str, Scalar] = {"config": "run.toml", "overrides": overrides, "num-rounds": 3}
     options = ("-c", f'overrides="{overrides}"', "-c", "num-rounds=3")
