@@ -68,7 +68,8 @@ class LocalGrid:
         try:
             return 0.0, self.app(message, self.context(message.metadata.dst_node_id))
         except Exception as error:  # noqa: BLE001 - whatever a foreign app raises
-            return 0.0, Message(Error(2, repr(error)), reply_to=message)
+            reason = f"{type(error)}:<'{error}'>"  # as Flower has it
+            return 0.0, Message(Error(2, reason), reply_to=message)
 
     def _push(self, message: Message) -> str:
         node_id = message.metadata.dst_node_id

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedlearn.algorithms.extra_settings import ExtraSettings
 from fedlearn.algorithms.metrics import require_name
+from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler
@@ -64,19 +65,28 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
         )
     )
     pieces = furnished(pieces, config.client.extra)
-    for name in config.metrics:
-        require_name(name, taken=("loss", *pieces.objective.directions))
+    _require_names(config, pieces.objective)
     _require_free_in_telemetry(pieces.directions)
     pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
     require_travels([pieces.algorithm.local], pieces.algorithm.transforms)
     if config.secure_aggregation.is_on:
         _require_evaluable(pieces)
     if config.flower.is_foreign:
-        _require_nothing_of_clients(pieces.algorithm)
+        _require_nothing_of_clients(pieces.algorithm, apps=config.flower.client_apps)
     return pieces
 
 
-def _require_nothing_of_clients(algorithm: Strategy) -> None:
+def _require_names(config: Config, objective: Objective) -> None:
+    """Refuse measures that cannot be recorded under their names.
+
+    What ClientApps of Flower's measure they name themselves, "accuracy" and "loss" included.
+    """
+    for name, section in config.metrics.items():
+        is_theirs = config.flower.is_foreign and section.factory is None
+        require_name(name, taken=() if is_theirs else ("loss", *objective.directions))
+
+
+def _require_nothing_of_clients(algorithm: Strategy, *, apps: str) -> None:
     """Refuse an algorithm whose clients do more than to train and to return their model."""
     local, own = algorithm.local, OwnTraining()
     if isinstance(local, ExtraSettings):  # which they read in their `config`
@@ -91,7 +101,7 @@ def _require_nothing_of_clients(algorithm: Strategy) -> None:
     if problem is not None:
         raise ConfigError(
             f"algorithm.name: {type(algorithm).__name__} {problem}, but flower.client_apps is "
-            '"flower", whose ClientApps train as they are written and return their model; take '
+            f'"{apps}", whose ClientApps train as they are written and return their model; take '
             'another algorithm (fedavg, fedadam, ...), or set flower.client_apps to "fedlearn"'
         )
 

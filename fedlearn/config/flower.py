@@ -15,26 +15,37 @@ Entries: TypeAlias = Annotated[
 ROUND = "server-round"
 
 
+def is_foreign(client_apps: object) -> bool:
+    """Return whether ClientApps that a configuration names so know nothing of fedlearn."""
+    return client_apps in ("flower", "flower-legacy")
+
+
 class FlowerSection(Section):
     """A run on a Flower federation, by `flwr run`."""
 
-    client_apps: Literal["fedlearn", "flower"] = Field(
+    client_apps: Literal["fedlearn", "flower", "flower-legacy"] = Field(
         "fedlearn",
         description='What answers at the nodes: "fedlearn" is its own ClientApp; "flower" any that '
         "is written for Flower's own strategies, which trains as it likes and without secure "
-        "aggregation, and is known by its node's id.",
+        "aggregation, and is known by its node's id; \"flower-legacy\" is one of Flower's earlier "
+        "API (client_fn, NumPyClient).",
     )
     evaluate_config: Entries = Field(
         {},
-        description='Of "flower": what clients read in `config` when they evaluate. What they read '
-        "when they train stands in client.extra.",
+        description="Of Flower's apps: what clients read in `config` when they evaluate. What they "
+        "read when they train stands in client.extra.",
     )
     moved: ClassVar[Mapping[str, str]] = {"train_config": "client.extra"}
 
     @property
     def is_foreign(self) -> bool:
         """Whether the clients know nothing of fedlearn."""
-        return self.client_apps == "flower"
+        return is_foreign(self.client_apps)
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether they are of Flower's earlier API."""
+        return self.client_apps == "flower-legacy"
 
     def problems(self) -> Iterator[Problem]:
         """Refuse what nobody would read, and an entry that is not the user's to set."""

@@ -23,7 +23,7 @@ from fedlearn.config.cohort import (
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
-from fedlearn.config.flower import ROUND, FlowerSection
+from fedlearn.config.flower import ROUND, FlowerSection, is_foreign
 from fedlearn.config.late_updates import LateUpdatesSection
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
@@ -220,8 +220,8 @@ class Config(Section):
         if name == "fedsgd" and isinstance(client, dict):
             implied["client"] = {"epochs": 1, "batch_size": "all"} | client
         flower = raw.get("flower")
-        is_foreign = isinstance(flower, dict) and flower.get("client_apps") == "flower"
-        if is_foreign and isinstance(client, dict):
+        has_foreign_apps = isinstance(flower, dict) and is_foreign(flower.get("client_apps"))
+        if has_foreign_apps and isinstance(client, dict):
             implied["client"] = {"optimizer": "own"} | client
         source = data.get("source") if isinstance(data, dict) else getattr(data, "source", None)
         for key, other in OTHER_DATA.items():
@@ -291,7 +291,7 @@ class Config(Section):
     def _beyond_foreign_apps(self) -> Iterator[Problem]:
         """Refuse what ClientApps that know nothing of fedlearn would not do."""
         apps, own = "flower.client_apps", CLIENTS.of("own").model_dump()
-        whose = 'flower.client_apps is "flower", whose ClientApps'
+        whose = f'flower.client_apps is "{self.flower.client_apps}", whose ClientApps'
         if self.secure_aggregation.is_on:
             text = (
                 f"is {shown(self.secure_aggregation.mode)}, but {whose} send what they have learnt"

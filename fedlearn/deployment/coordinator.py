@@ -120,8 +120,8 @@ def coordinate(
         _require_loopback(config)
     if config.flower.is_foreign:
         raise ConfigError(
-            'flower.client_apps is "flower", but this coordinator serves fedlearn\'s clients over '
-            "gRPC; leave it out, or run the app by `flwr run`"
+            f'flower.client_apps is "{config.flower.client_apps}", but this coordinator serves '
+            "fedlearn's clients over gRPC; leave it out, or run the app by `flwr run`"
         )
     pieces = build.deployment(config, data_dir=places.addresses.data_dir)
     if insecure:

@@ -37,7 +37,13 @@ from fedlearn.store.lease import Lease
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import StoredRun
 from fedlearn.transport import flower
-from fedlearn.transport.flower import Federation, FlowerChannel, StockChannel, StockRecords
+from fedlearn.transport.flower import (
+    Federation,
+    FlowerChannel,
+    LegacyRecords,
+    StockChannel,
+    StockRecords,
+)
 
 #: In the folder of runs: the coordinator's identity, the same for all of them, so that nodes may
 #: be told of it beforehand.
@@ -177,13 +183,14 @@ class _Served:
         )
 
     def _stock_channel(self) -> StockChannel:
+        section = self.leader.pieces.config.flower
+        records = LegacyRecords if section.is_legacy else StockRecords
         return StockChannel(
             grid=self.federation.grid,
             clock=self.leader.interruption,
             patience_s=self.patience_s,
-            records=StockRecords.of(
-                self.leader.pieces.make_model(),
-                evaluate_config=self.leader.pieces.config.flower.evaluate_config,
+            records=records.of(
+                self.leader.pieces.make_model(), evaluate_config=section.evaluate_config
             ),
         )
 

@@ -26,6 +26,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from fedlearn.transport.flower.channel import Federation, FlowerChannel, server_app
+from fedlearn.transport.flower.legacy_records import LegacyRecords
 from fedlearn.transport.flower.node import Answer, Keys, Mod, Node, client_app
 from fedlearn.transport.flower.postbox import Counts, MessageGrid, in_a_thread
 from fedlearn.transport.flower.stock_channel import StockChannel
@@ -38,6 +39,7 @@ __all__ = [
     "Federation",
     "FlowerChannel",
     "Keys",
+    "LegacyRecords",
     "MessageGrid",
     "Mod",
     "Node",

@@ -86,7 +86,7 @@ class FlowerChannel(GridChannel):
     def attendance(self) -> str:
         """Return in words how many nodes were connected at the last look, and who is no client.
 
-        As in "3 nodes are connected, 2 did not introduce themselves (Flower error 2: ...)".
+        As in "3 nodes are connected, 2 did not introduce themselves (the ClientApp raised ...)".
         """
         told = super().attendance()
         strangers = self._connected - set(self._node_ids.values())

@@ -1,11 +1,13 @@
 """What travels in Flower's messages: a record of headers, and one array of bytes."""
 
+import re
 from collections.abc import Mapping
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
 from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import ClientId
+from fedlearn.core.words import printable
 from fedlearn.errors import ProtocolError
 from fedlearn.identity.identity import Identity
 from fedlearn.secagg.keys import verify
@@ -29,16 +31,30 @@ _NUMBERS = ("round_num", "attempt", "exchange")
 
 #: Our own error code, none of Flower's: a client refuses, or has failed, and says why.
 REFUSED = 100
-#: Flower's error codes in our words: its own quote the client's traceback.
+#: Flower's code for an exception in the ClientApp; its reason is the exception.
+_RAISED = 2
+_EXCEPTION = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'(.*)'>", re.DOTALL)
+#: Flower's other error codes in our words.
 _ERRORS: Mapping[int, str] = {
     1: "the ClientApp could not be loaded",
-    2: "the ClientApp raised an exception",
     3: "the message expired before it was answered",
     4: "the reply expired before it was fetched",
     5: "the node is gone",
     6: "a mod refused the message",
     7: "the app bundle is invalid",
     8: "the ClientApp's process died",
+}
+_SET_LEGACY = (
+    'it is a legacy app (client_fn, NumPyClient); set flower.client_apps to "flower-legacy"'
+)
+#: What a ClientApp of an earlier API misses in our messages, and what to do about it.
+_LEGACY: Mapping[str, str] = {
+    "fitins.": _SET_LEGACY,
+    "evaluateins.": _SET_LEGACY,
+    "secaggplus_configs": (
+        "its secaggplus_mod takes part in Flower's own secure aggregation only; take the mod out, "
+        "or use fedlearn's ClientApp, which has a secure aggregation of its own"
+    ),
 }
 
 
@@ -199,11 +215,22 @@ def refusal(message: Message, reason: str) -> Message:
 
 
 def error_of(reply: Message) -> str:
-    """Return Flower's error in our words, or our own client's."""
-    code = reply.error.code if reply.has_error() else 0
-    if code == REFUSED and reply.error.reason:
-        return reply.error.reason[:MAX_REASON]
+    """Return why a node has no reply, in its own words where it gives some."""
+    code, reason = (reply.error.code, reply.error.reason) if reply.has_error() else (0, None)
+    if code == REFUSED and reason:
+        return reason[:MAX_REASON]
+    if code == _RAISED and reason:
+        return _exception_of(reason)[:MAX_REASON]
     return f"Flower error {code}: {_ERRORS.get(code, 'unknown')}"
+
+
+def _exception_of(reason: str) -> str:
+    """Return the exception that Flower reports, and what to do where its cause is known."""
+    found = _EXCEPTION.fullmatch(reason)
+    words = f"{found[1]}: {found[2]}" if found else reason
+    advice = next((advice for missed, advice in _LEGACY.items() if missed in words), "")
+    told = f"the ClientApp raised {printable(' '.join(words.split()))}"
+    return f"{told}; {advice}" if advice else told
 
 
 def run_id_of(context: Context) -> str:

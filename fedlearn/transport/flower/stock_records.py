@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import difference
 from fedlearn.errors import ConfigError, ProtocolError, RoundError
 
-_ARRAYS, _CONFIG, _METRICS = "arrays", "config", "metrics"
+ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
 #: Of a config: the round, from 1; and what a client of ours draws from, where it is there.
 _ROUND, _SEED = "server-round", "seed"
 #: Of metrics: the weight.
@@ -76,7 +76,7 @@ class StockRecords:
     evaluate_config: Settings
 
     @classmethod
-    def of(cls, module: nn.Module, *, evaluate_config: Settings) -> "StockRecords":
+    def of(cls, module: nn.Module, *, evaluate_config: Settings) -> Self:
         """Return them for a model.
 
         Raises:
@@ -116,7 +116,7 @@ class StockRecords:
                 raise RoundError(f"Flower's ClientApps do not answer a {type(request).__name__}")
         arrays = {name: _array(request.tensors[own]) for name, own in self.names.items()}
         told_all = ConfigRecord({**_given(config), _ROUND: round_num})
-        return RecordDict({_ARRAYS: ArrayRecord(arrays), _CONFIG: told_all})
+        return RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: told_all})
 
     def reply(self, content: RecordDict, request: Request) -> Reply:
         """Return what a client says in answer to a request.
@@ -131,17 +131,13 @@ class StockRecords:
                 round_num=request.round_num, num_examples=num_examples, metrics=metrics
             )
         assert isinstance(request, TrainRequest)  # what was sent
-        arrays = _only(content.array_records, "ArrayRecord")
-        if arrays.keys() != self.names.keys():
-            wrong = sorted(arrays.keys() ^ self.names.keys())[:3]
-            raise ProtocolError(f"the reply lacks or adds arrays: {wrong}")
-        local = dict[str, Tensor]()
+        arrays, local = self._arrays(content), dict[str, Tensor]()
         for name, own in self.names.items():
             sent, local[own] = request.tensors[own], _tensor(arrays[name], name)
             if local[own].shape != sent.shape or local[own].dtype != sent.dtype:
                 raise ProtocolError(
                     f"the array {name!r} is {_described(local[own])}, but {_described(sent)} was "
-                    "sent"
+                    f"sent{_as_numpy(local[own], sent)}"
                 )
         delta = difference(local, request.tensors, order=request.order)
         return TrainReply(
@@ -150,6 +146,27 @@ class StockRecords:
             num_examples=num_examples,
             metrics=metrics,
         )
+
+    def _arrays(self, content: RecordDict) -> Mapping[str, Array]:
+        """Return the arrays of a local model by their names in its ``state_dict``.
+
+        An app that trains a list of arrays sends a list, whose keys are their places: such arrays
+        are in the order in which they were sent.
+
+        Raises:
+            ProtocolError: There are others.
+        """
+        arrays = _only(content.array_records, "ArrayRecord")
+        if arrays.keys() == {str(place) for place in range(len(self.names))}:
+            return {name: arrays[str(place)] for place, name in enumerate(self.names)}
+        if all(name.isdecimal() for name in arrays):
+            raise ProtocolError(
+                f"the reply lists {len(arrays)} arrays, but the model has {len(self.names)} tensors"
+            )
+        if arrays.keys() != self.names.keys():
+            wrong = sorted(arrays.keys() ^ self.names.keys())[:3]
+            raise ProtocolError(f"the reply lacks or adds arrays: {wrong}")
+        return arrays
 
 
 def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) -> TrainRequest:
@@ -164,6 +181,7 @@ def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) ->
         ProtocolError: It asks for nothing that is known.
         SettingsRefused: ``settings_of`` refuses the config.
     """
+    _require_present(content)
     tensors, config = _tensors(content), _config(content)
     seed = _whole(config.pop(_SEED, seed), _SEED)
     round_num = _round(config)
@@ -183,6 +201,7 @@ def evaluate_request(content: RecordDict) -> EvaluateRequest:
     Raises:
         ProtocolError: It asks for nothing that is known.
     """
+    _require_present(content)
     return EvaluateRequest(round_num=_round(_config(content)), tensors=_tensors(content))
 
 
@@ -195,12 +214,26 @@ def trained(reply: TrainReply, request: TrainRequest, content: RecordDict) -> Re
         start = request.tensors[name]
         local[name] = (start.to(delta.dtype) + part.view(start.shape)).to(start.dtype)
     arrays = ArrayRecord({name: _array(value) for name, value in local.items()})
-    return RecordDict({key: arrays, _METRICS: _metrics(reply)})
+    return RecordDict({key: arrays, METRICS: _metrics(reply)})
 
 
 def evaluated(reply: EvaluateReply) -> RecordDict:
     """Return the metrics of an evaluation."""
-    return RecordDict({_METRICS: _metrics(reply)})
+    return RecordDict({METRICS: _metrics(reply)})
+
+
+def _require_present(content: RecordDict) -> None:
+    """Refuse a message of a strategy of Flower's earlier API.
+
+    Raises:
+        ProtocolError: It is one.
+    """
+    if any(name in content.config_records for name in ("fitins.config", "evaluateins.config")):
+        raise ProtocolError(
+            "the ServerApp is a legacy app (server_fn, flwr.server.strategy), which does not name "
+            "the model's arrays; take a strategy of flwr.serverapp.strategy, or fedlearn's "
+            "ServerApp"
+        )
 
 
 # -- arrays --
@@ -253,6 +286,13 @@ def _tensor(array: Array, name: str) -> Tensor:
 
 def _shape(text: bytes) -> tuple[int, ...]:
     return tuple(int(each) for each in text.split(b",") if each.strip())
+
+
+def _as_numpy(value: Tensor, sent: Tensor) -> str:
+    """Return what to do about an array in float64, numpy's usual dtype; else nothing."""
+    if value.shape != sent.shape or value.dtype != torch.float64:
+        return ""
+    return "; have model.factory build the model in torch.float64, or convert the array"
 
 
 def _described(value: Tensor) -> str:

@@ -5,12 +5,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import Client, NumPyClient
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,7 +32,7 @@ from fedlearn.deployment.coordinator import Start, coordinate
 from fedlearn.deployment.flower import run
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.places import Places
-from fedlearn.errors import ConfigError, TooFewNodes
+from fedlearn.errors import ConfigError, RoundError, TooFewNodes
 from fedlearn.rounds.records import RoundRecord, RunStatus
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport.flower import Federation
@@ -250,7 +254,7 @@ def test_a_client_that_lies_has_failed_and_the_round_goes_on(
 
 
 def test_an_app_that_raises_has_failed(tmp_path: Path) -> None:
-    """Told in our words: Flower's quote its traceback, which may quote data."""
+    """With its exception, which Flower passes on."""
     write_config(tmp_path)
     grid = LyingGrid(VirtualClock(), APP, nodes=dict(NODES))
     broken = ClientApp()
@@ -258,13 +262,136 @@ def test_an_app_that_raises_has_failed(tmp_path: Path) -> None:
     @broken.train()
     def _train(message: Message, context: Context) -> Message:
         if context.node_config["partition-id"] == 1:
-            raise ValueError("patient 17")
+            raise ValueError("no GPU on this node")
         return train(message, context)
 
     grid.app = broken
     heard = run_on(grid, tmp_path, overrides="num_rounds=1")
-    assert reasons(heard.rounds[0]) == {12: "Flower error 2: the ClientApp raised an exception"}
+    assert reasons(heard.rounds[0]) == {12: "the ClientApp raised ValueError: no GPU on this node"}
     assert not any(name.startswith("clients/") for name in heard.rounds[0].metrics)
+
+
+# ---- Lists of arrays, and Flower's earlier API --------------------------------------------
+
+
+def stepped(arrays: list[NDArray[Any]], partition: int) -> list[NDArray[Any]]:
+    """Return arrays after training, as numpy computes it."""
+    return [array + (partition + 1) for array in arrays]
+
+
+def listing(dtype: type[np.generic] = np.float32, *, num_arrays: int | None = None) -> ClientApp:
+    """Return an app that knows its model as a list of arrays."""
+    app = ClientApp()
+
+    @app.train()
+    def _train(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        arrays = stepped(message.content.array_records["arrays"].to_numpy_ndarrays(), partition)
+        sent = ArrayRecord([each.astype(dtype) for each in arrays[:num_arrays]])
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": sent, "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def _evaluate(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"accuracy": 0.5, "loss": 2.0, "num-examples": 1})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+class Legacy(NumPyClient):
+    """A client of Flower's earlier API."""
+
+    def __init__(self, partition: int) -> None:
+        self.partition = partition
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Any]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
+        return stepped(parameters, self.partition), 1, {"fit_loss": 0.5, "node": "a"}
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        return 2.0, 1, {"accuracy": 0.5}
+
+
+def legacy(**arguments: Any) -> ClientApp:
+    def client_fn(context: Context) -> Client:
+        return Legacy(int(context.node_config["partition-id"])).to_client()
+
+    return ClientApp(client_fn=client_fn, **arguments)
+
+
+LINEAR = FOREIGN + '[metrics.accuracy]\ndirection = "max"\n'
+
+
+@pytest.mark.parametrize("apps", ["flower", "flower-legacy"])
+def test_apps_that_send_lists_of_arrays_train(apps: str, tmp_path: Path) -> None:
+    """Each tensor by its place in the list; a measure may be called accuracy."""
+    is_legacy = apps == "flower-legacy"
+    write_config(tmp_path, LINEAR, factory="make_zeros")
+    grid = grid_of(legacy() if is_legacy else listing())
+    heard = run_on(grid, tmp_path, overrides=f"num_rounds=1;flower.client_apps={apps}")
+    assert heard.rounds[0].count(Status.REPORTED) == 3, reasons(heard.rounds[0])
+    found = weights(tmp_path / "runs")
+    for name, shape in (("weight", (3, 4)), ("bias", (3,))):
+        assert torch.equal(found[f"params/{name}"], torch.full(shape, 2.0)), name
+    assert heard.rounds[0].metrics["clients/accuracy_mean"] == 0.5
+    assert heard.rounds[0].metrics["clients/loss_by_examples"] == 2.0
+    assert ("fit_loss" in heard.rounds[0].train_metrics) == is_legacy
+
+
+def make_zeros() -> nn.Module:
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("app", "overrides", "named"),
+    [
+        (listing(np.float64), "", "'weight' is torch.float64.*build the model in torch.float64"),
+        (listing(num_arrays=1), "", "lists 1 arrays, but the model has 2 tensors"),
+        (legacy(), "", 'raised KeyError: .*client_fn, NumPyClient.*client_apps to "flower-legacy"'),
+        (listing(), "flower.client_apps=flower-legacy", "raised KeyError: 'arrays'"),
+        (APP, "flower.client_apps=flower-legacy", "raised KeyError: 'arrays'"),
+        (legacy(mods=[secaggplus_mod]), "flower.client_apps=flower-legacy", "secaggplus_mod .*out"),
+        (legacy(mods=[secaggplus_mod]), "", "secaggplus_mod takes part in Flower's own"),
+        (listing(num_arrays=1), "stragglers.below_minimum=skip", "no client's update .*lists 1"),
+    ],
+)
+def test_apps_that_cannot_train_so_are_refused_with_the_reason(
+    app: ClientApp, overrides: str, named: str, tmp_path: Path
+) -> None:
+    """In the record and in the error: what to set."""
+    write_config(tmp_path, LINEAR, factory="make_zeros")
+    once = f"num_rounds=1;stragglers.max_retries=0;{overrides}"
+    with pytest.raises(RoundError, match=named):
+        run_on(grid_of(app), tmp_path, overrides=once)
+    assert statuses(tmp_path / "runs") == [RunStatus.FAILED]
+
+
+def test_a_legacy_client_that_cannot_answer_has_failed(tmp_path: Path) -> None:
+    """The others of the round count."""
+
+    class Unable(Client):
+        """Measures nothing and trains nothing."""
+
+    def client_fn(context: Context) -> Client:
+        partition = int(context.node_config["partition-id"])
+        return Unable() if partition == 0 else Legacy(partition).to_client()
+
+    write_config(tmp_path, LINEAR, factory="make_zeros")
+    heard = run_on(
+        grid_of(ClientApp(client_fn=client_fn)),
+        tmp_path,
+        overrides="num_rounds=1;flower.client_apps=flower-legacy;evaluation.clients=1",
+    )
+    (reason,) = reasons(heard.rounds[0]).values()
+    assert "could not answer" in reason
 
 
 class SlowGrid(LocalGrid):

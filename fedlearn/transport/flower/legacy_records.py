@@ -1,0 +1,64 @@
+"""The records of Flower's earlier API: ``client_fn``, ``NumPyClient``, ``flwr.server.strategy``.
+
+Its messages name their records after what they answer (``fitins.parameters``), and arrays have
+numbers in place of names. Otherwise they say what those of :mod:`.stock_records` say.
+"""
+
+from dataclasses import dataclass
+
+from flwr.app import MetricRecord, RecordDict
+
+from fedlearn.core.messages import EvaluateRequest, Reply, Request
+from fedlearn.errors import ProtocolError
+from fedlearn.transport.flower.stock_records import ARRAYS, CONFIG, METRICS, StockRecords
+from fedlearn.transport.flower.stock_records import NUM_EXAMPLES as WEIGHT
+
+#: Of a status: all is well.
+_OK = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegacyRecords(StockRecords):
+    """What a coordinator sends to ClientApps of the earlier API, and how it reads their replies."""
+
+    def content(self, request: Request) -> RecordDict:
+        """Return a request as records; raises as for the present API."""
+        present = super().content(request)
+        asked = "evaluateins" if isinstance(request, EvaluateRequest) else "fitins"
+        return RecordDict(
+            {
+                f"{asked}.parameters": present.array_records[ARRAYS],
+                f"{asked}.config": present.config_records[CONFIG],
+            }
+        )
+
+    def reply(self, content: RecordDict, request: Request) -> Reply:
+        """Return what a client says in answer to a request.
+
+        Raises:
+            ProtocolError: It is no answer, or says that the client could not answer.
+        """
+        evaluates = isinstance(request, EvaluateRequest)
+        answered = "evaluateres" if evaluates else "fitres"
+        try:
+            status = content.config_records[f"{answered}.status"]
+            told = content.config_records[f"{answered}.metrics"]
+            count = content.metric_records[f"{answered}.num_examples"]["num_examples"]
+            losses = content.metric_records[f"{answered}.loss"] if evaluates else MetricRecord()
+            arrays = None if evaluates else content.array_records[f"{answered}.parameters"]
+        except KeyError as error:
+            raise ProtocolError(
+                f"the reply has no record {error}, as those of client_fn and NumPyClient have; if "
+                'this app registers functions with @app.train(), set flower.client_apps to "flower"'
+            ) from error
+        if status.get("code") != _OK:
+            raise ProtocolError(f"the client could not answer: {status.get('message')}")
+        numbers = {
+            name: value
+            for name, value in told.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        present = RecordDict({METRICS: MetricRecord({**numbers, **losses, WEIGHT: count})})
+        if arrays is not None:
+            present[ARRAYS] = arrays
+        return super().reply(present, request)
