@@ -29,6 +29,7 @@ def furnished(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
 def complete(pieces: PiecesT) -> PiecesT:
     """Return ``pieces`` if secure aggregation holds with them, and they fit together."""
     _ = pieces.secure, pieces.early_stopping()  # each raises otherwise
+    pieces.require_settings_of_rounds()
     _require_small_cohorts(pieces.algorithm, pieces.policy)
     return pieces
 

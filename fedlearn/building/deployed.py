@@ -62,6 +62,8 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             requirements=built(Requirements, config.coordinator.eligibility),
             draw=roster_draw(config),
             config=config,
+            by_round=config.client.settings_by_round(),
+            callbacks=config.round_callbacks(),
         )
     )
     pieces = furnished(pieces, config.client.extra)

@@ -9,6 +9,7 @@ from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.metrics import Measures, Metric
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.round_settings import RoundSettings, in_round
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -59,6 +60,8 @@ class Pieces:
         config: Everything else: rounds, evaluation, engine, store.
         privacy: What hides each user's taking part; ``None``: nothing does.
         own: Whose examples the coordinator trains on by itself; ``None``: nobody's.
+        by_round: Returns the clients' settings of a round; ``None``: they do not change.
+        callbacks: Called after each round, in this order.
     """
 
     make_model: ModelFactory
@@ -71,6 +74,8 @@ class Pieces:
     config: Config
     privacy: PrivacyPlan | None = None
     own: Population | None = None
+    by_round: RoundSettings | None = None
+    callbacks: tuple[RoundCallback, ...] = ()
 
     @property
     def seed(self) -> Seed:
@@ -102,6 +107,15 @@ class Pieces:
     def secure(self) -> SecurePlan | None:
         """What sessions of secure aggregation ask; ``None``: it is off."""
         return secure_plan(self.config, self.policy, self.algorithm)
+
+    def require_settings_of_rounds(self) -> None:
+        """Refuse a function that does not return settings of the first round.
+
+        Raises:
+            ConfigError: It is one.
+        """
+        if self.by_round is not None:
+            in_round(self.algorithm, self.by_round, 0)
 
     def early_stopping(self) -> EarlyStopping:
         """Return when the run stops before its last round, and which model is the best.
@@ -171,7 +185,6 @@ class Simulation(Pieces):
         population: The clients.
         behaviour: What the devices do.
         make_trainer: Makes clients' trainers where the user brings them; else ``None``.
-        callbacks: Called after each round, in this order.
         notes: What was decided why, for the user to read.
     """
 
@@ -179,7 +192,6 @@ class Simulation(Pieces):
     population: Population
     behaviour: ClientBehaviour
     make_trainer: MakeTrainer | None = None
-    callbacks: tuple[RoundCallback, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -8,8 +8,10 @@ from types import MappingProxyType
 from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.extra_settings import divided
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.building.completed import complete, furnished
@@ -59,14 +61,16 @@ def simulation(
     trained = training_of(config, data)
     if of_algorithm is not None:
         trained["algorithm"] = of_algorithm(trained["algorithm"])
-    return around(
+    pieces = around(
         config,
         **trained,
         data=data,
         data_dir=data_dir,
         make_trainer=config.client.make_trainer(),
         extra=config.client.extra,
+        by_round=config.client.settings_by_round(),
     )
+    return replace(pieces, callbacks=config.round_callbacks())
 
 
 def around(
@@ -80,11 +84,13 @@ def around(
     make_trainer: MakeTrainer | None = None,
     metrics: Mapping[str, Metric] | None = None,
     extra: Mapping[str, Scalar] = MappingProxyType({}),
+    by_round: RoundSettings | None = None,
     devices: ClientBehaviour | None = None,
 ) -> Simulation:
     """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
 
-    Trainers are told ``extra``. What ``devices`` do, ``config`` says only where they are not given.
+    Trainers are told ``extra``, and in each round what ``by_round`` returns. What ``devices`` do,
+    ``config`` says only where they are not given.
 
     Raises:
         ConfigError: More clients are asked in a round than there are, values contradict each other
@@ -135,11 +141,13 @@ def around(
         config=config,
         make_trainer=make_trainer,
         own=own,
+        by_round=by_round,
     )
     pieces = furnished(pieces, extra)
-    if extra and make_trainer is None:
+    names = {*extra, *({} if by_round is None else divided(by_round(0))[1])}
+    if names and make_trainer is None:
         raise ConfigError(
-            f"client.extra tells {', '.join(sorted(extra))}, but the clients of this simulation "
+            f"client.extra tells {', '.join(sorted(names))}, but the clients of this simulation "
             "have fedlearn's own trainer, which acts on none of it; give them yours "
             "(client.trainer, fl.simulate(trainer=...)), or leave it out"
         )

@@ -35,6 +35,7 @@ COMPUTED: Final = frozenset(
         "flower",
         "asynchronous",
         "late_updates",
+        "callbacks",
     ]
 )
 

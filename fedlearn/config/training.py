@@ -26,6 +26,7 @@ from fedlearn.algorithms.objectives import (
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.server_optimizers import ServerAdaptive
 from fedlearn.algorithms.strategy import Strategy
@@ -239,6 +240,13 @@ class Client(DeclaredSection):
         "`config`. Trainers that do not honour one, fedlearn's own included, refuse it.",
     )
 
+    by_round: Factory | None = Field(
+        None,
+        description="A function of the round's number, from 0, that returns its settings: "
+        '{"learning_rate": 0.1, "extra.NAME": 2}, in place of those here. It must return the same '
+        "whenever it is called.",
+    )
+
     def problems(self) -> Iterator[Problem]:
         """Refuse arguments of nothing, and what the local update refuses."""
         if self.trainer_args and self.trainer is None:
@@ -262,6 +270,10 @@ class Client(DeclaredSection):
             local = built(ClippedGradients, self, inner=local)
         scheduled = built(ScheduledRate, self, inner=local)
         return local if scheduled == ScheduledRate(inner=local) else scheduled
+
+    def settings_by_round(self) -> RoundSettings | None:
+        """Return what returns the settings of a round; ``None``: they do not change."""
+        return None if self.by_round is None else imported("client.by_round", self.by_round)
 
     def make_trainer(self) -> MakeTrainer | None:
         """Return what makes simulated clients' trainers; ``None``: they are fedlearn's own."""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.config.asynchronous import AsynchronousSection, buffers_in
+from fedlearn.config.called import Called, require_attributes, user_call
 from fedlearn.config.cohort import (
     COHORTS,
     DEVICES,
@@ -46,10 +47,11 @@ from fedlearn.config.training import (
 )
 from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 from fedlearn.errors import ConfigError
+from fedlearn.rounds.run import RoundCallback
 
 _MAX_SEED = 2**63 - 1
 #: Keys of ``client`` that FedSGD leaves open.
-_BESIDE_THE_STEP = {"learning_rate", "shuffle", "trainer", "trainer_args", "extra"}
+_BESIDE_THE_STEP = {"learning_rate", "shuffle", "trainer", "trainer_args", "extra", "by_round"}
 _MAX_ROUNDS = 1_000_000_000
 _USUAL_EVALUATED = 50
 
@@ -195,9 +197,29 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     early_stopping: EarlyStoppingSection = EarlyStoppingSection()
     engine: EngineSection = EngineSection()
+    callbacks: dict[str, Called] = Field(
+        {},
+        description="Who is called after each round, by a name of your choice: what each function "
+        "returns has after_round(record, model).",
+    )
     store: StoreSection = StoreSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     flower: FlowerSection = FlowerSection()
+
+    def round_callbacks(self) -> tuple[RoundCallback, ...]:
+        """Return what is called after each round, in the order of the file.
+
+        Raises:
+            ConfigError: A function cannot be imported or called, or returns something else.
+        """
+        made = list[RoundCallback]()
+        for name, each in self.callbacks.items():
+            key = f"callbacks.{name}.factory"
+            callback = user_call(key, each.factory, each.args)()
+            remedy = "it must have after_round(record, model)"
+            require_attributes(key, each.factory, callback, ("after_round",), remedy)
+            made.append(callback)
+        return tuple(made)
 
     @model_validator(mode="before")
     @classmethod
@@ -320,7 +342,7 @@ class Config(Section):
         if ROUND in self.client.extra:
             text = f"is what {whose} read as the round; leave it out"
             yield Problem((f"client.extra.{ROUND}", apps), text)
-        asked = self.client.model_dump(exclude={"trainer", "trainer_args", "extra"})
+        asked = self.client.model_dump(exclude={"trainer", "trainer_args", "extra", "by_round"})
         name = next((name for name in asked if asked[name] != own.get(name)), None)
         if name is not None:
             remedy = 'set it to "own"' if name == "optimizer" else "leave it out"

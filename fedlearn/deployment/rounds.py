@@ -25,11 +25,12 @@ from fedlearn.experiment.assemble import (
     run_plan,
 )
 from fedlearn.experiment.server_training import Place
+from fedlearn.experiment.user_code import AfterRound, LoggedCallback
 from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Charge, Opening
-from fedlearn.rounds.records import Checkpoint, RunStore
+from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.rounds.run import ResumedRound, RunState, Standing, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
@@ -124,7 +125,13 @@ def run_over(
         standing=standing,
     )
     plan = replace(plan, num_rounds=max(plan.num_rounds, extended()), extended=extended)
-    state = train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    after_round = AfterRound(
+        cluster=Alone(),
+        progress=_not_told,  # the store tells of each round
+        callbacks=[LoggedCallback(each) for each in pieces.callbacks],
+        make_model=pieces.make_model,
+    )
+    state = train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
     end()
     if masked_sum is not None:
         masked_sum.clear()  # the last round's is open, and committed
@@ -135,9 +142,8 @@ def _nothing() -> None:
     """End a run of rounds that have all closed."""
 
 
-def _go_on(*_: object) -> bool:
-    """End no run early: callbacks are a simulation's."""
-    return False
+def _not_told(_: RoundRecord) -> None:
+    """Tell of no round."""
 
 
 def _evaluators(

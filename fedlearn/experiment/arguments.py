@@ -129,6 +129,7 @@ def require_callable(
     sampler: CohortSampler | None,
     callbacks: Sequence[RoundCallback],
     trainer: object,
+    by_round: object,
     progress: object,
 ) -> None:
     """Refuse code of the user's that could not be called when its time comes.
@@ -144,6 +145,11 @@ def require_callable(
         if not _has_method(each, "after_round"):
             text = f"has {each!r}, not an object with a method after_round"
             raise ConfigError(f"simulate(): callbacks {text}")
+    if by_round is not None and not callable(by_round):
+        raise ConfigError(
+            f"simulate(): by_round is {by_round!r}; give a function from a round's number to its "
+            "settings"
+        )
     if trainer is not None and not callable(trainer):
         raise ConfigError(
             f"simulate(): trainer is {trainer!r}; give a function that makes a client's trainer of "

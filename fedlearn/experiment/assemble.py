@@ -483,6 +483,7 @@ def run_plan(
             strategy=with_server_steps(pieces, pieces.algorithm, place),
             seed=pieces.seed,
             release=release,
+            by_round=pieces.by_round,
             buffering=buffering,
         ),
         evaluator=Evaluators(evaluators),

@@ -24,6 +24,7 @@ from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.torch_losses import as_objective
@@ -160,6 +161,7 @@ def simulate(
     trainer: MakeTrainer | None = None,
     local_of: Callable[[ClientId], LocalUpdate] | None = None,
     extra: Mapping[str, Scalar] = MappingProxyType({}),
+    by_round: RoundSettings | None = None,
     sampler: CohortSampler | None = None,
     devices: ClientBehaviour | Mapping[str, object] | None = None,
     callbacks: Sequence[RoundCallback] = (),
@@ -187,6 +189,9 @@ def simulate(
             epochs, another learning rate; ``None``: all do as ``algorithm`` says.
         extra: Free-form settings that every ``trainer`` is told in ``context.extra``, as
             ``client.extra`` in a TOML file.
+        by_round: From a round's number, from 0, to its settings, as ``client.by_round`` in a TOML
+            file: ``lambda number: {"learning_rate": 0.1 * 0.9**number}``, and free-form ones as
+            ``extra.NAME``. It must return the same whenever it is called.
         sampler: Who is asked in a round; ``None``: as ``cohort.sampling`` says. It is told how
             many the configuration asks, and may return any number of them. The run can be
             repeated, and resumed to the same bits, if the same arguments give the same cohort.
@@ -217,7 +222,13 @@ def simulate(
     require_factory(make_model)
     require_data(data)
     require_algorithm(algorithm)
-    require_callable(sampler=sampler, callbacks=callbacks, trainer=trainer, progress=progress)
+    require_callable(
+        sampler=sampler,
+        callbacks=callbacks,
+        trainer=trainer,
+        by_round=by_round,
+        progress=progress,
+    )
     require_settings(extra=extra, resume=resume)
     loss = CrossEntropy() if objective is None else as_objective(objective)
     algorithm, settings = _unbuffered(algorithm, settings)
@@ -242,6 +253,7 @@ def simulate(
             data_dir=addresses.data_dir,
             make_trainer=trainer,
             extra=extra,
+            by_round=by_round,
             devices=own_devices,
         )
         return replace(pieces, sampler=sampler or pieces.sampler, callbacks=tuple(callbacks))
@@ -347,6 +359,7 @@ def _same_on_resume(pieces: Simulation) -> dict[str, object]:
         model = pieces.make_model()
     return {
         **({"devices": repr(pieces.behaviour)} if is_own else {}),
+        **({} if pieces.by_round is None else {"by_round": repr(pieces.by_round)}),
         "model": repr(model),
         "data": f"{pieces.population.num_clients} clients, {len(pieces.test.labels)} test examples",
         "algorithm": repr(pieces.algorithm),

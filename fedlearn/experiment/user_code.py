@@ -6,6 +6,7 @@ from operator import index
 from typing import Any, cast
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -201,12 +202,36 @@ class AfterRound:
         if self.cluster.rank == 0:
             model = self.make_model()
             params.load_into(model)
-            answers = [_answer(each, record, model.eval()) for each in self.callbacks]
+            answers = [answer_of(each, record, model.eval()) for each in self.callbacks]
             ends = any(answers)
         return self.cluster.broadcast(ends)
 
 
-def _answer(callback: RoundCallback, record: RoundRecord, model: nn.Module) -> bool:
+@dataclass(frozen=True)
+class LoggedCallback:
+    """A callback of a deployed run, whose errors are logged and do not end the run.
+
+    The clients have done the work of the round: it must not be lost because a tracker is away.
+    """
+
+    callback: RoundCallback
+
+    def after_round(self, record: RoundRecord, model: nn.Module) -> bool:
+        """Return whether the run ends here."""
+        try:
+            return answer_of(self.callback, record, model)
+        except Exception as error:  # noqa: BLE001 - user code raises anything
+            structlog.get_logger(__name__).warning(
+                "callback_failed",
+                callback=type(self.callback).__name__,
+                round=record.round_num + 1,
+                error=f"{type(error).__name__}: {error}",
+            )
+            return False
+
+
+def answer_of(callback: RoundCallback, record: RoundRecord, model: nn.Module) -> bool:
+    """Return whether a callback ends the run; raises as :class:`AfterRound`."""
     answer = callback.after_round(record, model)
     if not isinstance(answer, bool | np.bool_ | None):
         raise ConfigError(

@@ -27,6 +27,7 @@ from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.own_training import keeps_something
+from fedlearn.algorithms.round_settings import RoundSettings, in_round
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.collecting import Status
@@ -138,6 +139,7 @@ class RoundPlan:
         strategy: What they do, how it is combined, and what becomes of the model.
         seed: Public seed of everything reproducible.
         release: What becomes of the aggregate before the step; ``None``: nothing.
+        by_round: Returns the clients' settings of a round; ``None``: they do not change.
         buffering: How rounds are opened and collected that are buffers of an asynchronous run, or
             take late updates, in the place of ``opening`` and ``collector``; ``None``: they are
             neither.
@@ -149,7 +151,12 @@ class RoundPlan:
     strategy: Strategy
     seed: Seed
     release: Release | None = None
+    by_round: RoundSettings | None = None
     buffering: Buffering | None = None
+
+    def for_clients(self, strategy: Strategy, round_num: int) -> Strategy:
+        """Return a strategy as the clients of a round are asked by it; raises as ``by_round``."""
+        return strategy if self.by_round is None else in_round(strategy, self.by_round, round_num)
 
     def init(self, params: Params) -> ServerState:
         """Return the state before the first round.
@@ -201,7 +208,8 @@ def run_round(
     opened = plan.opening.open(state.round_num, attempt=attempt)
     cohort = tuple(each for each in opened if each not in without) if without else opened
     request = _request(state, plan, strategy, attempt=attempt)
-    return _stepped(state, plan, plan.collector.collect(cohort, request), request)
+    collected = plan.collector.collect(cohort, request)
+    return _stepped(state, plan, collected, request, strategy=strategy)
 
 
 def run_buffered_round(
@@ -228,7 +236,9 @@ def run_buffered_round(
             params=sent.params,
             told=sent.told,
             counted=None if request.counted is None else sent.counted,
-            strategy=strategy_at(plan.strategy, sent.state) if sent.state else usual,
+            strategy=plan.for_clients(
+                strategy_at(plan.strategy, sent.state) if sent.state else usual, based_on
+            ),
         )
         for based_on, sent in state.versions.items()
     } | {state.round_num: request}
@@ -244,7 +254,7 @@ def run_buffered_round(
     sent_in = {**state.versions, state.round_num: newest}
     versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.flight})}
     state = replace(state, flight=collected.flight, versions=versions)
-    return _stepped(state, plan, collected, request)
+    return _stepped(state, plan, collected, request, strategy=strategy)
 
 
 def _request(
@@ -255,7 +265,7 @@ def _request(
         round_num=state.round_num,
         attempt=attempt,
         params=state.params,
-        strategy=strategy,
+        strategy=plan.for_clients(strategy, state.round_num),
         told=told_by(strategy, state.strategy_state, state.params),
         seed=plan.seed.value,
         kept=state.kept,
@@ -273,10 +283,15 @@ def _counted(collected: Collected, round_num: int) -> Mapping[ClientId, int]:
 
 
 def _stepped(
-    state: ServerState, plan: RoundPlan, collected: Collected, request: RoundRequest
+    state: ServerState,
+    plan: RoundPlan,
+    collected: Collected,
+    request: RoundRequest,
+    *,
+    strategy: Strategy,
 ) -> Ran:
     """Release what was collected, if it is enough, and take the strategy's step."""
-    strategy, attempt = request.strategy, request.attempt
+    attempt = request.attempt
     state = replace(state, durations=collected.durations)
     aggregate = collected.aggregate
     if aggregate is None:  # no update counted, so clients keep what they kept before

@@ -59,7 +59,7 @@ _TOLD_REASONS, _TOLD_CLIENTS = 3, 5
 
 
 class RoundCallback(Protocol):
-    """Code of the user's that is called after every round of a simulation, in order."""
+    """Code of the user's that is called after every round, in the order of the rounds."""
 
     def after_round(self, record: RoundRecord, model: nn.Module) -> bool | None:
         """Look at a finished round and the global model after it.

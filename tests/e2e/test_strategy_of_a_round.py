@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import fedlearn as fl
+from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.strategy import State
+from fedlearn.core.messages import Scalar
 from fedlearn.core.params import Params
 from fedlearn.errors import RoundError
 
@@ -51,7 +53,14 @@ def data() -> fl.FederatedData:
     )
 
 
-def trained(algorithm: fl.Strategy, **engine: object) -> fl.Run:
+def halved(round_num: int) -> dict[str, Scalar]:
+    """Return the settings of a round whose rate is half of that of the round before."""
+    return {"learning_rate": SGD.learning_rate / 2**round_num}
+
+
+def trained(
+    algorithm: fl.Strategy, by_round: RoundSettings | None = None, /, **engine: object
+) -> fl.Run:
     """Run four rounds of half the clients."""
     return fl.simulate(
         lambda: nn.Linear(6, 2),
@@ -60,6 +69,7 @@ def trained(algorithm: fl.Strategy, **engine: object) -> fl.Run:
         num_rounds=4,
         cohort={"num_wanted": 4},
         engine=engine,
+        by_round=by_round,
     )
 
 
@@ -77,6 +87,8 @@ def test_what_clients_do_may_depend_on_the_state(engine: dict[str, object]) -> N
     found = trained(Halving(local=SGD), **engine).weights(best=False)
     scheduled = fl.ScheduledRate(inner=SGD, rate_decay=0.5)
     expected = trained(fl.FedAvg(scheduled), **engine).weights(best=False)
+    by_round = trained(fl.FedAvg(SGD), halved, **engine).weights(best=False)
+    assert all(torch.equal(by_round[name], found[name]) for name in found)
     constant = trained(fl.FedAvg(SGD), **engine).weights(best=False)
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0.0, atol=1e-6)
@@ -120,8 +132,10 @@ def test_who_is_overtaken_does_what_it_was_asked_to(mode: str, engine: dict[str,
     run = overtaken(fl.FedAvg(fl.ScheduledRate(inner=SGD, rate_decay=0.5)), mode, engine=engine)
     assert any(age > 0 for each in run.history for age in each.staleness), "the control"
     found = overtaken(Halving(local=SGD), mode, engine=engine).weights(best=False)
+    by_round = overtaken(fl.FedAvg(SGD), mode, engine=engine, by_round=halved).weights(best=False)
     for name, expected in run.weights(best=False).items():
         torch.testing.assert_close(found[name], expected, rtol=0.0, atol=1e-6)
+        assert torch.equal(by_round[name], found[name])
 
 
 @dataclass

@@ -141,6 +141,22 @@ class Kept(fl.Strategy):
         return fl.Stepped(params, state)
 
 
+def decayed(round_num):
+    return {"learning_rate": 0.5**round_num}
+
+
+def told(round_num):
+    return {"extra.temperature": 2}
+
+
+class Tracker:
+    def __init__(self, name="none"):
+        self.name = name
+
+    def after_round(self, record, model):
+        pass
+
+
 def no_strategy(local):
     return 3
 """
@@ -820,6 +836,22 @@ def test_what_is_watched_must_be_measured(user_file: Path, tmp_path: Path) -> No
     nobody = {"early_stopping": {"metric": "clients/bias_mean"}, "evaluation": {"clients": 0}}
     with pytest.raises(ConfigError, match=r"which nobody measures; give one of: loss, bias$"):
         _built(settings | nobody)
+
+
+def test_what_happens_in_each_round_is_built_from_a_file(user_file: Path) -> None:
+    """The settings of a round, and who is called after it, in the order of the file."""
+    callbacks = {
+        "b": {"factory": f"{user_file}:Tracker", "args": {"name": "first"}},
+        "a": {"factory": f"{user_file}:Tracker"},
+    }
+    built = _built(
+        {"client": {"by_round": f"{user_file}:decayed"}, "callbacks": callbacks, "num_rounds": 2}
+    )
+    assert built.by_round is not None
+    assert built.by_round(2) == {"learning_rate": 0.25}
+    assert [vars(each) for each in built.callbacks] == [{"name": "first"}, {"name": "none"}]
+    with pytest.raises(ConfigError, match=r"tells temperature, but .* trainer, which acts on none"):
+        _built({"client": {"by_round": f"{user_file}:told"}})
 
 
 def test_metrics_are_built_from_a_file(user_file: Path) -> None:

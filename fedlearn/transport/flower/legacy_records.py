@@ -52,7 +52,7 @@ class LegacyRecords(StockRecords):
                 'this app registers functions with @app.train(), set flower.client_apps to "flower"'
             ) from error
         if status.get("code") != _OK:
-            raise ProtocolError(f"the client could not answer: {status.get('message')}")
+            raise ProtocolError(f"the client could not answer: {status.get('message')!r}")
         numbers = {
             name: value
             for name, value in told.items()

@@ -46,7 +46,9 @@ RUN_CONFIG: dict[str, Scalar] = {"config": "run.toml", "overrides": "", "patienc
 THREE = "data.partition.num_clients=3;cohort.num_wanted=3"
 
 
-def grid_of(num_nodes: int, overrides: str = THREE, **node_config: bool | float | str) -> LocalGrid:
+def grid_of(
+    num_nodes: int, overrides: str = THREE, /, **node_config: bool | float | str
+) -> LocalGrid:
     """Return nodes with parts of the run's own data."""
     return LocalGrid(
         VirtualClock(),
@@ -218,7 +220,7 @@ def test_the_pages_secure_aggregation_runs_on_the_federation_that_it_starts(
     assert ids is not None
     assert [num for _, num in started] == [str(len(ids[1].split()))]
     (overrides,) = re.findall(r"'overrides=\"(secure_aggregation.*)\"'", page)
-    heard, nodes = Heard(), grid_of(len(ids[1].split()), overrides="")
+    heard, nodes = Heard(), grid_of(len(ids[1].split()), "")
     settings = RUN_CONFIG | {"num-rounds": 1, "patience-s": 30, "overrides": overrides}
     run_of(Federation(grid=nodes, run_id="flower-7", run_config=settings), tmp_path, heard)
     assert heard.rounds[0].count(Status.REPORTED) == len(nodes.nodes)

@@ -394,6 +394,85 @@ def test_a_legacy_client_that_cannot_answer_has_failed(tmp_path: Path) -> None:
     assert "could not answer" in reason
 
 
+# ---- What happens in each round -----------------------------------------------------------
+
+
+def halving(round_num: int) -> dict[str, Scalar]:
+    """Return a rate that is half of that of the round before, as the app reads it."""
+    return {"extra.lr": 0.5 / 2**round_num}
+
+
+@dataclass
+class Tracking:
+    """Keeps what it is shown in a file; fails in one round, and ends the run after another.
+
+    Attributes:
+        path: Of the file.
+        fails_in: The round in which it raises, from 0.
+        last: The round after which it ends the run.
+    """
+
+    path: str
+    fails_in: int = -1
+    last: int = -1
+
+    def after_round(self, record: RoundRecord, model: nn.Module) -> bool:
+        if record.round_num == self.fails_in:
+            raise ConnectionError("the tracker is away")
+        with Path(self.path).open("a") as file:
+            file.write(f"{record.round_num} {next(model.parameters()).sum().item():.6f}\n")
+        return record.round_num == self.last
+
+
+EACH_ROUND = (
+    FOREIGN.replace("[client]\n", '[client]\nby_round = "{file}:halving"\n')
+    + """
+[callbacks.tracker]
+factory = "{file}:Tracking"
+args = {{ path = "{log}", fails_in = 0, last = 2 }}
+"""
+)
+
+
+def test_a_deployed_run_has_settings_by_the_round_and_callbacks(tmp_path: Path) -> None:
+    """One that raises costs no round; one that returns true ends the run, as done."""
+    log = tmp_path / "log"
+    text = EACH_ROUND.replace("extra = { lr = 0.5 }\n", "").replace("{{", "{").replace("}}", "}")
+    text = text.replace("{file}", Path(__file__).as_posix()).replace("{log}", log.as_posix())
+    write_config(tmp_path, text)
+    grid = grid_of()
+    heard = run_on(grid, tmp_path, overrides="num_rounds=5")
+    assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3, 3]
+    rates = [
+        each.content.config_records["config"]["lr"]
+        for each in grid.pushed
+        if each.metadata.message_type == "train"
+    ]
+    assert rates == [0.5] * 3 + [0.25] * 3 + [0.125] * 3
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["1", "2"]
+    final = float(weights(tmp_path / "runs")["params/0.weight"].sum())
+    assert float(log.read_text().split()[-1]) == pytest.approx(final, abs=1e-5)
+    assert statuses(tmp_path / "runs") == [RunStatus.DONE]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ('client.by_round="{file}:missing"', "client.by_round: there is no function missing"),
+        ('client.by_round="{file}:make_model"', "client.by_round|takes 0 positional"),
+        ('callbacks.log.factory="{file}:make_model"', "without after_round; it must have"),
+        ('callbacks.log={factory="{file}:Tracking"}', "does not take the arguments"),
+    ],
+)
+def test_functions_that_do_not_fit_are_refused_when_the_run_is_built(
+    overrides: str, named: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path)
+    laid = overrides.replace("{file}", Path(__file__).as_posix())
+    with pytest.raises((ConfigError, TypeError), match=named):
+        run_on(grid_of(), tmp_path, overrides=laid)
+
+
 class SlowGrid(LocalGrid):
     """One node never answers."""
 

@@ -1,7 +1,7 @@
 """Rows of a dataset as pairs of inputs and a label, whatever their form."""
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,7 @@ def make_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("test", [None, Rows(lambda i: {"image": image(i), "labels": i})])
-def test_a_trainer_and_a_simulation_take_rows_of_columns(test: Sequence[Any] | None) -> None:
+def test_a_trainer_and_a_simulation_take_rows_of_columns(test: Rows | None) -> None:
     """As pairs: the same model and the same measures."""
     columns, pairs = Rows(lambda i: {"img": image(i), "label": i}), Rows(lambda i: (image(i), i))
     torch.manual_seed(0)
