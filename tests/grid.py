@@ -83,6 +83,15 @@ class LocalGrid:
         return message_id
 
 
+class StockGrid(LocalGrid):
+    """A grid on which a strategy of Flower's runs as it does on Flower's own."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        return list(self.pull_messages(self.push_messages(messages)))
+
+
 def joined(channel: FlowerChannel, num_clients: int, *, within_s: float = 30.0) -> FlowerChannel:
     """Return the channel once so many clients have introduced themselves, or after some time."""
     ends_s = channel.clock.now_s() + within_s

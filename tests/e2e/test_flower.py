@@ -1,5 +1,6 @@
 """Stock Flower processes run our app: SuperLink, SuperNodes, and Flower's simulation runtime."""
 
+import json
 import math
 import os
 import re
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from fedlearn.simulation.cluster import Alone
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.memory import MemoryChannel
 from tests.addresses import free_addresses
+from tests.e2e import flower_shapes
 from tests.e2e.deployed import SMALL
 from tests.e2e.warm_flower import standing_in
 from tests.processes import until
@@ -147,13 +149,16 @@ class Federation:
             finally:
                 run.kill()
 
-    def finished(self, run: "subprocess.Popen[str]") -> StoredRun:
-        """Wait for ``flwr run`` and return what the run left."""
+    def finished(self, run: "subprocess.Popen[str]", name: str | None = None) -> StoredRun:
+        """Wait for ``flwr run`` and return the run that it left: the only new one, or by name."""
         output, _ = run.communicate(timeout=RUN_TIMEOUT_S)
         assert run.returncode == 0, output
         runs_dir = self.folder / "runs"
         with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
-            (record,) = [each for each in database.runs() if each.name not in self.recorded]
+            new = [each for each in database.runs() if each.name not in self.recorded]
+            found = [each for each in new if name in (None, each.name)]
+            assert len(found) == 1, output
+            (record,) = found
             self.recorded.add(record.name)
             assert record.status is RunStatus.DONE, f"{record.error}\n{output}"
             return database.run(record.name)
@@ -428,9 +433,6 @@ def test_stock_processes_add_up_in_secret_and_a_killed_node_drops_out(
 
 # ---- Apps that were written for Flower alone ----------------------------------------------
 
-QUICKSTART = Path(__file__).parent / "quickstart"
-GUIDE = APP.parents[1] / "docs" / "how-to" / "migrate-from-flower.md"
-
 
 #: A client of the app below: it votes as those of the survival tests do, and one is held back.
 VOTER = """
@@ -572,53 +574,58 @@ def test_a_late_update_counts_once_although_the_server_app_is_killed(
     assert trained[:2] == ["0", "0"], "asked anew by the second run"
 
 
-def files_in(guide: str) -> dict[str, str]:
-    """Return what a guide has one write, by the name of the file."""
-    named = r"`([a-z_]+\.(?:py|toml))`[^`\n]*:\n\n```[a-z]+\n(.*?)```"
-    return dict(re.findall(named, guide, re.DOTALL))
+@pytest.fixture(scope="module")
+def shaped(deployed: Federation, tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoredRun]:
+    """Runs of all shapes of apps, by name: at once, over the same nodes.
+
+    The ClientApps are as they were written for Flower, and import nothing of fedlearn.
+    """
+    folder = tmp_path_factory.mktemp("shaped")
+    common = (
+        f"cohort.num_wanted={flower_shapes.NUM_NODES};stragglers.deadline_s={RUN_TIMEOUT_S};"
+        f"evaluation.deadline_s={RUN_TIMEOUT_S};evaluation.every_rounds=0"
+    )
+    with deployed.nodes(folder, flower_shapes.NUM_NODES), ExitStack() as runs:
+        started = {
+            shape.name: runs.enter_context(
+                deployed.flwr_run(
+                    *("-c", f'overrides="name={shape.name};{common};{shape.overrides}"'),
+                    *("-c", f"num-rounds={flower_shapes.NUM_ROUNDS}"),
+                    app=shape.migrated(folder),
+                )
+            )
+            for shape in flower_shapes.ALL
+        }
+        found = {name: deployed.finished(run, name) for name, run in started.items()}
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    told = sorted(f"{line['kind']} {line['round']}" for line in lines)
+    assert told == ["evaluate 1"] * 2 + ["train 1"] * 2, "by the app's mod"
+    return found
 
 
-def migrated(folder: Path, half: int) -> Path:
-    """Return a copy of the app with its server's half (0) or its client's (1) as the guide says."""
-    app = folder / "app"
-    shutil.copytree(QUICKSTART, app, ignore=shutil.ignore_patterns("__pycache__"))
-    files = files_in(GUIDE.read_text().split("## Keep your ServerApp", maxsplit=1)[half])
-    project = app / "pyproject.toml"
-    lines = project.read_text().splitlines()
-    for line in files.pop("pyproject.toml").splitlines():
-        name, has_value, _ = line.partition(" = ")
-        if has_value:
-            lines = [each for each in lines if not each.startswith(f"{name} =")]
-            table = "components" if name.endswith("app") else "config"
-            lines.insert(lines.index(f"[tool.flwr.app.{table}]") + 1, line)
-    project.write_text("\n".join(lines))
-    for name, text in files.items():
-        (app / "quickstart" / name).write_text(text)
-    return app
-
-
-def test_our_server_app_drives_an_app_of_flowers(deployed: Federation, tmp_path: Path) -> None:
-    """As the guide to migration says: the ClientApp is as it was, and imports nothing of ours."""
-    app = migrated(tmp_path, 0)
-    assert (app / "quickstart" / "client_app.py").read_text().count("fedlearn") == 0
-    options = ("-c", "num-rounds=2", "-c", 'overrides="stragglers.deadline_s=150"')
-    with (
-        deployed.nodes(tmp_path, NUM_NODES),
-        deployed.flwr_run(*options, app=app) as run,
-    ):
-        stored = deployed.finished(run)
-    rounds = stored.rounds()
-    assert [record.count(Status.REPORTED) for record in rounds] == [3, 3]
-    assert rounds[-1].metrics["clients/eval_acc_by_examples"] > 0.8
-    assert rounds[-1].metrics["clients/eval_acc_worst_decile"] > 0.7
-    assert rounds[-1].train_metrics["train_loss"] < rounds[0].train_metrics["train_loss"]
-    examples = rounds[0].participations.num_examples
-    assert sorted(examples.tolist()) == [479, 479, 479]
+@pytest.mark.parametrize("shape", flower_shapes.ALL, ids=[each.name for each in flower_shapes.ALL])
+def test_a_migrated_app_is_as_accurate_as_with_flowers_own_strategy(
+    shape: flower_shapes.Shape,
+    shaped: Mapping[str, StoredRun],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the guide says, on a SuperLink; Flower's FedAvg in this process, from the same model."""
+    rounds = shaped[shape.name].rounds()
+    assert [record.count(Status.REPORTED) for record in rounds] == [2]
+    monkeypatch.syspath_prepend(str(shape.folder))
+    monkeypatch.chdir(tmp_path)  # where its mod writes
+    expected = shape.stock_accuracy()
+    found = rounds[-1].metrics[f"clients/{shape.accuracy}_by_examples"]
+    assert found == pytest.approx(expected, abs=0.02)
+    assert found > 0.6
 
 
 def test_our_client_app_answers_a_strategy_of_flowers(deployed: Federation, tmp_path: Path) -> None:
     """FedAvg as it ships, as the guide says; a node that requires secure aggregation refuses."""
-    app = migrated(tmp_path, 1)
+    ignored = shutil.ignore_patterns("__pycache__")
+    app = shutil.copytree(flower_shapes.QUICKSTART, tmp_path / "app", ignore=ignored)
+    flower_shapes.migrate(app, "quickstart", 1)
     with (
         deployed.nodes(tmp_path, NUM_NODES, refusing=(2,)),
         deployed.flwr_run("-c", "num-server-rounds=2", app=app, settings=()) as run,

@@ -1,6 +1,6 @@
 """Flower's own records between the two sides: the model is that of fedlearn's own messages."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -32,7 +32,7 @@ from fedlearn.rounds.plain import PlainCollector
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 from fedlearn.transport.flower import StockChannel, StockRecords
-from tests.grid import LocalGrid
+from tests.grid import LocalGrid, StockGrid
 from tests.parity.test_flower import (
     LOCAL,
     NUM_ROUNDS,
@@ -145,15 +145,6 @@ def test_an_app_of_flowers_leaves_frozen_layers_as_they_are() -> None:
     assert torch.equal(found.vector, expected.vector)
     for name, value in expected.constants.items():
         assert torch.equal(found.constants[name], value)
-
-
-class StockGrid(LocalGrid):
-    """A grid on which a strategy of Flower's runs as it does on Flower's own."""
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
-        return list(self.pull_messages(self.push_messages(messages)))
 
 
 def start() -> Params:

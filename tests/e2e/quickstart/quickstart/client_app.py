@@ -4,11 +4,12 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from quickstart.mods import history_mod
 from quickstart.task import Loader, Net, load_data, num_examples
 from quickstart.task import test as test_fn
 from quickstart.task import train as train_fn
 
-app = ClientApp()
+app = ClientApp(mods=[history_mod])
 
 
 def _given(msg: Message) -> tuple[Net, torch.device]:

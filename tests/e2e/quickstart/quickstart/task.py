@@ -5,9 +5,29 @@ from typing import TypeAlias
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, random_split
 
-Loader: TypeAlias = DataLoader[tuple[Tensor, ...]]
+#: A row, or a batch of them: columns by name, as Hugging Face's datasets yield them.
+Row: TypeAlias = dict[str, Tensor]
+Loader: TypeAlias = DataLoader[Row]
+
+
+class Digits(Dataset[Row]):
+    """A partition of the digits, as rows with an image and a label."""
+
+    def __init__(self, partition_id: int, num_partitions: int) -> None:
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
+        self.images = images[partition_id::num_partitions]
+        self.labels = torch.tensor(digits.target)[partition_id::num_partitions]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row."""
+        return {"img": self.images[index], "label": self.labels[index]}
 
 
 class Net(nn.Module):
@@ -28,22 +48,19 @@ class Net(nn.Module):
 
 def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[Loader, Loader]:
     """Return loaders over a partition of the digits: four fifths to train on, the rest to test."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
-    examples = TensorDataset(
-        images[partition_id::num_partitions],
-        torch.tensor(digits.target)[partition_id::num_partitions],
-    )
+    examples = Digits(partition_id, num_partitions)
     num_train = len(examples) * 4 // 5
-    train, test = torch.utils.data.random_split(
+    train, test = random_split(
         examples, [num_train, len(examples) - num_train], torch.Generator().manual_seed(42)
     )
-    return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(test, batch_size=64)
+    order = torch.Generator().manual_seed(partition_id)
+    train_loader = DataLoader(train, batch_size=batch_size, shuffle=True, generator=order)
+    return train_loader, DataLoader(test, batch_size=64)
 
 
 def num_examples(loader: Loader) -> int:
     """Return how many examples a loader goes over."""
-    return sum(len(labels) for _, labels in loader)
+    return sum(len(batch["label"]) for batch in loader)
 
 
 def train(net: Net, loader: Loader, epochs: int, lr: float, device: torch.device) -> float:
@@ -52,9 +69,9 @@ def train(net: Net, loader: Loader, epochs: int, lr: float, device: torch.device
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     net.to(device).train()
     for _ in range(epochs):
-        for images, labels in loader:
+        for batch in loader:
             optimizer.zero_grad()
-            loss = loss_of(net(images.to(device)), labels.to(device))
+            loss = loss_of(net(batch["img"].to(device)), batch["label"].to(device))
             loss.backward()
             optimizer.step()
             total += loss.item()
@@ -66,8 +83,8 @@ def test(net: Net, loader: Loader, device: torch.device) -> tuple[float, float]:
     loss_of, total, correct = nn.CrossEntropyLoss(), 0.0, 0
     net.to(device).eval()
     with torch.no_grad():
-        for images, labels in loader:
-            outputs = net(images.to(device))
-            total += loss_of(outputs, labels.to(device)).item()
-            correct += int((outputs.argmax(dim=1).cpu() == labels).sum())
+        for batch in loader:
+            outputs, labels = net(batch["img"].to(device)), batch["label"].to(device)
+            total += loss_of(outputs, labels).item()
+            correct += int((outputs.argmax(dim=1) == labels).sum())
     return total / len(loader), correct / num_examples(loader)

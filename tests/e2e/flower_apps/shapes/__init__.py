@@ -1,0 +1,1 @@
+"""Apps written for Flower alone: they import nothing of fedlearn."""
