@@ -1,4 +1,4 @@
-"""What an operator deploys from server/: each file by its offline validator, and by the others.
+"""What is deployed from server/ and clients/: each by its offline validator, and by the others.
 
 A validator accepts a file if it exits with 0. For each there is the control: the same file
 with one thing broken, which it refuses.
@@ -18,8 +18,11 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from fedlearn.build import deployment
+from fedlearn.cli.app import app
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import Config, load, resolve_addresses
 from fedlearn.config.called import user_call
@@ -36,8 +39,11 @@ ROOT = Path(__file__).parents[2]
 SERVER = ROOT / "server"
 SQLITE = SERVER / "sqlite" / "coordinator.toml"
 POSTGRESQL = SERVER / "postgresql" / "coordinator.toml"
+CLIENTS = ROOT / "clients"
 UNIT = SERVER / "systemd" / "fedlearn-coordinator.service"
+CLIENT_UNIT = CLIENTS / "systemd" / "fedlearn-client.service"
 DOCKERFILE = SERVER / "container" / "Dockerfile"
+CLIENT_DOCKERFILE = CLIENTS / "container" / "Dockerfile"
 WRAPPER = SERVER / "container" / "fedlearn"
 COMPOSE = SERVER / "compose" / "compose.yaml"
 MANIFESTS = SERVER / "kubernetes"
@@ -244,6 +250,43 @@ def test_a_unit_that_does_not_fit_is_found(good: str, bad: str, problem: str) ->
     assert unit_problems(text, CoordinatorSection()) == [problem]
 
 
+def test_the_clients_unit_is_as_confined_as_the_coordinators() -> None:
+    """It differs in whom it runs as, in what it runs and how it ends; the words are join's."""
+    coordinator, client = UnitParser(), UnitParser()
+    coordinator.read_string(UNIT.read_text())
+    client.read_string(CLIENT_UNIT.read_text())
+    ours, theirs = dict(client["Service"]), dict(coordinator["Service"])
+    differing = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    assert differing == {
+        "User",
+        "Group",
+        "EnvironmentFile",
+        "Environment",
+        "ExecStart",
+        "WorkingDirectory",
+        "StateDirectory",
+        "Nice",
+        "KillMode",
+        "RestartSec",
+        "RestartPreventExitStatus",
+        "LimitNOFILE",
+    }
+    assert ours["WorkingDirectory"] == f"/var/lib/{ours['StateDirectory']}"
+    (command,) = re.findall(r"(?m)^CMD (\[.*\])$", CLIENT_DOCKERFILE.read_text())
+    words = ours["ExecStart"].replace("\\\n", " ").split()
+    for typed in (words[1:], yaml.safe_load(command)):
+        assert parse_command(typed) == "join"
+
+
+def parse_command(words: list[str]) -> str:
+    """Parse what is typed after ``fedlearn``, run nothing, and return the command's name."""
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    name, *rest = words
+    group.commands[name].make_context(name, rest)
+    return name
+
+
 def verify(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Let systemd read a unit, with a program that is on this machine."""
     path = folder / UNIT.name
@@ -252,9 +295,10 @@ def verify(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @systemd
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", [UNIT, CLIENT_UNIT])
+def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
     """Without a warning."""
-    done = verify(UNIT.read_text(), tmp_path)
+    done = verify(unit.read_text(), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -282,9 +326,10 @@ def exposure(text: str, folder: Path) -> int:
 
 
 @systemd
-def test_systemd_finds_the_unit_confined(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", [UNIT, CLIENT_UNIT])
+def test_systemd_finds_the_unit_confined(unit: Path, tmp_path: Path) -> None:
     """The control leaves its system calls and devices open."""
-    text = UNIT.read_text()
+    text = unit.read_text()
     assert exposure(text, tmp_path) == 0
     control = re.sub(r"(?m)^(SystemCall|Private|Protect|Restrict|Capability).*\n", "", text)
     assert exposure(control, tmp_path) != 0
@@ -300,11 +345,12 @@ def lint(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return run(BIN / "hadolint", "--no-color", path)
 
 
-def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dockerfile", [DOCKERFILE, CLIENT_DOCKERFILE])
+def test_hadolint_accepts_the_dockerfile(dockerfile: Path, tmp_path: Path) -> None:
     """With no rule ignored."""
-    done = lint(DOCKERFILE.read_text(), tmp_path)
+    done = lint(dockerfile.read_text(), tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
-    assert "hadolint ignore" not in DOCKERFILE.read_text()
+    assert "hadolint ignore" not in dockerfile.read_text()
 
 
 @pytest.mark.parametrize(
@@ -340,14 +386,17 @@ def sent_to_builder(path: str, ignore: list[str]) -> bool:
     return sent
 
 
-def test_what_the_dockerfile_copies_is_there_and_sent() -> None:
+@pytest.mark.parametrize(
+    ("dockerfile", "own"),
+    [(DOCKERFILE, [str(WRAPPER.relative_to(ROOT))]), (CLIENT_DOCKERFILE, [])],
+)
+def test_what_the_dockerfile_copies_is_there_and_sent(dockerfile: Path, own: list[str]) -> None:
     """And nothing else: no data, no caches, no secrets."""
-    lines = DOCKERFILE.with_suffix(".dockerignore").read_text().splitlines()
+    lines = dockerfile.with_suffix(".dockerignore").read_text().splitlines()
     ignore = [line for line in lines if line and not line.startswith("#")]
-    copied = re.findall(r"(?m)^COPY (?!--from)(?:--\S+ )*(.+) \S+$", DOCKERFILE.read_text())
+    copied = re.findall(r"(?m)^COPY (?!--from)(?:--\S+ )*(.+) \S+$", dockerfile.read_text())
     sources = [source for words in copied for source in words.split()]
-    wrapper = str(WRAPPER.relative_to(ROOT))
-    assert sources == ["pyproject.toml", "README.md", "LICENSE", "fedlearn", wrapper]
+    assert sources == ["pyproject.toml", "README.md", "LICENSE", "fedlearn", *own]
     for source in sources:
         assert (ROOT / source).exists()
         assert sent_to_builder(source, ignore)
@@ -357,12 +406,13 @@ def test_what_the_dockerfile_copies_is_there_and_sent() -> None:
     assert not sent_to_builder("fedlearn/core/__pycache__/clock.pyc", ignore)
 
 
-def test_the_image_has_the_torch_of_the_package() -> None:
+@pytest.mark.parametrize("dockerfile", [DOCKERFILE, CLIENT_DOCKERFILE])
+def test_the_image_has_the_torch_of_the_package(dockerfile: Path) -> None:
     """Or pip would install CUDA's over it; and a Python that the package supports."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
-    assert f'"{torch}"' in DOCKERFILE.read_text()
-    versions = re.findall(r"ARG PYTHON=3\.(\d+)", DOCKERFILE.read_text())
+    assert f'"{torch}"' in dockerfile.read_text()
+    versions = re.findall(r"ARG PYTHON=3\.(\d+)", dockerfile.read_text())
     assert project["requires-python"] == ">=3.11"
     assert [int(minor) >= 11 for minor in versions] == [True]
 
@@ -475,6 +525,18 @@ def runs_after_restoring(folder: Path, restore: str) -> set[str]:
     type_there(restore)
     with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
         return {record.name for record in database.runs()}
+
+
+@pytest.mark.parametrize("readme", [SERVER / "README.md", CLIENTS / "README.md"])
+def test_the_commands_of_a_readme_are_for_any_root_shell(readme: Path) -> None:
+    """Of root, who may have no sudo, and of a user who has: both open one first."""
+    blocks = re.findall(r"^```shell\n(.*?)^```$", readme.read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        assert "sudo" not in block
+        assert run("bash", "-n", "-c", block).returncode == 0
+    assert "`sudo -s`" in readme.read_text()
+    assert "umask 022" in readme.read_text(), "else others cannot run what root installs"
 
 
 @pytest.mark.slow
