@@ -50,11 +50,13 @@ class Draw:
         values: The numbers of a client that it was added to; empty for noise in a sum.
         noise: In standard deviations.
         labels: Of noise in a sum: the lane, the round and the attempt.
+        client_id: Whose numbers they are, where that is seen.
     """
 
     values: Tensor
     noise: Tensor
     labels: tuple[str | int, ...] = ()
+    client_id: int | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.privacy.secret import DrawnNoise
 from fedlearn.secagg import fixed_point, terms
 from fedlearn.secagg.fixed_point import Lane, levels_of
+from fedlearn.session.session import ClientSession
 from tests.oracle.observed import Draw
 
 #: Less noise, in bounds, is that of a trial: it is next to none.
@@ -63,6 +64,7 @@ class Recording:
         """Record what is drawn within a block."""
         self.folder.mkdir()
         watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
+            (ClientSession, "handle", self._session),
             (DrawnNoise, "draw", self._sum),
             (transforms, "discrete_gaussian", self._samples),
             (NoisedUpdates, "__call__", self._updates),
@@ -79,8 +81,17 @@ class Recording:
                 stack.enter_context(patch.object(place, name, watch(right)))
             yield
 
-    def _write(self, values: Tensor, noise: Any, labels: tuple[str | int, ...] = ()) -> None:
-        draw = Draw(values.double(), torch.as_tensor(noise, dtype=torch.float64), labels)
+    def _write(
+        self,
+        values: Tensor,
+        noise: Any,
+        *,
+        labels: tuple[str | int, ...] = (),
+        client_id: int | None = None,
+    ) -> None:
+        own = getattr(self._local, "client_id", None) if client_id is None else client_id
+        drawn = torch.as_tensor(noise, dtype=torch.float64)
+        draw = Draw(values.double(), drawn, labels, own)
         with self._lock, (self.folder / str(os.getpid())).open("ab") as file:
             pickle.dump((SystemClock().now_s(), draw), file)
 
@@ -95,12 +106,22 @@ class Recording:
 
     # What takes the place of a function of fedlearn's.
 
+    def _session(self, right: Method) -> Method:
+        def handle(own: ClientSession, *given: Any, **named: Any) -> Any:
+            self._local.client_id = own.client_id
+            try:
+                return right(own, *given, **named)
+            finally:
+                self._local.client_id = None
+
+        return handle
+
     def _sum(self, right: Method) -> Method:
         def draw(
             own: DrawnNoise, sigma: float, size: int, *, labels: tuple[str | int, ...]
         ) -> Tensor:
             noise: Tensor = right(own, sigma, size, labels=labels)
-            self._write(torch.zeros(0), noise / sigma, labels)
+            self._write(torch.zeros(0), noise / sigma, labels=labels)
             return noise
 
         return draw
@@ -126,8 +147,9 @@ class Recording:
             before = matrix(updates.lanes["delta"]).clone()
             self._taken()
             after: Updates = right(own, updates)
-            for row, noise in zip(before, self._taken(), strict=True):
-                self._write(row, noise)
+            rows = zip(before, self._taken(), updates.client_ids, strict=True)
+            for row, noise, client_id in rows:
+                self._write(row, noise, client_id=client_id)
             return after
 
         return noised

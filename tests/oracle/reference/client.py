@@ -66,6 +66,7 @@ class Task:
     """
 
     c: Configuration
+    client_id: int
     model: Model
     x_0: Tensors
     told: Memory
@@ -111,7 +112,7 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
             loss, g = task.model.clipped_gradients(x, features, labels, PRIVATE_NORM)
             before = torch.cat([flat({name: x[name] for name in g}), flat(g)])
             sigma = NOISE_MULTIPLIER * PRIVATE_NORM / len(labels)
-            g = noised(g, task.noise.of_client(before), sigma)
+            g = noised(g, task.noise.of_client(task.client_id, before), sigma)
         else:
             loss, g = task.model.gradients(x, features, labels)
         losses.append(loss)
@@ -241,7 +242,7 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
     if task.c.own == "transform":
         delta = {name: value / 2 for name, value in delta.items()}
     if task.c.privacy == "local":
-        noise = task.noise.of_client(flat(delta))
+        noise = task.noise.of_client(task.client_id, flat(delta))
         delta = noised(clip(delta, PRIVATE_NORM), noise, NOISE_MULTIPLIER * PRIVATE_NORM)
     return delta
 
@@ -264,7 +265,8 @@ def summand(task: Task, delta: Tensors) -> Tensors:
     """Return what a client adds to a secure sum: with its share of the noise, if it has one."""
     within = bounded(task, delta)
     if task.c.privacy == "distributed":
-        return noised(within, task.noise.of_client(flat(within)), share())
+        noise = task.noise.of_client(task.client_id, flat(within))
+        return noised(within, noise, share())
     return within
 
 

@@ -154,6 +154,7 @@ class Replay:
         x_0, told = self.history[based_on]
         task = Task(
             c=self.c,
+            client_id=client_id,
             model=self.model,
             x_0=x_0,
             told=told,
