@@ -88,14 +88,14 @@ class TooFewReports(RoundError):
 
 
 class NoUpdates(RoundError):
-    """A run came to its end, and no update of a client counted in any round."""
+    """A run came to its end, and none of the clients that it asked reported in any round."""
 
     def __init__(self, *, num_rounds: int, failures: str) -> None:
         rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
         last = f" (in the last one {failures})" if failures else ""
         super().__init__(
-            f"no client's update counted in {rounds}, so the model is the initial one{last}; mend "
-            "the clients that failed, or raise `stragglers.deadline_s`, and start another run"
+            f"no client reported an update in {rounds}, so the model is the initial one{last}; "
+            "mend the clients that failed, or raise `stragglers.deadline_s`, and start another run"
         )
         self.num_rounds = num_rounds
 

@@ -102,7 +102,7 @@ class RunState:
         best_value: Its metric; NaN before the first.
         best_round: Rounds finished when it was evaluated.
         has_asked: Whether a client was asked in some round.
-        has_updates: Whether a client's update counted in some round.
+        has_updates: Whether a client reported an update in some round.
     """
 
     server: ServerState
@@ -115,13 +115,11 @@ class RunState:
 
     def note(self, collected: Collected) -> "RunState":
         """Return the state with who was asked and who reported in a round noted."""
-        counted = collected.aggregate is not None and (
-            collected.count(Status.REPORTED) > 0 or bool(collected.staleness)
-        )
+        has_reports = collected.count(Status.REPORTED) > 0 or bool(collected.staleness)
         return replace(
             self,
             has_asked=self.has_asked or len(collected.participations) > 0,
-            has_updates=self.has_updates or counted,
+            has_updates=self.has_updates or has_reports,
         )
 
 
@@ -226,7 +224,7 @@ def train(
     Raises:
         ConfigError: The checkpoint is of another model than ``params``.
         TooFewReports: A round stayed below its minimum and the policy says to fail.
-        NoUpdates: Clients were asked, and no update counted in any round; all are committed.
+        NoUpdates: Clients were asked, and none reported in any round; all are committed.
         RoundError: The strategy told, aggregated or returned what cannot be used.
         CohortTooSmall: Fewer clients are available than a round asks.
         BudgetExhausted: The next round cannot be afforded; all before it are committed.

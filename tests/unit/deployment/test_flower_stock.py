@@ -360,7 +360,7 @@ def make_zeros() -> nn.Module:
         (APP, "flower.client_apps=flower-legacy", "raised KeyError: 'arrays'"),
         (legacy(mods=[secaggplus_mod]), "flower.client_apps=flower-legacy", "secaggplus_mod .*out"),
         (legacy(mods=[secaggplus_mod]), "", "secaggplus_mod takes part in Flower's own"),
-        (listing(num_arrays=1), "stragglers.below_minimum=skip", "no client's update .*lists 1"),
+        (listing(num_arrays=1), "stragglers.below_minimum=skip", "no client reported .*lists 1"),
     ],
 )
 def test_apps_that_cannot_train_so_are_refused_with_the_reason(

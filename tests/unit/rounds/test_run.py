@@ -425,16 +425,10 @@ def test_a_round_without_reports_has_no_loss() -> None:
     assert math.isnan(store.records[0].train_loss)
 
 
-@pytest.mark.parametrize("min_reports", [2, 3])
-def test_a_run_in_which_no_update_counted_has_failed(min_reports: int) -> None:
-    """Though each round may be skipped; a resumed run knows of the rounds before."""
-    policy = replace(SKIPPING, min_reports=min_reports)
-    reporting = {2} if min_reports == 3 else set[int]()  # one, where three make a round
-
-    def fails(client_id: int, _: int, __: int) -> bool:
-        return client_id not in reporting
-
-    plan, store = run_plan(scripted_round(fails, policy=policy), num_rounds=3), MemoryStore()
+def test_a_run_in_which_all_clients_failed_has_failed() -> None:
+    """Even if rounds may be skipped; a resumed run knows of the rounds before."""
+    failing = scripted_round(lambda *_: True, policy=SKIPPING)
+    plan, store = run_plan(failing, num_rounds=3), MemoryStore()
     with pytest.raises(NoUpdates, match=r"in 3 rounds.*last one 0 late; . failed: battery low"):
         run(plan, store=store)
     assert [record.outcome for record in store.records] == [Outcome.SKIPPED] * 3
@@ -442,13 +436,15 @@ def test_a_run_in_which_no_update_counted_has_failed(min_reports: int) -> None:
     checkpoint, _ = store.commits[-1]
     with pytest.raises(NoUpdates, match="in 3 rounds, so the model is the initial one; mend"):
         run(plan, store=MemoryStore(), checkpoint=checkpoint)
-    well = run_plan(scripted_round(policy=policy), num_rounds=4)
+    well = run_plan(scripted_round(policy=SKIPPING), num_rounds=4)
     state, store = run(well, checkpoint=checkpoint)
     assert (store.status, state.server.round_num) == (RunStatus.DONE, 4)
 
 
 def test_a_run_that_was_resumed_has_the_updates_of_before() -> None:
-    """The control of the above: of an earlier version's checkpoint it is not known."""
+    """The controls of the above; of an earlier version's checkpoint it is not known."""
+    few = run_plan(scripted_round(lambda client, *_: client > 0, policy=SKIPPING), num_rounds=3)
+    assert run(few)[1].status is RunStatus.DONE, "too few reports are skipped, as the policy says"
     first = run_plan(scripted_round(policy=SKIPPING), num_rounds=1)
     _, store = run(first)
     checkpoint, _ = store.commits[-1]
