@@ -51,12 +51,14 @@ class Draw:
         noise: In standard deviations.
         labels: Of noise in a sum: the lane, the round and the attempt.
         client_id: Whose numbers they are, where that is seen.
+        round_num: In which round, likewise.
     """
 
     values: Tensor
     noise: Tensor
     labels: tuple[str | int, ...] = ()
     client_id: int | None = None
+    round_num: int | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from fedlearn.algorithms.lanes import Updates, matrix
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.codec import peek
+from fedlearn.core.messages import Failure
 from fedlearn.privacy.secret import DrawnNoise
 from fedlearn.secagg import fixed_point, terms
 from fedlearn.secagg.fixed_point import Lane, levels_of
@@ -91,7 +93,8 @@ class Recording:
     ) -> None:
         own = getattr(self._local, "client_id", None) if client_id is None else client_id
         drawn = torch.as_tensor(noise, dtype=torch.float64)
-        draw = Draw(values.double(), drawn, labels, own)
+        round_num = getattr(self._local, "round_num", None)
+        draw = Draw(values.double(), drawn, labels, own, round_num)
         with self._lock, (self.folder / str(os.getpid())).open("ab") as file:
             pickle.dump((SystemClock().now_s(), draw), file)
 
@@ -107,12 +110,14 @@ class Recording:
     # What takes the place of a function of fedlearn's.
 
     def _session(self, right: Method) -> Method:
-        def handle(own: ClientSession, *given: Any, **named: Any) -> Any:
-            self._local.client_id = own.client_id
+        def handle(own: ClientSession, data: bytes, *given: Any, **named: Any) -> Any:
+            request = peek(data)
+            assert not isinstance(request, Failure)
+            self._local.client_id, self._local.round_num = own.client_id, request.round_num
             try:
-                return right(own, *given, **named)
+                return right(own, data, *given, **named)
             finally:
-                self._local.client_id = None
+                self._local.client_id = self._local.round_num = None
 
         return handle
 

@@ -112,7 +112,7 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
             loss, g = task.model.clipped_gradients(x, features, labels, PRIVATE_NORM)
             before = torch.cat([flat({name: x[name] for name in g}), flat(g)])
             sigma = NOISE_MULTIPLIER * PRIVATE_NORM / len(labels)
-            g = noised(g, task.noise.of_client(task.client_id, before), sigma)
+            g = noised(g, task.noise.of_client(task.client_id, task.round_num, before), sigma)
         else:
             loss, g = task.model.gradients(x, features, labels)
         losses.append(loss)
@@ -242,7 +242,7 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
     if task.c.own == "transform":
         delta = {name: value / 2 for name, value in delta.items()}
     if task.c.privacy == "local":
-        noise = task.noise.of_client(task.client_id, flat(delta))
+        noise = task.noise.of_client(task.client_id, task.round_num, flat(delta))
         delta = noised(clip(delta, PRIVATE_NORM), noise, NOISE_MULTIPLIER * PRIVATE_NORM)
     return delta
 
@@ -265,7 +265,7 @@ def summand(task: Task, delta: Tensors) -> Tensors:
     """Return what a client adds to a secure sum: with its share of the noise, if it has one."""
     within = bounded(task, delta)
     if task.c.privacy == "distributed":
-        noise = task.noise.of_client(task.client_id, flat(within))
+        noise = task.noise.of_client(task.client_id, task.round_num, flat(within))
         return noised(within, noise, share())
     return within
 

@@ -43,9 +43,10 @@ CENTRAL = ("central", "adaptive", "banded")
 class RecordedNoise:
     """The noise of a run, as it was drawn.
 
-    That of a client is found by the numbers that it was added to, and by the client where that was
-    seen: EASGD's clients all send zeros at first. The last draw counts: others for the same numbers
-    were of attempts that were thrown away.
+    That of a client is found by the numbers that it was added to, and by client and round where
+    those were seen: EASGD's clients all send zeros at first, and one whose examples weigh nothing
+    always does. The last draw counts: others for the same numbers were of attempts that were thrown
+    away.
     """
 
     def __init__(self, draws: Sequence[Draw]) -> None:
@@ -55,12 +56,14 @@ class RecordedNoise:
         deltas = (each.labels for each in in_sums if each.labels[0] == "delta")
         self._turns = {labels: turn for turn, labels in enumerate(deltas)}
 
-    def of_client(self, client_id: int, values: Tensor) -> Tensor:
-        """Return the noise that these numbers of a client were given."""
+    def of_client(self, client_id: int, round_num: int, values: Tensor) -> Tensor:
+        """Return the noise that these numbers of a client were given in a round."""
         draws = [
             each
             for each in self._of_clients
-            if each.values.shape == values.shape and each.client_id in (None, client_id)
+            if each.values.shape == values.shape
+            and each.client_id in (None, client_id)
+            and each.round_num in (None, round_num)
         ]
         distances = [float((each.values - values).abs().max()) for each in draws]
         nearest = min(distances, default=math.inf)
