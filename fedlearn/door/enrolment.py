@@ -44,7 +44,8 @@ class Enrolments:
 
     Attributes:
         registry: Called in threads.
-        enrolled: Renewed at once, so that new keys are known when their client connects.
+        enrolled: Renewed at once where keys are new, so that they are known when their client
+            connects.
         authority: ``None`` without TLS, where a certificate would say nothing.
     """
 
@@ -72,8 +73,11 @@ class Enrolments:
             reason = "enrolment is out of order; try later"
             raise Ended(grpc.StatusCode.UNAVAILABLE, reason) from error
         self.counters.enrolled += 1
-        _tell(client, before)
-        await self.enrolled.renew()
+        has_same_keys = before is not None and before.identity_key == client.identity_key
+        _tell(client, before, has_same_keys=has_same_keys)
+        # Thousands may renew at a time: their certificates are looked up together, as they connect.
+        if not has_same_keys:
+            await self.enrolled.renew()
         reply = wire_pb2.EnrolReply(certificate_pem=certificate_pem, client_id=client.client_id)
         await context.write(reply.SerializeToString())
 
@@ -148,12 +152,11 @@ class Enrolments:
         return pem, certificate_fingerprint(pem), utc(expires_unix_s(pem))
 
 
-def _tell(client: EnrolledClient, before: EnrolledClient | None) -> None:
+def _tell(client: EnrolledClient, before: EnrolledClient | None, *, has_same_keys: bool) -> None:
     """Log an enrolment, and whether other clients will believe its key."""
     num_rotations = Lineage.from_bytes(client.lineage).num_rotations
-    _log.info(
-        "enrolled", client_id=client.client_id, client=client.name, num_rotations=num_rotations
-    )
+    event = "certificate_renewed" if has_same_keys else "enrolled"
+    _log.info(event, client_id=client.client_id, client=client.name, num_rotations=num_rotations)
     if before is not None and not client.lineage.startswith(before.lineage):
         _log.warning(
             "identity_key_unrelated",
