@@ -24,7 +24,7 @@ from fedlearn.client.keyring import Enrolment
 from fedlearn.client.live_session import LiveSession, cancel, session_at
 from fedlearn.client.rotation import KeyRotation
 from fedlearn.client.tasks import OpenTask, require_run_id
-from fedlearn.core.clock import SystemClock
+from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.identity.identity import Invitation
@@ -190,7 +190,7 @@ class Connector:
                     )
                 break
             except ConnectionError as error:
-                self._be_offline(address, error)
+                self._be_offline(address, error, hint=self._late_hint(given))
             except TimeoutError:
                 _log.debug("woken", address=address)
             await self._pause()
@@ -222,14 +222,23 @@ class Connector:
             self.backoff.reset()
         return was_welcome
 
-    def _be_offline(self, address: str, error: ConnectionError) -> None:
+    def _late_hint(self, given: Invitation) -> str:
+        """Return what may be wrong with an invitation, where the coordinator cannot say it."""
+        if utc(self._clock.unix_s()) < given.expires_utc:  # both ISO 8601 in UTC
+            return ""
+        return (
+            f"; the invitation ended at {given.expires_utc}: ask the operator for a new one "
+            f"(`fedlearn invite {given.name}`)"
+        )
+
+    def _be_offline(self, address: str, error: ConnectionError, *, hint: str = "") -> None:
         """Say once that there is no connection; a device is offline more often than not."""
         if isinstance(error, ComeBackLater):  # of several addresses, the soonest
             self._asked_s = min(error.after_s, self._asked_s or error.after_s)
         log = _log.debug if self._is_offline else _log.info
         log("offline", address=address, error=str(error))
         if not self._is_offline:
-            self._on_event(AgentEvent.of(EventKind.OFFLINE, message=str(error)))
+            self._on_event(AgentEvent.of(EventKind.OFFLINE, message=f"{error}{hint}"))
         self._is_offline = True
 
     async def _converse(self, live: LiveSession, address: str) -> None:

@@ -111,6 +111,7 @@ class KeyRotation:
             words = f"identity key {fingerprint(taken.identity.public_key)}"
             _log.info("keys_replaced", num_rotations=taken.lineage.num_rotations)
         else:
-            words = f"certificate until {utc(expires_unix_s(taken.certificate_pem))}"
-            _log.info("certificate_renewed", until=words)
+            end_utc = utc(expires_unix_s(taken.certificate_pem))
+            words = f"certificate until {end_utc}"
+            _log.info("certificate_renewed", until=end_utc)
         self._on_event(AgentEvent(kind=EventKind.ENROLLED, message=words))

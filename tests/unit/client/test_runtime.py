@@ -1637,6 +1637,20 @@ def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
         assert running.events.get(timeout=WAIT_S).kind is EventKind.CONNECTED
 
 
+@pytest.mark.parametrize(("end", "is_told"), [("2020", True), ("2030", False)])
+def test_an_invitation_that_is_over_is_told_where_nobody_answers(
+    tmp_path: Path, door: ScriptedDoor, end: str, *, is_told: bool
+) -> None:
+    """TLS ends without a word if its certificate has ended, too."""
+    home, file = Home(tmp_path / "client"), tmp_path / "laptop.invitation"
+    home.set_consent(granted=True)
+    replace(invitation_to(door), expires_utc=f"{end}-01-01T00:00:00Z").save(file)
+    door.close()
+    with client(home, Quick(), invitation=file) as running:
+        message = running.wait_for(EventKind.OFFLINE).message
+    assert ("ask the operator for a new one" in message) is is_told
+
+
 def test_a_client_follows_a_coordinator_that_moves(home: Home, door: ScriptedDoor) -> None:
     """As announced, beside what is no address and none of this machine, and after a restart."""
     new = ScriptedDoor()
