@@ -214,7 +214,7 @@ class Site:
         """Do what joining begins with, so that its process can be started at any time."""
         self.invite(f"client-{number}")
         keys, invitation = self.home(number).keys, Invitation.load(self._invitation(number))
-        (address,) = invitation.token_addresses
+        address = self.config.coordinator.address  # a standby has another one
         certificate_pem, client_id = asyncio.run(enrol(address, invitation, keys.coming_identity()))
         assert client_id == number
         keys.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
