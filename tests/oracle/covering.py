@@ -122,10 +122,8 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     # Over sessions it is clients who refuse what their trainer does not honour, in round 1.
     yield own == "trainer" and c.place in SESSIONS, alone
     yield c.batch_size == 0 or is_fedsgd or own == "trainer", {"drop_last": False}
-    # EASGD's first force is zero for every client, so whose noise is whose cannot be told.
     # Gradients of examples are another step to compile.
-    is_unknown = c.algorithm == "easgd" and c.privacy == "local"
-    yield is_unknown or (c.place == "compiled" and c.privacy == "example"), {"privacy": "off"}
+    yield c.place == "compiled" and c.privacy == "example", {"privacy": "off"}
     yield c.privacy != "off", {"by_examples": False}
     counts_alike = c.algorithm in ("scaffold", "easgd", "median", "fedasync")
     has_own_weights = own in ("weigh", "strategy")
@@ -140,6 +138,9 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     # In real time, a deadline of less than a second would be a matter of chance.
     yield c.place == "grpc" and c.stragglers != "oversample", {"stragglers": "wait"}
     yield c.place == "grpc", {"interrupted": "no"}  # its door would have to be another process
+    # A simulation keeps no journal of attempts, as a deployment does. It would ask nodes for a sum
+    # of the same attempt again, and a node releases one.
+    yield c.place == "flower" and c.secure == "protocol", {"interrupted": "no"}
     yield is_buffer and own != "strategy", {"rounds": "synchronous"}
     is_buffered = c.rounds == "buffered" or (is_buffer and own != "strategy")
     yield is_buffered, {"stragglers": "wait"}
