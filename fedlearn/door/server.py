@@ -134,7 +134,7 @@ class Door:
         self._changed = threading.Event()
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
-        self._strangers = self._num_paced = 0
+        self._strangers = self._num_paced = self._num_connections = 0
         self._refusals: dict[str, tuple[int, str]] = {}  # how many by cause, and whose was the last
         self._reported_s = self.clock.now_s()
         self._pace = self.pace or Pace(self.clock, share=_SHARE)
@@ -468,7 +468,9 @@ class Door:
             return
         self._reported_s = now_s
         counters = self.counters
-        strangers = counters.connections - counters.authenticated - counters.looks
+        # Of the connections at the last report: one that is new may say who it is in a moment.
+        strangers = self._num_connections - counters.authenticated - counters.looks
+        self._num_connections = counters.connections
         if strangers > self._strangers:
             num_new = strangers - self._strangers
             _log.warning("strangers", num_connections=num_new, num_so_far=strangers)
