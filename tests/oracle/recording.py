@@ -89,12 +89,12 @@ class Recording:
         noise: Any,
         *,
         labels: tuple[str | int, ...] = (),
-        client_id: int | None = None,
+        whose: tuple[int, int] | None = None,
     ) -> None:
-        own = getattr(self._local, "client_id", None) if client_id is None else client_id
+        """Write a draw, of a client in a round if it is known whose it is."""
+        whose = whose or getattr(self._local, "session", None)
         drawn = torch.as_tensor(noise, dtype=torch.float64)
-        round_num = getattr(self._local, "round_num", None)
-        draw = Draw(values.double(), drawn, labels, own, round_num)
+        draw = Draw(values.double(), drawn, labels, *(whose or (None, None)))
         with self._lock, (self.folder / str(os.getpid())).open("ab") as file:
             pickle.dump((SystemClock().now_s(), draw), file)
 
@@ -113,11 +113,11 @@ class Recording:
         def handle(own: ClientSession, data: bytes, *given: Any, **named: Any) -> Any:
             request = peek(data)
             assert not isinstance(request, Failure)
-            self._local.client_id, self._local.round_num = own.client_id, request.round_num
+            self._local.session = own.client_id, request.round_num
             try:
                 return right(own, data, *given, **named)
             finally:
-                self._local.client_id = self._local.round_num = None
+                del self._local.session
 
         return handle
 
@@ -152,9 +152,9 @@ class Recording:
             before = matrix(updates.lanes["delta"]).clone()
             self._taken()
             after: Updates = right(own, updates)
-            rows = zip(before, self._taken(), updates.client_ids, strict=True)
-            for row, noise, client_id in rows:
-                self._write(row, noise, client_id=client_id)
+            whose = zip(updates.client_ids, updates.based_on, strict=True)
+            for row, noise, each in zip(before, self._taken(), whose, strict=True):
+                self._write(row, noise, whose=each)
             return after
 
         return noised
