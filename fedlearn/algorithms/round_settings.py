@@ -17,7 +17,7 @@ class RoundSettings(Protocol):
     """Settings of a round, a function of its number alone: rounds are repeated after a crash."""
 
     def __call__(self, round_num: int, /) -> Mapping[str, Scalar]:
-        """Return what replaces the run's own settings in one round.
+        """Return the settings that replace the run's own in one round.
 
         Args:
             round_num: Index of the round, from 0.
@@ -46,7 +46,7 @@ class InRound(Wrapped):
         return self._with_settings(self.inner.local)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
-        """Return what each client does, with the settings of the round."""
+        """Return each client's local update, with the settings of the round."""
         usual, local = self.inner.local, self.local
         return [
             local if each is usual else self._with_settings(each)

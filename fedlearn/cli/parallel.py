@@ -83,9 +83,9 @@ def train(
 ) -> None:
     """Train the model in the coordinator, without clients, and write its weights.
 
-    By the table coordinator.training: its steps, its data, its processes. A training that was
-    cut off goes on from its last checkpoint when it is started again. The metric that makes a
-    model the best is early_stopping.metric; early_stopping.target ends the training, too.
+    By the table coordinator.training: its steps, its data, its processes. If a training
+    was cut off, the same command continues it from its last checkpoint. early_stopping.metric
+    decides which model is the best; early_stopping.target ends the training, too.
     """
     from safetensors.torch import save
 

@@ -223,7 +223,7 @@ class Connector:
         return was_welcome
 
     def _late_hint(self, given: Invitation) -> str:
-        """Return what may be wrong with an invitation, where the coordinator cannot say it."""
+        """Return that an invitation has expired; empty if it has not."""
         if utc(self._clock.unix_s()) < given.expires_utc:  # both ISO 8601 in UTC
             return ""
         return (

@@ -105,7 +105,7 @@ def train_alone(
             "coordinator.training.num_steps is 0: there is nothing to train; give the number of "
             "steps, as with --set coordinator.training.num_steps=1000"
         )
-    task = _evaluated(task, pieces, every=request.evaluate_every, patience=request.patience)
+    task = _with_evaluation(task, pieces, every=request.evaluate_every, patience=request.patience)
     params = initial_params(pieces, torch.device("cpu"))
     model = params.named() if request.weights is None else _read_weights(request.weights, params)
     start = TrainingState(model=model)
@@ -148,7 +148,7 @@ def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | Non
         patience: Likewise.
     """
     pieces = build.alone(Config.from_json(config), data_dir=Path(data_dir))
-    return _evaluated(server_task(pieces), pieces, every=evaluate_every, patience=patience)
+    return _with_evaluation(server_task(pieces), pieces, every=evaluate_every, patience=patience)
 
 
 def _identity(config: Config, start: TrainingState) -> str:
@@ -215,8 +215,8 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
     return given
 
 
-def _evaluated(task: Task, pieces: Pieces, *, every: int, patience: int | None) -> Task:
-    """Return a task that is measured on the test set on its way.
+def _with_evaluation(task: Task, pieces: Pieces, *, every: int, patience: int | None) -> Task:
+    """Return a task whose model is evaluated on the test set during the training.
 
     Raises:
         ConfigError: There is no test set, or nobody measures the metric that is watched.

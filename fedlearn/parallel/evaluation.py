@@ -1,4 +1,4 @@
-"""A training that is measured on its way: which model is the best, and when it ends early."""
+"""Evaluation during a training: which model is the best, and when the training ends early."""
 
 import json
 import math

@@ -382,7 +382,7 @@ def digest_of(state: TrainingState) -> str:
 
 
 def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
-    """Have the folder of this job; what another one left there is removed.
+    """Prepare the folder of this job; remove what another job left there.
 
     Raises:
         ConfigError: The training has taken more steps already.

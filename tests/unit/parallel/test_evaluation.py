@@ -97,8 +97,9 @@ def run(job: Job, log: Log | None = None) -> TrainingState:
     ],
     ids=["falls", "rises", "patience", "patience lasts", "target", "every", "some NaN", "all NaN"],
 )
-def test_the_best_model_is_the_result(  # noqa: PLR0917 - a table
+def test_the_best_model_is_the_result(
     tmp_path: Path,
+    *,
     losses: Sequence[float],
     every: int,
     patience: int | None,
