@@ -32,6 +32,7 @@ from fedlearn.store.blockers import ending_blockers
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
 from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
 from fedlearn.store.holding import held, is_held
+from fedlearn.store.interrupts import defer_interrupts
 from fedlearn.store.names import memorable_names
 from fedlearn.store.retention import USUAL
 from fedlearn.store.rounds import (
@@ -106,6 +107,8 @@ class Database:
     def writing(self, *, lock: int | None = None) -> Iterator[Session]:
         """Open a transaction that may write; it is committed unless the block raises.
 
+        Ctrl-C and SIGTERM wait for its end.
+
         Args:
             lock: A number; transactions with the same one wait for each other.
 
@@ -115,7 +118,12 @@ class Database:
                 written may stand.
         """
         engine = self._engine.execution_options(writes=True)
-        with self.explained(), Session(engine) as session, session.begin():
+        with (
+            self.explained(),
+            defer_interrupts(),
+            Session(engine) as session,
+            session.begin(),
+        ):
             if lock is not None:
                 one_at_a_time(session.connection(), lock)
             yield session

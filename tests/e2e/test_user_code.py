@@ -248,10 +248,10 @@ def test_a_callback_that_answers_with_something_else_is_refused() -> None:
 def test_the_examples_of_the_guide_run() -> None:
     """Each block after those before it, on this model and these data."""
     blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
     names = {"fl": fl, "data": data(), "make_model": make_model, "local": ALGORITHM.local}
     for block in blocks:
         exec(block, names)  # noqa: S102  the guide's own
     finished = names["run"]
     assert isinstance(finished, fl.Run)
     assert finished.record.status is RunStatus.DONE
-    assert len(blocks) == 2

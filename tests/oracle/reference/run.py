@@ -8,15 +8,16 @@ What a client keeps changes only when its update counts in a round that moves th
 that is late, refused, failed, or part of an attempt that was thrown away leaves no trace.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from tests.oracle.configuration import DEPLOYED, NUM_ROUNDS, SESSIONS, Configuration
+from tests.oracle.configuration import DEPLOYED, NUM_CLIENTS, NUM_ROUNDS, SESSIONS, Configuration
 from tests.oracle.observed import Round, Run
 from tests.oracle.reference import client, server
 from tests.oracle.reference.client import Batch, Contribution, Memory, Task
@@ -24,7 +25,15 @@ from tests.oracle.reference.measures import evaluate, is_due
 from tests.oracle.reference.model import Model, Tensors, norm
 from tests.oracle.reference.policies import LEAST_SUMMED, POLICIES
 from tests.oracle.reference.privacy import CENTRAL, RecordedNoise
-from tests.oracle.workloads import Examples, duration_s, fails, read, take
+from tests.oracle.workloads import (
+    Examples,
+    duration_s,
+    fails,
+    make_examples,
+    make_model,
+    read,
+    take,
+)
 
 #: What a client contributes; ``None`` if it cannot train.
 Contribute = Callable[[int], Contribution | None]
@@ -249,26 +258,34 @@ def num_used(c: Configuration, num_examples: int) -> int:
 
 
 def is_refused(c: Configuration, sent: Contribution | None) -> bool:
-    """Return whether a client could not train, or its update is beyond the bounds.
-
-    Each vector of an update is held to the bound by itself.
-    """
+    """Return whether a client could not train, or its update is beyond the bounds."""
     if sent is None:
         return True
     if c.bound == "norm":
-        lanes = [norm(each) for each in sent.lanes.values()]
-        return max(sent.trained_norm, *lanes, 0.0) > max_norm(c)
+        return longest(sent) > max_norm(c)
     return c.bound == "examples" and sent.num_examples > MAX_EXAMPLES
 
 
+def longest(sent: Contribution) -> float:
+    """Return the largest norm in an update: each vector of it is held to the bound by itself."""
+    return max(sent.trained_norm, *(norm(each) for each in sent.lanes.values()), 0.0)
+
+
+@functools.cache
 def max_norm(c: Configuration) -> float:
-    """Return a bound on updates that some of them exceed, by how far they go."""
-    factor = 2.0 if c.algorithm == "scaffold" else 1.0
-    if c.norm == "batch" or c.objective == "weighted":
-        factor = 3.0 if c.algorithm == "scaffold" else 1.5
-    if c.own in ("update", "trainer"):
-        return factor * (1.5 if c.own == "update" else 0.3)
-    return factor * {"sgd": 0.4, "momentum": 1.2}.get(c.optimizer.removesuffix("_kept"), 1.5)
+    """Return a bound that the longest update of a first round exceeds, if all clients train."""
+    plain = replace(c, bound="none", privacy="off", secure="off")
+    in_order = Streams(order=lambda _round, _client, _epoch, num: range(num), key=lambda *_: 0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = make_model(c)
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    initial = Run(initial={name: value.detach().clone() for name, value in tensors})
+    replay = Replay(plain, module, make_examples(c), initial, in_order)
+    made = (replay.contribute(each, 0) for each in range(NUM_CLIENTS))
+    second, longest_of_all = sorted(longest(each) for each in made if each is not None)[-2:]
+    # EASGD's clients send zeros at first.
+    return math.sqrt(second * longest_of_all) * 1.15 or 0.1
 
 
 def hides_losses(c: Configuration) -> bool:
