@@ -21,8 +21,9 @@ from fedlearn.algorithms.kept import from_tensors
 from fedlearn.algorithms.local import shuffled_positions
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import FedlearnError
+from fedlearn.errors import FedlearnError, NoUpdates
 from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.training.keyed_dropout import step_keys, step_seed
 from fedlearn.training.torch_trainer import TorchTrainer
 from tests.oracle.configuration import DEPLOYED, NUM_CLIENTS, NUM_ROUNDS, SESSIONS, Configuration
@@ -136,6 +137,8 @@ def run(c: Configuration) -> Run | Refused:
         simulate = partial(_simulation(c), progress=silent, callbacks=[watch])
         with recording.watching(), _clients(c, Path(f"clients-of-{name}")):
             finished = _finish(simulate, watch, name=name)
+    except NoUpdates:  # after its last round
+        finished = _recorded(name)
     except REFUSALS as error:
         began = str(error).startswith("round ") and "no client can be trained" not in str(error)
         if silent.num_rounds or began:
@@ -173,6 +176,12 @@ def _finish(simulate: Any, watch: Watch, *, name: str) -> fl.Run:
             except Interrupted:
                 continue
     return finished
+
+
+def _recorded(name: str) -> fl.Run:
+    runs_dir = Path("runs")
+    database = Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir)
+    return fl.Run(database.run(name))
 
 
 def _simulation(c: Configuration) -> Any:
