@@ -15,6 +15,7 @@ from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId, TrainRequest
@@ -136,17 +137,7 @@ class Collected:
 
 
 class Collector(Protocol):
-    """Turns a request to a cohort into one aggregate; it has no state of its own."""
-
-    def available(self) -> Sequence[ClientId]:
-        """Return the clients that can be asked now."""
-
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-        """Return what was aggregated, who took part, and who failed and why."""
-
-
-class BufferedCollector(Protocol):
-    """Collects a round of which some clients are in flight before and after: the run's state."""
+    """Sends a round's model to clients and combines their updates into one aggregate."""
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -154,17 +145,48 @@ class BufferedCollector(Protocol):
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
-        """Return what the round comes to, and who is in flight then.
+        """Collect one attempt at a round. A client's failure is data, never raised.
 
         Args:
-            flight: Who is in flight when the round opens.
-            requests: By round what clients in flight were sent, and what is sent in this one.
+            flight: Clients in flight when the round opens; none in a synchronous round.
+            requests: The request of this round, and those that clients in flight were sent, by
+                round.
             round_num: Index, from 0.
-            draw: Says who else may be asked.
+            draw: Draws the clients to ask.
 
         Returns:
-            Without an aggregate if the round cannot be made.
+            Who took part, and the clients in flight after the round. There is no aggregate if too
+            few reported.
         """
+
+
+class ChannelCollector(Collector, Protocol):
+    """Collects over a channel, where clients may work on a task from one round to another."""
+
+    def busy(self) -> frozenset[ClientId]:
+        """Return the clients that have a task between two rounds."""
+
+    def close(self) -> None:
+        """End all tasks: the run is done."""
+
+
+def draw_cohort(policy: StragglerPolicy, request: RoundRequest, draw: Draw) -> Sequence[ClientId]:
+    """Draw the cohort of one attempt at a synchronous round."""
+    return draw(
+        policy.num_asked,
+        round_num=request.round_num,
+        attempt=request.attempt,
+        busy=frozenset(),
+    )
+
+
+def collect_from(
+    collector: Collector, cohort: Sequence[ClientId], request: RoundRequest
+) -> Collected:
+    """Collect one attempt at a synchronous round from a given cohort."""
+    return collector.collect(
+        (), {request.round_num: request}, round_num=request.round_num, draw=lambda *_, **__: cohort
+    )
 
 
 def damped(

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from fedlearn.algorithms.collecting import (
-    BufferedCollector,
-    Collected,
-    Collector,
-    RoundRequest,
-)
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId
@@ -89,37 +84,14 @@ def _worst(
 
 @dataclass(frozen=True, kw_only=True)
 class NotedCollector:
-    """A collector that tells what became of the clients of every attempt.
+    """Passes on what became of the clients of every attempt.
 
     Attributes:
-        inner: The collector otherwise.
-        note: Told.
+        inner: Collects.
+        note: Called with the clients of each attempt.
     """
 
     inner: Collector
-    note: Callable[[Participations], None]
-
-    def available(self) -> Sequence[ClientId]:
-        """Return the clients that can be asked now."""
-        return self.inner.available()
-
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-        """Return what the inner collector does."""
-        collected = self.inner.collect(cohort, request)
-        self.note(collected.participations)
-        return collected
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotedBuffer:
-    """What fills buffers, and tells what became of the clients of each.
-
-    Attributes:
-        inner: The collector otherwise.
-        note: Told.
-    """
-
-    inner: BufferedCollector
     note: Callable[[Participations], None]
 
     def available(self) -> Sequence[ClientId]:

@@ -199,12 +199,11 @@ class Leader:
         )
         live_status.failing = failing.status
         opening = self._opening(clients, pieces, journal)
-        draw: Draw = opening.draw if pieces.late_updates is None else opening.draw_cohort
+        draw: Draw = opening.draw_cohort if pieces.asynchrony is None else opening.draw
         with nullcontext() if charging is None else closing(charging):
             run_over(
                 clients.channel,
                 pieces,
-                opening=opening,
                 draw=draw,
                 # Again where a round goes on: its noise will be drawn anew.
                 charge=None if charging is None else self._patient(charging),

@@ -39,12 +39,13 @@ def waited_on(num_present: int, num_waits: int) -> None:
 class DurableOpening:
     """The opening of a deployed run: a round that was opened is opened once, whoever restarts.
 
-    A coordinator may be killed, paused, or taken over at any line of :meth:`open`.
+    A coordinator may be killed, paused, or taken over at any line of it. Either method is a round's
+    ``draw``.
 
     Attributes:
         sampler: Chooses.
         available: Returns, of the clients that can be asked now, those that a round may ask.
-        policy: How many are asked, and without how many no round begins.
+        policy: Says without how many clients no round begins.
         seed: Of the choice.
         num_needed: Clients that a round would have there.
         num_set_aside: Returns how many are there and never asked: as many fewer are waited for.
@@ -74,39 +75,20 @@ class DurableOpening:
     live_status: LiveStatus
     clock: RealClock
 
-    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
-        """Return the cohort in the journal, else choose one and write it down first.
+    def draw_cohort(
+        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        """Return the cohort in the journal, or wait for clients, draw one and write it down.
 
-        Whoever is killed before the journal has the cohort has asked nobody, and the next start
-        chooses anew; whoever is killed after it asks the same clients, whoever is there by then.
+        A coordinator that is killed before the journal has the cohort has asked nobody, and the
+        next start draws again. One that is killed later asks the same clients, even those that are
+        no longer connected. Busy clients count among those that the round waits for.
 
         Raises:
             FedlearnError: What ``check`` or ``too_few`` raises.
             Fenced: Another coordinator has taken over; nothing is written.
             StoreError: The journal cannot be read or written.
         """
-        return self._opened(round_num, attempt=attempt, busy=frozenset())
-
-    def draw_cohort(
-        self,
-        num: int,  # noqa: ARG002 - the policy's, as of any cohort
-        *,
-        round_num: int,
-        attempt: int,
-        busy: Collection[ClientId],
-    ) -> Sequence[ClientId]:
-        """Return the cohort of a round that takes late updates, of who is not busy.
-
-        Who is busy counts among those that the round waits for.
-
-        Raises:
-            FedlearnError: What :meth:`open` raises.
-        """
-        return self._opened(round_num, attempt=attempt, busy=frozenset(busy))
-
-    def _opened(
-        self, round_num: int, *, attempt: int, busy: frozenset[ClientId]
-    ) -> tuple[ClientId, ...]:
         self.live_status.attempt = attempt
         self.live_status.round_times.begin()
         opened = self.journal.find(round_num, attempt)
@@ -115,7 +97,7 @@ class DurableOpening:
                 there = self._awaited(round_num, busy)  # not while the run is paused
             present = without(there, busy)
             self.check()  # an early fence; what counts is that of the journal's transaction
-            num_asked = min(self.policy.num_asked, len(present))
+            num_asked = min(num, len(present))
             cohort = tuple[ClientId, ...]()
             if num_asked:
                 cohort = self.sampler.sample(
@@ -138,7 +120,7 @@ class DurableOpening:
     def draw(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
     ) -> Sequence[ClientId]:
-        """Return whom an asynchronous round asks next: as :meth:`open`, once, whoever restarts.
+        """Return the clients that an asynchronous round asks next, also after a restart.
 
         Those that are there are asked, however few: the others may come.
 

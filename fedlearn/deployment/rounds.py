@@ -7,19 +7,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from fedlearn.algorithms.collecting import Collector
+from fedlearn.algorithms.collecting import ChannelCollector
 from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.sampling import without
 from fedlearn.build import Deployment
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.failing import NotedBuffer, NotedCollector
+from fedlearn.deployment.failing import NotedCollector
 from fedlearn.experiment.assemble import (
     Identities,
     central_evaluator,
     initial_params,
-    open_collector,
     over_channel,
     release_of,
     run_plan,
@@ -29,7 +28,7 @@ from fedlearn.experiment.user_code import AfterRound, LoggedCallback
 from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
-from fedlearn.rounds.opening import Charge, Opening
+from fedlearn.rounds.opening import Charge
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.rounds.run import ResumedRound, RunState, Standing, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
@@ -51,7 +50,6 @@ def run_over(
     channel: Channel,
     pieces: Deployment,
     *,
-    opening: Opening,
     draw: Draw,
     store: RunStore,
     checkpoint: Checkpoint | None,
@@ -72,8 +70,7 @@ def run_over(
     Args:
         channel: How the clients are reached.
         pieces: The run.
-        opening: Who is asked, and what comes before that.
-        draw: The same where clients are in flight over rounds.
+        draw: Draws the clients to ask.
         store: Where the run lives.
         checkpoint: Where it goes on; ``None`` begins it.
         clock: Real time.
@@ -97,26 +94,21 @@ def run_over(
         StoreError: The run could not be made durable; its last commit still stands.
     """
     params = initial_params(pieces, _CPU)
-    collector = over_channel(pieces, channel, identities, masked_sum=masked_sum)
-    busy: Callable[[], frozenset[ClientId]] = frozenset
-    end: Callable[[], None] = _nothing
-    buffered = open_collector(
+    collector = over_channel(
         pieces,
         channel,
+        identities,
+        masked_sum=masked_sum,
         wait=partial(clock.sleep, _LOOK_S),
         ahead=ahead,
         congestion=congestion,
     )
-    if buffered is not None:
-        busy, end = buffered.busy, buffered.close
     plan = run_plan(
         pieces,
-        opening=opening,
         draw=draw,
         charge=charge,
         collector=NotedCollector(inner=collector, note=note),
-        buffered=None if buffered is None else NotedBuffer(inner=buffered, note=note),
-        evaluators=list(_evaluators(pieces, channel, collector, busy)),
+        evaluators=list(_evaluators(pieces, channel, collector)),
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
         place=place,
@@ -132,14 +124,10 @@ def run_over(
         make_model=pieces.make_model,
     )
     state = train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
-    end()
+    collector.close()
     if masked_sum is not None:
         masked_sum.clear()  # the last round's is open, and committed
     return state
-
-
-def _nothing() -> None:
-    """End a run of rounds that have all closed."""
 
 
 def _not_told(_: RoundRecord) -> None:
@@ -149,8 +137,7 @@ def _not_told(_: RoundRecord) -> None:
 def _evaluators(
     pieces: Deployment,
     channel: Channel,
-    collector: Collector,
-    busy: Callable[[], frozenset[ClientId]],
+    collector: ChannelCollector,
 ) -> Iterator[Evaluator]:
     evaluation = pieces.config.evaluation
     if pieces.test is not None:
@@ -164,7 +151,7 @@ def _evaluators(
         yield central_evaluator(pieces.test, model, Alone(), batch_size=evaluation.batch_size)
     if not evaluation.num_clients:
         return
-    invited = partial(_invited, pieces, channel, busy)
+    invited = partial(_invited, pieces, channel, collector.busy)
     if isinstance(collector, SecureCollector):
         section, measures = pieces.config.secure_aggregation, tuple(pieces.directions)
         yield SecureEvaluator(

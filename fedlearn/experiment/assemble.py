@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.aggregations import FullAggregation
-from fedlearn.algorithms.collecting import BufferedCollector, Collector, further_bytes
+from fedlearn.algorithms.collecting import ChannelCollector, Collector, further_bytes
 from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.sampling import (
@@ -43,12 +43,10 @@ from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import (
     Charge,
     ChargedDraw,
-    ChargedOpening,
-    Opening,
     SampledOpening,
 )
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import Buffering, Release, RoundPlan
+from fedlearn.rounds.round import Release, RoundPlan
 from fedlearn.rounds.run import ResumedRound, RunPlan, Standing
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
@@ -78,7 +76,6 @@ from fedlearn.simulation.population import CheckedExamples, client_names
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.semi_synchronous import SemiSynchronous
 from fedlearn.simulation.sessions import (
-    BufferedSessionCollector,
     SessionCollector,
     SessionsKept,
     SimulatedSessions,
@@ -427,16 +424,14 @@ def assemble(
     sampled = SampledOpening(
         sampler=_sampler(simulation, cluster),
         available=collector.available,
-        policy=simulation.policy,
         seed=simulation.seed,
     )
+    has_flight = simulation.asynchrony is not None or simulation.late_updates is not None
     plan = run_plan(
         simulation,
-        opening=sampled,
-        draw=sampled.draw,
+        draw=sampled.draw if has_flight else sampled.draw_cohort,
         charge=None if charging is None else charging.charge,
         collector=collector,
-        buffered=_buffered(simulation, collector, channel),
         place=place,
         release=release_of(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_evaluators(simulation, model, cluster, channel),
@@ -450,10 +445,8 @@ def assemble(
 def run_plan(
     pieces: Pieces,
     *,
-    opening: Opening,
     draw: Draw,
     collector: Collector,
-    buffered: BufferedCollector | None,
     evaluators: Sequence[Evaluator],
     checkpoint_every_s: float,
     clock: Clock,
@@ -465,26 +458,21 @@ def run_plan(
 ) -> RunPlan:
     """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name.
 
-    With ``charge``, each round is charged before anybody is asked. ``buffered`` collects, of whom
-    ``draw`` draws, where clients are in flight over rounds.
+    With ``charge``, each round is charged before anybody is asked.
     """
     if charge is not None:
-        opening = ChargedOpening(inner=opening, charge=charge)
-        draw = ChargedDraw(inner=draw, charge=charge)
-    buffering = None
-    if buffered is not None:
-        is_retried = pieces.asynchrony is None
-        buffering = Buffering(is_retried=is_retried, draw=draw, collector=buffered)
+        each_attempt = pieces.asynchrony is None and pieces.late_updates is None
+        draw = ChargedDraw(inner=draw, charge=charge, each_attempt=each_attempt)
     return RunPlan(
         round=RoundPlan(
-            opening=opening,
+            draw=draw,
             policy=pieces.policy,
             collector=collector,
             strategy=with_server_steps(pieces, pieces.algorithm, place),
             seed=pieces.seed,
             release=release,
             by_round=pieces.by_round,
-            buffering=buffering,
+            is_retried=pieces.asynchrony is None,
         ),
         evaluator=Evaluators(evaluators),
         evaluate_every=pieces.config.evaluation.every_rounds,
@@ -578,19 +566,42 @@ def over_channel(
     identities: Identities | None,
     *,
     masked_sum: MaskedSumStore | None = None,
-) -> Collector:
+    wait: Callable[[], None] | None = None,
+    ahead: Ahead | None = None,
+    congestion: InFlightLimit | None = None,
+) -> ChannelCollector:
     """Return what collects the updates of clients that are reached by a channel.
 
-    ``masked_sum`` is where that of a round is kept until it is open; ``None``: nowhere.
+    Args:
+        pieces: Of the run.
+        channel: To the clients.
+        identities: For secure aggregation.
+        masked_sum: Where the sum of a round is kept until it is open; ``None``: nowhere.
+        wait: Waits a moment for clients to come; ``None``: no more will come.
+        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
+        congestion: How many of its clients may be in flight; ``None``: its concurrency.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities.
     """
-    plan, policy = pieces.secure, pieces.policy
+    plan, policy, slab_bytes = pieces.secure, pieces.policy, pieces.config.engine.slab_bytes
     if identities is None:
         require_plain(pieces)
+    if (asynchrony := pieces.asynchrony) is not None:
+        return OpenCollector(
+            channel=channel,
+            policy=policy,
+            asynchrony=asynchrony,
+            slab_bytes=slab_bytes,
+            wait=wait,
+            ahead=ahead,
+            congestion=congestion,
+        )
+    if (late := pieces.late_updates) is not None:
+        return SemiSynchronousCollector(
+            channel=channel, policy=policy, late=late, slab_bytes=slab_bytes
+        )
     if plan is None or identities is None:
-        slab_bytes = pieces.config.engine.slab_bytes
         return PlainCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
     return SecureCollector(
         channel=channel,
@@ -694,7 +705,7 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
         seed = simulation.seed.derive("rounding")
         summing = ModularSum(plan=plan, layout=job.params.layout, seed=seed)
     assert isinstance(config.engine.block_size, int)  # resolved
-    return Engine(
+    engine = Engine(
         population=simulation.population,
         behaviour=_behaviour(simulation, cluster),
         executor=make_executor(job, ExecutorKind(config.engine.executor)),
@@ -703,47 +714,11 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
         block_size=config.engine.block_size,
         summing=summing,
     )
-
-
-def _buffered(
-    simulation: Simulation, collector: Collector, channel: MemoryChannel | None
-) -> BufferedCollector | None:
-    """Return what collects rounds with clients in flight; ``None``: there are none."""
-    asynchrony, late = simulation.asynchrony, simulation.late_updates
-    if isinstance(collector, Engine):
-        if asynchrony is not None:
-            return EventQueue(engine=collector, asynchrony=asynchrony)
-        return None if late is None else SemiSynchronous(engine=collector, late=late)
-    if channel is None or (inner := open_collector(simulation, channel, wait=None)) is None:
-        return None
-    return BufferedSessionCollector(inner=inner, sessions=SessionsKept(channel))
-
-
-def open_collector(
-    pieces: Pieces,
-    channel: Channel,
-    *,
-    wait: Callable[[], None] | None,
-    ahead: Ahead | None = None,
-    congestion: InFlightLimit | None = None,
-) -> OpenCollector | SemiSynchronousCollector | None:
-    """Return what collects rounds with clients in flight over a channel; ``None``: none has any."""
-    slab_bytes, policy = pieces.config.engine.slab_bytes, pieces.policy
-    if (asynchrony := pieces.asynchrony) is not None:
-        return OpenCollector(
-            channel=channel,
-            policy=policy,
-            asynchrony=asynchrony,
-            slab_bytes=slab_bytes,
-            wait=wait,
-            ahead=ahead,
-            congestion=congestion,
-        )
-    if (late := pieces.late_updates) is not None:
-        return SemiSynchronousCollector(
-            channel=channel, policy=policy, late=late, slab_bytes=slab_bytes
-        )
-    return None
+    if simulation.asynchrony is not None:
+        return EventQueue(engine=engine, asynchrony=simulation.asynchrony)
+    if simulation.late_updates is not None:
+        return SemiSynchronous(engine=engine, late=simulation.late_updates)
+    return engine
 
 
 def _evaluators(

@@ -99,7 +99,7 @@ class OpenCollector:
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
-        """Ask and fold replies in until the buffer is full; see :class:`BufferedCollector`."""
+        """Ask and fold replies in until the buffer is full; see :class:`Collector`."""
         if not flight:
             self.close()
         goes_on = self._exchange is None

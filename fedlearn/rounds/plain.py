@@ -1,7 +1,7 @@
 """Ask a cohort over a channel and fold the replies in until the round closes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import refusal
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import is_clipped, last_clip
@@ -125,10 +126,26 @@ class PlainCollector:
         """Return the clients that can be asked now."""
         return self.channel.available()
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-        """Run one exchange and aggregate it; a client's failure is data, never raised."""
-        requests = request.messages(cohort)
-        arrivals = ask_once(self.channel, requests, deadline_s=self.policy.deadline_s)
+    def busy(self) -> frozenset[ClientId]:
+        """Return that no client has a task between two rounds."""
+        return frozenset()
+
+    def close(self) -> None:
+        """Do nothing: each round has ended its tasks."""
+
+    def collect(
+        self,
+        flight: Flight,  # noqa: ARG002 - nobody is in flight between synchronous rounds
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
+    ) -> Collected:
+        """Run one exchange and aggregate it; see :class:`Collector`."""
+        request = requests[round_num]
+        cohort = draw_cohort(self.policy, request, draw)
+        messages = request.messages(cohort)
+        arrivals = ask_once(self.channel, messages, deadline_s=self.policy.deadline_s)
         num_together = max(1, self.slab_bytes // request.params.vector.nbytes)
         fold, metrics = Fold(request, num_together=num_together), WeightedMeans()
         sent_S = request.params.sent_statistics()

@@ -2,26 +2,21 @@
 
 ::
 
-    open -> broadcast ... collect -> aggregate -> release -> server step
+    draw -> broadcast ... collect -> aggregate -> release -> server step
                 |            ^
                 v            |
             client: train locally
 
-:mod:`fedlearn.rounds.run` evaluates and persists after a round. Everything below is a
-function of the state, the plan and what the collector returns, so a simulation and a
-deployment differ in the opening and the collector alone.
+:mod:`fedlearn.rounds.run` evaluates and persists after a round. Everything below is a function of
+the state, the plan and what the collector returns. So a simulation and a deployment differ only in
+who draws the clients and in the collector, and so do synchronous rounds and buffers.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from fedlearn.algorithms.collecting import (
-    BufferedCollector,
-    Collected,
-    Collector,
-    RoundRequest,
-)
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate, Lanes
@@ -34,7 +29,6 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.pieces import begun_by, stepped_by, strategy_at, told_by
 
 
@@ -84,22 +78,6 @@ class ServerState:
     counted: Mapping[ClientId, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Buffering:
-    """What takes the place of cohorts that are all awaited.
-
-    Attributes:
-        is_retried: Whether a round below its minimum is tried again, as one of a cohort is; else
-            the collector has asked others by itself as clients failed.
-        draw: Who is asked, beside those in flight.
-        collector: How clients are asked.
-    """
-
-    is_retried: bool
-    draw: Draw
-    collector: BufferedCollector
-
-
 class Release(Protocol):
     """What becomes of an aggregate before anybody looks at it, such as noise that hides clients."""
 
@@ -133,26 +111,25 @@ class RoundPlan:
     """The pieces of a round; built once by :mod:`fedlearn.build`.
 
     Attributes:
-        opening: Who is asked, and what comes before that.
+        draw: Draws the clients to ask.
         policy: When the round closes.
-        collector: How they are asked.
+        collector: Sends them the model and combines their updates.
         strategy: What they do, how it is combined, and what becomes of the model.
         seed: Public seed of everything reproducible.
         release: What becomes of the aggregate before the step; ``None``: nothing.
         by_round: Returns the clients' settings of a round; ``None``: they do not change.
-        buffering: How rounds are opened and collected that are buffers of an asynchronous run, or
-            take late updates, in the place of ``opening`` and ``collector``; ``None``: they are
-            neither.
+        is_retried: Whether a round below its minimum is retried or skipped as the policy says. A
+            buffer is not: its collector has asked other clients as some failed.
     """
 
-    opening: Opening
+    draw: Draw
     policy: StragglerPolicy
     collector: Collector
     strategy: Strategy
     seed: Seed
     release: Release | None = None
     by_round: RoundSettings | None = None
-    buffering: Buffering | None = None
+    is_retried: bool = True
 
     def for_clients(self, strategy: Strategy, round_num: int) -> Strategy:
         """Return a strategy as the clients of a round are asked by it; raises as ``by_round``."""
@@ -192,38 +169,16 @@ def run_round(
     attempt: int,
     without: Collection[ClientId] = frozenset(),
 ) -> Ran:
-    """Run one round.
+    """Run one attempt at a round: from one server step to the next.
 
     Args:
-        state: Before the round.
+        state: Before the round, with the clients in flight.
         plan: The pieces.
-        attempt: 0, or how often this round was tried before; another attempt asks others.
-        without: Who is not asked, though it be in the cohort.
+        attempt: Retry number of the round, starting at 0; each retry draws other clients.
+        without: Clients that are not asked even if they are drawn.
 
     Raises:
         CohortTooSmall: Fewer clients are available than are asked.
-        RoundError: The strategy told, aggregated or returned what cannot be used.
-    """
-    strategy = strategy_at(plan.strategy, state.strategy_state)
-    opened = plan.opening.open(state.round_num, attempt=attempt)
-    cohort = tuple(each for each in opened if each not in without) if without else opened
-    request = _request(state, plan, strategy, attempt=attempt)
-    collected = plan.collector.collect(cohort, request)
-    return _stepped(state, plan, collected, request, strategy=strategy)
-
-
-def run_buffered_round(
-    state: ServerState, plan: RoundPlan, buffering: Buffering, *, attempt: int
-) -> Ran:
-    """Run one round with clients in flight: from one step of the server to the next.
-
-    Args:
-        state: Before the round, with who is in flight.
-        plan: The pieces.
-        buffering: In the place of a cohort and its collector.
-        attempt: As for :func:`run_round`.
-
-    Raises:
         RoundError: The strategy told, aggregated or returned what cannot be used.
     """
     strategy = strategy_at(plan.strategy, state.strategy_state)
@@ -242,8 +197,11 @@ def run_buffered_round(
         )
         for based_on, sent in state.versions.items()
     } | {state.round_num: request}
-    collected = buffering.collector.collect(
-        state.flight, requests, round_num=state.round_num, draw=buffering.draw
+    collected = plan.collector.collect(
+        state.flight,
+        requests,
+        round_num=state.round_num,
+        draw=_leave_out(without, plan.draw) if without else plan.draw,
     )
     newest = Version(
         params=request.params,
@@ -255,6 +213,18 @@ def run_buffered_round(
     versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.flight})}
     state = replace(state, flight=collected.flight, versions=versions)
     return _stepped(state, plan, collected, request, strategy=strategy)
+
+
+def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
+    """Draw as ``draw`` does and ask the others: the cohort is smaller, and otherwise the same."""
+
+    def draw_others(
+        num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        drawn = draw(num, round_num=round_num, attempt=attempt, busy=busy)
+        return [each for each in drawn if each not in some]
+
+    return draw_others
 
 
 def _request(

@@ -41,7 +41,6 @@ from fedlearn.rounds.round import (
     RoundPlan,
     ServerState,
     Version,
-    run_buffered_round,
     run_round,
 )
 
@@ -316,21 +315,17 @@ def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran,
 
     A client that made an attempt fail is not asked in the attempts after it.
     """
-    duration_s, culprits, buffering = 0.0, frozenset[ClientId](), plan.buffering
-    is_retried = buffering is None or buffering.is_retried
+    duration_s, culprits = 0.0, frozenset[ClientId]()
     for attempt in range(first, first + plan.policy.max_retries + 1):
-        if buffering is None:
-            ran = run_round(server, plan, attempt=attempt, without=culprits)
-        else:
-            ran = run_buffered_round(server, plan, buffering, attempt=attempt)
+        ran = run_round(server, plan, attempt=attempt, without=culprits)
         server, collected = ran.state, ran.collected
         duration_s += collected.duration_s
         culprits |= collected.culprits
         if collected.aggregate is not None:
             return ran, attempt, duration_s
-        if is_retried and plan.policy.below_minimum is BelowMinimum.SKIP:
+        if plan.is_retried and plan.policy.below_minimum is BelowMinimum.SKIP:
             return ran, attempt, duration_s
-        if not is_retried or plan.policy.below_minimum is BelowMinimum.FAIL:
+        if not plan.is_retried or plan.policy.below_minimum is BelowMinimum.FAIL:
             break
     raise _too_few(collected, plan, server.round_num)
 
@@ -341,7 +336,7 @@ def _too_few(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewRep
         received=collected.count(Status.REPORTED),
         minimum=plan.policy.min_reports,
         failures=_told(collected.participations),
-        is_buffer=plan.buffering is not None and not plan.buffering.is_retried,
+        is_buffer=not plan.is_retried,
     )
 
 

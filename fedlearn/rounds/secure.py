@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
@@ -156,12 +157,28 @@ class SecureCollector:
         """Return the clients that can be asked now."""
         return self.channel.available()
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-        """Run one session; a client's failure is data, and so is a session that ended early.
+    def busy(self) -> frozenset[ClientId]:
+        """Return that no client has a task between two rounds."""
+        return frozenset()
+
+    def close(self) -> None:
+        """Do nothing: each round has ended its tasks."""
+
+    def collect(
+        self,
+        flight: Flight,  # noqa: ARG002 - nobody is in flight between synchronous rounds
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
+    ) -> Collected:
+        """Run one session; see :class:`Collector`. A session that ends early is data, too.
 
         Raises:
             RoundError: The strategy of this round combines updates otherwise than the plan.
         """
+        request = requests[round_num]
+        cohort = draw_cohort(self.policy, request, draw)
         self.plan.require_same_mean(request.strategy.aggregation)
         session, aggregate = self.session(cohort, request.round_num, request.attempt), None
         layout, device = request.params.layout, request.params.vector.device

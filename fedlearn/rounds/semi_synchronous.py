@@ -81,7 +81,7 @@ class SemiSynchronousCollector:
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
-        """Ask a cohort and take replies until the round closes; see :class:`BufferedCollector`."""
+        """Ask a cohort and take replies until the round closes; see :class:`Collector`."""
         stale = [each for each in flight if round_num - each.based_on > self.late.max_staleness]
         awaited = [each for each in flight if each not in stale]
         if not awaited:

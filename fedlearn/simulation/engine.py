@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import UpdateBounds
-from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.flight import Asked
+from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
+from fedlearn.algorithms.flight import Asked, Draw, Flight
 from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
@@ -80,8 +80,15 @@ class Engine:
         """Return the whole population: a client id is an int, so a range does without a table."""
         return cast("Sequence[ClientId]", range(self.population.num_clients))
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-        """Train those of the cohort that report before the round closes.
+    def collect(
+        self,
+        flight: Flight,  # noqa: ARG002 - nobody is in flight between synchronous rounds
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
+    ) -> Collected:
+        """Train those of a cohort that report before the round closes; see :class:`Collector`.
 
         A client whose training raises an error has failed, as a deployed one would have.
 
@@ -89,6 +96,8 @@ class Engine:
             EngineError: No client can be trained in the first round, several workers would have to
                 share what a trainer keeps, or another worker is gone.
         """
+        request = requests[round_num]
+        cohort = draw_cohort(self.policy, request, draw)
         timeline = self._timeline(np.asarray(cohort, np.int64), request)
         reduction, metrics, kept = self.reduction(request), WeightedMeans(), request.kept
         while (wave := timeline.next_wave(self.policy.num_wanted)).size:

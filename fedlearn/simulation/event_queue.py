@@ -47,7 +47,7 @@ class EventQueue:
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
-        """Play events until the buffer is full; see :class:`BufferedCollector`.
+        """Play events until the buffer is full; see :class:`Collector`.
 
         Raises:
             DataError: See :meth:`Engine.collect`.

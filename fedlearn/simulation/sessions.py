@@ -13,12 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.collecting import (
-    BufferedCollector,
-    Collected,
-    Collector,
-    RoundRequest,
-)
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
@@ -252,13 +247,16 @@ class SessionCollector:
         """Return all clients."""
         return self.inner.available()
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
         """Return what the inner one does, and what the sessions keep then."""
-        self.sessions.restore(request.kept)
+        before = requests[round_num].kept
+        self.sessions.restore(before)
         if self.bounded is not None:
             self.bounded.clear()
-        collected = self._with_counts(self.inner.collect(cohort, request))
-        return self.sessions.added_to(collected, before=request.kept)
+        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
+        return self.sessions.added_to(self._with_counts(collected), before=before)
 
     def _with_counts(self, collected: Collected) -> Collected:
         if self.bounded is None or collected.aggregate is None:
@@ -271,32 +269,6 @@ class SessionCollector:
             num_capped=sum(each.is_capped for each in found),
         )
         return replace(collected, aggregate=aggregate)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferedSessionCollector:
-    """The same where clients are in flight before a round and after it.
-
-    Attributes:
-        inner: Collects.
-        sessions: What they keep.
-    """
-
-    inner: BufferedCollector
-    sessions: SessionsKept
-
-    def available(self) -> Sequence[ClientId]:
-        """Return all clients."""
-        return self.inner.available()
-
-    def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
-    ) -> Collected:
-        """Return what the inner one does, and what the sessions keep then."""
-        before = requests[round_num].kept
-        self.sessions.restore(before)
-        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
-        return self.sessions.added_to(collected, before=before)
 
 
 def _training(request: Request | Reply) -> TrainRequest | None:

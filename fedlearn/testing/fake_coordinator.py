@@ -10,6 +10,7 @@ from typing import Self
 
 from torch import Tensor
 
+from fedlearn.algorithms.collecting import collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -224,7 +225,7 @@ class FakeCoordinator(LocalDoor):
             stage_deadline_s=deadline_s,
             num_threads=1,
         )
-        collected = collector.collect(cohort, request)
+        collected = collect_from(collector, cohort, request)
         aggregate, rows = collected.aggregate, list(collected.participations)
         return SecureSum(
             means={} if aggregate is None else aggregate.lanes,

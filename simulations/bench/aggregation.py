@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -169,7 +169,7 @@ def collect(collector: PlainCollector, params: Params) -> None:
     request = RoundRequest(
         round_num=0, attempt=0, params=params, strategy=STRATEGY, told={}, seed=0
     )
-    collected = collector.collect(collector.available(), request)
+    collected = collect_from(collector, collector.available(), request)
     if collected.count(Status.REPORTED) != len(collected.participations):
         raise SystemExit(f"replies were refused: {collected.participations[0]}")
 

@@ -76,12 +76,9 @@ def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan:
     )
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     return RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(0),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(0)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=FedAvg(LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)),

@@ -85,12 +85,9 @@ class App:
             slab_bytes=0,
         )
         plan = RoundPlan(
-            opening=SampledOpening(
-                sampler=pieces.sampler,
-                available=channel.available,
-                policy=pieces.policy,
-                seed=pieces.seed,
-            ),
+            draw=SampledOpening(
+                sampler=pieces.sampler, available=channel.available, seed=pieces.seed
+            ).draw_cohort,
             policy=pieces.policy,
             collector=collector,
             strategy=pieces.algorithm,

@@ -267,17 +267,11 @@ def replayed(
         for node in nodes
     }
     channel = MemoryChannel(handlers, latency, VirtualClock())
-    opening = SampledOpening(
-        sampler=pieces.sampler,
-        available=channel.available,
-        policy=pieces.policy,
-        seed=pieces.seed,
-    )
+    opening = SampledOpening(sampler=pieces.sampler, available=channel.available, seed=pieces.seed)
     state = run_over(
         channel,
         pieces,
-        opening=opening,
-        draw=opening.draw,
+        draw=opening.draw_cohort if pieces.asynchrony is None else opening.draw,
         store=Forgetful(),
         checkpoint=None,
         clock=VirtualClock(),

@@ -57,7 +57,7 @@ def said(site: Site, path: str) -> str:
 def test_a_thread_of_the_rounds_that_is_stuck_is_told(site: Site) -> None:
     """The others go on: it answers, and holds the lease."""
     os.mkfifo(site.folder / HELD)
-    coordinator = site.serving(changes=[Change(DurableOpening.open, held)])
+    coordinator = site.serving(changes=[Change(DurableOpening.draw_cohort, held)])
     http = site.config.coordinator.http_address
     until(lambda: asked(http, "/livez") == UNAVAILABLE, told=coordinator.tail)
     assert "the thread of the rounds has shown no sign of life for" in said(site, "/livez")

@@ -120,7 +120,9 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield own in ("update", "strategy"), plain
     yield own == "trainer", {**plain, **usual}
     # Over sessions it is clients who refuse what their trainer does not honour, in round 1.
-    yield own == "trainer" and c.place in SESSIONS, alone
+    refuses = own == "trainer" and c.place in SESSIONS
+    yield refuses, alone
+    yield refuses and c.algorithm == "fedprox", {"algorithm": "fedavg"}
     yield c.batch_size == 0 or is_fedsgd or own == "trainer", {"drop_last": False}
     # Gradients of examples are another step to compile.
     yield c.place == "compiled" and c.privacy == "example", {"privacy": "off"}

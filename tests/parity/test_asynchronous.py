@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import BufferedCollector, Collected, Collector
+from fedlearn.algorithms.collecting import Collected, Collector
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -34,10 +34,8 @@ from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import (
-    Buffering,
     RoundPlan,
     ServerState,
-    run_buffered_round,
     run_round,
 )
 from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, train
@@ -149,12 +147,7 @@ class Simulation:
             cluster=cluster,
             block_size=self.block_size,
         )
-        opening = SampledOpening(
-            sampler=UniformSampler(),
-            available=engine.available,
-            policy=self.policy,
-            seed=Seed(5),
-        )
+        opening = SampledOpening(sampler=UniformSampler(), available=engine.available, seed=Seed(5))
         channel = SimulatedSessions(
             clients,
             engine.behaviour,
@@ -171,25 +164,23 @@ class Simulation:
         collector: Collector = engine
         if self.over_memory:
             collector = PlainCollector(channel=channel, policy=self.policy, slab_bytes=0)
-        buffering = None
         if self.asynchrony is not None:
-            filling: BufferedCollector = EventQueue(engine=engine, asynchrony=self.asynchrony)
+            collector = EventQueue(engine=engine, asynchrony=self.asynchrony)
             if self.over_memory:
-                filling = OpenCollector(
+                collector = OpenCollector(
                     channel=channel,
                     policy=self.policy,
                     asynchrony=self.asynchrony,
                     slab_bytes=0,
                     wait=None,
                 )
-            buffering = Buffering(is_retried=False, draw=opening.draw, collector=filling)
         return RoundPlan(
-            opening=opening,
+            draw=opening.draw_cohort if self.asynchrony is None else opening.draw,
             policy=self.policy,
             collector=collector,
             strategy=self.strategy,
             seed=Seed(5),
-            buffering=buffering,
+            is_retried=self.asynchrony is None,
         )
 
     def run(
@@ -198,10 +189,7 @@ class Simulation:
         plan, rounds = self.plan(cluster), list[Collected]()
         state = plan.init(initial())
         for _ in range(num_rounds):
-            if plan.buffering is None:
-                state, collected, _ = run_round(state, plan, attempt=0)
-            else:
-                state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
+            state, collected, _ = run_round(state, plan, attempt=0)
             rounds.append(collected)
         return state, rounds
 

@@ -99,12 +99,9 @@ def run(
         block_size=block_size,
     )
     plan = RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=POLICY,
-            seed=Seed(5),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(5)
+        ).draw_cohort,
         policy=POLICY,
         collector=collector,
         strategy=FedAvg(local),

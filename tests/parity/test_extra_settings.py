@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.extra_settings import WithExtra, divided
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
@@ -111,7 +111,7 @@ def round_over(channel: Channel) -> Collected:
         seed=0,
     )
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
-    return collector.collect(channel.available(), request)
+    return collect_from(collector, channel.available(), request)
 
 
 @contextmanager

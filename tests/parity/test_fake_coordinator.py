@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.settings import settings_of
@@ -83,7 +83,7 @@ class Rounds:
             seed=0,
         )
         collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
-        (row,) = collector.collect(channel.available(), request).participations
+        (row,) = collect_from(collector, channel.available(), request).participations
         return "" if row.status is Status.REPORTED else row.reason
 
     def evaluate(self) -> bool:

@@ -14,7 +14,7 @@ from flwr.app import Message
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collector, RoundRequest
+from fedlearn.algorithms.collecting import Collector, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedBuff
@@ -35,10 +35,8 @@ from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import (
-    Buffering,
     RoundPlan,
     ServerState,
-    run_buffered_round,
     run_round,
 )
 from fedlearn.rounds.secure import SecureCollector
@@ -317,12 +315,9 @@ def ran(
 ) -> tuple[ServerState, list[int]]:
     """Return all that passes on after some rounds, and who reported, in order."""
     plan: RoundPlan = RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(5),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(5)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=algorithm,
@@ -367,22 +362,19 @@ def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]
     collector = OpenCollector(
         channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=None
     )
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=collector.available, policy=policy, seed=Seed(5)
-    )
+    opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(
-        opening=opening,
+        draw=opening.draw,
         policy=policy,
-        collector=PlainCollector(channel=channel, policy=policy, slab_bytes=0),
+        collector=collector,
         strategy=FedAvg(KEEPING),
         seed=Seed(5),
-        buffering=Buffering(is_retried=False, draw=opening.draw, collector=collector),
+        is_retried=False,
     )
-    assert plan.buffering is not None
     torch.manual_seed(0)
     state, rounds = plan.init(Params.of(make_model())), []
     for _ in range(6):
-        state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
+        state, collected, _ = run_round(state, plan, attempt=0)
         reported = [
             int(each.client_id)
             for each in collected.participations
@@ -425,7 +417,7 @@ def test_training_metrics_of_any_name_travel_over_flower() -> None:
     algorithm = FedAvg(LOCAL)
     collector = over_flower(algorithm, grid_of_nodes(Telling))
     cohort = list(collector.available())[:COHORT]
-    collected = collector.collect(cohort, request_of(algorithm))
+    collected = collect_from(collector, cohort, request_of(algorithm))
     half = collected.participations.mean_loss() / 2
     assert collected.train_metrics == {"half": pytest.approx(half)}
 
@@ -490,13 +482,13 @@ def test_a_node_that_dies_in_a_session_drops_out_of_the_sum(stage: type) -> None
     collector = securely_over_flower(algorithm, grid)
     plain = in_memory(algorithm)
     assert set(cohort) <= set(collector.available())
-    collected = collector.collect(cohort, asked := request_of(algorithm))
+    collected = collect_from(collector, cohort, asked := request_of(algorithm))
     is_in_the_sum = stage is messages.Survivors
     counted = cohort if is_in_the_sum else [each for each in cohort if each != dead]
     assert grid.dead == {dead}
     reported = [p.client_id for p in collected.participations if p.status is Status.REPORTED]
     assert sorted(reported) == counted
-    expected = plain.collect(counted, asked).aggregate
+    expected = collect_from(plain, counted, asked).aggregate
     assert expected is not None
     assert collected.aggregate is not None
     found, wanted = (each.lanes["delta"] for each in (collected.aggregate, expected))
@@ -510,5 +502,5 @@ def test_a_session_that_is_lost_between_messages_ends() -> None:
     grid.forgets = True
     collector = securely_over_flower(algorithm, grid)
     collector.available()
-    collected = collector.collect(cohort, request_of(algorithm))
+    collected = collect_from(collector, cohort, request_of(algorithm))
     assert collected.count(Status.REPORTED) == 0

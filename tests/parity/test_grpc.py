@@ -225,12 +225,9 @@ def run(
     """Return the model after some rounds, who reported in each, in order, and what they told."""
     collector: Collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     plan: RoundPlan = RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(5),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(5)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=algorithm,

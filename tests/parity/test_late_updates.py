@@ -16,7 +16,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import Buffering, RoundPlan, run_buffered_round
+from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from tests.parity import test_flower as flower
 
@@ -39,22 +39,18 @@ def ran(
     semi = SemiSynchronousCollector(
         channel=collector.channel, policy=policy, late=LATE, slab_bytes=0
     )
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=semi.available, policy=policy, seed=Seed(5)
-    )
-    buffering = Buffering(is_retried=True, draw=opening.draw, collector=semi)
+    opening = SampledOpening(sampler=UniformSampler(), available=semi.available, seed=Seed(5))
     plan = RoundPlan(
-        opening=opening,
+        draw=opening.draw,
         policy=policy,
-        collector=collector,
+        collector=semi,
         strategy=FedAvg(flower.LOCAL),
         seed=Seed(5),
-        buffering=buffering,
     )
     torch.manual_seed(0)
     state, ages, num_late = plan.init(Params.of(flower.make_model())), list[dict[int, int]](), 0
     for _ in range(6):
-        state, collected, _ = run_buffered_round(state, plan, buffering, attempt=0)
+        state, collected, _ = run_round(state, plan, attempt=0)
         ages.append(dict(collected.staleness))
         num_late += collected.count(Status.LATE)
     semi.close()

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fedlearn.algorithms.collecting import collect_from
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
 from fedlearn.algorithms.strategy import Strategy
@@ -168,7 +169,7 @@ def test_a_session_that_does_not_know_the_class_refuses_it() -> None:
     strategy = FedAvg(COUNTED)
     collector = flower.in_memory(strategy)
     cohort = list(collector.available())[:2]
-    collected = collector.collect(cohort, flower.request_of(strategy))
+    collected = collect_from(collector, cohort, flower.request_of(strategy))
     assert collected.aggregate is None
     assert all("'Counted'" in each.reason for each in collected.participations)
 

@@ -15,7 +15,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -177,7 +177,7 @@ class Cohort:
             told={},
             seed=0,
         )
-        return self.collector.collect(self.local.door.channel().available(), request)
+        return collect_from(self.collector, self.local.door.channel().available(), request)
 
 
 @contextmanager

@@ -153,12 +153,9 @@ class Case:
 
     def run(self, collector: Collector) -> tuple[ServerState, list[Collected]]:
         plan: RoundPlan = RoundPlan(
-            opening=SampledOpening(
-                sampler=UniformSampler(),
-                available=collector.available,
-                policy=self.policy,
-                seed=Seed(5),
-            ),
+            draw=SampledOpening(
+                sampler=UniformSampler(), available=collector.available, seed=Seed(5)
+            ).draw_cohort,
             policy=self.policy,
             collector=collector,
             strategy=self.algorithm,

@@ -103,12 +103,9 @@ class Simulation:
             block_size=2,
         )
         plan = RoundPlan(
-            opening=SampledOpening(
-                sampler=UniformSampler(),
-                available=collector.available,
-                policy=policy,
-                seed=Seed(5),
-            ),
+            draw=SampledOpening(
+                sampler=UniformSampler(), available=collector.available, seed=Seed(5)
+            ).draw_cohort,
             policy=policy,
             collector=collector,
             strategy=algorithm,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
@@ -132,20 +133,24 @@ class ThrowingAway:
     def available(self) -> Sequence[ClientId]:
         return self.inner.available()
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-        collected = self.inner.collect(cohort, request)
-        if request.attempt == 0 and request.round_num in self.rounds:
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
+        if requests[round_num].attempt == 0 and round_num in self.rounds:
             return replace(collected, aggregate=None)
         return collected
 
 
 def one_round(strategy: Strategy, collector: Collector, state: ServerState) -> ServerState:
     """Try a round twice, and else skip it, as a run does."""
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=collector.available, policy=POLICY, seed=Seed(5)
-    )
+    opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(
-        opening=opening, policy=POLICY, collector=collector, strategy=strategy, seed=Seed(5)
+        draw=opening.draw_cohort,
+        policy=POLICY,
+        collector=collector,
+        strategy=strategy,
+        seed=Seed(5),
     )
     for attempt in range(2):
         ran = run_round(state, plan, attempt=attempt)
@@ -308,11 +313,13 @@ def train_rounds(
 ) -> ServerState:
     """Run SCAFFOLD over sessions in memory."""
     collector = in_memory(0, SCAFFOLD, SimulatedSessions)
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=collector.available, policy=POLICY, seed=Seed(5)
-    )
+    opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     round_plan = RoundPlan(
-        opening=opening, policy=POLICY, collector=collector, strategy=SCAFFOLD, seed=Seed(5)
+        draw=opening.draw_cohort,
+        policy=POLICY,
+        collector=collector,
+        strategy=SCAFFOLD,
+        seed=Seed(5),
     )
     plan = RunPlan(
         round=round_plan,

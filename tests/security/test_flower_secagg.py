@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Message, UserConfig
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -188,7 +188,7 @@ class Coordinator:
         tamper = self.superlink.tamper
         self.superlink.tamper = lambda client, message: self._swap(tamper(client, message))
         try:
-            return collector.collect(COHORT, request)
+            return collect_from(collector, COHORT, request)
         finally:
             self.superlink.tamper = tamper
 

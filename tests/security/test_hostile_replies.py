@@ -117,12 +117,9 @@ def one_round(
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
     plan = RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(0),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(0)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=strategy,

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -238,8 +238,8 @@ def test_without_a_memory_two_sums_of_a_round_give_the_client_away_that_differs(
 ) -> None:
     """What the mend prevents: such clients forget a run as soon as another is named."""
     forgetful = Federation(None)
-    with_victim = forgetful.collector(forgetful.channel()).collect(EVERYONE, request())
-    without = forgetful.collector(forgetful.channel()).collect(OTHERS, request())
+    with_victim = collect_from(forgetful.collector(forgetful.channel()), EVERYONE, request())
+    without = collect_from(forgetful.collector(forgetful.channel()), OTHERS, request())
     found = (sum_of(with_victim) - sum_of(without)) / (VICTIM + 1)
     assert float((found - delta_of(VICTIM)).abs().max()) < 1e-4
 
@@ -248,9 +248,9 @@ def test_a_second_sum_of_a_round_over_other_clients_is_refused(tmp_path: Path) -
     """By all that were in the first, before they train."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
-    assert reporters(collector.collect(EVERYONE, request())) == EVERYONE
+    assert reporters(collect_from(collector, EVERYONE, request())) == EVERYONE
     federation.asked.clear()
-    refused = collector.collect(OTHERS, request(attempt=1))
+    refused = collect_from(collector, OTHERS, request(attempt=1))
     assert refused.aggregate is None
     assert any(ONE_SET in reason for reason in reasons(refused))
     assert Stage.MASK not in federation.asked
@@ -260,10 +260,10 @@ def test_a_second_sum_over_the_same_clients_is_opened(tmp_path: Path) -> None:
     """The control: it tells what the first one told."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
-    first = collector.collect(EVERYONE, request())
-    again = collector.collect(EVERYONE, request(attempt=1))
+    first = collect_from(collector, EVERYONE, request())
+    again = collect_from(collector, EVERYONE, request(attempt=1))
     torch.testing.assert_close(sum_of(again), sum_of(first), atol=1e-4, rtol=0.0)
-    third = collector.collect(EVERYONE, request(attempt=2))
+    third = collect_from(collector, EVERYONE, request(attempt=2))
     assert any("max_releases_per_round" in reason for reason in reasons(third))
 
 
@@ -271,9 +271,9 @@ def test_a_client_that_drops_out_of_the_second_sum_keeps_it_closed(tmp_path: Pat
     """Who was invited is the same; who survives is not, and that is what counts."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
-    collector.collect(EVERYONE, request())
+    collect_from(collector, EVERYONE, request())
     federation.silent = frozenset([VICTIM])
-    refused = collector.collect(EVERYONE, request(attempt=1))
+    refused = collect_from(collector, EVERYONE, request(attempt=1))
     assert refused.aggregate is None
     assert any(f"a sum over others, client {VICTIM}" in reason for reason in reasons(refused))
 
@@ -282,14 +282,14 @@ def test_a_client_that_drops_out_of_the_second_sum_keeps_it_closed(tmp_path: Pat
 def test_naming_another_run_in_between_makes_nothing_forgotten(tmp_path: Path) -> None:
     """Clients drop what they keep of a run when another is named, but not their history."""
     federation = Federation(tmp_path)
-    federation.collector(federation.channel()).collect(EVERYONE, request())
+    collect_from(federation.collector(federation.channel()), EVERYONE, request())
     other = federation.collector(federation.channel(), run_id=b"o" * 16)
-    assert reporters(other.collect(EVERYONE, request())) == EVERYONE, (
+    assert reporters(collect_from(other, EVERYONE, request())) == EVERYONE, (
         "a run of its own may open one"
     )
     for attempt, rule in ((0, ONE_RELEASE), (1, ONE_SET)):
         back = federation.collector(federation.channel())
-        refused = back.collect(OTHERS, request(attempt=attempt))
+        refused = collect_from(back, OTHERS, request(attempt=attempt))
         assert refused.aggregate is None
         assert any(rule in reason for reason in reasons(refused))
 
@@ -310,13 +310,13 @@ def test_two_sums_of_a_round_that_are_begun_side_by_side_are_not_both_opened(
     ]
     for collector, cohort, attempt in sides:
         with pytest.raises(Crash):
-            collector.collect(cohort, request(attempt=attempt))
+            collect_from(collector, cohort, request(attempt=attempt))
     federation.dies_at = None
     federation.asked.clear()
     (first, *_), (second, *_) = sides
-    assert reporters(first.collect(everyone, request(attempt=2))) == everyone
+    assert reporters(collect_from(first, everyone, request(attempt=2))) == everyone
     assert set(federation.asked) == {Stage.UNMASK}, "the sum that was begun is opened: the control"
-    refused = second.collect(others, request(attempt=3))
+    refused = collect_from(second, others, request(attempt=3))
     assert refused.aggregate is None
     assert any(rule in reason for reason in reasons(refused) for rule in (ONE_SET, ONE_RELEASE))
 
@@ -325,8 +325,8 @@ def test_the_next_round_is_open_to_any_cohort(tmp_path: Path) -> None:
     """The control of all the above: another round has another model."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
-    collector.collect(EVERYONE, request())
-    assert reporters(collector.collect(OTHERS, request(round_num=1))) == OTHERS
+    collect_from(collector, EVERYONE, request())
+    assert reporters(collect_from(collector, OTHERS, request(round_num=1))) == OTHERS
 
 
 @dataclass
@@ -351,7 +351,7 @@ def crashed(tmp_path: Path) -> tuple[Federation, MemoryChannel, Kept]:
     federation, kept = Federation(tmp_path, dies_at=Stage.UNMASK), Kept()
     channel = federation.channel()
     with pytest.raises(Crash):
-        federation.collector(channel, masked_sum=kept).collect(EVERYONE, request())
+        collect_from(federation.collector(channel, masked_sum=kept), EVERYONE, request())
     federation.dies_at = None
     federation.asked.clear()
     return federation, channel, kept
@@ -362,7 +362,9 @@ def test_a_coordinator_that_crashed_before_its_commit_opens_the_same_sum(
 ) -> None:
     """In another attempt, for which others were drawn: nobody trains again, nothing is new."""
     federation, channel, kept = crashed
-    collected = federation.collector(channel, masked_sum=kept).collect(OTHERS, request(attempt=1))
+    collected = collect_from(
+        federation.collector(channel, masked_sum=kept), OTHERS, request(attempt=1)
+    )
     assert reporters(collected) == EVERYONE
     assert set(federation.asked) == {Stage.UNMASK}
     expected = sum((each + 1) * delta_of(each) for each in EVERYONE)
@@ -374,10 +376,10 @@ def test_without_the_kept_sum_those_that_gave_their_shares_refuse_another(
 ) -> None:
     """The control: so a coordinator that lost it goes on with the same clients, or a new round."""
     federation, channel, _ = crashed
-    refused = federation.collector(channel).collect(OTHERS, request(attempt=1))
+    refused = collect_from(federation.collector(channel), OTHERS, request(attempt=1))
     assert refused.aggregate is None
     assert any(ONE_SET in reason for reason in reasons(refused))
-    same = federation.collector(channel).collect(EVERYONE, request(attempt=2))
+    same = collect_from(federation.collector(channel), EVERYONE, request(attempt=2))
     assert reporters(same) == EVERYONE
 
 
@@ -397,8 +399,8 @@ def test_a_kept_sum_of_no_use_is_not_gone_on_with(
 ) -> None:
     federation, channel, kept = crashed
     kept.data = damage(kept.data)
-    collected = federation.collector(channel, masked_sum=kept).collect(
-        EVERYONE, request(attempt=1, params=params)
+    collected = collect_from(
+        federation.collector(channel, masked_sum=kept), EVERYONE, request(attempt=1, params=params)
     )
     assert reporters(collected) == EVERYONE
     assert Stage.MASK in federation.asked
@@ -413,18 +415,18 @@ def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path:
     """
     federation = Federation(tmp_path, plan=SPARSE)
     collector, everyone = federation.collector(federation.channel()), federation.everyone
-    assert reporters(collector.collect(everyone, request())) == everyone
+    assert reporters(collect_from(collector, everyone, request())) == everyone
     key = federation.identities.coordinator[1]
     history = HistoryFile(path=tmp_path / "0.json", coordinator_key=key).read()
     assert [past.survivors for past in history.releases.last] == [()], "its neighbours are not all"
     for attempt in (1, 2):
         federation.asked.clear()
-        refused = collector.collect(everyone, request(attempt=attempt))
+        refused = collect_from(collector, everyone, request(attempt=attempt))
         assert refused.aggregate is None
         refusals = [row for row in refused.participations if ONE_SET in row.reason]
         assert len(refusals) > len(everyone) - SPARSE.min_survivors
         assert set(federation.asked) == {Stage.ADVERTISE}
-    assert reporters(collector.collect(everyone, request(round_num=1))) == everyone
+    assert reporters(collect_from(collector, everyone, request(round_num=1))) == everyone
 
 
 @pytest.mark.slow
@@ -432,8 +434,8 @@ def test_without_that_memory_two_sums_of_a_sparse_graph_give_a_client_away() -> 
     """The control: clients that forget a run as soon as another is named open both."""
     forgetful = Federation(None, plan=SPARSE)
     *others, victim = everyone = forgetful.everyone
-    with_victim = forgetful.collector(forgetful.channel()).collect(everyone, request())
-    without = forgetful.collector(forgetful.channel()).collect(others, request())
+    with_victim = collect_from(forgetful.collector(forgetful.channel()), everyone, request())
+    without = collect_from(forgetful.collector(forgetful.channel()), others, request())
     found = (sum_of(with_victim) - sum_of(without)) / (victim + 1)
     assert float((found - delta_of(victim)).abs().max()) < 1e-4
 
@@ -470,11 +472,11 @@ def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
     federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=ClientId(6), plan=SPARSE)
     channel, everyone = federation.channel(), federation.everyone
     with pytest.raises(Crash):
-        federation.collector(channel, masked_sum=kept).collect(everyone, request())
+        collect_from(federation.collector(channel, masked_sum=kept), everyone, request())
     federation.dies_at = None
     federation.asked.clear()
     collector = federation.collector(channel, masked_sum=kept if is_kept else NotKept())
-    collected = collector.collect(everyone, request(attempt=1))
+    collected = collect_from(collector, everyone, request(attempt=1))
     if is_kept:
         assert reporters(collected) == everyone
         assert set(federation.asked) == {Stage.UNMASK}
@@ -495,12 +497,14 @@ def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
     federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=dies, plan=SPARSE, tells=True)
     channel, everyone = federation.channel(), federation.everyone
     with pytest.raises(Crash):
-        federation.collector(channel, masked_sum=kept).collect(everyone, request())
+        collect_from(federation.collector(channel, masked_sum=kept), everyone, request())
     before = {each: set(federation.pins(each).read().clients) for each in everyone}
     late = [each for each in everyone if each >= dies]
     assert {len(before[each]) for each in late} == {4}, "their neighbours"
     federation.dies_at = None
-    collected = federation.collector(channel, masked_sum=kept).collect(everyone, request(attempt=1))
+    collected = collect_from(
+        federation.collector(channel, masked_sum=kept), everyone, request(attempt=1)
+    )
     assert reporters(collected) == everyone
     after = {each: set(federation.pins(each).read().clients) for each in everyone}
     final = MaskedSum.from_bytes(kept.data).message
@@ -529,20 +533,20 @@ def test_keys_that_are_replaced_between_a_crash_and_the_resumption_keep_no_sum_c
     federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=dies, plan=plan, tells=True)
     channel, everyone = federation.channel(), federation.everyone
     with pytest.raises(Crash):
-        federation.collector(channel, masked_sum=kept).collect(everyone, request())
+        collect_from(federation.collector(channel, masked_sum=kept), everyone, request())
     federation.dies_at = None
     federation.asked.clear()
     for client_id in everyone[dies - 1 : dies - 1 + num_replaced]:
         federation.replace_key(client_id)
     resumed = replace(federation.channel(), states=channel.states)
     collector = federation.collector(resumed, masked_sum=kept)
-    collected = collector.collect(everyone, request(attempt=1))
+    collected = collect_from(collector, everyone, request(attempt=1))
     assert reporters(collected) == everyone
     assert set(federation.asked) == {Stage.UNMASK}
     assert {row.reason for row in collected.participations} == {""}
     expected = sum((each + 1) * delta_of(each) for each in everyone)
     assert float((sum_of(collected) - expected).abs().max()) < 1e-3
-    assert reporters(collector.collect(everyone, request(round_num=1))) == everyone
+    assert reporters(collect_from(collector, everyone, request(round_num=1))) == everyone
 
 
 def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvaluator:
@@ -591,6 +595,6 @@ def test_trainings_and_evaluations_of_a_round_do_not_stand_in_each_others_way(
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
     for round_num in range(3):
-        collected = collector.collect(EVERYONE, request(round_num=round_num))
+        collected = collect_from(collector, EVERYONE, request(round_num=round_num))
         assert reporters(collected) == EVERYONE
         assert evaluator(federation, EVERYONE).evaluate(PARAMS, round_num=round_num + 1)

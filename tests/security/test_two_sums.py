@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedlearn import build
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
@@ -66,7 +66,7 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
 
 def sum_of(plan: RoundPlan, request: RoundRequest, *cohort: int) -> Tensor:
     """Return the sum of a cohort's updates as the coordinator learns it."""
-    collected = plan.collector.collect([ClientId(each) for each in cohort], request)
+    collected = collect_from(plan.collector, [ClientId(each) for each in cohort], request)
     aggregate, expected = collected.aggregate, len(cohort)
     assert aggregate is not None
     if plan.release is not None:

@@ -8,7 +8,7 @@ the model must be, up to the rounding that fixed point states.
 import os
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
@@ -167,7 +167,7 @@ def released(site: VotingSite, number: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An opening that asks whoever was in the sum of a round.
+    """Draws the clients that were in the sum of a round.
 
     Attributes:
         rounds: By round the clients.
@@ -175,8 +175,10 @@ class Recorded:
 
     rounds: Sequence[Sequence[int]]
 
-    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
-        return tuple(ClientId(each) for each in self.rounds[round_num])
+    def __call__(
+        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        return [ClientId(each) for each in self.rounds[round_num]]
 
 
 def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
@@ -196,7 +198,7 @@ def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor,
     policy = replace(pieces.policy, num_wanted=most, min_reports=1, deadline_s=inf)
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     plain = RoundPlan(
-        opening=Recorded(rounds),
+        draw=Recorded(rounds),
         policy=policy,
         collector=collector,
         strategy=pieces.algorithm,

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -434,7 +434,7 @@ class Stand:
             told={},
             seed=0,
         )
-        return self.collector.collect(sorted(self.liar.available()), request)
+        return collect_from(self.collector, sorted(self.liar.available()), request)
 
     def require_exact(self, collected: Collected) -> list[int]:
         """Check the mean against that of the survivors in the clear; return who they are.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.elastic_averaging import EASGD, ElasticForce, without_force
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import Kept
@@ -60,7 +60,7 @@ def run(strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: Kept | No
             seed=0,
             kept=now,
         )
-        collected = quadratics.engine().collect([ClientId(k) for k in cohort], request)
+        collected = collect_from(quadratics.engine(), [ClientId(k) for k in cohort], request)
         assert collected.aggregate is not None
         params = strategy.step(params, collected.aggregate, {}).params
         now = dict(collected.kept)

@@ -98,12 +98,9 @@ def after_rounds(
         block_size=4,
     )
     plan = RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(3),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(3)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=algorithm,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedlearn import build
 from fedlearn.algorithms.adam import LocalAdam
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import Kept, stacked
 from fedlearn.algorithms.lanes import Aggregate
@@ -110,7 +110,7 @@ def run(strategy: Strategy, *, num_rounds: int, collector: Engine) -> tuple[Para
             seed=0,
             kept=kept,
         )
-        collected = collector.collect([ClientId(k) for k in range(NUM_CLIENTS)], request)
+        collected = collect_from(collector, [ClientId(k) for k in range(NUM_CLIENTS)], request)
         assert collected.aggregate is not None
         params, state, _ = _stepped(strategy, params, collected.aggregate, state)
         kept = dict(collected.kept)

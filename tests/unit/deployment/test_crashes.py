@@ -6,7 +6,7 @@ so the final model says which updates are in it.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.collecting import ChannelCollector
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -32,7 +33,7 @@ from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
-from fedlearn.rounds.round import Buffering, RoundPlan
+from fedlearn.rounds.round import RoundPlan
 from fedlearn.rounds.run import EarlyStopping, ResumedRound, RunPlan, train
 from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from fedlearn.transport.base import Arrival
@@ -319,38 +320,29 @@ class Nobody:
         return {}
 
 
-def _nothing() -> None:
-    """End rounds that have all closed."""
-
-
 def live(world: World, kind: Kind) -> None:
     """Run a coordinator until the run is done, or it is killed."""
     world.is_dead = False
     door, opening = Door(world), Opening(world)
-    close: Callable[[], None] = _nothing
     policy = PATIENT if kind == "synchronous" else POLICY
-    buffering = None
+    collector: ChannelCollector = PlainCollector(channel=door, policy=policy, slab_bytes=0)
     if kind == "semi-synchronous":
-        semi = SemiSynchronousCollector(channel=door, policy=policy, late=LATE, slab_bytes=0)
-        buffering = Buffering(is_retried=True, draw=opening, collector=semi)
-        close = semi.close
+        collector = SemiSynchronousCollector(channel=door, policy=policy, late=LATE, slab_bytes=0)
     if kind == "buffered":
         policy = replace(POLICY, num_wanted=BUFFER.buffer_size, min_reports=1, deadline_s=9.0)
-        filled = OpenCollector(
+        collector = OpenCollector(
             channel=door, policy=policy, asynchrony=BUFFER, slab_bytes=0, wait=None
         )
-        buffering = Buffering(is_retried=False, draw=opening, collector=filled)
-        close = filled.close
     del world.records[world.commits[-1][1] if world.commits else 0 :]
     params = Params.of(nn.Linear(len(CLIENTS) * ROUNDS, 1, bias=False))
     plan = RunPlan(
         round=RoundPlan(
-            opening=opening,
+            draw=opening,
             policy=policy,
-            collector=PlainCollector(channel=door, policy=policy, slab_bytes=0),
+            collector=collector,
             strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
             seed=Seed(0),
-            buffering=buffering,
+            is_retried=kind != "buffered",
         ),
         evaluator=Nobody(),
         evaluate_every=0,
@@ -374,7 +366,7 @@ def live(world: World, kind: Kind) -> None:
         store=world,
         after_round=lambda *_: False,
     )
-    close()
+    collector.close()
 
 
 def lives(kind: Kind, *, dies_after: int, away_s: float) -> World:

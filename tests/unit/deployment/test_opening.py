@@ -113,6 +113,13 @@ def durable(
     )
 
 
+def cohort_of(
+    opening: SampledOpening | DurableOpening, round_num: int, *, attempt: int
+) -> Sequence[ClientId]:
+    """Return who is drawn of the first clients, of whom nobody is busy."""
+    return opening.draw_cohort(4, round_num=round_num, attempt=attempt, busy=())
+
+
 def there(num_clients: int) -> Arriving:
     return Arriving(most=num_clients, looks=num_clients)
 
@@ -122,21 +129,17 @@ def there(num_clients: int) -> Arriving:
 
 def test_a_simulation_samples_and_no_more() -> None:
     """Among all, as many as the policy asks: a function of seed, round and attempt."""
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=lambda: ALL, policy=POLICY, seed=Seed(1)
-    )
+    opening = SampledOpening(sampler=UniformSampler(), available=lambda: ALL, seed=Seed(1))
     expected = UniformSampler().sample(ALL, num_asked=4, round_num=3, attempt=1, seed=Seed(1))
-    assert opening.open(3, attempt=1) == expected
-    assert opening.open(3, attempt=0) != expected
+    assert cohort_of(opening, 3, attempt=1) == expected
+    assert cohort_of(opening, 3, attempt=0) != expected
 
 
 def test_a_simulation_waits_for_nobody() -> None:
     """Nobody would come."""
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=lambda: ALL[:3], policy=POLICY, seed=Seed(1)
-    )
+    opening = SampledOpening(sampler=UniformSampler(), available=lambda: ALL[:3], seed=Seed(1))
     with pytest.raises(CohortTooSmall):
-        opening.open(0, attempt=0)
+        cohort_of(opening, 0, attempt=0)
 
 
 # ---- Waiting ------------------------------------------------------------------------------
@@ -145,18 +148,20 @@ def test_a_simulation_waits_for_nobody() -> None:
 def test_a_round_waits_until_enough_clients_are_there(new_journal: NewJournal) -> None:
     """And the status says that it does, and for how many."""
     clients = Arriving(most=4)
-    assert sorted(durable(clients, new_journal()).open(0, attempt=0)) == ALL[:4]
+    assert sorted(cohort_of(durable(clients, new_journal()), 0, attempt=0)) == ALL[:4]
     assert Phase.WAITING in clients.phases
     assert clients.live_status.num_needed == 4
 
 
 def test_a_client_that_never_comes_does_not_hold_up_the_others(new_journal: NewJournal) -> None:
     """When patience has ended, the round asks those that are there."""
-    assert sorted(durable(there(3), new_journal(), patience_s=0.0).open(0, attempt=0)) == ALL[:3]
+    assert (
+        sorted(cohort_of(durable(there(3), new_journal(), patience_s=0.0), 0, attempt=0)) == ALL[:3]
+    )
     clients = there(3)
     clock = Hour()
     opening = durable(clients, new_journal(), patience_s=60.0, clock=clock)
-    assert sorted(opening.open(0, attempt=0)) == ALL[:3]
+    assert sorted(cohort_of(opening, 0, attempt=0)) == ALL[:3]
     assert clock.now_s() >= 60.0
 
 
@@ -167,7 +172,7 @@ def test_nobody_waits_for_clients_that_are_set_aside(
     """Three of four are there; control: without one set aside, the fourth is waited for."""
     clock = Hour(5.0)
     made = durable(there(3), new_journal(), num_set_aside=num_set_aside, clock=clock)
-    assert len(made.open(0, attempt=0)) == 3
+    assert len(cohort_of(made, 0, attempt=0)) == 3
     assert clock.elapsed_s == pytest.approx(5.0 + waited_s, abs=1.0)
 
 
@@ -176,7 +181,9 @@ def test_fewer_clients_than_make_a_round_are_waited_for_beyond_patience(
 ) -> None:
     """It would only be retried."""
     clients = Arriving(most=2)
-    assert sorted(durable(clients, new_journal(), patience_s=0.0).open(0, attempt=0)) == ALL[:2]
+    assert (
+        sorted(cohort_of(durable(clients, new_journal(), patience_s=0.0), 0, attempt=0)) == ALL[:2]
+    )
     assert Phase.WAITING in clients.phases
     assert clients.live_status.num_needed == 2
 
@@ -191,15 +198,13 @@ def test_who_waits_hears_each_time_that_patience_ends_in_vain(new_journal: NewJo
         if num_waits == 3:
             raise Aborted("nobody comes")
 
-    durable(there(2), new_journal(), patience_s=60.0, too_few=too_few, clock=clock).open(
-        0, attempt=0
-    )
+    enough = durable(there(2), new_journal(), patience_s=60.0, too_few=too_few, clock=clock)
+    cohort_of(enough, 0, attempt=0)
     assert not heard
     clock.elapsed_s = 0.0
+    alone = durable(there(1), new_journal(), patience_s=60.0, too_few=too_few, clock=clock)
     with pytest.raises(Aborted, match="nobody comes"):
-        durable(there(1), new_journal(), patience_s=60.0, too_few=too_few, clock=clock).open(
-            0, attempt=0
-        )
+        cohort_of(alone, 0, attempt=0)
     assert heard == [(1, 1, 60), (1, 2, 120), (1, 3, 180)]
 
 
@@ -225,7 +230,7 @@ def test_a_paused_run_asks_nobody(new_journal: NewJournal) -> None:
     clients, journal = there(4), new_journal()
     clock = Pausing(live_status=clients.live_status)
     opening = durable(clients, journal, is_paused=clock.is_paused, clock=clock)
-    opening.open(0, attempt=0)
+    cohort_of(opening, 0, attempt=0)
     assert set(clock.phases) == {Phase.PAUSED}
     opened = journal.last()
     assert opened is not None
@@ -241,7 +246,7 @@ def test_a_pause_while_clients_are_waited_for_starts_no_smaller_round(
     opening = durable(
         clients, new_journal(), is_paused=clock.is_paused, clock=clock, patience_s=10.0
     )  # which the pause outlasts
-    assert sorted(opening.open(0, attempt=0)) == ALL[:4]
+    assert sorted(cohort_of(opening, 0, attempt=0)) == ALL[:4]
     assert Phase.PAUSED in clock.phases
 
 
@@ -251,27 +256,27 @@ def test_an_interruption_ends_the_waiting(new_journal: NewJournal) -> None:
     opening = durable(there(1), journal, check=interruption.check, clock=interruption)
     threading.Timer(0.05, interruption.give, [Aborted("by the operator")]).start()
     with pytest.raises(Aborted):
-        opening.open(0, attempt=0)
+        cohort_of(opening, 0, attempt=0)
     assert journal.last() is None
 
 
 def test_what_ends_the_run_opens_no_round(new_journal: NewJournal) -> None:
     """Though enough clients are there; control: without a reason it opens."""
     interruption, journal = Interruption(), new_journal()
-    durable(there(4), journal, check=interruption.check).open(0, attempt=0)
+    cohort_of(durable(there(4), journal, check=interruption.check), 0, attempt=0)
     interruption.give(Aborted("by the operator"))
     with pytest.raises(Aborted):
-        durable(there(4), journal, check=interruption.check).open(1, attempt=0)
+        cohort_of(durable(there(4), journal, check=interruption.check), 1, attempt=0)
     assert journal.find(1, 0) is None
 
 
 def test_the_board_says_when_a_round_is_under_way(new_journal: NewJournal) -> None:
     """With its attempt; one that is gone on with, too."""
     clients, journal = there(4), new_journal()
-    durable(clients, journal).open(3, attempt=1)
+    cohort_of(durable(clients, journal), 3, attempt=1)
     assert (clients.live_status.phase, clients.live_status.attempt) == (Phase.ROUND, 1)
     later = there(0)
-    durable(later, journal).open(3, attempt=1)
+    cohort_of(durable(later, journal), 3, attempt=1)
     assert (later.live_status.phase, later.live_status.attempt) == (Phase.ROUND, 1)
 
 
@@ -280,11 +285,11 @@ def test_the_board_says_when_a_round_is_under_way(new_journal: NewJournal) -> No
 
 def test_a_cohort_is_chosen_once(any_journal: RoundJournal) -> None:
     """A restart asks the same clients, though others are connected by then, or nobody is."""
-    first = durable(there(10), any_journal).open(0, attempt=0)
+    first = cohort_of(durable(there(10), any_journal), 0, attempt=0)
     assert first == UniformSampler().sample(ALL, num_asked=4, round_num=0, attempt=0, seed=Seed(1))
     paused = Pausing(until_s=1e9)
     restarted = durable(there(0), any_journal, is_paused=paused.is_paused, clock=paused)
-    assert restarted.open(0, attempt=0) == first
+    assert cohort_of(restarted, 0, attempt=0) == first
     assert any_journal.find(0, 0) == OpenRound(
         round_num=0, attempt=0, cohort=first, opened_unix_s=5.0
     )
@@ -294,7 +299,8 @@ def test_another_attempt_is_another_cohort(any_journal: RoundJournal) -> None:
     """And so is another round."""
     opening = durable(there(10), any_journal)
     cohorts = {
-        opening.open(round_num, attempt=attempt) for round_num, attempt in ((0, 0), (0, 1), (1, 0))
+        cohort_of(opening, round_num, attempt=attempt)
+        for round_num, attempt in ((0, 0), (0, 1), (1, 0))
     }
     assert len(cohorts) == 3
 
@@ -313,13 +319,13 @@ def test_a_coordinator_that_was_taken_over_opens_no_round(tmp_path: Path) -> Non
             StoredJournal(database, RUN.name, guard=lease.guard) for lease in (old, new)
         )
         assert old.try_acquire()
-        durable(there(4), journal).open(0, attempt=0)
+        cohort_of(durable(there(4), journal), 0, attempt=0)
         assert not new.try_acquire()
         clock.sleep(61.0)
         assert new.try_acquire()
         clients = there(4)
         with pytest.raises(Fenced):
-            durable(clients, journal).open(1, attempt=0)
+            cohort_of(durable(clients, journal), 1, attempt=0)
         assert clients.live_status.phase is not Phase.ROUND
         assert journal.find(1, 0) is None
-        durable(there(4), journal=theirs).open(1, attempt=0)
+        cohort_of(durable(there(4), journal=theirs), 1, attempt=0)

@@ -128,8 +128,7 @@ def by_virtual_time(
 def by_rounds(buffered: Buffered, *, num_rounds: int) -> float:
     """Return what an asynchronous simulation of the same clients comes to."""
     made = buffers.plan(buffered.asynchrony, buffers.ToTheirOwn(), strategy=buffered.strategy)
-    assert made.buffering is not None
-    assert isinstance(made.buffering.collector, EventQueue)
+    assert isinstance(made.collector, EventQueue)
     state, _ = buffers.run(made, num_rounds=num_rounds)
     return float(state.params.vector[0])
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -73,7 +73,7 @@ def collect(
 
     channel = MemoryChannel(handlers, latency, VirtualClock())
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
-    return collector.collect(cohort, REQUEST)
+    return collect_from(collector, cohort, REQUEST)
 
 
 def mean_of(collected: Collected) -> list[float]:

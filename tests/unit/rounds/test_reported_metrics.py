@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -102,7 +102,7 @@ def collect_metrics(
         handlers, lambda clients, _: np.array([latencies_s[c] for c in clients]), VirtualClock()
     )
     collector = PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
-    return collector.collect(list(handlers), REQUEST).train_metrics
+    return collect_from(collector, list(handlers), REQUEST).train_metrics
 
 
 def telling(metrics: Mapping[str, float], *, num_examples: int) -> Handler:

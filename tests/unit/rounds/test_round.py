@@ -1,7 +1,7 @@
 """One round, and the seam that collectors of any protocol stand behind."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest, draw_cohort
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import Aggregate, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import Algorithm
@@ -89,12 +90,9 @@ def plan_of(asked: Asked, *, num_clients: int = 4, policy: StragglerPolicy = POL
 
 def plan_with(collector: Collector, policy: StragglerPolicy = POLICY) -> RoundPlan:
     return RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(7),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(7)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=Algorithm(
@@ -153,7 +151,10 @@ class Playing:
     def available(self) -> Sequence[ClientId]:
         return [ClientId(k) for k in range(4)]
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        request = requests[round_num]
         before = request.kept[0]["rounds"] if request.kept else torch.zeros(1)
         lanes = {"delta": torch.ones(2)}
         return Collected(
@@ -205,12 +206,9 @@ def test_a_cohort_may_be_empty() -> None:
     plan = plan_of(Asked({}), num_clients=500, policy=policy)
     plan = replace(
         plan,
-        opening=SampledOpening(
-            sampler=PoissonSampler(cap=2.0),
-            available=plan.collector.available,
-            policy=policy,
-            seed=Seed(7),
-        ),
+        draw=SampledOpening(
+            sampler=PoissonSampler(cap=2.0), available=plan.collector.available, seed=Seed(7)
+        ).draw_cohort,
     )
     state = plan.init(zeros())
     sizes = []
@@ -234,7 +232,11 @@ class LossGuidedCollector:
     def available(self) -> Sequence[ClientId]:
         return self.channel.available()
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        request = requests[round_num]
+        cohort = draw_cohort(self.policy, request, draw)
         tensors = request.params.named()
         question = EvaluateRequest(round_num=request.round_num, tensors=tensors)
         losses = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -141,12 +142,9 @@ def scripted_round(
     algorithm = FedAvg(LOCAL)
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     return RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(0),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(0)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=algorithm,
@@ -315,8 +313,15 @@ def test_who_made_an_attempt_fail_is_not_asked_in_those_after_it() -> None:
         def available(self) -> Sequence[ClientId]:
             return self.inner.available()
 
-        def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-            found = self.inner.collect(cohort, request)
+        def collect(
+            self,
+            flight: Flight,
+            requests: Mapping[int, RoundRequest],
+            *,
+            round_num: int,
+            draw: Draw,
+        ) -> Collected:
+            found = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
             is_over = found.aggregate is None
             return replace(found, culprits=frozenset([ClientId(1)] if is_over else []))
 
@@ -613,12 +618,9 @@ def simulated(
         block_size=2,
     )
     plan = RoundPlan(
-        opening=SampledOpening(
-            sampler=UniformSampler(),
-            available=collector.available,
-            policy=policy,
-            seed=Seed(5),
-        ),
+        draw=SampledOpening(
+            sampler=UniformSampler(), available=collector.available, seed=Seed(5)
+        ).draw_cohort,
         policy=policy,
         collector=collector,
         strategy=algorithm,

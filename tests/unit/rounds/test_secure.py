@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAdam, FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
@@ -195,7 +195,7 @@ class Federation:
 
     def collect(self, *, attempt: int = 0, round_num: int = 4) -> Collected:
         request = replace(REQUEST, attempt=attempt, round_num=round_num)
-        return self.collector.collect(COHORT, request)
+        return collect_from(self.collector, COHORT, request)
 
 
 def mean_of(collected: Collected) -> Tensor:
@@ -238,7 +238,7 @@ def test_a_session_looks_at_the_directory_once() -> None:
 
     collector = replace(federation.collector, directory=revoking)
     for num_looks in (1, 2):
-        collected = collector.collect(COHORT, replace(REQUEST, round_num=num_looks))
+        collected = collect_from(collector, COHORT, replace(REQUEST, round_num=num_looks))
         assert len(looks) == num_looks
         assert collected.count(Status.REPORTED) == NUM_CLIENTS + 1 - num_looks
 
@@ -247,7 +247,7 @@ def test_clients_that_count_the_same_send_no_weight() -> None:
     """The examples are summed in a lane of their own."""
     collector = Federation.of(plan=replace(PLAN, by_examples=False)).collector
     alike = replace(REQUEST, strategy=FedAvg(LOCAL, weight_by_examples=False))
-    collected = collector.collect(COHORT, alike)
+    collected = collect_from(collector, COHORT, alike)
     expected = expected_mean(range(6), by_examples=False)
     assert torch.allclose(mean_of(collected), torch.tensor(expected), atol=1e-5)
     assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
@@ -484,12 +484,9 @@ def test_a_round_of_a_server_optimiser_runs_on_the_sum_and_stays_where_there_is_
     for silent, moved in ({}, True), (dict.fromkeys(COHORT[:3], Stage.MASK), False):
         collector = Federation.of(silent=silent).collector
         plan: RoundPlan = RoundPlan(
-            opening=SampledOpening(
-                sampler=UniformSampler(),
-                available=collector.available,
-                policy=POLICY,
-                seed=Seed(0),
-            ),
+            draw=SampledOpening(
+                sampler=UniformSampler(), available=collector.available, seed=Seed(0)
+            ).draw_cohort,
             policy=POLICY,
             collector=collector,
             strategy=algorithm,

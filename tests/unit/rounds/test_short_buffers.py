@@ -16,7 +16,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import Buffering, RoundPlan, ServerState, run_buffered_round
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.transport.flower.grid_channel import GridChannel
 from tests.parity import test_flower as flower
 
@@ -50,21 +50,18 @@ def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerSta
     collector = OpenCollector(
         channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=wait
     )
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=collector.available, policy=policy, seed=Seed(5)
-    )
+    opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(
-        opening=opening,
+        draw=opening.draw,
         policy=policy,
-        collector=plain,
+        collector=collector,
         strategy=FedAvg(flower.LOCAL),
         seed=Seed(5),
-        buffering=Buffering(is_retried=False, draw=opening.draw, collector=collector),
+        is_retried=False,
     )
-    assert plan.buffering is not None
     torch.manual_seed(0)
     state = plan.init(Params.of(flower.make_model()))
-    state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
+    state, collected, _ = run_round(state, plan, attempt=0)
     collector.close()
     return state, collected
 

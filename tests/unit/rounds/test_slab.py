@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -89,7 +89,7 @@ def collect(
         told={},
         seed=0,
     )
-    return collector.collect(collector.available(), request), noting.sizes
+    return collect_from(collector, collector.available(), request), noting.sizes
 
 
 def mean_of(collected: Collected) -> Tensor:

@@ -20,7 +20,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import Buffering, RoundPlan, run_buffered_round
+from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from fedlearn.transport.flower.grid_channel import GridChannel
 from tests.parity import test_flower as flower
@@ -69,23 +69,20 @@ def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.
         collector = SemiSynchronousCollector(
             channel=channel, policy=policy, late=LATE, slab_bytes=0
         )
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=collector.available, policy=policy, seed=Seed(5)
-    )
+    opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     draw = Waiting(opening.draw, clock, drawn_s, most=1 if is_buffered and drawn_s else 4)
     plan = RoundPlan(
-        opening=opening,
+        draw=draw,
         policy=policy,
-        collector=plain,
+        collector=collector,
         strategy=FedAvg(flower.LOCAL),
         seed=Seed(5),
-        buffering=Buffering(is_retried=not is_buffered, draw=draw, collector=collector),
+        is_retried=not is_buffered,
     )
-    assert plan.buffering is not None
     torch.manual_seed(0)
     state, num = plan.init(Params.of(flower.make_model())), 0
     for _ in range(NUM_ROUNDS):
-        state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
+        state, collected, _ = run_round(state, plan, attempt=0)
         num += collected.count(Status.REPORTED)
         clock.sleep(evaluated_s)
     collector.close()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fedlearn
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -131,7 +131,7 @@ def collect(
         seed=0,
         kept=kept or {},
     )
-    return engine.collect([ClientId(c) for c in cohort], request)
+    return collect_from(engine, [ClientId(c) for c in cohort], request)
 
 
 def mean_of(collected: Collected) -> Tensor:
@@ -382,9 +382,9 @@ A_MILLION_CLIENTS = """
             policy=policy, cluster=cluster, block_size=50,
         )
         plan = RoundPlan(
-            opening=SampledOpening(
-                sampler=UniformSampler(), available=engine.available, policy=policy, seed=Seed(0)
-            ),
+            draw=SampledOpening(
+sampler=UniformSampler(), available=engine.available, seed=Seed(0),
+).draw_cohort,
             policy=policy, collector=engine, strategy=algorithm, seed=Seed(0),
         )
         state, collected, _ = run_round(plan.init(Params.of(make_model())), plan, attempt=0)

@@ -15,7 +15,6 @@ from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collecting import Collected
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg, FedAvgM
-from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -24,8 +23,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import unsound
-from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.round import Buffering, RoundPlan, ServerState, run_buffered_round
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
@@ -139,27 +137,23 @@ def plan(
         cluster=Alone(),
         block_size=block_size,
     )
-    opening = SampledOpening(
-        sampler=UniformSampler(), available=engine.available, policy=policy, seed=Seed(3)
-    )
     collector = EventQueue(engine=engine, asynchrony=limits)
     return RoundPlan(
-        opening=opening,
+        draw=in_order,
         policy=policy,
-        collector=engine,
+        collector=collector,
         strategy=strategy or FedAvg(LOCAL, weight_by_examples=False),
         seed=Seed(3),
-        buffering=Buffering(is_retried=False, draw=in_order, collector=collector),
+        is_retried=False,
     )
 
 
 def run(plan: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[Collected]]:
-    assert plan.buffering is not None
     params = Params.of(nn.Linear(2, 1, bias=False))
     state = plan.init(params.with_vector(torch.zeros(2)))
     rounds = list[Collected]()
     for _ in range(num_rounds):
-        state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
+        state, collected, _ = run_round(state, plan, attempt=0)
         rounds.append(collected)
     return state, rounds
 

@@ -18,14 +18,12 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.soundness import unsound
 from fedlearn.rounds.round import (
-    Buffering,
     Ran,
     RoundPlan,
     ServerState,
-    run_buffered_round,
     run_round,
 )
-from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.semi_synchronous import SemiSynchronous
 from fedlearn.simulation.timeline import DROPPED_OUT
 from tests.unit.simulation import test_event_queue as buffers
@@ -61,11 +59,10 @@ def plan(
 ) -> RoundPlan:
     limits = buffers.asynchrony(buffer_size=4, concurrency=4)
     made = buffers.plan(limits, executor, behaviour=behaviour, block_size=block_size)
-    assert isinstance(made.collector, Engine)
-    engine = replace(made.collector, policy=policy)
+    assert isinstance(made.collector, EventQueue)
+    engine = replace(made.collector.engine, policy=policy)
     semi = SemiSynchronous(engine=engine, late=late)
-    buffering = Buffering(is_retried=True, draw=buffers.in_order, collector=semi)
-    return replace(made, policy=policy, collector=engine, buffering=buffering)
+    return replace(made, policy=policy, collector=semi, is_retried=True)
 
 
 def begun(made: RoundPlan) -> ServerState:
@@ -73,8 +70,7 @@ def begun(made: RoundPlan) -> ServerState:
 
 
 def step(made: RoundPlan, state: ServerState, *, attempt: int = 0) -> Ran:
-    assert made.buffering is not None
-    return run_buffered_round(state, made, made.buffering, attempt=attempt)
+    return run_round(state, made, attempt=attempt)
 
 
 def run(made: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[Collected]]:
@@ -164,26 +160,17 @@ def test_where_nobody_is_late_it_is_the_synchronous_round_to_the_bit() -> None:
     policy = replace(POLICY, over_selection=1.0, deadline_s=math.inf)
     semi = plan(ToTheirOwn(), policy=policy)
     states: tuple[list[ServerState], list[ServerState]] = ([], [])
-    for kept, made in zip(states, (semi, replace(semi, buffering=None)), strict=True):
+    assert isinstance(semi.collector, SemiSynchronous)
+    synchronous = replace(semi, collector=semi.collector.engine)
+    for kept, made in zip(states, (semi, synchronous), strict=True):
         state = begun(made)
         for _ in range(4):
-            if made.buffering is not None:
-                state, collected, _ = step(made, state)
-            else:  # the same cohorts
-                sync = replace(made, opening=_InOrder())
-                state, collected, _ = run_round(state, sync, attempt=0)
+            state, collected, _ = step(made, state)
             kept.append(state)
             assert collected.count(Status.REPORTED) == 4
     for left, right in zip(*states, strict=True):
         assert torch.equal(left.params.vector, right.params.vector)
         assert left.flight == ()
-
-
-class _InOrder:
-    """Opens rounds of the first clients."""
-
-    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
-        return tuple(ClientId(each) for each in range(4))
 
 
 def test_too_few_reports_lose_nothing() -> None:
@@ -231,8 +218,7 @@ def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None
     made = plan(ToTheirOwn(), policy=policy, behaviour=Table(seconds=never))
     state, _, _ = step(made, begun(made))
     state = replace(state, flight=tuple(each for each in state.flight if each.client_id == 0))
-    assert made.buffering is not None
-    nobody = replace(made, buffering=replace(made.buffering, draw=lambda *_, **__: ()))
+    nobody = replace(made, draw=lambda *_, **__: ())
     _, again, _ = step(nobody, state, attempt=1)
     assert again.aggregate is None
     assert again.duration_s == 0.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -96,7 +96,7 @@ def collected(
     request = RoundRequest(
         round_num=0, attempt=0, params=PARAMS, strategy=strategy, told={}, seed=0
     )
-    outcome = collector.collect(cohort, request)
+    outcome = collect_from(collector, cohort, request)
     return list(outcome.participations), outcome.duration_s
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest, collect_from
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
@@ -110,7 +110,7 @@ def collect(collector: Collector, round_num: int = 0, kept: Kept | None = None) 
         seed=3,
         kept=kept or {},
     )
-    return collector.collect([ClientId(k) for k in range(3)], request)
+    return collect_from(collector, [ClientId(k) for k in range(3)], request)
 
 
 @BOTH
