@@ -5,12 +5,14 @@ client's own file, ``{command-help}`` shows what ``--help`` prints, and ``{publi
 what ``import fedlearn`` offers.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import typer
+from annotated_types import DocInfo
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from pydantic.fields import FieldInfo
@@ -22,7 +24,7 @@ import fedlearn
 from fedlearn.cli.app import app as command_line
 from fedlearn.config import ClientConfig, Config, Section
 from fedlearn.config.cohort import OTHER_DATA
-from fedlearn.config.keys import inside, kinds_of, members_of
+from fedlearn.config.keys import about, inside, kinds_of, members_of
 from fedlearn.config.section import tag_of
 
 
@@ -49,7 +51,7 @@ class Table(NamedTuple):
         path: Dotted; empty for the top.
         kind: ``key = "value"`` of the key that tells the kind; empty without kinds.
         when_default: In words, when a tree without the table has one of this kind; empty: never.
-        summary: First line of the model's docstring.
+        summary: What it is for, in a line.
         keys: Its keys that are no tables.
     """
 
@@ -65,6 +67,7 @@ def configuration_tables(
     path: tuple[str, ...] = (),
     tag: str | None = None,
     *,
+    summary: str = "",
     default: object = None,
 ) -> Iterator[Table]:
     """Yield the table that ``model`` describes and all tables below it.
@@ -73,6 +76,7 @@ def configuration_tables(
         model: A table of the configuration.
         path: Where it is.
         tag: The key that tells its kind, if it has kinds.
+        summary: What it is for.
         default: What stands there by default.
     """
     fields, schema = model.model_fields, model.model_json_schema()
@@ -81,7 +85,7 @@ def configuration_tables(
         path=".".join(path),
         kind=kinds,
         when_default=_when_default(".".join(path), tag, model, default),
-        summary=(model.__doc__ or "").partition("\n")[0],
+        summary=summary,
         keys=tuple(
             Key(
                 name,
@@ -96,7 +100,11 @@ def configuration_tables(
     for name, info in fields.items():
         for member in members_of(info):
             yield from configuration_tables(
-                member, inside((*path, name), info), tag_of(info), default=info.default
+                member,
+                inside((*path, name), info),
+                tag_of(info),
+                summary=about(info, member),
+                default=info.default,
             )
 
 
@@ -187,7 +195,7 @@ def _section(table: Table, tree: str) -> nodes.section:
 
 
 def _inline(text: str) -> list[nodes.Node]:
-    """Return a line of a docstring, with what stands in double backquotes as code."""
+    """Return a line with what stands in double backquotes as code."""
     parts = text.split("``")
     return [
         (nodes.literal if place % 2 else nodes.inline)("", each) for place, each in enumerate(parts)
@@ -265,10 +273,36 @@ def escape_shapes(*event: Any) -> None:  # Any: Sphinx passes six things, the li
     lines[:] = [re.sub(r"(\[[A-Z.]+, )\*(?=\w+\])", r"\1\\*", line) for line in lines]
 
 
+def list_fields(
+    _app: Sphinx, what: str, _name: str, obj: Any, _options: object, lines: list[str]
+) -> None:  # Any: what is documented
+    """Add the fields or parameters of ``obj`` that are described where they are declared."""
+    described = {
+        name: each.documentation
+        for name, hint in inspect.get_annotations(obj if callable(obj) else type(obj)).items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, DocInfo)
+    }
+    if described:
+        heading = "Attributes:" if what == "class" else "Args:"
+        lines += [heading, *(f"    {name}: {text}" for name, text in described.items()), ""]
+
+
+_DESCRIBED = re.compile(r""", \S*DocInfo\(documentation=('(\\.|[^'\\])*'|"(\\.|[^"\\])*")\)""")
+
+
+def plain_signature(*event: Any) -> tuple[str | None, str | None]:  # Any: as escape_shapes
+    """Return a signature without the descriptions, which :func:`list_fields` shows."""
+    signature, result = event[-2:]
+    return _DESCRIBED.sub("", signature) if signature else signature, result
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives."""
     app.add_directive("configuration-keys", ConfigurationKeys)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("public-names", PublicNames)
+    app.connect("autodoc-process-docstring", list_fields, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", escape_shapes)
+    app.connect("autodoc-process-signature", plain_signature)
     return {"parallel_read_safe": True}

@@ -2,9 +2,10 @@ r"""Adam and AdamW as local optimisers; clients start afresh each round or keep 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import doc
 
 from fedlearn.algorithms.lanes import Over
 from fedlearn.algorithms.local import (
@@ -28,18 +29,10 @@ class LocalAdam(LocalWork):
     :math:`v \leftarrow \beta_2 v + (1-\beta_2) g^2`,
     :math:`x \leftarrow x - \eta\, \hat m / (\sqrt{\hat v} + \epsilon)` with
     :math:`\hat m = m / (1 - \beta_1^t)` and :math:`\hat v = v / (1 - \beta_2^t)`. As in torch,
-    the t of a tensor counts the steps in which it had a gradient.
-
-    Attributes:
-        learning_rate: Local step size :math:`\eta`, > 0.
-        beta_1: Decay of the mean gradient, [0, 1).
-        beta_2: Decay of the squared gradient, [0, 1).
-        epsilon: Added to the root of the latter, > 0.
-        weight_decay: Weight decay :math:`\lambda`, >= 0.
-        decoupled: :math:`x \leftarrow (1 - \eta\lambda) x` before the step (AdamW); otherwise
-            :math:`\lambda x` is part of the gradient.
-        keep_moments: Keep a client's m, v and t from one of its rounds to its next, where others
-            start from zero.
+    the t of a tensor counts the steps in which it had a gradient. The learning rate is
+    :math:`\eta` and the weight decay :math:`\lambda`: AdamW takes
+    :math:`x \leftarrow (1 - \eta\lambda) x` before the step, Adam adds :math:`\lambda x` to the
+    gradient.
 
     References:
         Kingma and Ba, 2015, `Adam: A Method for Stochastic Optimization
@@ -49,13 +42,22 @@ class LocalAdam(LocalWork):
 
     takes_flat: ClassVar[bool] = True
 
-    learning_rate: Positive
-    beta_1: BelowOne
-    beta_2: BelowOne
-    epsilon: Positive
-    weight_decay: NotNegative = 0.0  # the neutral element
-    decoupled: bool
-    keep_moments: bool
+    learning_rate: Annotated[Positive, doc("Local step size, > 0.")]
+    beta_1: Annotated[BelowOne, doc("Decay of the mean gradient, [0, 1).")]
+    beta_2: Annotated[BelowOne, doc("Decay of the squared gradient, [0, 1).")]
+    epsilon: Annotated[Positive, doc("Added to the root of the latter, > 0.")]
+    weight_decay: Annotated[NotNegative, doc("Weight decay, >= 0.")] = 0.0  # the neutral element
+    decoupled: Annotated[
+        bool,
+        doc("Whether weights decay before the step (AdamW); otherwise as part of the gradient."),
+    ]
+    keep_moments: Annotated[
+        bool,
+        doc(
+            "Keep a client's m, v and t from one of its rounds to its next, where others start "
+            "from zero."
+        ),
+    ]
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:

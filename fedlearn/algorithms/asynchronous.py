@@ -7,6 +7,9 @@ The recipes are :func:`~fedlearn.algorithms.recipes.FedBuff` and, with a buffer 
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import doc
 
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.algorithms.strategy import Strategy
@@ -17,16 +20,16 @@ from fedlearn.core.ranges import Count
 class Asynchrony(Staleness):
     """When an asynchronous run steps, and how many clients are in flight.
 
-    Attributes:
-        buffer_size: Updates that make a round, >= 1: the server steps when so many have come.
-        concurrency: Clients that train at a time, 1 to (max_staleness + 1) x buffer_size.
-
     Raises:
         ValueError: A number is out of range, or more clients would be in flight than can count.
     """
 
-    buffer_size: Count
-    concurrency: Count
+    buffer_size: Annotated[
+        Count, doc("Updates that make a round, >= 1: the server steps when so many have come.")
+    ]
+    concurrency: Annotated[
+        Count, doc("Clients that train at a time, 1 to (max_staleness + 1) x buffer_size.")
+    ]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, doc
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import LaneSpec, Over
@@ -24,15 +24,23 @@ class UpdateBounds(Ranged):
     They keep one client that is broken from ruining the model. Against clients that attack within
     them, there are rules that need every update, such as
     :class:`~fedlearn.algorithms.median.CoordinateMedian`.
-
-    Attributes:
-        max_norm: Largest Euclidean norm of each vector of an update, such as its delta, above 0
-            and at most 1e18. Running statistics in a delta are not counted.
-        max_examples: Most examples that a client may say it has trained on, 1 to 1e9.
     """
 
-    max_norm: Annotated[float, Gt(0), Le(1e18)]  # the square of a larger one is no float32
-    max_examples: Annotated[int, Ge(1), Le(10**9)]
+    max_norm: Annotated[
+        float,
+        Gt(0),
+        Le(1e18),
+        doc(
+            "Largest Euclidean norm of each vector of an update, such as its delta, above 0 and "
+            "at most 1e18. Running statistics in a delta are not counted."
+        ),
+    ]  # the square of a larger one is no float32
+    max_examples: Annotated[
+        int,
+        Ge(1),
+        Le(10**9),
+        doc("Most examples that a client may say it has trained on, 1 to 1e9."),
+    ]
 
     def too_long(self, lane: str) -> str:
         """Return why a client failed whose vector of a lane is too long."""

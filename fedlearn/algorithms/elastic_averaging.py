@@ -29,9 +29,10 @@ References:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
@@ -168,11 +169,6 @@ class EASGD(Ranged, Strategy):
     the mean change. It is meant for clients that take part in every round, or in turn: the model of
     one that is seldom asked is far from the global one by then, and its force is large.
 
-    Attributes:
-        sgd: What clients do without the force: SGD at a constant rate :math:`\eta`.
-        elasticity: Strength :math:`\rho` of the force, >= 0; with 0 clients train alone.
-        cohort_size: Most clients that report in a round, :math:`P` >= 1.
-
     Raises:
         ValueError: :math:`\eta \rho (1 + P) \ge 2`: the distance between the global model and the
             mean of the clients' is multiplied by :math:`1 - \eta \rho (1 + P)` in a round, and
@@ -183,9 +179,11 @@ class EASGD(Ranged, Strategy):
         <https://arxiv.org/abs/1412.6651>`_, equations 1 and 2, and algorithm 1.
     """
 
-    sgd: LocalUpdate
-    elasticity: NotNegative
-    cohort_size: Count
+    sgd: Annotated[LocalUpdate, doc("What clients do without the force: SGD at a constant rate.")]
+    elasticity: Annotated[
+        NotNegative, doc("Strength of the force, >= 0; with 0 clients train alone.")
+    ]
+    cohort_size: Annotated[Count, doc("Most clients that report in a round, >= 1.")]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,9 +1,10 @@
 """Gradient clipping in local training."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import doc
 
 from fedlearn.algorithms.local import Around, Memory, Moment, Tensors
 from fedlearn.core.ranges import Positive, Ranged
@@ -13,10 +14,8 @@ from fedlearn.core.ranges import Positive, Ranged
 class ClippedGradients(Ranged, Around):
     r"""Scales each step's gradient :math:`g` by :math:`\min(1, C / \|g\|_2)`.
 
-    The norm is that of all trainable parameters together, as of ``torch.nn.utils.clip_grad_norm_``.
-
-    Attributes:
-        max_gradient_norm: Gradients are clipped to this norm :math:`C`, > 0.
+    C is ``max_gradient_norm``. The norm is that of all trainable parameters
+    together, as of ``torch.nn.utils.clip_grad_norm_``.
 
     References:
         Pascanu, Mikolov and Bengio, 2013, `On the Difficulty of Training Recurrent Neural
@@ -25,7 +24,7 @@ class ClippedGradients(Ranged, Around):
 
     takes_flat: ClassVar[bool] = True
 
-    max_gradient_norm: Positive
+    max_gradient_norm: Annotated[Positive, doc("Gradients are clipped to this norm, > 0.")]
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment

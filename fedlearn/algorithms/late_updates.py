@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Gt, Le, doc
 from torch import Tensor
 
 from fedlearn.algorithms.staleness import Staleness
@@ -26,21 +26,26 @@ Durations: TypeAlias = tuple[tuple[float, ...], ...]
 class LateUpdates(Staleness):
     """What becomes of updates that miss the close of their round, and when rounds close.
 
-    Attributes:
-        deadline_quantile: Share of the clients, (0, 1], that the deadline waits for, by the
-            durations of the last rounds; ``None``: the deadline is fixed.
-        deadline_window: Rounds whose durations are looked at, >= 1.
-        least_deadline_s: Shortest deadline that durations set, >= 0 seconds; the longest one, which
-            is also that of the first round, is the fixed one.
-
     References:
         Wu et al., 2021, `SAFA: A Semi-Asynchronous Protocol for Fast Federated Learning with Low
         Overhead <https://arxiv.org/abs/1910.01355>`_ (late updates that are kept).
     """
 
-    deadline_quantile: Annotated[float, Gt(0), Le(1)] | None
-    deadline_window: Count
-    least_deadline_s: NotNegative
+    deadline_quantile: Annotated[
+        Annotated[float, Gt(0), Le(1)] | None,
+        doc(
+            "Share of the clients, (0, 1], that the deadline waits for, by the durations of the "
+            "last rounds; not set: the deadline is fixed."
+        ),
+    ]
+    deadline_window: Annotated[Count, doc("Rounds whose durations are looked at, >= 1.")]
+    least_deadline_s: Annotated[
+        NotNegative,
+        doc(
+            "Shortest deadline that durations set, >= 0 seconds; the longest one, which is also "
+            "that of the first round, is the fixed one."
+        ),
+    ]
 
     def deadline_s(
         self, durations: Durations, awaited_s: Sequence[float], *, longest_s: float

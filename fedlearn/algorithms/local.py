@@ -11,10 +11,11 @@ Shape legend: K clients, Q trainable parameters; x is a list of tensors [K, ...]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
+from annotated_types import doc
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -90,19 +91,21 @@ class LocalWork(Ranged):
     """How much a client does: all that schedules and virtual time need to know.
 
     A rule of one's own inherits from it and defines ``step``, with :attr:`memory` if it needs some.
-
-    Attributes:
-        epochs: E, passes over the local examples a round, >= 1.
-        batch_size: Examples a step, fewer at the end of an epoch; ``None`` takes all at once.
-        shuffle: Draw a new order of the examples every epoch.
-        drop_last: Leave out the last batch of an epoch if it is short, as torch's DataLoader does;
-            a client with fewer examples than a batch trains on all of them in one step.
     """
 
-    epochs: Count
-    batch_size: Count | None
-    shuffle: bool = True
-    drop_last: bool = False
+    epochs: Annotated[Count, doc("E, passes over the local examples a round, >= 1.")]
+    batch_size: Annotated[
+        Count | None,
+        doc("Examples a step, fewer at the end of an epoch; not set: all at once."),
+    ]
+    shuffle: Annotated[bool, doc("Draw a new order of the examples every epoch.")] = True
+    drop_last: Annotated[
+        bool,
+        doc(
+            "Leave out the last batch of an epoch if it is short, as torch's DataLoader does; a "
+            "client with fewer examples than a batch trains on all of them in one step."
+        ),
+    ] = False
 
     @property
     def work(self) -> "LocalWork":
@@ -247,13 +250,7 @@ class LocalSgd(LocalWork):
 
     Per step, with the gradient :math:`g` of the mean loss of the batch:
     :math:`d = g + \lambda x`, :math:`v \leftarrow \beta v + d`, :math:`x \leftarrow x - \eta v`.
-
-    Attributes:
-        learning_rate: Local step size :math:`\eta`, > 0.
-        momentum: Local momentum :math:`\beta`, [0, 1).
-        weight_decay: Weight decay :math:`\lambda`, >= 0.
-        keep_momentum: Keep a client's velocity from one of its rounds to its next, where others
-            start from zero.
+    :math:`\eta` is the learning rate, :math:`\beta` the momentum, :math:`\lambda` the weight decay.
 
     References:
         McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_; Yu, Jin and
@@ -263,10 +260,17 @@ class LocalSgd(LocalWork):
 
     takes_flat: ClassVar[bool] = True
 
-    learning_rate: Positive
-    momentum: BelowOne = 0.0  # these defaults are the neutral elements: without them, FedAvg's SGD
-    weight_decay: NotNegative = 0.0
-    keep_momentum: bool = False
+    learning_rate: Annotated[Positive, doc("Local step size, > 0.")]
+    # These defaults are the neutral elements: without them, FedAvg's SGD.
+    momentum: Annotated[BelowOne, doc("Local momentum, [0, 1).")] = 0.0
+    weight_decay: Annotated[NotNegative, doc("Weight decay, >= 0.")] = 0.0
+    keep_momentum: Annotated[
+        bool,
+        doc(
+            "Keep a client's velocity from one of its rounds to its next, where others start from"
+            " zero."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

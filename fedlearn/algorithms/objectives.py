@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -72,12 +73,6 @@ class CrossEntropy(Ranged):
     ``ignore_index``, weighted by ``class_weights``. It is 0 if no position is left. An example's
     loss is the same mean over its own positions.
 
-    Attributes:
-        ignore_index: Label of positions that count nowhere: neither in the loss nor in the
-            accuracy.
-        class_weights: Weight of each class in the loss, >= 0; ``None``: all weigh the same.
-        label_smoothing: Share of a label that is spread evenly over all classes, in [0, 1].
-
     Raises:
         ValueError: A weight is negative or not finite, all are zero, or one is zero and labels are
             smoothed; or the smoothing is not in its range.
@@ -91,9 +86,16 @@ class CrossEntropy(Ranged):
         [1.0, 0.0]
     """
 
-    ignore_index: int = IGNORED
-    class_weights: tuple[float, ...] | None = None
-    label_smoothing: Probability = 0.0
+    ignore_index: Annotated[
+        int, doc("Label of positions that count nowhere: neither in the loss nor in the accuracy.")
+    ] = IGNORED
+    class_weights: Annotated[
+        tuple[float, ...] | None,
+        doc("Weight of each class in the loss, >= 0; not set: all weigh the same."),
+    ] = None
+    label_smoothing: Annotated[
+        Probability, doc("Share of a label that is spread evenly over all classes, in [0, 1].")
+    ] = 0.0
 
     per_example: ClassVar[bool] = True
     directions: ClassVar[Mapping[str, Direction]] = _ACCURACY
@@ -178,14 +180,11 @@ class CrossEntropy(Ranged):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """Logistic loss, with accuracy at the threshold 1/2. One logit an example; labels 0 or 1.
+    """Logistic loss, with accuracy at the threshold 1/2. One logit an example; labels 0 or 1."""
 
-    Attributes:
-        ignore_index: Label of examples that count nowhere: neither in the loss nor in the
-            accuracy.
-    """
-
-    ignore_index: int = IGNORED
+    ignore_index: Annotated[
+        int, doc("Label of examples that count nowhere: neither in the loss nor in the accuracy.")
+    ] = IGNORED
 
     per_example: ClassVar[bool] = True
     directions: ClassVar[Mapping[str, Direction]] = _ACCURACY

@@ -1,6 +1,9 @@
 """Local training that only the clients' own trainers know how to do."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import doc
 
 from fedlearn.algorithms.local import (
     LocalUpdate,
@@ -17,18 +20,17 @@ from fedlearn.core.ranges import Count
 class OwnTraining(LocalWork):
     """Whatever the clients' trainers do; they are asked for no optimiser, only how much to do.
 
-    For trainers of one's own that take no settings, or only these.
-
-    Attributes:
-        epochs: Passes over the local examples, as far as the trainer has them: simulated devices
-            take so long, and clients' policies bound it; >= 1.
-        batch_size: Examples a step, for trainers that honour it.
-        shuffle: Draw a new order of the examples every epoch, for trainers that honour it.
-        drop_last: Leave out a short last batch, for trainers that honour it.
+    For trainers of one's own that take no settings, or only these, as far as they honour them.
     """
 
-    epochs: Count = 1
-    batch_size: Count | None = None
+    epochs: Annotated[
+        Count,
+        doc(
+            "Passes over the local examples, as far as the trainer has them: simulated devices "
+            "take so long, and clients' policies bound it; >= 1."
+        ),
+    ] = 1
+    batch_size: Annotated[Count | None, doc("Examples a step, for trainers that honour it.")] = None
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment

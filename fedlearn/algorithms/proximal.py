@@ -1,18 +1,23 @@
 """FedProx's proximal term: local models are pulled towards the global one."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
+
+from annotated_types import doc
 
 from fedlearn.algorithms.local import Around, Memory, Moment, Tensors, sums
 from fedlearn.core.ranges import NotNegative, Ranged
+
+Pull: TypeAlias = Annotated[
+    NotNegative, doc("Strength of the pull towards the global model, >= 0; with 0 there is none.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proximal(Ranged, Around):
     r"""Adds :math:`\mu (x - x_0)` to each gradient, where :math:`x_0` is the global model.
 
-    Attributes:
-        proximal: Strength :math:`\mu` of the proximal term, >= 0; with 0 it is none.
+    :math:`\mu` is ``proximal``.
 
     References:
         Li et al., 2020, `Federated Optimization in Heterogeneous Networks
@@ -21,7 +26,7 @@ class Proximal(Ranged, Around):
 
     takes_flat: ClassVar[bool] = True
 
-    proximal: NotNegative
+    proximal: Pull
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment

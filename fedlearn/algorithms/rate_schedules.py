@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from annotated_types import Gt, Le
+from annotated_types import Gt, Le, doc
 
 from fedlearn.algorithms.local import (
     Affine,
@@ -23,14 +23,9 @@ from fedlearn.core.ranges import Count, Ranged, Whole
 class ScheduledRate(Ranged, Around):
     r"""Multiplies the inner learning rate by a factor of the round and of the local step.
 
-    In round r, from 0, the factor is :math:`\gamma^r`, or with ``cosine_rounds`` R
-    :math:`(1 + \cos(\pi \min(r, R) / R)) / 2`, times :math:`\min(1, (t + 1) / W)` in local step t.
-
-    Attributes:
-        rate_decay: Factor :math:`\gamma` on the learning rate from round to round, (0, 1].
-        cosine_rounds: Rounds :math:`R` in which the learning rate falls to zero along a cosine,
-            >= 1; ``None``: it does not.
-        warmup_steps: Local steps :math:`W` of each round in which the learning rate rises, >= 0.
+    In round r, from 0, the factor is :math:`\gamma^r` (``rate_decay``), or with ``cosine_rounds`` R
+    :math:`(1 + \cos(\pi \min(r, R) / R)) / 2`, times :math:`\min(1, (t + 1) / W)` in local step t,
+    where W is ``warmup_steps``.
 
     Raises:
         ValueError: A number is out of range, there are two schedules, or the inner update has
@@ -44,9 +39,19 @@ class ScheduledRate(Ranged, Around):
 
     takes_flat: ClassVar[bool] = True
 
-    rate_decay: Annotated[float, Gt(0), Le(1)] = 1.0  # the neutral elements
-    cosine_rounds: Count | None = None
-    warmup_steps: Whole = 0
+    rate_decay: Annotated[
+        float, Gt(0), Le(1), doc("Factor on the learning rate from round to round, (0, 1].")
+    ] = 1.0  # the neutral elements
+    cosine_rounds: Annotated[
+        Count | None,
+        doc(
+            "Rounds in which the learning rate falls to zero along a cosine, >= 1; not set: it "
+            "does not."
+        ),
+    ] = None
+    warmup_steps: Annotated[
+        Whole, doc("Local steps of each round in which the learning rate rises, >= 0.")
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

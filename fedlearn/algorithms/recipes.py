@@ -7,26 +7,39 @@ such as :class:`~fedlearn.algorithms.scaffold.Scaffold`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from annotated_types import doc
 
 from fedlearn.algorithms.aggregations import Aggregation, WeightedMean
 from fedlearn.algorithms.asynchronous import Asynchrony, Buffered
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, require_update
 from fedlearn.algorithms.median import CoordinateMedian
-from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.proximal import Proximal, Pull
 from fedlearn.algorithms.server_optimizers import (
+    Adaptivity,
+    DeltaDecay,
     SecondMoment,
     ServerAdaptive,
+    ServerMomentum,
     ServerOptimizer,
+    ServerRate,
     ServerSgd,
+    SquareDecay,
 )
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.params import Params
-from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole
+from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
+
+Local: TypeAlias = Annotated[LocalUpdate, doc("What clients do.")]
+ByExamples: TypeAlias = Annotated[
+    bool,
+    doc("Weight a client by its number of examples; otherwise all count the same."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +68,8 @@ class Algorithm(Strategy):
 
 
 @explain_calls
-def FedAvg(local: LocalUpdate, *, weight_by_examples: bool = True) -> Algorithm:
+def FedAvg(local: Local, *, weight_by_examples: ByExamples = True) -> Algorithm:
     """Return federated averaging: the new model is the mean of the local ones.
-
-    Args:
-        local: What clients do.
-        weight_by_examples: Weight a client by its number of examples; otherwise all count the same.
 
     References:
         McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
@@ -71,19 +80,13 @@ def FedAvg(local: LocalUpdate, *, weight_by_examples: bool = True) -> Algorithm:
 
 @explain_calls
 def FedAvgM(
-    local: LocalUpdate,
+    local: Local,
     *,
-    server_learning_rate: Positive,
-    server_momentum: BelowOne,
-    weight_by_examples: bool = True,
+    server_learning_rate: ServerRate,
+    server_momentum: ServerMomentum,
+    weight_by_examples: ByExamples = True,
 ) -> Algorithm:
     """Return federated averaging with a server learning rate and server momentum.
-
-    Args:
-        local: What clients do.
-        server_learning_rate: Server step size, > 0.
-        server_momentum: Server momentum, [0, 1).
-        weight_by_examples: As for :func:`FedAvg`.
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
@@ -94,7 +97,7 @@ def FedAvgM(
 
 
 @explain_calls
-def FedSGD(*, learning_rate: float, weight_by_examples: bool = True) -> Algorithm:
+def FedSGD(*, learning_rate: float, weight_by_examples: ByExamples = True) -> Algorithm:
     """Return federated SGD: one step by the mean of the clients' full-batch gradients.
 
     References:
@@ -105,9 +108,7 @@ def FedSGD(*, learning_rate: float, weight_by_examples: bool = True) -> Algorith
 
 
 @explain_calls
-def FedProx(
-    local: LocalUpdate, *, proximal: NotNegative, weight_by_examples: bool = True
-) -> Algorithm:
+def FedProx(local: Local, *, proximal: Pull, weight_by_examples: ByExamples = True) -> Algorithm:
     """Return FedProx: FedAvg with a pull of ``proximal`` (mu) towards the global model.
 
     References:
@@ -119,7 +120,7 @@ def FedProx(
 
 
 @explain_calls
-def FedMedian(local: LocalUpdate) -> Algorithm:
+def FedMedian(local: Local) -> Algorithm:
     """Return FedAvg with the coordinate-wise median in place of the mean.
 
     References:
@@ -131,12 +132,12 @@ def FedMedian(local: LocalUpdate) -> Algorithm:
 
 @explain_calls
 def FedAdagrad(
-    local: LocalUpdate,
+    local: Local,
     *,
-    server_learning_rate: Positive,
-    beta_1: BelowOne,
-    tau: Positive,
-    weight_by_examples: bool = True,
+    server_learning_rate: ServerRate,
+    beta_1: DeltaDecay,
+    tau: Adaptivity,
+    weight_by_examples: ByExamples = True,
 ) -> Algorithm:
     """Return FedAdagrad: the second moment is the sum of squared deltas."""
     optimizer = ServerAdaptive(
@@ -151,13 +152,13 @@ def FedAdagrad(
 
 @explain_calls
 def FedAdam(
-    local: LocalUpdate,
+    local: Local,
     *,
-    server_learning_rate: Positive,
-    beta_1: BelowOne,
-    beta_2: BelowOne,
-    tau: Positive,
-    weight_by_examples: bool = True,
+    server_learning_rate: ServerRate,
+    beta_1: DeltaDecay,
+    beta_2: SquareDecay,
+    tau: Adaptivity,
+    weight_by_examples: ByExamples = True,
 ) -> Algorithm:
     """Return FedAdam: the second moment is an exponential mean of squared deltas."""
     optimizer = ServerAdaptive(
@@ -172,13 +173,13 @@ def FedAdam(
 
 @explain_calls
 def FedYogi(
-    local: LocalUpdate,
+    local: Local,
     *,
-    server_learning_rate: Positive,
-    beta_1: BelowOne,
-    beta_2: BelowOne,
-    tau: Positive,
-    weight_by_examples: bool = True,
+    server_learning_rate: ServerRate,
+    beta_1: DeltaDecay,
+    beta_2: SquareDecay,
+    tau: Adaptivity,
+    weight_by_examples: ByExamples = True,
 ) -> Algorithm:
     """Return FedYogi: the second moment moves additively, so it forgets more slowly."""
     optimizer = ServerAdaptive(
@@ -193,7 +194,7 @@ def FedYogi(
 
 @explain_calls
 def FedBuff(
-    local: LocalUpdate,
+    local: Local,
     *,
     buffer_size: Count,
     concurrency: Count,
@@ -201,23 +202,13 @@ def FedBuff(
     staleness_weight: StalenessWeight = StalenessWeight.POLYNOMIAL,
     staleness_exponent: NotNegative = 0.5,
     staleness_hinge: Whole = 0,
-    server_learning_rate: Positive = 1.0,
-    server_momentum: BelowOne = 0.0,
-    weight_by_examples: bool = False,
+    server_learning_rate: ServerRate = 1.0,
+    server_momentum: ServerMomentum = 0.0,
+    weight_by_examples: ByExamples = False,
 ) -> Buffered:
     r"""Return FedBuff: :math:`x \leftarrow x + \frac{\eta_g}{K} \sum_i s(\tau_i) \Delta_i`.
 
-    Args:
-        local: What clients do.
-        buffer_size: As for :class:`Asynchrony`.
-        concurrency: As for :class:`Asynchrony`.
-        max_staleness: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
-        staleness_weight: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
-        staleness_exponent: As there; 0.5 in the paper.
-        staleness_hinge: As there.
-        server_learning_rate: Server step size, > 0.
-        server_momentum: Server momentum, [0, 1).
-        weight_by_examples: As for :func:`~fedlearn.algorithms.recipes.FedAvg`; not in the paper.
+    Buffers and staleness are those of :class:`Asynchrony`.
 
     Raises:
         ValueError: As :class:`Asynchrony`.
@@ -245,27 +236,21 @@ def FedBuff(
 
 @explain_calls
 def FedAsync(
-    local: LocalUpdate,
+    local: Local,
     *,
-    mixing: Positive,
+    mixing: Annotated[
+        Positive, doc("What an update counts that is not stale, > 0, in the paper below 1.")
+    ],
     concurrency: Count,
     max_staleness: Whole,
     staleness_weight: StalenessWeight = StalenessWeight.POLYNOMIAL,
     staleness_exponent: NotNegative = 0.5,
     staleness_hinge: Whole = 0,
-    proximal: NotNegative = 0.0,
+    proximal: Pull = 0.0,
 ) -> Buffered:
     r"""Return FedAsync: each update is a step, :math:`x \leftarrow x + \alpha s(\tau) \Delta`.
 
-    Args:
-        local: What clients do.
-        mixing: What an update counts that is not stale, > 0, in the paper below 1.
-        concurrency: As for :class:`Asynchrony`.
-        max_staleness: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
-        staleness_weight: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
-        staleness_exponent: As there.
-        staleness_hinge: As there.
-        proximal: Pull of local training towards the model that it began at, >= 0; 0: none.
+    Buffers and staleness are those of :class:`Asynchrony`.
 
     Raises:
         ValueError: As :class:`Asynchrony`.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Protocol, overload
 
 import numpy as np
-from annotated_types import Gt
+from annotated_types import Gt, doc
 from numpy.typing import NDArray
 
 from fedlearn.core.messages import ClientId
@@ -116,15 +116,12 @@ class PoissonSampler(Ranged, _Drawn):
     The size of the cohort varies; a cohort above ``cap`` times its expectation is cut to
     the cap, uniformly. This is the sampling that the tightest privacy accounting assumes.
 
-    Attributes:
-        cap: Largest cohort as a multiple of the expected one, > 1.
-
     References:
         Mironov, Talwar and Zhang, 2019, `Rényi Differential Privacy of the Sampled
         Gaussian Mechanism <https://arxiv.org/abs/1908.10530>`_.
     """
 
-    cap: Annotated[float, Gt(1)]
+    cap: Annotated[float, Gt(1), doc("Largest cohort as a multiple of the expected one, > 1.")]
 
     def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
         largest = int(np.ceil(self.cap * num_asked))

@@ -13,9 +13,10 @@ symbol                    here
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
@@ -141,23 +142,22 @@ class Scaffold(Ranged, Strategy):
     :math:`x \leftarrow x + \eta_g \overline{\Delta y}`,
     :math:`c \leftarrow c + \frac{|S|}{N} \overline{\Delta c}`.
 
-    Attributes:
-        sgd: What clients do without the correction: plain SGD.
-        num_clients: Clients in the population, :math:`N`, >= 1.
-        server_learning_rate: Server step size :math:`\eta_g`, > 0.
-        control_bound: Largest L2 norm of a change of a client's control variate, > 0, which secure
-            aggregation needs; a longer one is scaled down to it. ``None``: there is none.
-
     References:
         Karimireddy et al., 2020, `SCAFFOLD: Stochastic Controlled Averaging for Federated
         Learning <https://arxiv.org/abs/1910.06378>`_, algorithm 1. As there, each client counts
         the same.
     """
 
-    sgd: LocalUpdate
-    num_clients: Count
-    server_learning_rate: Positive
-    control_bound: Positive | None = None
+    sgd: Annotated[LocalUpdate, doc("What clients do without the correction: plain SGD.")]
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
+    server_learning_rate: Annotated[Positive, doc("Server step size, > 0.")]
+    control_bound: Annotated[
+        Positive | None,
+        doc(
+            "Largest L2 norm of a change of a client's control variate, > 0, which secure "
+            "aggregation needs; a longer one is scaled down to it; not set: there is none."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,15 +9,24 @@ its own second moment has no meaning and can make it negative.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import BelowOne, Positive, Ranged
 
 OptimizerState = Mapping[str, Tensor]
+
+ServerRate: TypeAlias = Annotated[Positive, doc("Server step size, > 0.")]
+ServerMomentum: TypeAlias = Annotated[BelowOne, doc("Server momentum, [0, 1).")]
+DeltaDecay: TypeAlias = Annotated[BelowOne, doc("Decay of the mean delta, [0, 1).")]
+SquareDecay: TypeAlias = Annotated[BelowOne, doc("Decay of the squared delta, [0, 1).")]
+Adaptivity: TypeAlias = Annotated[
+    Positive, doc("Adaptivity, > 0: the smaller, the more the step adapts.")
+]
 
 
 class ServerOptimizer(Protocol):
@@ -46,17 +55,15 @@ class ServerSgd(Ranged):
 
     :math:`v \leftarrow \beta v + \Delta,\; x \leftarrow x + \eta v`.
 
-    Attributes:
-        learning_rate: :math:`\eta` > 0.
-        momentum: :math:`\beta` in [0, 1).
+    :math:`\eta` is the learning rate, :math:`\beta` the momentum.
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
         for Federated Visual Classification <https://arxiv.org/abs/1909.06335>`_ (FedAvgM).
     """
 
-    learning_rate: Positive
-    momentum: BelowOne
+    learning_rate: ServerRate
+    momentum: ServerMomentum
 
     def init(self, params: Params) -> OptimizerState:
         """Return a zero velocity, or nothing without momentum."""
@@ -94,25 +101,18 @@ class ServerAdaptive(Ranged):
     :math:`\beta_2 v + (1-\beta_2)\Delta^2` (Adam), or
     :math:`v - (1-\beta_2)\Delta^2\,\mathrm{sign}(v-\Delta^2)` (Yogi), and
     :math:`x \leftarrow x + \eta\, m / (\sqrt{v} + \tau)`. As in the paper there is no bias
-    correction, and :math:`v` starts at :math:`\tau^2`.
-
-    Attributes:
-        second_moment: Which of the three.
-        learning_rate: Server step size :math:`\eta`, > 0.
-        beta_1: Decay of the mean delta, [0, 1).
-        beta_2: Decay of the squared delta, [0, 1).
-        tau: Adaptivity, > 0: the smaller, the more the step adapts.
+    correction, and :math:`v` starts at :math:`\tau^2`. :math:`\eta` is the learning rate.
 
     References:
         Reddi et al., 2021, `Adaptive Federated Optimization
         <https://arxiv.org/abs/2003.00295>`_, algorithm 2.
     """
 
-    second_moment: SecondMoment
-    learning_rate: Positive
-    beta_1: BelowOne
-    beta_2: BelowOne
-    tau: Positive
+    second_moment: Annotated[SecondMoment, doc("Which of the three.")]
+    learning_rate: ServerRate
+    beta_1: DeltaDecay
+    beta_2: SquareDecay
+    tau: Adaptivity
 
     def init(self, params: Params) -> OptimizerState:
         """Return a zero first moment and a second moment of tau squared."""

@@ -6,8 +6,10 @@ client was sent it: the round that takes the update less the one that it is base
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 import numpy as np
+from annotated_types import doc
 from numpy.typing import NDArray
 
 from fedlearn.core.ranges import NotNegative, Ranged, Whole
@@ -33,13 +35,6 @@ class Staleness(Ranged):
     :math:`(1 + s)^{-a}` (polynomial), or 1 up to :math:`b` and :math:`1 / (a (s - b) + 1)` beyond
     (hinge).
 
-    Attributes:
-        max_staleness: Rounds that an update may be older than the newest model, >= 0; an older one
-            is dropped, and recorded as stale.
-        staleness_weight: How staleness weighs: all alike, polynomially, or beyond a hinge.
-        staleness_exponent: Of the polynomial weight, or the slope beyond the hinge, >= 0.
-        staleness_hinge: Staleness up to which the hinge weighs all alike, >= 0.
-
     Raises:
         ValueError: A number is out of range, or the stalest updates would count less than 1e-30.
 
@@ -54,10 +49,22 @@ class Staleness(Ranged):
         <https://arxiv.org/abs/1903.03934>`_, section 5.2.
     """
 
-    max_staleness: Whole
-    staleness_weight: StalenessWeight
-    staleness_exponent: NotNegative
-    staleness_hinge: Whole
+    max_staleness: Annotated[
+        Whole,
+        doc(
+            "Rounds that an update may be older than the newest model, >= 0; an older one is "
+            "dropped, and recorded as stale."
+        ),
+    ]
+    staleness_weight: Annotated[
+        StalenessWeight, doc("How staleness weighs: all alike, polynomially, or beyond a hinge.")
+    ]
+    staleness_exponent: Annotated[
+        NotNegative, doc("Of the polynomial weight, or the slope beyond the hinge, >= 0.")
+    ]
+    staleness_hinge: Annotated[
+        Whole, doc("Staleness up to which the hinge weighs all alike, >= 0.")
+    ]
 
     def __post_init__(self) -> None:
         super().__post_init__()

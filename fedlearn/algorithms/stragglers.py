@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, doc
 
 from fedlearn.core.ranges import Count, Ranged, Whole
 
@@ -26,16 +26,6 @@ class StragglerPolicy(Ranged):
     ``num_wanted`` usable reports, every client settled, or ``deadline_s`` after the
     broadcast. What arrives later is counted and dropped.
 
-    Attributes:
-        num_wanted: Reports that close a round.
-        over_selection: Clients asked per report wanted, >= 1; rounded up to whole clients.
-        deadline_s: Seconds from the broadcast to the cut-off; may be infinite.
-        min_reports: Fewest reports that make a round; 0, for aggregations that take it: a round is
-            made whoever reports.
-        below_minimum: What a round below its minimum does: ask a fresh cohort, leave the model
-            as it is, or fail the run.
-        max_retries: Attempts of a round after its first, >= 0; then the run fails.
-
     References:
         Bonawitz et al., 2019, `Towards Federated Learning at Scale: System Design
         <https://arxiv.org/abs/1902.01046>`_, section 2.2 (130 % over-selection).
@@ -46,12 +36,28 @@ class StragglerPolicy(Ranged):
         13
     """
 
-    num_wanted: Count
-    over_selection: Annotated[float, Ge(1)]
-    deadline_s: float
-    min_reports: int
-    below_minimum: BelowMinimum
-    max_retries: Whole
+    num_wanted: Annotated[Count, doc("Reports that close a round.")]
+    over_selection: Annotated[
+        float, Ge(1), doc("Clients asked per report wanted, >= 1; rounded up to whole clients.")
+    ]
+    deadline_s: Annotated[float, doc("Seconds from the broadcast to the cut-off; may be infinite.")]
+    min_reports: Annotated[
+        int,
+        doc(
+            "Fewest reports that make a round; 0, for aggregations that take it: a round is made "
+            "whoever reports."
+        ),
+    ]
+    below_minimum: Annotated[
+        BelowMinimum,
+        doc(
+            "What a round below its minimum does: ask a fresh cohort, leave the model as it is, "
+            "or fail the run."
+        ),
+    ]
+    max_retries: Annotated[
+        Whole, doc("Attempts of a round after its first, >= 0; then the run fails.")
+    ]
 
     def __post_init__(self) -> None:
         super().__post_init__()

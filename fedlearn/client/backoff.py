@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Annotated
+
+from annotated_types import doc
 
 from fedlearn.core.ranges import Positive, out_of_range
 from fedlearn.core.secret_bytes import jitter
@@ -17,12 +20,6 @@ _LEAST_S = 0.5
 class Reconnection:
     """How soon a client looks for its coordinator again.
 
-    Attributes:
-        max_backoff_s: Longest time from one vain attempt to the next, in seconds, > 0: the waits
-            are up to 1 s, 2 s, 4 s and so on, and never longer than this.
-        max_absence_s: Longest absence that a coordinator may ask for, in seconds, > 0: one that
-            has enough clients, or is stopping, says when to come back.
-
     Raises:
         ConfigError: A value is out of range.
 
@@ -31,8 +28,20 @@ class Reconnection:
         3600.0
     """
 
-    max_backoff_s: Positive = 20.0
-    max_absence_s: Positive = 3600.0
+    max_backoff_s: Annotated[
+        Positive,
+        doc(
+            "Longest time from one vain attempt to the next, in seconds, > 0: the waits are up to"
+            " 1 s, 2 s, 4 s and so on, and never longer than this."
+        ),
+    ] = 20.0
+    max_absence_s: Annotated[
+        Positive,
+        doc(
+            "Longest absence that a coordinator may ask for, in seconds, > 0: one that has enough"
+            " clients, or is stopping, says when to come back."
+        ),
+    ] = 3600.0
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):

@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import psutil
+from annotated_types import doc
 
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
@@ -79,13 +80,6 @@ class Probes:
 class Conditions:
     """What must hold before and during training; what is not asked for need not be known.
 
-    Attributes:
-        on_power: Whether only on mains power.
-        idle: Whether only while nobody uses the device.
-        unmetered: Whether only on a network that costs nothing by volume.
-        between: Only from one local time until another, ``("22:00", "06:00")``; over midnight
-            if the second is earlier.
-
     Raises:
         ConfigError: ``between`` is not two different times of day.
 
@@ -97,10 +91,18 @@ class Conditions:
         ('on_power (unknown)', 'between 22:00 and 06:00')
     """
 
-    on_power: bool = False
-    idle: bool = False
-    unmetered: bool = False
-    between: tuple[str, str] | None = None
+    on_power: Annotated[bool, doc("Whether only on mains power.")] = False
+    idle: Annotated[bool, doc("Whether only while nobody uses the device.")] = False
+    unmetered: Annotated[bool, doc("Whether only on a network that costs nothing by volume.")] = (
+        False
+    )
+    between: Annotated[
+        tuple[str, str] | None,
+        doc(
+            'Only from one local time until another, ``("22:00", "06:00")``; over midnight if the'
+            " second is earlier."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.between is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, TypeAlias, get_args
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, doc
 
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole, out_of_range
 from fedlearn.errors import ConfigError
@@ -27,28 +27,6 @@ SumSize: TypeAlias = Annotated[int, Ge(2)]
 class SecureAggregationPolicy:
     """What a client demands of secure aggregation.
 
-    Attributes:
-        required: Whether an update that the coordinator could read is refused, and every
-            evaluation that it could: enough of them give the data away. In a sum, both will do.
-        stays_required: Whether it is required from the first masked update on that this client has
-            sent to a coordinator, in all of that coordinator's runs.
-        adversary: Whom a session must at least hold against: "active" is a coordinator that lies,
-            "honest-but-curious" one that keeps to the protocol and keeps what it is sent.
-        allow_sparse: Whether sharing masks with some of the cohort will do, or with all of it. With
-            some, privacy fails with at most 2^-40.
-        corruption: Largest fraction of the clients asked that this client believes in one hand with
-            the coordinator, [0, 1): it bounds threshold, quorum and neighbours from below.
-        min_cohort: Fewest clients in a sum that contains this client's update, >= 2: what
-            accomplices of the coordinator know of it, they take off.
-        max_cohort: Most clients asked: this client's own work and traffic grow with them, >= 2.
-        max_clip: Largest L2 norm of its update that a coordinator may ask for, > 0.
-        max_upload_bytes: Largest masked update in bytes, >= 1.
-        max_releases_per_round: In how many attempts of one round it helps to unmask, >= 1; all are
-            over the same clients.
-        max_draw_factor: Where this client holds a roster, who takes part was drawn from it: so many
-            clients for each that is asked, at the most, >= 1. A large number, such as 1e9, allows
-            anybody in the roster.
-
     Raises:
         ConfigError: A value is out of range, or the adversary is unknown.
 
@@ -57,17 +35,70 @@ class SecureAggregationPolicy:
         4
     """
 
-    required: bool = False
-    stays_required: bool = True
-    adversary: AdversaryName = "active"
-    allow_sparse: bool = True
-    corruption: BelowOne = 0.1
-    min_cohort: SumSize = USUAL_MIN_COHORT
-    max_cohort: SumSize = 10_000
-    max_clip: Positive = 1000.0
-    max_upload_bytes: Count = 1 << 34
-    max_releases_per_round: Count = 2
-    max_draw_factor: AtLeastOne = 2.0
+    required: Annotated[
+        bool,
+        doc(
+            "Whether an update that the coordinator could read is refused, and every evaluation "
+            "that it could: enough of them give the data away. In a sum, both will do."
+        ),
+    ] = False
+    stays_required: Annotated[
+        bool,
+        doc(
+            "Whether it is required from the first masked update on that this client has sent to "
+            "a coordinator, in all of that coordinator's runs."
+        ),
+    ] = True
+    adversary: Annotated[
+        AdversaryName,
+        doc(
+            'Whom a session must at least hold against: "active" is a coordinator that lies, '
+            '"honest-but-curious" one that keeps to the protocol and keeps what it is sent.'
+        ),
+    ] = "active"
+    allow_sparse: Annotated[
+        bool,
+        doc(
+            "Whether sharing masks with some of the cohort will do, or with all of it. With some,"
+            " privacy fails with at most 2^-40."
+        ),
+    ] = True
+    corruption: Annotated[
+        BelowOne,
+        doc(
+            "Largest fraction of the clients asked that this client believes in one hand with the"
+            " coordinator, [0, 1): it bounds threshold, quorum and neighbours from below."
+        ),
+    ] = 0.1
+    min_cohort: Annotated[
+        SumSize,
+        doc(
+            "Fewest clients in a sum that contains this client's update, >= 2: what accomplices "
+            "of the coordinator know of it, they take off."
+        ),
+    ] = USUAL_MIN_COHORT
+    max_cohort: Annotated[
+        SumSize, doc("Most clients asked: this client's own work and traffic grow with them, >= 2.")
+    ] = 10_000
+    max_clip: Annotated[
+        Positive, doc("Largest L2 norm of its update that a coordinator may ask for, > 0.")
+    ] = 1000.0
+    max_upload_bytes: Annotated[Count, doc("Largest masked update in bytes, >= 1.")] = 1 << 34
+    max_releases_per_round: Annotated[
+        Count,
+        doc(
+            "In how many attempts of one round it helps to unmask, >= 1; all are over the same "
+            "clients."
+        ),
+    ] = 2
+    max_draw_factor: Annotated[
+        AtLeastOne,
+        doc(
+            "Where this client holds a roster, who takes part was drawn from it: so many clients "
+            "for each that is asked, at the most, >= 1. A large number, such as 1e9, allows "
+            "anybody in the roster."
+        ),
+    ] = 2.0
 
     @property
     def warning(self) -> str | None:
@@ -99,18 +130,6 @@ class SecureAggregationPolicy:
 class PrivacyPolicy:
     """What a client demands of differential privacy.
 
-    Attributes:
-        mode: "any", also none; "distributed": whatever it sends has noise of its own and is
-            seen in a sum alone; or "local": it is updates whose noise is enough without any sum.
-            Whatever else the coordinator could read is then refused, evaluations too.
-        min_noise_share: Smallest standard deviation of its own noise by the largest norm of its
-            update, >= 0; only where a mode is demanded.
-        max_epsilon_per_day: Largest ε, against a coordinator that knows the rest, of what it takes
-            part in within 24 hours, > 0; ``None``: any. It is found from what the client itself
-            carries out alone (signed terms with its own secure_aggregation.corruption, or the noise
-            of its update), and adjacency by replacement; only where a mode is demanded.
-        target_delta: δ of that, in (0, 1).
-
     Raises:
         ConfigError: A value is out of range, or of no effect.
 
@@ -119,10 +138,31 @@ class PrivacyPolicy:
         1e-06
     """
 
-    mode: PrivacyMode = "any"
-    min_noise_share: NotNegative = 0.0
-    max_epsilon_per_day: Positive | None = None
-    target_delta: Annotated[float, Gt(0), Lt(1)] = 1e-6
+    mode: Annotated[
+        PrivacyMode,
+        doc(
+            '"any", also none; "distributed": whatever it sends has noise of its own and is seen '
+            'in a sum alone; or "local": it is updates whose noise is enough without any sum. '
+            "Whatever else the coordinator could read is then refused, evaluations too."
+        ),
+    ] = "any"
+    min_noise_share: Annotated[
+        NotNegative,
+        doc(
+            "Smallest standard deviation of its own noise by the largest norm of its update, >= "
+            "0; only where a mode is demanded."
+        ),
+    ] = 0.0
+    max_epsilon_per_day: Annotated[
+        Positive | None,
+        doc(
+            "Largest ε, against a coordinator that knows the rest, of what it takes part in "
+            "within 24 hours, > 0; not set: any. It is found from what the client itself carries "
+            "out alone (signed terms with its own secure_aggregation.corruption, or the noise of "
+            "its update), and adjacency by replacement; only where a mode is demanded."
+        ),
+    ] = None
+    target_delta: Annotated[float, Gt(0), Lt(1), doc("δ of that, in (0, 1).")] = 1e-6
 
     def __post_init__(self) -> None:
         wrong = out_of_range(self)
@@ -149,13 +189,6 @@ class ExtraPolicy:
 
     Names may be patterns, as of files: ``"*"`` is any name, ``"loss.*"`` those that begin so.
 
-    Attributes:
-        numbers: Names of settings that may be numbers.
-        texts: Names of those that may be texts.
-        truths: Names of those that may be truth values.
-        max_settings: Most of them in one training, >= 0; 0: none at all.
-        max_characters: Most characters of a text, >= 0.
-
     Raises:
         ConfigError: A maximum is negative.
 
@@ -165,11 +198,11 @@ class ExtraPolicy:
         (None, 'texts of no name')
     """
 
-    numbers: tuple[str, ...] = ("*",)
-    texts: tuple[str, ...] = ("*",)
-    truths: tuple[str, ...] = ("*",)
-    max_settings: Whole = 64
-    max_characters: Whole = 10_000
+    numbers: Annotated[tuple[str, ...], doc("Names of settings that may be numbers.")] = ("*",)
+    texts: Annotated[tuple[str, ...], doc("Names of those that may be texts.")] = ("*",)
+    truths: Annotated[tuple[str, ...], doc("Names of those that may be truth values.")] = ("*",)
+    max_settings: Annotated[Whole, doc("Most of them in one training, >= 0; 0: none at all.")] = 64
+    max_characters: Annotated[Whole, doc("Most characters of a text, >= 0.")] = 10_000
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):
@@ -197,19 +230,6 @@ class ExtraPolicy:
 class Policy:
     """What a client lets be done with its data.
 
-    Attributes:
-        max_epochs: Most passes over the data in one training, >= 0; ``None``: any number.
-        max_tasks_per_day: Most trainings within 24 hours, >= 0; ``None``: any number.
-        max_evaluations_per_day: Most evaluations within 24 hours, in a sum or not, >= 0; ``None``:
-            any number.
-        train_ahead: Whether to fetch the coordinator's next model while the last one is trained,
-            and to begin on it before it is asked for: in asynchronous rounds no time is lost then.
-        evaluate: Whether to tell how a model does on this client's data; in a sum alone where
-            secure aggregation is required, never where privacy is.
-        secure_aggregation: Whether it is required, and what is demanded of it.
-        privacy: What is demanded of differential privacy.
-        extra: Which free-form settings the trainer may be told.
-
     Raises:
         ConfigError: A maximum is negative.
 
@@ -218,14 +238,39 @@ class Policy:
         True
     """
 
-    max_epochs: Whole | None = None
-    max_tasks_per_day: Whole | None = None
-    max_evaluations_per_day: Whole | None = None
-    train_ahead: bool = True
-    evaluate: bool = True
-    secure_aggregation: SecureAggregationPolicy = SecureAggregationPolicy()
-    privacy: PrivacyPolicy = PrivacyPolicy()
-    extra: ExtraPolicy = ExtraPolicy()
+    max_epochs: Annotated[
+        Whole | None, doc("Most passes over the data in one training, >= 0; not set: any number.")
+    ] = None
+    max_tasks_per_day: Annotated[
+        Whole | None, doc("Most trainings within 24 hours, >= 0; not set: any number.")
+    ] = None
+    max_evaluations_per_day: Annotated[
+        Whole | None,
+        doc("Most evaluations within 24 hours, in a sum or not, >= 0; not set: any number."),
+    ] = None
+    train_ahead: Annotated[
+        bool,
+        doc(
+            "Whether to fetch the coordinator's next model while the last one is trained, and to "
+            "begin on it before it is asked for: in asynchronous rounds no time is lost then."
+        ),
+    ] = True
+    evaluate: Annotated[
+        bool,
+        doc(
+            "Whether to tell how a model does on this client's data; in a sum alone where secure "
+            "aggregation is required, never where privacy is."
+        ),
+    ] = True
+    secure_aggregation: Annotated[
+        SecureAggregationPolicy, doc("Whether it is required, and what is demanded of it.")
+    ] = SecureAggregationPolicy()
+    privacy: Annotated[PrivacyPolicy, doc("What is demanded of differential privacy.")] = (
+        PrivacyPolicy()
+    )
+    extra: Annotated[ExtraPolicy, doc("Which free-form settings the trainer may be told.")] = (
+        ExtraPolicy()
+    )
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):

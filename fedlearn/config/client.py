@@ -55,9 +55,18 @@ class ExtraPolicySection(Section):
 class PolicySection(Section):
     """What this client refuses, whatever the coordinator asks."""
 
-    secure_aggregation: SecureAggregationPolicySection = SecureAggregationPolicySection()
-    privacy: PrivacyPolicySection = PrivacyPolicySection()
-    extra: ExtraPolicySection = ExtraPolicySection()
+    secure_aggregation: SecureAggregationPolicySection = Field(
+        SecureAggregationPolicySection(),
+        description="What this client demands of secure aggregation.",
+    )
+    privacy: PrivacyPolicySection = Field(
+        PrivacyPolicySection(), description="What this client demands of differential privacy."
+    )
+    extra: ExtraPolicySection = Field(
+        ExtraPolicySection(),
+        description="Which free-form settings (client.extra of its coordinator) this client's"
+        " trainer is told.",
+    )
 
 
 @declared_by(Conditions)
@@ -94,10 +103,20 @@ class ReconnectionSection(Section):
 class ClientConfig(Section):
     """A client's file."""
 
-    policy: PolicySection = PolicySection()
-    conditions: ConditionsSection = ConditionsSection()
-    training: TrainingSection = TrainingSection()
-    reconnection: ReconnectionSection = ReconnectionSection()
+    policy: PolicySection = Field(
+        PolicySection(), description="What this client refuses, whatever the coordinator asks."
+    )
+    conditions: ConditionsSection = Field(
+        ConditionsSection(),
+        description="When this device may train; what is asked for and cannot be told does "
+        "not hold.",
+    )
+    training: TrainingSection = Field(
+        TrainingSection(), description="By how many processes this client trains."
+    )
+    reconnection: ReconnectionSection = Field(
+        ReconnectionSection(), description="How soon this client looks for its coordinator again."
+    )
 
     def to_policy(self, *, require_secure_aggregation: bool = False) -> Policy:
         """Return what is refused, as the client takes it.

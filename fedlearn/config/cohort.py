@@ -43,9 +43,18 @@ class Cohort(DeclaredSection):
 COHORTS = kinds(
     "sampling",
     Cohort,
-    kind("uniform", UniformSampler),
-    kind("poisson", PoissonSampler, cap=2.0),
-    kind("cyclic", CyclicSampler),
+    kind("uniform", "A fixed number of clients, uniformly without replacement.", UniformSampler),
+    kind(
+        "poisson",
+        "Each client independently with rate ``num_asked / len(available)``, capped.",
+        PoissonSampler,
+        cap=2.0,
+    ),
+    kind(
+        "cyclic",
+        "All clients in turn: each is in one of ``len(available) // num_asked`` groups.",
+        CyclicSampler,
+    ),
 )
 
 
@@ -107,8 +116,14 @@ class TracesBandwidth(Bandwidth):
 BANDWIDTHS = kinds(
     "kind",
     Bandwidth,
-    kind("lognormal", behaviour.LognormalBandwidth, median_mbit_per_s=5.0, sigma=1.0),
-    kind("traces", TracesBandwidth),
+    kind(
+        "lognormal",
+        "Bandwidths that are log-normal over the population, fixed over the run.",
+        behaviour.LognormalBandwidth,
+        median_mbit_per_s=5.0,
+        sigma=1.0,
+    ),
+    kind("traces", "Recorded bandwidths, one trace a client.", TracesBandwidth),
 )
 
 
@@ -149,9 +164,10 @@ class PythonDevices(Called, Devices):
 DEVICES = kinds(
     "kind",
     Devices,
-    kind("ideal", behaviour.Instant),
+    kind("ideal", "Ideal devices: they take no time and never fail.", behaviour.Instant),
     kind(
         "lognormal",
+        "Devices whose speeds differ, and which sometimes fail.",
         LognormalDevices,
         behaviour.Behaviour,
         median_ms_per_example=20.0,
@@ -159,5 +175,9 @@ DEVICES = kinds(
         dropout_rate=0.05,
         round_jitter_sigma=0.1,
     ),
-    kind("python", PythonDevices),
+    kind(
+        "python",
+        "Devices that a function of yours returns, which is given the population, then args.",
+        PythonDevices,
+    ),
 )

@@ -33,11 +33,37 @@ class Partition(DeclaredSection):
 PARTITIONS = kinds(
     "kind",
     Partition,
-    kind("iid", Iid, num_clients=50),
-    kind("dirichlet", Dirichlet, num_clients=50, alpha=0.3, min_examples=5),
-    kind("shards", Shards, num_clients=50, shards_per_client=2),
-    kind("natural", Natural),
-    kind("bootstrap", Bootstrap, num_clients=50, examples_per_client=50),
+    kind(
+        "iid",
+        "Shuffle the examples and deal them out: sizes differ by one at most.",
+        Iid,
+        num_clients=50,
+    ),
+    kind(
+        "dirichlet",
+        "Label skew: each class is dealt out in proportions drawn from a Dirichlet.",
+        Dirichlet,
+        num_clients=50,
+        alpha=0.3,
+        min_examples=5,
+    ),
+    kind(
+        "shards",
+        "Sort by label, cut into shards, deal each client a few: at most a few labels each.",
+        Shards,
+        num_clients=50,
+        shards_per_client=2,
+    ),
+    kind(
+        "natural", "Clients are the groups of the examples: a writer, a user, a hospital.", Natural
+    ),
+    kind(
+        "bootstrap",
+        "Virtual clients that draw their examples with replacement: populations of any size.",
+        Bootstrap,
+        num_clients=50,
+        examples_per_client=50,
+    ),
 )
 _NO_GROUPS = 'or set data.partition.kind to "iid", "dirichlet", "shards" or "bootstrap"'
 
@@ -220,10 +246,21 @@ class NoData(Data):
 DATA = kinds(
     "source",
     Data,
-    kind("digits", DigitsData, partition=PARTITIONS.of("dirichlet")),
-    kind("mnist-by-writer", MnistByWriterData),
-    kind("npz", NpzData),
-    kind("parquet", ParquetData),
-    kind("python", PythonData),
-    kind("none", NoData),
+    kind(
+        "digits",
+        "The 1,797 real 8 x 8 digits inside scikit-learn.",
+        DigitsData,
+        partition=PARTITIONS.of("dirichlet"),
+    ),
+    kind(
+        "mnist-by-writer",
+        "MNIST with one client per writer: 539 training writers, none of them in the test set.",
+        MnistByWriterData,
+    ),
+    kind("npz", "Arrays in a numpy npz file.", NpzData),
+    kind("parquet", "Columns of Parquet files; they may be larger than memory.", ParquetData),
+    kind("python", "A data set that a function of yours returns.", PythonData),
+    kind(
+        "none", "No examples at the coordinator: a deployment whose clients evaluate, too.", NoData
+    ),
 )

@@ -117,6 +117,11 @@ def members_of(info: FieldInfo) -> tuple[type[Section], ...]:
     return tuple(each for each in options if isclass(each) and issubclass(each, Section))
 
 
+def about(info: FieldInfo, member: type[Section]) -> str:
+    """Return in a line what the table of a field is for, or of several kinds this ``member``."""
+    return info.description or str(getattr(member, "about", ""))
+
+
 def is_named(info: FieldInfo) -> bool:
     """Whether a field is a table of tables by names of the user's."""
     return get_origin(info.annotation) is dict and bool(members_of(info))

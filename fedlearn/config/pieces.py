@@ -1,13 +1,11 @@
 """Tables that are declared by what is built from them.
 
-A piece (a frozen dataclass) or a recipe (a function) says the names, types and ranges of its
-parameters, and in its docstring what they mean. Its table has the same keys; the configuration
-adds the defaults that matter, which no piece has.
+A piece (a frozen dataclass) or a recipe (a function) says the names, types, ranges and meanings of
+its parameters: ``rate: Annotated[Positive, doc("Length of a step, > 0.")]``. Its table has the same
+keys; the configuration adds the defaults that matter, which no piece has.
 """
 
 import inspect
-import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from enum import Enum
@@ -26,6 +24,7 @@ from typing import (
     get_type_hints,
 )
 
+from annotated_types import DocInfo
 from pydantic import Field, create_model
 
 from fedlearn.config.section import OneOf, Problem, Section, SectionT
@@ -34,9 +33,6 @@ from fedlearn.errors import ConfigError
 PieceT = TypeVar("PieceT")
 #: A class or function that is called with the values of a table.
 Make: TypeAlias = Callable[..., Any]  # Any: each returns a piece of its own
-
-#: ``sys.flags.optimize`` from which Python has no docstrings.
-NO_DOCSTRINGS = 2
 
 
 def built(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
@@ -64,25 +60,28 @@ class Kind(NamedTuple):
     """One kind of a table: see :func:`kind`."""
 
     names: tuple[str, ...]
+    about: str
     makes: tuple[Make, ...]
     defaults: Mapping[str, object]
 
 
-def kind(name: str, *makes: Make, **defaults: object) -> Kind:
+def kind(name: str, about: str, *makes: Make, **defaults: object) -> Kind:
     """Return a kind of a table.
 
     Args:
         name: What its tag says; several such names are separated by blanks.
+        about: What it is, in a line.
         makes: Pieces and recipes whose parameters are its keys, perhaps after a table that has
-            further ones; its summary is the first one's.
+            further ones.
         defaults: By key, in place of their own.
     """
-    return Kind(tuple(name.split()), makes, defaults)
+    return Kind(tuple(name.split()), about, makes, defaults)
 
 
 class DeclaredSection(Section):
-    """A table with the keys of ``make``, which is built from it."""
+    """A table of one kind, with the keys of ``make``, which is built from it."""
 
+    about: ClassVar[str]
     make: ClassVar[Make]
 
     def build(self, **given: object) -> Any:  # Any: what ``make`` returns
@@ -98,7 +97,6 @@ def kinds(
     base: type[DeclaredT],
     *members: Kind,
     given: Collection[str] = (),
-    explained_by: Collection[Make] = (),
 ) -> OneOf[DeclaredT]:
     """Return the kinds of a table, with what their pieces declare.
 
@@ -107,18 +105,17 @@ def kinds(
         base: What all kinds have.
         members: In order.
         given: Parameters of pieces that are no keys.
-        explained_by: Whose docstrings say what parameters mean of which a piece's does not.
     """
     tables = []
-    for names, makes, defaults in members:
+    for names, about, makes, defaults in members:
         make, own, pieces = makes[0], base, makes
         if inspect.isclass(make) and issubclass(make, base):
             own, pieces = make, makes[1:]
-        fields = _fields(own, pieces, given, defaults, explained_by)
+        fields = _fields(own, pieces, given, defaults)
         described = Field(names[0], description=base.model_fields[tag].description)
         fields[tag] = (Literal[names], described)
-        table = _derived(own, make.__name__, _summary(make), fields)
-        table.make = make
+        table = _derived(own, make.__name__, fields)
+        table.about, table.make = about, make
         tables.append(table)
     return OneOf(tag, tuple(tables))
 
@@ -126,23 +123,22 @@ def kinds(
 def declared_by(
     *makes: Make,
     given: Collection[str] = (),
-    explained_by: Collection[Make] = (),
     **defaults: object,
 ) -> Callable[[type[SectionT]], type[SectionT]]:
     """Give a table a key for each parameter of ``makes`` that it lacks; see :func:`kinds`."""
 
     def with_keys(section: type[SectionT]) -> type[SectionT]:
-        fields = _fields(section, makes, given, defaults, explained_by)
-        return _derived(section, section.__name__, section.__doc__, fields)
+        fields = _fields(section, makes, given, defaults)
+        return _derived(section, section.__name__, fields)
 
     return with_keys
 
 
-def _derived(
-    base: type[SectionT], name: str, doc: str | None, fields: Mapping[str, Any]
-) -> type[SectionT]:
+def _derived(base: type[SectionT], name: str, fields: Mapping[str, Any]) -> type[SectionT]:
     """Return ``base`` with further fields."""
-    return create_model(name, __base__=base, __module__=base.__module__, __doc__=doc, **fields)
+    return create_model(
+        name, __base__=base, __module__=base.__module__, __doc__=base.__doc__, **fields
+    )
 
 
 def _fields(
@@ -150,7 +146,6 @@ def _fields(
     makes: Collection[Make],
     given: Collection[str],
     defaults: Mapping[str, object],
-    explained_by: Collection[Make],
 ) -> dict[str, Any]:  # Any: pydantic's pairs of type and description
     """Return the fields that ``makes`` declare, and those of ``base`` with another default."""
     fields = dict[str, Any]()
@@ -158,7 +153,6 @@ def _fields(
         info = copy(base.model_fields[name])
         info.default = defaults[name]
         fields[name] = (info.annotation, info)
-    meanings = {name: text for make in (*explained_by, *makes) for name, text in _meanings(make)}
     for make in makes:
         hints = get_type_hints(make, include_extras=True)
         for name, parameter in inspect.signature(make).parameters.items():
@@ -167,9 +161,7 @@ def _fields(
             default = defaults.get(name, parameter.default)
             is_needed = default is parameter.empty
             hint = hints[name] | None if default is None else hints[name]
-            # Python drops docstrings under -OO: keys then have no description.
-            meaning = meanings[name] if sys.flags.optimize < NO_DOCSTRINGS else None
-            described = Field(... if is_needed else default, description=meaning)
+            described = Field(... if is_needed else default, description=_meaning(hints[name]))
             fields[name] = (_as_toml(hint), described)
     return fields
 
@@ -185,22 +177,7 @@ def _as_toml(hint: Any) -> Any:  # Any: types, in any of their forms
     return Annotated[hint, Field(strict=False)] if is_written_otherwise else hint
 
 
-def _summary(make: Make) -> str:
-    """Return the first line of a docstring as a noun."""
-    line = (make.__doc__ or "").partition("\n")[0].removeprefix("Return ")
-    return line[:1].upper() + line[1:]
-
-
-_ENTRY = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-_SYMBOL = re.compile(r",? :math:`[^`]+`")
-
-
-def _meanings(make: Make) -> Iterator[tuple[str, str]]:
-    """Yield what each parameter means, as plain text: what the docstrings list, a base's first."""
-    for each in reversed(inspect.getmro(make)) if inspect.isclass(make) else [make]:
-        _, _, text = inspect.cleandoc(each.__doc__ or "").partition(
-            "Attributes:\n" if inspect.isclass(make) else "Args:\n"
-        )
-        for name, meaning in _ENTRY.findall(text.partition("\n\n")[0]):
-            plain = _SYMBOL.sub("", " ".join(meaning.split()))
-            yield name, plain.replace("``None``", "not set")
+def _meaning(hint: Any) -> str:  # Any: as above
+    """Return the text of the ``doc`` in a type: the last one, which is the field's own."""
+    *_, text = (each.documentation for each in hint.__metadata__ if isinstance(each, DocInfo))
+    return str(text)

@@ -119,7 +119,10 @@ class ServiceSection(Section):
     invitation_valid_h: Positive = Field(
         72.0, description="Hours within which an invitation must be used, > 0."
     )
-    eligibility: EligibilitySection = EligibilitySection()
+    eligibility: EligibilitySection = Field(
+        EligibilitySection(),
+        description="What a client must be and say of itself before it is asked.",
+    )
     training: Any = None  # Any: not looked at, since that takes torch; see CoordinatorSection
 
     def problems(self) -> Iterator[Problem]:

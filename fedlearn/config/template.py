@@ -1,6 +1,5 @@
 """A tree as a TOML file that explains itself: every key with its description above it."""
 
-import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from typing import get_args
@@ -8,11 +7,9 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from fedlearn.config.cohort import OTHER_DATA
-from fedlearn.config.keys import ANY_NAME, is_named, kinds_of, members_of
-from fedlearn.config.pieces import NO_DOCSTRINGS
+from fedlearn.config.keys import ANY_NAME, about, is_named, kinds_of, members_of
 from fedlearn.config.section import Section, tag_of
 from fedlearn.config.toml import dotted, toml, toml_key
-from fedlearn.errors import ConfigError
 
 _WIDTH = 98
 
@@ -27,9 +24,6 @@ def template(config: Section, *, omit: Collection[str], heading: str) -> str:
         omit: Keys and tables that are left out; one within a table by its dotted path.
         heading: What stands above all, without comment signs.
 
-    Raises:
-        ConfigError: Python dropped the docstrings that explain the keys.
-
     Example:
         >>> from fedlearn.config import Config
         >>> text = template(Config(seed=3), omit=["data", "name"], heading="An example.")
@@ -39,11 +33,6 @@ def template(config: Section, *, omit: Collection[str], heading: str) -> str:
         # Seed of all that is random, 0 to 2**63 - 1.
         seed = 3
     """
-    if sys.flags.optimize >= NO_DOCSTRINGS:
-        raise ConfigError(
-            "keys are explained by docstrings, which Python drops under -OO; run this command "
-            "without -OO"
-        )
     lines = [*_comment(heading), *_table(config, (), frozenset(omit))]
     return "\n".join(lines).strip("\n") + "\n"
 
@@ -103,8 +92,7 @@ def _left_out(path: tuple[str, ...], info: FieldInfo) -> str:
 
 def _about(info: FieldInfo, inner: Section) -> str:
     """Return what a table is for, and which other kinds of it there are."""
-    tag = tag_of(info)
-    summary = (type(inner).__doc__ or "").partition("\n")[0]
+    tag, summary = tag_of(info), about(info, type(inner))
     if tag is None:
         return summary
     kinds = [kind for member in members_of(info) for kind in kinds_of(member, tag)]

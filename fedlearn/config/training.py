@@ -24,11 +24,9 @@ from fedlearn.algorithms.objectives import (
     Objective,
 )
 from fedlearn.algorithms.own_training import OwnTraining
-from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.scaffold import Scaffold
-from fedlearn.algorithms.server_optimizers import ServerAdaptive
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.called import Called, imported, not_returned, require_attributes, user_call
 from fedlearn.config.pieces import DeclaredSection, Make, built, kind, kinds, refused
@@ -64,10 +62,15 @@ def _user_model(factory: str, make: Callable[[], object]) -> nn.Module:
 MODELS = kinds(
     "kind",
     Model,
-    kind("mlp", models.Mlp, hidden=(128,)),
-    kind("logistic", models.Logistic),
-    kind("cnn", models.Cnn),
-    kind("python", PythonModel),
+    kind(
+        "mlp",
+        "Linear layers with ReLU between them, on flattened features.",
+        models.Mlp,
+        hidden=(128,),
+    ),
+    kind("logistic", "Multinomial logistic regression on flattened features.", models.Logistic),
+    kind("cnn", "Two convolutions with pooling and two linear layers (LeNet's shape).", models.Cnn),
+    kind("python", "A model that a function of yours returns.", PythonModel),
     given=("feature_shape", "num_outputs"),
 )
 
@@ -111,10 +114,19 @@ class CrossEntropyLoss(Loss):
 LOSSES = kinds(
     "kind",
     Loss,
-    kind("cross_entropy", CrossEntropyLoss, CrossEntropy),
-    kind("mse", MeanSquaredError),
-    kind("bce_with_logits", BinaryCrossEntropy),
-    kind("python", PythonLoss),
+    kind(
+        "cross_entropy",
+        "Softmax cross-entropy over classes, with accuracy.",
+        CrossEntropyLoss,
+        CrossEntropy,
+    ),
+    kind("mse", "Squared error, the mean over an example's outputs.", MeanSquaredError),
+    kind(
+        "bce_with_logits",
+        "Logistic loss, with accuracy at the threshold 1/2. One logit an example; labels 0 or 1.",
+        BinaryCrossEntropy,
+    ),
+    kind("python", "A loss that a function of yours returns.", PythonLoss),
 )
 
 
@@ -201,21 +213,89 @@ _ANY_BUFFER = {"concurrency": 1, "max_staleness": 0}
 ALGORITHMS = kinds(
     "name",
     Algorithm,
-    kind("fedavg", recipes.FedAvg),
-    kind("fedsgd", FedSgdAlgorithm, recipes.FedSGD),
-    kind("fedprox", recipes.FedProx, proximal=0.01),
-    kind("fedavgm", recipes.FedAvgM, server_learning_rate=1.0, server_momentum=0.9),
-    kind("fedadagrad", recipes.FedAdagrad, server_learning_rate=0.1, beta_1=0.0, tau=1e-3),
-    kind("fedadam", recipes.FedAdam, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
-    kind("fedyogi", recipes.FedYogi, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
-    kind("scaffold", Scaffold, server_learning_rate=1.0),
-    kind("easgd", EASGD, elasticity=0.3),
-    kind("fedmedian", recipes.FedMedian),
-    kind("fedbuff", FedBuffAlgorithm, recipes.FedBuff),
-    kind("fedasync", FedAsyncAlgorithm, recipes.FedAsync, mixing=0.6),
-    kind("python", PythonAlgorithm),
+    kind(
+        "fedavg",
+        "Federated averaging: the new model is the mean of the local ones.",
+        recipes.FedAvg,
+    ),
+    kind(
+        "fedsgd",
+        'FedSGD, one gradient step a round: client.epochs is 1 and client.batch_size "all" by'
+        " default.",
+        FedSgdAlgorithm,
+        recipes.FedSGD,
+    ),
+    kind(
+        "fedprox",
+        "FedProx: FedAvg with a pull of ``proximal`` (mu) towards the global model.",
+        recipes.FedProx,
+        proximal=0.01,
+    ),
+    kind(
+        "fedavgm",
+        "Federated averaging with a server learning rate and server momentum.",
+        recipes.FedAvgM,
+        server_learning_rate=1.0,
+        server_momentum=0.9,
+    ),
+    kind(
+        "fedadagrad",
+        "FedAdagrad: the second moment is the sum of squared deltas.",
+        recipes.FedAdagrad,
+        server_learning_rate=0.1,
+        beta_1=0.0,
+        tau=1e-3,
+    ),
+    kind(
+        "fedadam",
+        "FedAdam: the second moment is an exponential mean of squared deltas.",
+        recipes.FedAdam,
+        server_learning_rate=0.1,
+        beta_1=0.9,
+        beta_2=0.99,
+        tau=1e-3,
+    ),
+    kind(
+        "fedyogi",
+        "FedYogi: the second moment moves additively, so it forgets more slowly.",
+        recipes.FedYogi,
+        server_learning_rate=0.1,
+        beta_1=0.9,
+        beta_2=0.99,
+        tau=1e-3,
+    ),
+    kind(
+        "scaffold",
+        "SCAFFOLD with option II for the clients' control variates.",
+        Scaffold,
+        server_learning_rate=1.0,
+    ),
+    kind(
+        "easgd",
+        "Elastic averaging SGD, synchronous or, with one client a round, round robin.",
+        EASGD,
+        elasticity=0.3,
+    ),
+    kind(
+        "fedmedian",
+        "FedAvg with the coordinate-wise median in place of the mean.",
+        recipes.FedMedian,
+    ),
+    kind(
+        "fedbuff",
+        "FedBuff; when it steps is a table of its own, ``asynchronous``.",
+        FedBuffAlgorithm,
+        recipes.FedBuff,
+    ),
+    kind(
+        "fedasync",
+        "FedAsync: FedBuff whose buffer is one update.",
+        FedAsyncAlgorithm,
+        recipes.FedAsync,
+        mixing=0.6,
+    ),
+    kind("python", "A strategy of yours; its file may stand as the name itself.", PythonAlgorithm),
     given=("local", "sgd", "learning_rate", *(each.name for each in fields(Asynchrony))),
-    explained_by=(recipes.FedAvg, recipes.FedAvgM, ServerAdaptive, Proximal),
 )
 
 
@@ -297,9 +377,17 @@ _AROUND: tuple[Make, ...] = (ClippedGradients, ScheduledRate)
 CLIENTS = kinds(
     "optimizer",
     Client,
-    kind("sgd", LocalSgd, *_AROUND, learning_rate=0.3, max_gradient_norm=None),
+    kind(
+        "sgd",
+        "Minibatch SGD for E epochs with optional momentum and weight decay.",
+        LocalSgd,
+        *_AROUND,
+        learning_rate=0.3,
+        max_gradient_norm=None,
+    ),
     kind(
         "adam adamw",
+        "Minibatch Adam for E epochs; with decoupled decay, AdamW.",
         LocalAdam,
         *_AROUND,
         learning_rate=0.001,
@@ -309,6 +397,12 @@ CLIENTS = kinds(
         keep_moments=False,
         max_gradient_norm=None,
     ),
-    kind("own", OwnTraining, epochs=1, batch_size="all"),
+    kind(
+        "own",
+        "Whatever the clients' trainers do; they are asked for no optimiser, only how much to do.",
+        OwnTraining,
+        epochs=1,
+        batch_size="all",
+    ),
     given=("decoupled", "inner"),
 )

@@ -187,24 +187,59 @@ class Config(Section):
     algorithm: Annotated[Algorithm, ALGORITHMS] = ALGORITHMS.of("fedavg")
     client: Annotated[Client, CLIENTS] = CLIENTS.of("sgd")
     cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
-    stragglers: StragglersSection = StragglersSection()
-    late_updates: LateUpdatesSection = LateUpdatesSection()
-    asynchronous: AsynchronousSection = AsynchronousSection()
-    updates: UpdatesSection = UpdatesSection()
-    secure_aggregation: SecureAggregationSection = SecureAggregationSection()
-    privacy: PrivacySection = PrivacySection()
+    stragglers: StragglersSection = Field(
+        StragglersSection(),
+        description="When a round closes, and what happens when too few have reported by then.",
+    )
+    late_updates: LateUpdatesSection = Field(
+        LateUpdatesSection(),
+        description="What becomes of updates that miss the close of their round, and whether "
+        "deadlines adapt.",
+    )
+    asynchronous: AsynchronousSection = Field(
+        AsynchronousSection(),
+        description="Whether rounds are buffers: clients train at all times, each from the "
+        "model it was sent.",
+    )
+    updates: UpdatesSection = Field(
+        UpdatesSection(),
+        description="What one update may come to in the clear: one beyond that is refused, "
+        "and its client fails.",
+    )
+    secure_aggregation: SecureAggregationSection = Field(
+        SecureAggregationSection(),
+        description="Whether the coordinator learns the sum of the updates alone, and under "
+        "which assumptions.",
+    )
+    privacy: PrivacySection = Field(
+        PrivacySection(),
+        description="Whether the released models hide each user's taking part, or its "
+        "examples, and how well.",
+    )
     devices: Annotated[Devices, DEVICES] = DEVICES.of("lognormal")
-    evaluation: EvaluationSection = EvaluationSection()
-    early_stopping: EarlyStoppingSection = EarlyStoppingSection()
-    engine: EngineSection = EngineSection()
+    evaluation: EvaluationSection = Field(
+        EvaluationSection(), description="When and on what the global model is evaluated."
+    )
+    early_stopping: EarlyStoppingSection = Field(
+        EarlyStoppingSection(), description="When a run ends before its last round."
+    )
+    engine: EngineSection = Field(
+        EngineSection(), description="Where and how local training is computed."
+    )
     callbacks: dict[str, Called] = Field(
         {},
         description="Who is called after each round, by a name of your choice: what each function "
         "returns has after_round(record, model).",
     )
-    store: StoreSection = StoreSection()
-    coordinator: CoordinatorSection = CoordinatorSection()
-    flower: FlowerSection = FlowerSection()
+    store: StoreSection = Field(StoreSection(), description="Where the record of the run goes.")
+    coordinator: CoordinatorSection = Field(
+        CoordinatorSection(),
+        description="The deployed coordinator; a simulation ignores it, but for what the "
+        "coordinator trains.",
+    )
+    flower: FlowerSection = Field(
+        FlowerSection(), description="A run on a Flower federation, by `flwr run`."
+    )
 
     def round_callbacks(self) -> tuple[RoundCallback, ...]:
         """Return what is called after each round, in the order of the file.

@@ -135,6 +135,7 @@ def _limits_of(owner: Hashable) -> Mapping[str, tuple[_Kind, tuple[_Limit, ...],
 def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its forms
     if get_origin(hint) is Annotated:
         yield from (each for each in hint.__metadata__ if isinstance(each, _Limit))
+        yield from _limits_in(get_args(hint)[0])
     elif get_origin(hint) in (Union, UnionType):  # of a number and None
         for option in get_args(hint):
             yield from _limits_in(option)
@@ -142,15 +143,20 @@ def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its for
 
 def _kind_in(hint: Any) -> _Kind:  # Any: as above
     """Return what values of a type are: whole numbers, or any real ones."""
+    hint = _bare(hint)
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    bare = {get_args(each)[0] if get_origin(each) is Annotated else each for each in options}
+    bare = set(map(_bare, options))
     if bare == {bool}:
         return bool
     return Integral if bare - {type(None)} == {int} else Real
 
 
 def _or_none(hint: Any) -> str:  # Any: as above
-    return ", or None" if type(None) in get_args(hint) else ""
+    return ", or None" if type(None) in get_args(_bare(hint)) else ""
+
+
+def _bare(hint: Any) -> Any:  # Any: as above
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 #: How each limit is said, the name of its number, and what it asks of a value.

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import doc
 
 from fedlearn.core.ranges import Whole
 from fedlearn.identity.registry import EnrolledClient
@@ -16,22 +18,16 @@ class Requirements:
     """What a client must be and say before it is asked.
 
     A device that cannot tell whether it is on power, idle or unmetered does not say so.
-
-    Attributes:
-        tags: All of them must be among its own.
-        min_examples: Fewest examples that it must say it has, >= 0; 0: it need not say.
-        devices: One of them; empty: any.
-        on_power: Whether it must say that it is on mains power.
-        idle: Whether it must say that nobody is using it.
-        unmetered: Whether it must say that its network is unmetered.
     """
 
-    tags: Sequence[str] = ()
-    min_examples: Whole = 0
-    devices: Sequence[str] = ()
-    on_power: bool = False
-    idle: bool = False
-    unmetered: bool = False
+    tags: Annotated[Sequence[str], doc("All of them must be among its own.")] = ()
+    min_examples: Annotated[
+        Whole, doc("Fewest examples that it must say it has, >= 0; 0: it need not say.")
+    ] = 0
+    devices: Annotated[Sequence[str], doc("One of them; empty: any.")] = ()
+    on_power: Annotated[bool, doc("Whether it must say that it is on mains power.")] = False
+    idle: Annotated[bool, doc("Whether it must say that nobody is using it.")] = False
+    unmetered: Annotated[bool, doc("Whether it must say that its network is unmetered.")] = False
 
     def admits(self, client: EnrolledClient, told: "Eligibility") -> bool:
         """Return whether ``client`` may be asked."""

@@ -13,6 +13,9 @@ pipeline    layers: stages, through which micro-batches flow   GPipe, 1F1B
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import doc
 
 from fedlearn.core.ranges import Count, Ranged
 
@@ -25,23 +28,26 @@ class Mesh(Ranged):
     shard, tensor: neighbours exchange the most, so stages may lie on several racks and the parts of
     one matrix inside one machine.
 
-    Attributes:
-        replicate: Copies of the model, each with its share of a batch, >= 1.
-        shard: Processes that share one copy's parameters, gradients and optimiser state, each
-            with its share of a batch, >= 1.
-        tensor: Processes that share each matrix of a layer, on the same examples, >= 1.
-        pipeline: Stages, each with some of the layers, >= 1.
-
     Example:
         >>> mesh = Mesh(replicate=2, pipeline=3)
         >>> mesh.world_size, mesh.data, mesh.coordinates(4)
         (6, 2, Place(pipeline=2, replicate=0, shard=0, tensor=0))
     """
 
-    replicate: Count = 1
-    shard: Count = 1
-    tensor: Count = 1
-    pipeline: Count = 1
+    replicate: Annotated[
+        Count, doc("Copies of the model, each with its share of a batch, >= 1.")
+    ] = 1
+    shard: Annotated[
+        Count,
+        doc(
+            "Processes that share one copy's parameters, gradients and optimiser state, each with"
+            " its share of a batch, >= 1."
+        ),
+    ] = 1
+    tensor: Annotated[
+        Count, doc("Processes that share each matrix of a layer, on the same examples, >= 1.")
+    ] = 1
+    pipeline: Annotated[Count, doc("Stages, each with some of the layers, >= 1.")] = 1
 
     @property
     def data(self) -> int:

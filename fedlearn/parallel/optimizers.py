@@ -13,9 +13,10 @@ symbol                       here
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, overload
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, overload
 
 import torch
+from annotated_types import doc
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -39,17 +40,11 @@ class MakesOptimizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sgd(Ranged):
-    """Stochastic gradient descent.
+    """Stochastic gradient descent."""
 
-    Attributes:
-        learning_rate: Base rate, > 0.
-        momentum: In [0, 1); 0 is plain SGD.
-        weight_decay: L2 penalty, >= 0.
-    """
-
-    learning_rate: Positive
-    momentum: BelowOne = 0.0
-    weight_decay: NotNegative = 0.0
+    learning_rate: Annotated[Positive, doc("Base rate, > 0.")]
+    momentum: Annotated[BelowOne, doc("In [0, 1); 0 is plain SGD.")] = 0.0
+    weight_decay: Annotated[NotNegative, doc("L2 penalty, >= 0.")] = 0.0
 
     def over(self, groups: Groups) -> Optimizer:
         """Return torch's SGD."""
@@ -59,23 +54,16 @@ class Sgd(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamKin(Ranged):
-    """Adam, or AdamW.
+    """Adam, or AdamW."""
 
-    Attributes:
-        learning_rate: Base rate, > 0.
-        beta_1: Decay of the first moment, in [0, 1).
-        beta_2: Decay of the second, in [0, 1).
-        epsilon: Beside the root of the second moment, > 0.
-        weight_decay: Of AdamW beside the gradient, of Adam in it, >= 0.
-        decoupled: Whether it is AdamW.
-    """
-
-    learning_rate: Positive
-    beta_1: BelowOne = 0.9
-    beta_2: BelowOne = 0.999
-    epsilon: Positive = 1e-8
-    weight_decay: NotNegative = 0.0
-    decoupled: bool = True
+    learning_rate: Annotated[Positive, doc("Base rate, > 0.")]
+    beta_1: Annotated[BelowOne, doc("Decay of the first moment, in [0, 1).")] = 0.9
+    beta_2: Annotated[BelowOne, doc("Decay of the second, in [0, 1).")] = 0.999
+    epsilon: Annotated[Positive, doc("Beside the root of the second moment, > 0.")] = 1e-8
+    weight_decay: Annotated[
+        NotNegative, doc("Of AdamW beside the gradient, of Adam in it, >= 0.")
+    ] = 0.0
+    decoupled: Annotated[bool, doc("Whether it is AdamW.")] = True
 
     def over(self, groups: Groups) -> Optimizer:
         """Return torch's."""
@@ -99,21 +87,15 @@ class Lars(Ranged):
     tensor of one dimension, as biases and the scales of a normalisation, has :math:`\lambda = 1`
     and no decay, and so has one of zeros, or with a gradient of zeros.
 
-    Attributes:
-        learning_rate: Base rate, > 0.
-        momentum: In [0, 1).
-        weight_decay: >= 0.
-        trust: How far a layer may move beside its own norm, > 0.
-
     References:
         You, Gitman and Ginsburg, 2017, `Large Batch Training of Convolutional Networks
         <https://arxiv.org/abs/1708.03888>`_, algorithm 1.
     """
 
-    learning_rate: Positive
-    momentum: BelowOne = 0.9
-    weight_decay: NotNegative = 0.0
-    trust: Positive = 0.001
+    learning_rate: Annotated[Positive, doc("Base rate, > 0.")]
+    momentum: Annotated[BelowOne, doc("In [0, 1).")] = 0.9
+    weight_decay: Annotated[NotNegative, doc(">= 0.")] = 0.0
+    trust: Annotated[Positive, doc("How far a layer may move beside its own norm, > 0.")] = 0.001
 
     def over(self, groups: Groups) -> Optimizer:
         """Return our own: torch has none."""
@@ -170,17 +152,6 @@ class _Lars(Optimizer):
 class Rate(Ranged):
     """What multiplies the base learning rate, by step.
 
-    Attributes:
-        base_batch_size: The batch that the base rate is for; a larger one has a larger rate.
-            ``None``: the rate is for the batch as it is.
-        scaling: With k times the batch the rate is k times as large ("linear"), or the root of k
-            ("sqrt").
-        warmup_steps: Over so many steps the rate rises linearly from the base one to the scaled
-            one, or from zero where it is not scaled, >= 0.
-        decay: What becomes of it afterwards: nothing ("none"), or it falls to ``final`` at the
-            last step, along a line or half a cosine.
-        final: Share of the rate that is left at the last step, in [0, 1].
-
     References:
         Goyal et al., 2017, `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_
         (linear scaling with warm-up).
@@ -191,11 +162,37 @@ class Rate(Ranged):
         [1.0, 2.5, 4.0, 4.0]
     """
 
-    base_batch_size: Count | None = None
-    scaling: Literal["linear", "sqrt"] = "linear"
-    warmup_steps: Whole = 0
-    decay: Literal["none", "linear", "cosine"] = "none"
-    final: Probability = 0.0
+    base_batch_size: Annotated[
+        Count | None,
+        doc(
+            "The batch that the base rate is for; a larger one has a larger rate; not set: the "
+            "rate is for the batch as it is."
+        ),
+    ] = None
+    scaling: Annotated[
+        Literal["linear", "sqrt"],
+        doc(
+            'With k times the batch the rate is k times as large ("linear"), or the root of k '
+            '("sqrt").'
+        ),
+    ] = "linear"
+    warmup_steps: Annotated[
+        Whole,
+        doc(
+            "Over so many steps the rate rises linearly from the base one to the scaled one, or "
+            "from zero where it is not scaled, >= 0."
+        ),
+    ] = 0
+    decay: Annotated[
+        Literal["none", "linear", "cosine"],
+        doc(
+            'What becomes of it afterwards: nothing ("none"), or it falls to ``final`` at the '
+            "last step, along a line or half a cosine."
+        ),
+    ] = "none"
+    final: Annotated[
+        Probability, doc("Share of the rate that is left at the last step, in [0, 1].")
+    ] = 0.0
 
     def at(self, step: int, *, batch_size: int, num_steps: int) -> float:
         """Return the factor of a step.

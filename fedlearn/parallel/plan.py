@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import doc
 
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Count, Positive, Ranged, Whole
@@ -30,21 +31,6 @@ class Precision(StrEnum):
 class Spread(Ranged):
     """Over which processes, and in how much memory.
 
-    Attributes:
-        mesh: Degrees of parallelism.
-        num_micro_batches: Parts of a process's batch that go through the model one after the other,
-            >= 1: their gradients add up, and only one part's activations are kept, or in a pipeline
-            as many as its schedule has on their way.
-        schedule: Of a pipeline: "1f1b" begins to go back as soon as it can and keeps at most as
-            many micro-batches as there are stages; "gpipe" goes forward with all of them first.
-        precision: "float32" is the model's own; "bfloat16" or "float16" compute in half of it.
-        initial_loss_scale: With float16, what the loss is multiplied by so that small gradients do
-            not vanish, > 0; it is halved when gradients overflow, and that step is skipped.
-        recompute: Keep the inputs of each block alone, and compute the rest again on the way back.
-        offload: Keep sharded parameters and their state in the host's memory.
-        bucket_mbytes: Size of the messages in which gradients are summed while the backward pass
-            goes on, of a mesh that only replicates, > 0.
-
     Raises:
         ConfigError: They cannot be combined.
 
@@ -56,14 +42,47 @@ class Spread(Ranged):
         `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_.
     """
 
-    mesh: Mesh = field(default_factory=Mesh)
-    num_micro_batches: Count = 1
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    precision: Precision = Precision.FULL
-    initial_loss_scale: Positive = 2.0**16
-    recompute: bool = False
-    offload: bool = False
-    bucket_mbytes: Positive = 25.0
+    mesh: Annotated[Mesh, doc("Degrees of parallelism.")] = field(default_factory=Mesh)
+    num_micro_batches: Annotated[
+        Count,
+        doc(
+            "Parts of a process's batch that go through the model one after the other, >= 1: "
+            "their gradients add up, and only one part's activations are kept, or in a pipeline "
+            "as many as its schedule has on their way."
+        ),
+    ] = 1
+    schedule: Annotated[
+        Literal["1f1b", "gpipe"],
+        doc(
+            'Of a pipeline: "1f1b" begins to go back as soon as it can and keeps at most as many '
+            'micro-batches as there are stages; "gpipe" goes forward with all of them first.'
+        ),
+    ] = "1f1b"
+    precision: Annotated[
+        Precision,
+        doc('"float32" is the model\'s own; "bfloat16" or "float16" compute in half of it.'),
+    ] = Precision.FULL
+    initial_loss_scale: Annotated[
+        Positive,
+        doc(
+            "With float16, what the loss is multiplied by so that small gradients do not vanish, "
+            "> 0; it is halved when gradients overflow, and that step is skipped."
+        ),
+    ] = 2.0**16
+    recompute: Annotated[
+        bool,
+        doc("Keep the inputs of each block alone, and compute the rest again on the way back."),
+    ] = False
+    offload: Annotated[
+        bool, doc("Keep sharded parameters and their state in the host's memory.")
+    ] = False
+    bucket_mbytes: Annotated[
+        Positive,
+        doc(
+            "Size of the messages in which gradients are summed while the backward pass goes on, "
+            "of a mesh that only replicates, > 0."
+        ),
+    ] = 25.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,27 +108,23 @@ class Spread(Ranged):
 class TrainingPlan(Ranged):
     """How a model is trained.
 
-    Attributes:
-        batch_size: Examples a step, over all processes, >= 1.
-        num_steps: Steps of the training, >= 0.
-        optimizer: What steps are taken by.
-        rate: The learning rate by step.
-        max_gradient_norm: L2 norm, over all parameters of all processes, that a step's gradient is
-            scaled down to, > 0; ``None``: it is not.
-        seed: Of what is random in a step, such as dropout.
-        spread: Over which processes.
-
     Raises:
         ConfigError: A batch cannot be cut in equal parts.
     """
 
-    batch_size: Count
-    num_steps: Whole
-    optimizer: MakesOptimizer
-    rate: Rate = field(default_factory=Rate)
-    max_gradient_norm: Positive | None = None
-    seed: Seed
-    spread: Spread = field(default_factory=Spread)
+    batch_size: Annotated[Count, doc("Examples a step, over all processes, >= 1.")]
+    num_steps: Annotated[Whole, doc("Steps of the training, >= 0.")]
+    optimizer: Annotated[MakesOptimizer, doc("What steps are taken by.")]
+    rate: Annotated[Rate, doc("The learning rate by step.")] = field(default_factory=Rate)
+    max_gradient_norm: Annotated[
+        Positive | None,
+        doc(
+            "L2 norm, over all parameters of all processes, that a step's gradient is scaled down"
+            " to, > 0; not set: it is not."
+        ),
+    ] = None
+    seed: Annotated[Seed, doc("Of what is random in a step, such as dropout.")]
+    spread: Annotated[Spread, doc("Over which processes.")] = field(default_factory=Spread)
 
     def __post_init__(self) -> None:
         super().__post_init__()

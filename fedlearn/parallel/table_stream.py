@@ -8,9 +8,10 @@ row groups: any position can be read without those before it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from annotated_types import doc
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,23 +24,31 @@ from fedlearn.training.tables import RowGroup, RowGroups, Rows, Table, columns_o
 
 @dataclass(frozen=True, kw_only=True)
 class TableFiles(Ranged):
-    """Examples in Parquet or Arrow files.
+    """Examples in Parquet or Arrow files."""
 
-    Attributes:
-        path: A file, or a folder of ``*.parquet``, ``*.arrow`` and ``*.feather`` files, in the
-            order of their names.
-        label_column: A number: integers for classes.
-        feature_columns: Columns of numbers or of fixed-size lists of them, laid side by side;
-            ``None``: all but the label. A tuple of such lists are the positional, a dict the
-            keyword arguments of the model's forward.
-        window_bytes: How much is shuffled together, and about what a reader holds in memory, in
-            bytes of decoded examples; at least one row group is.
-    """
-
-    path: Path
-    label_column: str
-    feature_columns: Inputs[Sequence[str]] | None
-    window_bytes: Count
+    path: Annotated[
+        Path,
+        doc(
+            "A file, or a folder of ``*.parquet``, ``*.arrow`` and ``*.feather`` files, in the "
+            "order of their names."
+        ),
+    ]
+    label_column: Annotated[str, doc("A number: integers for classes.")]
+    feature_columns: Annotated[
+        Inputs[Sequence[str]] | None,
+        doc(
+            "Columns of numbers or of fixed-size lists of them, laid side by side; not set: all "
+            "but the label. A tuple of such lists are the positional, a dict the keyword "
+            "arguments of the model's forward."
+        ),
+    ]
+    window_bytes: Annotated[
+        Count,
+        doc(
+            "How much is shuffled together, and about what a reader holds in memory, in bytes of "
+            "decoded examples; at least one row group is."
+        ),
+    ]
 
     def stream(self, *, seed: Seed) -> "TableStream":
         """Return the examples in orders of this seed.

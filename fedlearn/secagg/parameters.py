@@ -71,8 +71,10 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import Annotated
 
 import numpy as np
+from annotated_types import doc
 from numpy.typing import NDArray
 
 from fedlearn.core.ranges import BelowOne, Count, out_of_range
@@ -108,26 +110,31 @@ class Adversary(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What a choice of k and t rests on.
+    """What a choice of k and t rests on."""
 
-    Attributes:
-        adversary: Whom it must hold against.
-        topology: Complete, or sparse.
-        corruption: Largest fraction of the clients asked that the adversary controls, gamma in
-            [0, 1).
-        dropout: Largest fraction of the clients asked that drop out, those that over-selection
-            asks too many included, delta in [0, 1).
-        sigma_bits: In a sparse graph privacy fails with at most 2^-sigma, sigma >= 1; against an
-            active server, for all the rosters together that it can try.
-        eta_bits: In a sparse graph a round fails with at most 2^-eta, eta >= 1.
-    """
-
-    adversary: Adversary
-    topology: Topology
-    corruption: BelowOne
-    dropout: BelowOne
-    sigma_bits: Count
-    eta_bits: Count
+    adversary: Annotated[Adversary, doc("Whom it must hold against.")]
+    topology: Annotated[Topology, doc("Complete, or sparse.")]
+    corruption: Annotated[
+        BelowOne,
+        doc("Largest fraction of the clients asked that the adversary controls, gamma in [0, 1)."),
+    ]
+    dropout: Annotated[
+        BelowOne,
+        doc(
+            "Largest fraction of the clients asked that drop out, those that over-selection asks "
+            "too many included, delta in [0, 1)."
+        ),
+    ]
+    sigma_bits: Annotated[
+        Count,
+        doc(
+            "In a sparse graph privacy fails with at most 2^-sigma, sigma >= 1; against an active"
+            " server, for all the rosters together that it can try."
+        ),
+    ]
+    eta_bits: Annotated[
+        Count, doc("In a sparse graph a round fails with at most 2^-eta, eta >= 1.")
+    ]
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):

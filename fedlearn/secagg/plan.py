@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Le, MultipleOf
+from annotated_types import Ge, Le, MultipleOf, doc
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import require_weighted_mean
@@ -63,38 +63,51 @@ _METRIC_BITS = 40
 class SecurePlan:
     """What is the same in every session of a run.
 
-    Attributes:
-        parameters: n, k, t, q and what they rest on.
-        min_survivors: Fewest clients in a released sum; at least that of ``parameters``.
-        clip_norm: Largest L2 norm of a client's update; clients scale theirs down to it, > 0.
-        statistics_norm: Likewise of the change in statistics, such as those of batch
-            normalisation, > 0.
-        max_loss: A client's training loss is cut off here, > 0.
-        max_examples: A client with more examples counts as one with so many, >= 1; smaller is
-            more precise.
-        by_examples: Whether clients are weighted by their examples.
-        modulus_bits: Bits of one number on its way to the coordinator: 16, 24, 32 or 40; what the
-            sum does not need is precision.
-        further: The strategy's lanes beside the delta.
-        noise_multiplier: Standard deviation of the noise in a sum by the largest norm of one
-            client's contribution, > 0; ``None``: clients add none.
-
     Raises:
         ConfigError: A number is out of range, weights do not go together with noise, or a further
             lane has no bound, or a name of those above; from its methods: a lane could overflow, or
             has no room for a level.
     """
 
-    parameters: Parameters
-    min_survivors: int
-    clip_norm: Positive
-    statistics_norm: Positive
-    max_loss: Positive
-    max_examples: Annotated[int, Ge(1), Le(10**9)]
-    by_examples: bool
-    modulus_bits: Annotated[int, Ge(16), Le(40), MultipleOf(8)]
-    further: Sequence[LaneSpec] = ()
-    noise_multiplier: Positive | None = None
+    parameters: Annotated[Parameters, doc("N, k, t, q and what they rest on.")]
+    min_survivors: Annotated[
+        int, doc("Fewest clients in a released sum; at least that of ``parameters``.")
+    ]
+    clip_norm: Annotated[
+        Positive, doc("Largest L2 norm of a client's update; clients scale theirs down to it, > 0.")
+    ]
+    statistics_norm: Annotated[
+        Positive,
+        doc("Likewise of the change in statistics, such as those of batch normalisation, > 0."),
+    ]
+    max_loss: Annotated[Positive, doc("A client's training loss is cut off here, > 0.")]
+    max_examples: Annotated[
+        int,
+        Ge(1),
+        Le(10**9),
+        doc(
+            "A client with more examples counts as one with so many, >= 1; smaller is more precise."
+        ),
+    ]
+    by_examples: Annotated[bool, doc("Whether clients are weighted by their examples.")]
+    modulus_bits: Annotated[
+        int,
+        Ge(16),
+        Le(40),
+        MultipleOf(8),
+        doc(
+            "Bits of one number on its way to the coordinator: 16, 24, 32 or 40; what the sum "
+            "does not need is precision."
+        ),
+    ]
+    further: Annotated[Sequence[LaneSpec], doc("The strategy's lanes beside the delta.")] = ()
+    noise_multiplier: Annotated[
+        Positive | None,
+        doc(
+            "Standard deviation of the noise in a sum by the largest norm of one client's "
+            "contribution, > 0; not set: clients add none."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):

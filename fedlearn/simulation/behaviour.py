@@ -11,9 +11,10 @@ References:
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
+from annotated_types import doc
 from numpy.typing import NDArray
 
 from fedlearn.core.randomness import Seed
@@ -73,15 +74,12 @@ class Bandwidth(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LognormalBandwidth(Ranged):
-    """Devices whose bandwidth is log-normal over the population, fixed over the run.
+    """Devices whose bandwidth is log-normal over the population, fixed over the run."""
 
-    Attributes:
-        median_mbit_per_s: Median bandwidth of the devices, both ways, 10**6 bits a second, > 0.
-        sigma: Standard deviation of its logarithm, >= 0; 0: all alike.
-    """
-
-    median_mbit_per_s: Positive
-    sigma: NotNegative
+    median_mbit_per_s: Annotated[
+        Positive, doc("Median bandwidth of the devices, both ways, 10**6 bits a second, > 0.")
+    ]
+    sigma: Annotated[NotNegative, doc("Standard deviation of its logarithm, >= 0; 0: all alike.")]
 
     def mbit_per_s(self, client_ids: NDArray[np.int64], *, seed: Seed) -> NDArray[np.float64]:
         """Return each client's bandwidth: [B]."""
@@ -217,24 +215,28 @@ class TraceBandwidth:
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour(Ranged):
-    """Devices whose speeds differ, and which sometimes fail.
+    """Devices whose speeds differ, and which sometimes fail."""
 
-    Attributes:
-        median_ms_per_example: Median milliseconds of one example's forward pass, > 0; a training
-            step costs three of them.
-        speed_sigma: Standard deviation of the logarithm of median_ms_per_example, >= 0; 0: all
-            alike.
-        bandwidth: How fast devices communicate.
-        dropout_rate: Probability that a client fails in a round, [0, 1].
-        round_jitter_sigma: Standard deviation of the logarithm of a factor on a client's compute
-            time that is drawn anew in every round and attempt, >= 0; 0: none.
-    """
-
-    median_ms_per_example: Positive
-    speed_sigma: NotNegative
-    bandwidth: Bandwidth
-    dropout_rate: Probability
-    round_jitter_sigma: NotNegative
+    median_ms_per_example: Annotated[
+        Positive,
+        doc(
+            "Median milliseconds of one example's forward pass, > 0; a training step costs three "
+            "of them."
+        ),
+    ]
+    speed_sigma: Annotated[
+        NotNegative,
+        doc("Standard deviation of the logarithm of median_ms_per_example, >= 0; 0: all alike."),
+    ]
+    bandwidth: Annotated[Bandwidth, doc("How fast devices communicate.")]
+    dropout_rate: Annotated[Probability, doc("Probability that a client fails in a round, [0, 1].")]
+    round_jitter_sigma: Annotated[
+        NotNegative,
+        doc(
+            "Standard deviation of the logarithm of a factor on a client's compute time that is "
+            "drawn anew in every round and attempt, >= 0; 0: none."
+        ),
+    ]
 
     def ms_per_example(self, client_ids: NDArray[np.int64], *, seed: Seed) -> NDArray[np.float64]:
         """Return milliseconds of one example's forward pass, fixed over the run: [B]."""

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from annotated_types import doc
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
@@ -109,15 +110,10 @@ class Natural:
 
 @dataclass(frozen=True, kw_only=True)
 class Bootstrap(Ranged):
-    """Virtual clients that draw their examples with replacement: populations of any size.
+    """Virtual clients that draw their examples with replacement: populations of any size."""
 
-    Attributes:
-        num_clients: Clients in the population, >= 1.
-        examples_per_client: Examples a client draws, >= 1.
-    """
-
-    num_clients: Count
-    examples_per_client: Count
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
+    examples_per_client: Annotated[Count, doc("Examples a client draws, >= 1.")]
 
 
 Division: TypeAlias = Partitioner | Natural | Bootstrap

@@ -5,8 +5,10 @@ Each is a frozen piece that builds a fresh network when it is called.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import torch
+from annotated_types import doc
 from torch import nn
 
 from fedlearn.core.ranges import Count
@@ -38,20 +40,15 @@ class Logistic:
 class Mlp:
     """Linear layers with ReLU between them, on flattened features.
 
-    Attributes:
-        feature_shape: Shape of one example's features.
-        hidden: Units of each hidden layer, >= 1.
-        num_outputs: Logits.
-
     Example:
         >>> network = Mlp(feature_shape=(1, 28, 28), hidden=(64,), num_outputs=10)()
         >>> sum(parameter.numel() for parameter in network.parameters())
         50890
     """
 
-    feature_shape: tuple[int, ...]
-    hidden: tuple[Count, ...]
-    num_outputs: int
+    feature_shape: Annotated[tuple[int, ...], doc("Shape of one example's features.")]
+    hidden: Annotated[tuple[Count, ...], doc("Units of each hidden layer, >= 1.")]
+    num_outputs: Annotated[int, doc("Logits.")]
 
     def __call__(self) -> nn.Module:
         """Return a new network."""

@@ -7,9 +7,10 @@ seed alone.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
 import numpy as np
+from annotated_types import doc
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import rel_entr
 
@@ -132,15 +133,12 @@ class Partitioner(Protocol):
 class Iid(Ranged):
     """Shuffle the examples and deal them out: sizes differ by one at most.
 
-    Attributes:
-        num_clients: Clients :math:`C` in the population, >= 1.
-
     Example:
         >>> Iid(3).split(np.zeros(7), seed=Seed(0)).offsets
         array([0, 3, 5, 7])
     """
 
-    num_clients: Count
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
         """Return equal random parts.
@@ -160,15 +158,10 @@ class Iid(Ranged):
 class Dirichlet(Ranged):
     r"""Label skew: each class is dealt out in proportions drawn from a Dirichlet.
 
-    Per class k, :math:`p_k \sim \mathrm{Dir}_C(\alpha)`, and client c gets the share
-    :math:`p_{k,c}` of that class. All classes are drawn again until every client has
+    Per class k, with C clients, :math:`p_k \sim \mathrm{Dir}_C(\alpha)`, and client c gets the
+    share :math:`p_{k,c}` of that class. All classes are drawn again until every client has
     ``min_examples``, at most 1000 times. A split that has next to no chance is refused after
     a few draws.
-
-    Attributes:
-        num_clients: Clients :math:`C` in the population, >= 1.
-        alpha: Concentration :math:`\alpha`, > 0: 0.1 is strong skew, 100 nearly none.
-        min_examples: Fewest examples of a client, >= 1; proportions are redrawn until met.
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
@@ -177,9 +170,11 @@ class Dirichlet(Ranged):
         <https://arxiv.org/abs/2102.02079>`_ (proportions per class, the form used here).
     """
 
-    num_clients: Count
-    alpha: Positive
-    min_examples: Count
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
+    alpha: Annotated[Positive, doc("Concentration, > 0: 0.1 is strong skew, 100 nearly none.")]
+    min_examples: Annotated[
+        Count, doc("Fewest examples of a client, >= 1; proportions are redrawn until met.")
+    ]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
         """Return clients with skewed labels and sizes.
@@ -248,17 +243,15 @@ class Dirichlet(Ranged):
 class Shards(Ranged):
     """Sort by label, cut into shards, deal each client a few: at most a few labels each.
 
-    Attributes:
-        num_clients: Clients :math:`C` in the population, >= 1.
-        shards_per_client: Shards a client gets, >= 1; 2 is the paper's pathological split.
-
     References:
         McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_,
         section 3.
     """
 
-    num_clients: Count
-    shards_per_client: Count
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
+    shards_per_client: Annotated[
+        Count, doc("Shards a client gets, >= 1; 2 is the paper's pathological split.")
+    ]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
         """Return clients of ``shards_per_client`` random shards; shard sizes differ by one.

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, doc
 
 from fedlearn.core.ranges import Ranged, Whole
 
@@ -13,19 +13,23 @@ from fedlearn.core.ranges import Ranged, Whole
 class Retention(Ranged):
     """A rule by which checkpoints are kept; all others go with the next commit.
 
-    Attributes:
-        keep_last: The last so many, >= 2: the one before the last is there if the last is damaged.
-        keep_every: Those after every so many rounds, too, >= 0; 0: none for that.
-        keep_best: Whether the one after the best round is kept, too, by the metric that is watched.
-
     Example:
         >>> sorted(Retention(keep_last=2, keep_every=4, keep_best=True).of(range(12), best_round=5))
         [4, 5, 8, 10, 11]
     """
 
-    keep_last: Annotated[int, Ge(2)]
-    keep_every: Whole
-    keep_best: bool
+    keep_last: Annotated[
+        int,
+        Ge(2),
+        doc("The last so many, >= 2: the one before the last is there if the last is damaged."),
+    ]
+    keep_every: Annotated[
+        Whole, doc("Those after every so many rounds, too, >= 0; 0: none for that.")
+    ]
+    keep_best: Annotated[
+        bool,
+        doc("Whether the one after the best round is kept, too, by the metric that is watched."),
+    ]
 
     def of(self, rounds: Collection[int], *, best_round: int) -> set[int]:
         """Return which are kept of the checkpoints after so many rounds each."""

@@ -1,9 +1,10 @@
 """Tables whose keys are what a piece or a recipe declares."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from annotated_types import doc
 from pydantic import Field, ValidationError
 
 from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds, refused
@@ -13,18 +14,11 @@ from fedlearn.core.ranges import BelowOne, Count, Positive, Ranged
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Ranged):
-    r"""Goes downhill.
+    """Goes downhill."""
 
-    Attributes:
-        rate: Length :math:`\\eta`, > 0, of a
-            step.
-        decay: Share lost, [0, 1); ``None``: nothing.
-        sizes: Of blocks.
-    """
-
-    rate: Positive
-    decay: BelowOne | None = None
-    sizes: tuple[Count, ...] = (1,)
+    rate: Annotated[Positive, doc("Length, > 0, of a step.")]
+    decay: Annotated[BelowOne | None, doc("Share lost, [0, 1); not set: nothing.")] = None
+    sizes: Annotated[tuple[Count, ...], doc("Of blocks.")] = (1,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,13 +26,8 @@ class Step(Ranged):
             raise ValueError(f"decay is {self.decay}, above rate ({self.rate}); lower it")
 
 
-def stand(*, place: str, num_legs: Count) -> tuple[str, int]:
-    """Return what stands still.
-
-    Args:
-        place: Where.
-        num_legs: Legs, >= 1.
-    """
+def stand(*, place: str, num_legs: Annotated[Count, doc("Legs, >= 1.")]) -> tuple[str, int]:
+    """Return what stands still."""
     return place, num_legs
 
 
@@ -56,9 +45,9 @@ class Other(Motion):
 MOTIONS: OneOf[Motion] = kinds(
     "how",
     Motion,
-    kind("step walk", Step, rate=0.5),
-    kind("stand", stand, until=9),
-    kind("other", Other),
+    kind("step walk", "Goes downhill.", Step, rate=0.5),
+    kind("stand", "Stands still.", stand, until=9),
+    kind("other", "Another way.", Other),
     given=("place",),
 )
 
@@ -74,7 +63,7 @@ def test_a_table_has_the_names_types_ranges_defaults_and_meanings_of_its_piece()
         "decay": "Share lost, [0, 1); not set: nothing.",
         "sizes": "Of blocks.",
     }
-    assert (step.__name__, step.__doc__) == ("Step", "Goes downhill.")
+    assert (step.__name__, step.about) == ("Step", "Goes downhill.")
     assert MOTIONS.of("step").model_dump() == {
         "how": "step",
         "until": 3,
@@ -92,7 +81,7 @@ def test_a_recipe_declares_as_a_piece_does() -> None:
     still = MOTIONS.of("stand", num_legs=2)
     assert still.until == 9
     assert still.build(place="here") == ("here", 2)
-    assert type(still).__doc__ == "What stands still."
+    assert type(still).about == "Stands still."
     with pytest.raises(ValidationError, match="num_legs"):
         MOTIONS.of("stand")
 
