@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import TypeAlias
 
 from fedlearn.cli.tables import client_text, how_text, missed_values
+from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
@@ -36,11 +37,6 @@ Brief: TypeAlias = tuple[RunRecord, Sequence[Measured]]
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 #: Of who was late or failed: the latest rounds, clients of one, and objects of all.
 _MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
-_TABLES = (
-    *("python", "data", "model", "algorithm", "client", "cohort", "stragglers"),
-    *("late_updates", "asynchronous", "devices"),
-    *("secure_aggregation", "privacy"),
-)
 #: Modes of tables that say nothing more.
 _OFF = ("off", "drop")
 
@@ -124,10 +120,11 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield from _missed(run)
     for each in [one for one in run.history if one.staleness][-_MISSED_ROUNDS:]:
         yield "staleness", f"round {each.round_num + 1}: {staleness_text(each.staleness)}"
-    for name in _TABLES:
+    hidden = tables_with(Use.SIMULATED) if record.is_deployed else ()
+    for name in (PYTHON_PIECES, *tables_with(Use.SHOWN)):
         table = record.config.get(name)
         is_off = isinstance(table, Mapping) and table.get("mode") in _OFF
-        if not is_off and (name != "devices" or not record.is_deployed):  # of simulated ones
+        if not is_off and name not in hidden:
             yield name, _settings(table)
     for file in run.stored.checkpoints():
         yield "checkpoint", _checkpoint(file)

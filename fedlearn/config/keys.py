@@ -61,6 +61,10 @@ class Place(NamedTuple):
             self.info is not None and get_origin(self.info.annotation) is dict
         )
 
+    def has(self, mark: object) -> bool:
+        """Whether its field is annotated with a mark."""
+        return self.info is not None and mark in self.info.metadata
+
     @property
     def kind_keys(self) -> tuple[Key, ...]:
         """The key that tells the kind of the table that it is in, if that has kinds."""

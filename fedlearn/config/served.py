@@ -2,42 +2,15 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.reading import read, with_absolute_paths
 from fedlearn.config.section import RunName, Section
 from fedlearn.config.service import ServiceSection
 from fedlearn.config.store import StoreSection
+from fedlearn.config.tables import TABLES, Use
 from fedlearn.errors import ConfigError
-
-#: The other keys of a tree, which say what is computed.
-COMPUTED: Final = frozenset(
-    [
-        "seed",
-        "num_rounds",
-        "centralized",
-        "data",
-        "model",
-        "loss",
-        "metrics",
-        "algorithm",
-        "client",
-        "cohort",
-        "stragglers",
-        "updates",
-        "secure_aggregation",
-        "privacy",
-        "devices",
-        "evaluation",
-        "early_stopping",
-        "engine",
-        "flower",
-        "asynchronous",
-        "late_updates",
-        "callbacks",
-    ]
-)
 
 
 class Stored(Protocol):
@@ -85,7 +58,8 @@ def load_served(path: Path) -> Deployed:
         'clinics'
     """
     raw, toml = read(path)
-    served = {key: value for key, value in raw.items() if key not in COMPUTED}
+    # A key that no table has stays, and is refused.
+    served = {key: value for key, value in raw.items() if Use.SERVED in TABLES.get(key, Use.SERVED)}
     served = with_absolute_paths(served, path.absolute().parent, root=Served)
     with suppress(ConfigError):
         return checked(Served, served, sources=Sources(str(path), toml))

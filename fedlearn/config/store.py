@@ -1,11 +1,13 @@
 """Where the record of a run goes."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import Field
 
 from fedlearn.config.pieces import declared_by
 from fedlearn.config.section import PathText, Problem, Section
+from fedlearn.config.tables import Use
 from fedlearn.core.ranges import NotNegative
 from fedlearn.core.redaction import without_password
 from fedlearn.store.retention import USUAL, Retention
@@ -28,7 +30,7 @@ class StoreSection(Section):
     runs_dir: PathText | None = Field(
         None, description='Directory of the runs; without it, FEDLEARN_RUNS_DIR, else "runs".'
     )
-    checkpoint_every_s: NotNegative = Field(
+    checkpoint_every_s: Annotated[NotNegative, Use.SIMULATED] = Field(
         5.0,
         description="Of a simulation: seconds from one checkpoint to the next, >= 0; 0: after "
         "every round, as a deployment always does.",

@@ -33,6 +33,7 @@ from fedlearn.config.reading import with_value
 from fedlearn.config.section import Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.store import StoreSection
+from fedlearn.config.tables import Use
 from fedlearn.config.toml import shown
 from fedlearn.config.training import (
     ALGORITHMS,
@@ -50,8 +51,9 @@ from fedlearn.errors import ConfigError
 from fedlearn.rounds.run import RoundCallback
 
 _MAX_SEED = 2**63 - 1
-#: Keys of ``client`` that FedSGD leaves open.
-_BESIDE_THE_STEP = {"learning_rate", "shuffle", "trainer", "trainer_args", "extra", "by_round"}
+#: Keys of ``client`` that say nothing of how it trains, and those that FedSGD leaves open.
+_BESIDE_TRAINING = Client.model_fields.keys() - {"optimizer", "epochs", "batch_size"}
+_BESIDE_THE_STEP = _BESIDE_TRAINING | {"learning_rate", "shuffle"}
 _MAX_ROUNDS = 1_000_000_000
 _USUAL_EVALUATED = 50
 
@@ -114,18 +116,20 @@ class EarlyStoppingSection(Section):
 class EngineSection(Section):
     """Where and how local training is computed."""
 
-    transport: Literal["engine", "memory"] = Field(
+    transport: Annotated[Literal["engine", "memory"], Use.SIMULATED] = Field(
         "engine",
         description='"engine" trains blocks of clients at once; "memory" runs real client '
         "sessions through the wire codec.",
     )
-    executor: Literal["auto", "sequential", "vmap", "compiled", "fused"] = Field(
+    executor: Annotated[
+        Literal["auto", "sequential", "vmap", "compiled", "fused"], Use.SIMULATED
+    ] = Field(
         "auto", description='How a block of clients is trained; "auto" measures and says why.'
     )
-    num_workers: Count | Literal["auto"] = Field(
+    num_workers: Annotated[Count | Literal["auto"], Use.SIMULATED] = Field(
         "auto", description='Processes that train clients, >= 1, or "auto".'
     )
-    block_size: Count | Literal["auto"] = Field(
+    block_size: Annotated[Count | Literal["auto"], Use.SIMULATED] = Field(
         "auto", description='Clients trained in one tensor operation, >= 1, or "auto".'
     )
     slab_bytes: Whole = Field(
@@ -133,10 +137,10 @@ class EngineSection(Section):
         description='Memory for replies that are aggregated together, with transport "memory" and '
         "in a deployment; 0 folds each in as it arrives, which equals the engine bit for bit.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Annotated[Literal["auto", "cpu", "cuda"], Use.SIMULATED] = Field(
         "auto", description='Where tensors live; "auto" takes a GPU where there is one.'
     )
-    precision: Literal["float32", "bfloat16"] = Field(
+    precision: Annotated[Literal["float32", "bfloat16"], Use.SIMULATED] = Field(
         "float32", description="Arithmetic of forward and backward passes."
     )
 
@@ -377,7 +381,7 @@ class Config(Section):
         if ROUND in self.client.extra:
             text = f"is what {whose} read as the round; leave it out"
             yield Problem((f"client.extra.{ROUND}", apps), text)
-        asked = self.client.model_dump(exclude={"trainer", "trainer_args", "extra", "by_round"})
+        asked = self.client.model_dump(exclude=set(_BESIDE_TRAINING))
         name = next((name for name in asked if asked[name] != own.get(name)), None)
         if name is not None:
             remedy = 'set it to "own"' if name == "optimizer" else "leave it out"

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from fedlearn.config.tables import PYTHON_PIECES
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.privacy import built_on, promise
-from fedlearn.experiment.recorded import PYTHON_PIECES, config_of
+from fedlearn.experiment.recorded import config_of
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.runs import Database, StoredRun
 

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from fedlearn import build
 from fedlearn.algorithms.flight import Asked
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config import Config
+from fedlearn.config.tables import TABLES, Use
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.live_status import LiveStatus
@@ -22,10 +22,6 @@ from fedlearn.rounds.run import ResumedRound
 from fedlearn.store.lease import deploy
 from fedlearn.store.patience import Patience
 from fedlearn.store.runs import Database
-
-#: Tables that say where and how a run is served, not what it computes: a restart may change them.
-#: The name may too, since it has a default.
-_MAY_CHANGE: Final = ("coordinator", "store", "engine", "devices", "name")
 
 #: Another coordinator may be making the run at this moment: how often and when to look again.
 _ATTEMPTS, _AGAIN_S = 20, 0.5
@@ -61,7 +57,7 @@ def _require_same(config: Config, record: RunRecord) -> None:
         for each in (config_of(record).resolved(num_clients=None), config)
     )
     differ = {key for key in begun | now if begun.get(key) != now.get(key)}
-    if changed := sorted(key for key in differ if key.partition(".")[0] not in _MAY_CHANGE):
+    if changed := sorted(key for key in differ if Use.RESTART not in TABLES[key.partition(".")[0]]):
         told = "; ".join(f"{k}: {_text(begun, k)} then, {_text(now, k)} now" for k in changed[:5])
         more = f"; and {len(changed) - 5} more" if changed[5:] else ""
         raise ConfigError(

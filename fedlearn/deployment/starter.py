@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Final
 
 from fedlearn.config import ClientConfig, Config, from_mapping
+from fedlearn.config.keys import known_keys
+from fedlearn.config.tables import Use, tables_with
 from fedlearn.config.template import template
-from fedlearn.config.tree import EngineSection
+from fedlearn.config.toml import dotted
 from fedlearn.core.files import disk_errors
 from fedlearn.errors import DeploymentError
 
@@ -27,8 +29,10 @@ coordinator. All keys are here with their defaults; delete what you do not chang
 
 #: What only a simulation heeds, or a run on Flower.
 OF_OTHERS: Final = frozenset(
-    ["centralized", "devices", "flower", "store.checkpoint_every_s"]
-    + [f"engine.{key}" for key in EngineSection.model_fields if key != "slab_bytes"]
+    [
+        *tables_with(Use.SIMULATED),
+        *(dotted(key.path) for key in known_keys(Config) if key.has(Use.SIMULATED)),
+    ]
 )
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedlearn.config import Config, config_hash
+from fedlearn.config.tables import PYTHON_PIECES
 from fedlearn.core.clock import utc
 from fedlearn.errors import FedlearnError, StoreError
-from fedlearn.experiment.recorded import PYTHON_PIECES
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.checkpoints import complete_checkpoints
 from fedlearn.store.runs import CONFIG_FILE, Database

@@ -4,11 +4,10 @@ import json
 from importlib.metadata import version
 
 from fedlearn.config import Config
+from fedlearn.config.tables import PYTHON_PIECES
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.records import RunRecord
 
-#: In the record of a run whose pieces are Python's, what they were.
-PYTHON_PIECES = "python"
 #: The table of data that are such a piece.
 ARGUMENT_DATA = {"source": "python", "factory": "argument:data"}
 

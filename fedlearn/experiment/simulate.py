@@ -32,6 +32,7 @@ from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import Devices
 from fedlearn.config.pieces import built
+from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.messages import ClientId, Scalar
@@ -47,7 +48,7 @@ from fedlearn.experiment.assemble import assemble, device_of, resolve, workers_u
 from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import gone_on, promise, with_ledger
 from fedlearn.experiment.progress import Progress, extend, progress_to
-from fedlearn.experiment.recorded import ARGUMENT_DATA, PYTHON_PIECES, config_of
+from fedlearn.experiment.recorded import ARGUMENT_DATA, config_of
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.site import Site
@@ -78,7 +79,7 @@ _ARGUMENT_DEVICES = "argument:devices"
 _WORKERS = "engine.num_workers"
 
 #: Tables of the configuration that the arguments of :func:`simulate` take the place of.
-_REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "metrics", "algorithm", "client"}
+_REPLACED_BY_ARGUMENTS = frozenset(tables_with(Use.ARGUMENT))
 
 
 @contextmanager

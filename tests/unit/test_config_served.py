@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedlearn.config import Config, Served, load, load_served, resolve_addresses
-from fedlearn.config.served import COMPUTED
+from fedlearn.config.tables import TABLES, Use, tables_with
 from fedlearn.errors import ConfigError
 
 FILE = """
@@ -22,9 +22,10 @@ epochs = 2
 """
 
 
-def test_every_key_of_the_tree_is_one_of_the_part_or_known_to_be_another() -> None:
-    """A new table of the tree must be put among them."""
-    assert Config.model_fields.keys() == Served.model_fields.keys() | COMPUTED
+def test_the_list_of_tables_has_every_key_of_the_tree_and_of_the_part_in_order() -> None:
+    """A new table of the tree must be put there; all that needs their names reads them there."""
+    assert tuple(Config.model_fields) == tuple(TABLES)
+    assert tuple(Served.model_fields) == tables_with(Use.SERVED)
 
 
 def test_the_part_says_what_the_tree_says(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""The top level of a run's configuration: every key and table, and what else uses it.
+
+This is the only list of them. :class:`~fedlearn.config.tree.Config` gives each its type, its
+default and its description, which takes torch; commands that need names alone do not wait for that.
+"""
+
+from collections.abc import Mapping
+from enum import Flag, auto
+from typing import Final
+
+
+class Use(Flag):
+    """What a key or table is used for, apart from the computation that it describes."""
+
+    NONE = 0
+    SERVED = auto()
+    """It says how a deployment is served and recorded: operators' commands read it alone."""
+    RESTART = auto()
+    """A deployed run goes on with another value, since it does not change what is computed."""
+    SIMULATED = auto()
+    """A deployed coordinator ignores it. Single keys of a table have this mark on their field."""
+    ARGUMENT = auto()
+    """An argument of ``fl.simulate`` takes its place."""
+    SHOWN = auto()
+    """``fedlearn show`` prints it."""
+
+
+#: Not a table of a configuration: what the pieces were of a run that was started from Python.
+PYTHON_PIECES: Final = "python"
+
+#: In the order of :class:`~fedlearn.config.tree.Config`.
+TABLES: Final[Mapping[str, Use]] = {
+    "name": Use.SERVED | Use.RESTART,
+    "seed": Use.NONE,
+    "num_rounds": Use.NONE,
+    "centralized": Use.SIMULATED,
+    "data": Use.ARGUMENT | Use.SHOWN,
+    "model": Use.ARGUMENT | Use.SHOWN,
+    "loss": Use.ARGUMENT,
+    "metrics": Use.ARGUMENT,
+    "algorithm": Use.ARGUMENT | Use.SHOWN,
+    "client": Use.ARGUMENT | Use.SHOWN,
+    "cohort": Use.SHOWN,
+    "stragglers": Use.SHOWN,
+    "late_updates": Use.SHOWN,
+    "asynchronous": Use.SHOWN,
+    "updates": Use.NONE,
+    "secure_aggregation": Use.SHOWN,
+    "privacy": Use.SHOWN,
+    "devices": Use.SIMULATED | Use.RESTART | Use.SHOWN,
+    "evaluation": Use.NONE,
+    "early_stopping": Use.NONE,
+    "engine": Use.RESTART,
+    "callbacks": Use.NONE,
+    "store": Use.SERVED | Use.RESTART,
+    "coordinator": Use.SERVED | Use.RESTART,
+    "flower": Use.SIMULATED,
+}
+
+
+def tables_with(use: Use) -> tuple[str, ...]:
+    """Return the keys and tables that have a use, in order."""
+    return tuple(name for name, uses in TABLES.items() if use in uses)
