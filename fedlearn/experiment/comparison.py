@@ -335,13 +335,16 @@ class Summary:
     def is_resumable(self) -> bool:
         """Whether `fedlearn resume NAME` is what to type next.
 
-        A coordinator goes on by itself, and what is alive goes on as it is. What failed before a
-        round of it was committed is mended and started anew: nothing is lost.
+        A coordinator continues by itself, and so does a run that is alive. A run that failed before
+        its first round was committed, or without a single report of its clients, is fixed and
+        started again: its model is still the initial one.
         """
         match self.record.status:
             case RunStatus.DONE | RunStatus.RUNNING:
                 return False
             case RunStatus.FAILED if self.num_finished == 0:
+                return False
+            case RunStatus.FAILED if self.num_asked > 0 and self.counts.reported == 0:
                 return False
             case _:
                 return not self.record.is_deployed

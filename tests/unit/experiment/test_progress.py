@@ -235,6 +235,24 @@ def test_a_failed_run_says_why_and_how_to_resume() -> None:
     assert not any("resume" in line for line in plain(ROUNDS))
 
 
+def test_a_run_that_failed_without_any_report_is_not_to_be_resumed() -> None:
+    """Its rounds are over, and its model is the initial one. One report in any round suffices."""
+    failed = replace(RUN, status=RunStatus.FAILED, error="no client reported")
+    nothing = tuple(
+        replace(each, participations=Participations.of(list(each.participations)[10:]))
+        for each in ROUNDS
+    )
+    interrupted = replace(failed, status=RunStatus.INTERRUPTED)
+    for rounds, record, is_resumable in (
+        (nothing, failed, False),
+        ((*nothing, ROUNDS[0]), failed, True),
+        (nothing, interrupted, True),
+    ):
+        end = plain(rounds, record)
+        assert ("next: fedlearn resume brisk-otter-17" in end) is is_resumable
+        assert "next: fedlearn show brisk-otter-17" in end
+
+
 def test_only_the_three_most_frequent_reasons_are_listed() -> None:
     """A thousand different failures must not scroll the result away."""
     rounds = tuple(finished(k, {}, reason=reason) for k, reason in enumerate("aaaabbbccd", start=0))
