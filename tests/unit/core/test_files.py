@@ -138,9 +138,8 @@ def test_names_are_synchronised_after_the_rename(
     assert steps == ["content", "name", "folder"]
 
 
-@pytest.mark.linux
 def test_other_errors_pass(tmp_path: Path) -> None:
-    """Only what the disk refuses is renamed, and sync_folder leaves that to its caller."""
+    """Only what the disk refuses is renamed."""
     with pytest.raises(ValueError, match="ours"), disk_errors(tmp_path, raises=StoreError):
         raise ValueError("ours")
     with (
@@ -148,5 +147,10 @@ def test_other_errors_pass(tmp_path: Path) -> None:
         disk_errors(tmp_path, raises=StoreError, doing="read"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.linux
+def test_a_folder_that_is_missing_is_not_made_durable(tmp_path: Path) -> None:
+    """Its caller renames the error; Windows, where the call does nothing, has none."""
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "missing")
