@@ -3,6 +3,8 @@
 import os
 import socket
 
+import pytest
+
 from fedlearn.client.forks import keep_from_forks
 
 
@@ -20,6 +22,7 @@ def is_open_in_a_child(link: socket.socket) -> bool:
     return os.waitstatus_to_exitcode(status) == 1
 
 
+@pytest.mark.linux
 def test_a_child_holds_what_is_not_kept_from_it_and_nothing_else() -> None:
     """The parent goes on with both."""
     kept, other = socket.socketpair()

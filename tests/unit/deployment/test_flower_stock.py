@@ -616,6 +616,7 @@ def make_half() -> nn.Module:
     return make_model().bfloat16()
 
 
+@pytest.mark.linux
 def test_a_coordinator_over_grpc_refuses_other_apps(tmp_path: Path) -> None:
     """They could not reach it."""
     write_config(tmp_path)
