@@ -12,22 +12,31 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import reduce, wraps
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fedlearn.cli.app import main
+from fedlearn.client import child
+from fedlearn.client.descendants import MARK
+from fedlearn.client.process import start_module
 from fedlearn.transport.grpc_environment import prepare_for_grpc
-from tests.processes import end_with_parent
+from tests.processes import end_with_parent, name_of
 
 #: What the commands import when they run, which takes seconds.
 _HEAVY = (
     "fedlearn.cli.overview",
     "fedlearn.cli.surroundings",
     "fedlearn.cli.tables",
+    "fedlearn.client.runtime",
     "fedlearn.deployment.coordinator",
+    "fedlearn.deployment.check_client",
     "fedlearn.deployment.join",
     "fedlearn.experiment.train",
     "fedlearn.parallel.checkpoints",
@@ -68,6 +77,7 @@ def run(request: dict[str, Any]) -> None:
     if "LD_PRELOAD" in os.environ:  # it takes effect in a program that is loaded
         again = [sys.executable, "-m", "fedlearn", *request["arguments"]]
         os.execv(sys.executable, again)  # noqa: S606 (ourselves)
+    replace(name_of(start_module), forking)
     for function, change in request["changes"]:
         replace(function, named(change))
     if request["crash"] is not None:
@@ -79,6 +89,65 @@ def run(request: dict[str, Any]) -> None:
     finally:
         Path(request["exit"]).write_text(str(code))
     sys.exit(code)
+
+
+def end_by(number: int) -> None:
+    """Send this process a signal and, if it only trains for its parent, that process first."""
+    if MARK in os.environ:
+        os.kill(os.getppid(), number)
+    os.kill(os.getpid(), number)
+    if number == signal.SIGKILL:
+        signal.pause()
+
+
+def forking(start: Any) -> Any:
+    """Have a training process be a fork, too, which has the same changes and crashes."""
+
+    @wraps(start)
+    def begin(
+        module: str,
+        link: socket.socket,
+        *,
+        variables: Mapping[str, str] | None = None,
+        **named: Any,
+    ) -> Any:
+        if module != child.__name__:
+            return start(module, link, variables=variables or {}, **named)
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            os.dup2(reading, 0)
+            os.close(reading)
+            os.close(writing)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT, signal.SIGTSTP):
+                signal.signal(number, signal.SIG_DFL)
+            os.environ.update(variables or {})
+            sys.argv = [module, str(link.fileno())]
+            child.main()
+        with suppress(OSError):  # it has done so, and perhaps ended
+            os.setpgid(pid, pid)
+        os.close(reading)
+        return Forked(pid, open(writing, "wb", buffering=0))  # noqa: PTH123 (a descriptor)
+
+    return begin
+
+
+@dataclass
+class Forked:
+    """What a training process is to the one that has started it: see :class:`subprocess.Popen`."""
+
+    pid: int
+    stdin: FileIO
+    returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 def play(script: str) -> int:
@@ -108,9 +177,7 @@ def crash_at(
 
     def die() -> None:
         Path(mark).write_text(function)
-        os.kill(os.getpid(), by)
-        if by == signal.SIGKILL:
-            signal.pause()
+        end_by(by)
 
     def crashing(called: Any) -> Any:
         @wraps(called)

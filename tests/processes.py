@@ -61,6 +61,11 @@ def children_of(pid: int) -> list[int]:
     return sorted(int(child) for each in tasks for child in each.read_text().split())
 
 
+def _is_guard(pid: int) -> bool:
+    """Return whether a process ends a training process whose parent has gone."""
+    return b"-S" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
 def end_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -107,39 +112,59 @@ class Process:
     Attributes:
         pid: Its number.
         stem: Of its files: ``.out``, ``.err``, ``.exit``, ``.crash``.
+        is_client: Whether it is ``fedlearn join``, which trains in a second process. What kills or
+            freezes one of the two does so to both.
+        descriptor: Of the process, in which signals are for it alone.
     """
 
     pid: int
     stem: Path
-    _descriptor: int
+    descriptor: int
+    is_client: bool
 
     @classmethod
-    def of(cls, pid: int, stem: Path) -> "Process":
-        return cls(pid, stem, os.pidfd_open(pid))
+    def of(cls, pid: int, stem: Path, *, is_client: bool) -> "Process":
+        return cls(pid, stem, os.pidfd_open(pid), is_client)
 
     @property
     def is_running(self) -> bool:
-        return not select.select([self._descriptor], [], [], 0.0)[0]
+        return not select.select([self.descriptor], [], [], 0.0)[0]
+
+    @property
+    def training(self) -> int:
+        """The number of the process that trains for a client."""
+        (found,) = (each for each in children_of(self.pid) if not _is_guard(each))
+        return found
 
     def send(self, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._descriptor, number)
+        """Send a signal; one that freezes, or ends that, also reaches a client's training."""
+        signal.pidfd_send_signal(self.descriptor, number)
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            self._send_training(number)
+
+    def _send_training(self, number: signal.Signals) -> None:
+        for each in children_of(self.pid) if self.is_client else []:
+            with suppress(ProcessLookupError):
+                os.killpg(each, number)
 
     def kill(self) -> None:
         """Kill it, and return when it is gone."""
         with suppress(ProcessLookupError):
+            self.send(signal.SIGSTOP)  # it must not see how its training process ends
+            self._send_training(signal.SIGKILL)
             self.send(signal.SIGKILL)
         self.wait()
 
     def wait(self, *, within_s: float = LONG_S) -> int | None:
         """Return its exit code once it has ended; ``None``: it was killed."""
-        ended = select.select([self._descriptor], [], [], within_s)[0]
+        ended = select.select([self.descriptor], [], [], within_s)[0]
         assert ended, f"{self.stem.name} runs on\n{self.tail()}"
         exit_file = self.stem.with_suffix(".exit")
         return int(exit_file.read_text()) if exit_file.exists() else None
 
     def close(self) -> None:
         self.kill()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def has_crashed_itself(self) -> bool:
         return self.stem.with_suffix(".crash").exists()
@@ -217,7 +242,7 @@ class Launcher:
             "crash": None if crash is None else _told(crash, stem),
             "changes": [(name_of(each.function), name_of(each.by)) for each in changes],
         }
-        return self._started(request, stem)
+        return self._started(request, stem, is_client=arguments[:1] == ("join",))
 
     def run(
         self, script: Path | str, *arguments: str, environ: Mapping[str, str] | None = None
@@ -243,13 +268,15 @@ class Launcher:
                     [str(script), *arguments], killed, process.out(), process.err()
                 )
 
-    def _started(self, request: Mapping[str, object], stem: Path) -> Process:
+    def _started(
+        self, request: Mapping[str, object], stem: Path, *, is_client: bool = False
+    ) -> Process:
         for end in (".out", ".err"):
             stem.with_suffix(end).touch()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return Process.of(int(self._line()), stem)
+        return Process.of(int(self._line()), stem, is_client=is_client)
 
     def _line(self) -> str:
         assert self._process.stdout is not None

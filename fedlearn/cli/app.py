@@ -6,6 +6,7 @@ Each imports what it needs when it runs: torch takes a second, ``fedlearn --help
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ import typer
 from fedlearn.cli import deployed, parallel
 from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED
 from fedlearn.cli.failures import report as report_failure
-from fedlearn.cli.logs import configure_logs
 from fedlearn.cli.options import (
     COORDINATOR_TOML,
     ConfigFile,
@@ -33,6 +33,7 @@ from fedlearn.cli.options import (
     RunsDir,
     examples,
 )
+from fedlearn.core.logs import configure_logs
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
 # Where rich is installed, typer escapes "[required]" for its markup, which is off here: without
@@ -479,7 +480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     rank = int(os.environ.get("RANK", "0"))
     debug = "--debug" in given or os.environ.get("FEDLEARN_DEBUG", "0") not in ("", "0")
-    configure_logs(debug=debug, quiet=rank > 0)
+    configure_logs(level=logging.DEBUG if debug else logging.INFO, quiet=rank > 0)
     prepare_for_grpc(os.environ, verbosity="ERROR")  # or every stranger at a port writes a line
     command = typer.main.get_command(app)
     try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
+from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.cli.options import (
     CLIENT_TOML,
     COORDINATOR_TOML,
@@ -348,16 +349,18 @@ def join(
 
     Typing this command is the consent to train on this machine's data.
     """
-    from fedlearn.deployment.join import check_before, join
+    from fedlearn.deployment.join import join
 
     if check:
+        from fedlearn.deployment.check_client import check_before
+
         check_before(invitation, task=task, home=home, config=config, addresses=address or ())
         return
     if task is None:
         raise ConfigError(
             "--task is missing: name the trainer, as module:Class or path/to/file.py:Class"
         )
-    join(
+    ended_in_order = join(
         invitation,
         task=task,
         home=home,
@@ -367,6 +370,8 @@ def join(
         num_workers=workers,
         addresses=address or (),
     )
+    if not ended_in_order:
+        raise typer.Exit(RUN_FAILED)
 
 
 @app.command(epilog=examples("rotate clinic-a", "rotate /var/lib/fedlearn"))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fedlearn.client.backoff import Backoff, Reconnection
+from fedlearn.client.backoff import Reconnection
 from fedlearn.client.callbacks import Caller
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
@@ -22,7 +22,13 @@ from fedlearn.client.folder import ClientFolder
 from fedlearn.client.loading import name_of, require_trainer
 from fedlearn.client.options import Changes, RuntimeOptions, Wake
 from fedlearn.client.policy import Policy
-from fedlearn.client.process import TrainingProcess, interpreter, is_training_process
+from fedlearn.client.process import (
+    STOP_S,
+    Restarts,
+    TrainingProcess,
+    interpreter,
+    is_training_process,
+)
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.addresses import require_addresses
@@ -30,12 +36,6 @@ from fedlearn.transport.addresses import require_addresses
 if TYPE_CHECKING:  # the application does not wait for torch
     from fedlearn.training.trainer import LocalTrainer
 
-#: Seconds that the process gets to end by itself; it gives its own training thread less.
-_STOP_S = 15.0
-#: A training process that lasted so long did not crash at once: it is soon started again.
-_STEADY_S = 60.0
-#: Longest wait before one that crashes time and again is started once more.
-_RESTART_S = 300.0
 #: Seconds that another process of this client gets to see that there is no consent any more.
 _ALONE_S = 30.0
 #: Seconds that a caller waits for what goes on in the background anyway.
@@ -354,7 +354,7 @@ class Agent:
     def _supervise(self) -> None:
         if not self._has_consent():
             self._erase_leftovers()
-        backoff = Backoff(_RESTART_S)
+        restarts = Restarts()
         with (
             closing(Caller("fedlearn-progress")) as progress,
             closing(Caller("fedlearn-probes")) as asking,
@@ -362,8 +362,7 @@ class Agent:
             while self._wait_until_wanted():
                 begin_s = _CLOCK.now_s()
                 crash = self._run_child(progress, asking)
-                if _CLOCK.now_s() - begin_s > _STEADY_S:
-                    backoff.reset()
+                ran_s = _CLOCK.now_s() - begin_s
                 if crash is None or self._is_stopping or not self._has_consent():
                     continue
                 _log.error("the training process has ended: %s", crash)
@@ -371,7 +370,7 @@ class Agent:
                 with self._changed:
                     self._is_woken = False
                     self._changed.wait_for(
-                        lambda: self._is_stopping or self._is_woken, timeout=backoff.next_s()
+                        lambda: self._is_stopping or self._is_woken, timeout=restarts.wait_s(ran_s)
                     )
 
     def _wait_until_wanted(self) -> bool:
@@ -426,24 +425,15 @@ class Agent:
             child.ask_to_stop()
         if self._probes != Probes():
             asking.call(partial(self._ask_probes, child, asking))
-        is_final, words = False, ""
         try:
-            for event in child.events():
-                if event.kind is EventKind.CRASHED:
-                    words = f": {event.message}"  # told with the exit code
-                    continue
-                is_final = is_final or event.is_final
-                self._hear(event, progress)
+            ending = child.follow(lambda event: self._hear(event, progress))
         finally:
-            code = child.end()
-            child.link.close()
             with self._changed:
                 self._child = None
                 self._changed.notify_all()
             self._update(is_running=False, pid=None, is_connected=False)
-        is_meant = is_final or child.was_asked_to_stop
-        self._exit_code = None if is_meant else code
-        return None if is_meant else f"exit code {code}{words}"
+        self._exit_code = ending.crash_code
+        return ending.crash
 
     def _ask_probes(self, child: TrainingProcess, asking: Caller) -> None:
         """Tell the process what the probes find, and again in a second, while it is the child."""
@@ -477,10 +467,10 @@ class Agent:
             if child is None:
                 return
             child.ask_to_stop()
-            if self._changed.wait_for(lambda: self._child is not child, timeout=_STOP_S):
+            if self._changed.wait_for(lambda: self._child is not child, timeout=STOP_S):
                 return
             child.kill()
-            self._changed.wait_for(lambda: self._child is not child, timeout=_STOP_S)
+            self._changed.wait_for(lambda: self._child is not child, timeout=STOP_S)
 
     def _hear(self, event: AgentEvent, progress: Caller) -> None:
         if event.kind is not EventKind.PROGRESS:

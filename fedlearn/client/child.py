@@ -1,4 +1,4 @@
-"""The process that an :class:`~fedlearn.client.agent.Agent` starts.
+"""The process that an :class:`~fedlearn.client.agent.Agent` starts, or ``fedlearn join``.
 
 It reads its options from standard input and talks to the application over one socket, a JSON
 object a line: events go out, facts about the device and wishes come in. When the socket closes, the
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -25,11 +25,15 @@ from fedlearn.client.family import END_S, end_family
 from fedlearn.client.folder import ClientFolder
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.links import take_link
-from fedlearn.client.options import CHANGES, OPTIONS
+from fedlearn.client.loading import find_modules_here
+from fedlearn.client.options import CHANGES, OPTIONS, RuntimeOptions
 from fedlearn.client.places import place_of, told_while_it_lasts
+from fedlearn.client.process import STUCK
 from fedlearn.client.signals import signals_call
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.logs import configure_logs
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
+from fedlearn.session.faults import in_users_code
 
 if TYPE_CHECKING:  # imported once it is watched whether the application is still there
     from fedlearn.client.runtime import Runtime
@@ -151,10 +155,10 @@ def _be_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-async def _run(runtime: "Runtime", application: _Application) -> None:
+async def _run(runtime: "Runtime", application: _Application) -> bool:
     application.attach(runtime)
     with signals_call({signal.SIGTERM: runtime.stop}):
-        await runtime.run()
+        return await runtime.run()
 
 
 def main() -> NoReturn:
@@ -164,9 +168,8 @@ def main() -> NoReturn:
     by whoever of the two is left.
     """
     application = _Application(take_link(sys.argv[1]))
-    code = 0
     try:
-        _serve(application)
+        code = _serve(application)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # noqa: BLE001 - it is told, and ends this process
@@ -181,28 +184,45 @@ def main() -> NoReturn:
     os._exit(code)
 
 
-def _serve(application: _Application) -> None:
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger("warning"),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+def _serve(application: _Application) -> int:
+    """Return the exit code."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=_be_worker)
     options = OPTIONS.validate_json(sys.stdin.buffer.read())
+    _configure_logs(options)
     from fedlearn.client.runtime import make_runtime  # noqa: PLC0415 (torch takes seconds)
+
+    if options.is_command:  # only now, so that no file there hides a module of those above
+        find_modules_here()
 
     try:
         with ClientFolder(options.home).locked(timeout_s=_PREDECESSOR_S):
             pass  # the process of an application that has just died ends within a batch
-        with told_while_it_lasts(f"{options.trainer} is still being made", application.tell):
+        with (
+            told_while_it_lasts(f"{options.trainer} is still being made", application.tell),
+            # An application's log is no place for an error's message, which may quote the data.
+            in_users_code() if options.is_command else nullcontext(),
+        ):
             runtime = make_runtime(options, on_event=application.tell)
     except FedlearnError as error:  # the trainer's, perhaps: there is no data
         application.tell_end(error)
-        return
+        return 0
     try:
-        asyncio.run(_run(runtime, application))
+        has_ended = asyncio.run(_run(runtime, application))
     except (DeploymentError, EnrolmentRefused) as error:
         application.tell_end(error)
+        return 0
+    return 0 if has_ended else STUCK
+
+
+def _configure_logs(options: RuntimeOptions) -> None:
+    if options.is_command:
+        configure_logs(level=options.log_level, quiet=False)
+    else:  # lines among those of an application
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(options.log_level),
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ What lies in it says :mod:`fedlearn.client.home`, which works with the rest.
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -192,6 +192,17 @@ class ClientFolder:
     @property
     def _spool(self) -> Path:
         return self.folder / "spool"
+
+
+def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
+    """Return the folder of the client called ``name``, by the XDG convention.
+
+    Example:
+        >>> default_home("clinic-a", environ={"XDG_DATA_HOME": "/data"})
+        PosixPath('/data/fedlearn/clinic-a')
+    """
+    base = environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "fedlearn" / name
 
 
 def content_of(path: Path) -> bytes:

@@ -137,6 +137,11 @@ def make_trainer(name: str) -> "LocalTrainer":
     return trainer
 
 
+def find_modules_here() -> None:
+    """Let a module in the working directory be found, as a script finds its neighbours."""
+    sys.path.insert(0, str(Path.cwd()))
+
+
 def _parts(name: str) -> tuple[str, str]:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:

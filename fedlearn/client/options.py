@@ -1,5 +1,6 @@
 """What a client's process is started with."""
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,10 @@ class RuntimeOptions:
         exit_code: What the process before this one ended with, in the same application, unless it
             was asked to end; negative: the number of the signal that killed it. ``None``: there was
             none.
+        is_command: Whether this is the training process of ``fedlearn join``. Its user reads
+            standard error: it logs as all commands do, and an error in making the trainer is
+            reported with its message. The trainer may lie in the working directory.
+        log_level: Events below this level are dropped; a constant of :mod:`logging`.
     """
 
     home: Path
@@ -38,6 +43,8 @@ class RuntimeOptions:
     roster: Path | None = None
     addresses: tuple[str, ...] = ()
     exit_code: int | None = None
+    is_command: bool = False
+    log_level: int = logging.WARNING
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,12 @@ import logging
 import multiprocessing.spawn
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Self
 
 from pydantic import TypeAdapter
 
+from fedlearn.client.backoff import Backoff
 from fedlearn.client.conditions import Facts
 from fedlearn.client.descendants import MARK, end_marked, fresh_mark
-from fedlearn.client.events import AgentEvent
+from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.family import Family
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.links import Handover
@@ -29,6 +31,14 @@ from fedlearn.core.forking import in_new_group
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
+#: Seconds that the process gets to end by itself; it gives its own training thread less.
+STOP_S = 15.0
+#: Exit code of a process that was asked to end while a training did not listen.
+STUCK = 3
+#: A training process that lasted so long did not crash at once: it is soon started again.
+_STEADY_S = 60.0
+#: Longest wait before one that crashes time and again is started once more.
+_RESTART_S = 300.0
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _CHILD = "fedlearn.client.child"
@@ -38,6 +48,37 @@ _EVENT = TypeAdapter(AgentEvent)
 
 # In the application's process: what becomes of a line is the application's to say.
 _log = logging.getLogger(__name__)
+
+
+class Restarts:
+    """How long to wait before a training process that has crashed is started again."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(_RESTART_S)
+
+    def wait_s(self, ran_s: float) -> float:
+        """Return the seconds to wait after a process that ran for ``ran_s`` seconds."""
+        if ran_s > _STEADY_S:
+            self._backoff.reset()
+        return self._backoff.next_s()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a training process has ended.
+
+    Attributes:
+        code: Its exit code; negative: the number of the signal that killed it.
+        crash: What ended it, in words. ``None``: it was asked to end, or its last event was final.
+    """
+
+    code: int
+    crash: str | None
+
+    @property
+    def crash_code(self) -> int | None:
+        """What the next process is told of this one: see :class:`RuntimeOptions`."""
+        return None if self.crash is None else self.code
 
 
 @dataclass(eq=False)
@@ -117,10 +158,40 @@ class TrainingProcess:
                     else:
                         yield event
 
+    def follow(self, on_event: Callable[[AgentEvent], None]) -> Ending:
+        """Pass on events until the process has ended, and all that its trainer has started.
+
+        Args:
+            on_event: Called with each event but a crash, which is part of what is returned.
+        """
+        is_final, words = False, ""
+        try:
+            for event in self.events():
+                if event.kind is EventKind.CRASHED:
+                    words = f": {event.message}"
+                    continue
+                is_final = is_final or event.is_final
+                on_event(event)
+        finally:
+            code = self.end()
+            self.link.close()
+        is_meant = is_final or self.was_asked_to_stop
+        return Ending(code=code, crash=None if is_meant else f"exit code {code}{words}")
+
     def ask_to_stop(self) -> None:
         """Have the process end at the next batch, or at once if it is still starting."""
         self.was_asked_to_stop = True
         self.tell(Stop())
+
+    def suspend(self) -> None:
+        """Have the process and its group stand still until :meth:`resume`; not on Windows."""
+        if sys.platform != "win32":
+            self._send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Have them continue."""
+        if sys.platform != "win32":
+            self._send(signal.SIGCONT)
 
     def kill(self) -> None:
         """End the process, and those that its trainer has started, at once."""
@@ -142,6 +213,12 @@ class TrainingProcess:
         """Send what the application knows or wants; a process that has ended does not hear it."""
         with suppress(OSError):
             self.link.sendall(json.dumps({type(told).__name__: asdict(told)}).encode() + b"\n")
+
+    def _send(self, number: signal.Signals) -> None:
+        # Without the lock: a signal handler may interrupt the thread that holds it.
+        if sys.platform != "win32" and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
 
 def interpreter() -> str:

@@ -1,8 +1,7 @@
 """The client's own process: an event loop for the network, a thread for training.
 
 What is done when is decided by :mod:`fedlearn.client.conversation`; this module performs it.
-:class:`~fedlearn.client.agent.Agent` runs it in a child process, ``fedlearn join`` in the
-foreground.
+:class:`~fedlearn.client.agent.Agent` and ``fedlearn join`` run it in a child process.
 """
 
 import asyncio

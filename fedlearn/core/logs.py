@@ -1,17 +1,17 @@
 """Logs go to standard error, so that standard output is for results alone."""
 
-import logging
 import sys
 
 import structlog
 
 
-def configure_logs(*, debug: bool, quiet: bool) -> None:
+def configure_logs(*, level: int, quiet: bool) -> None:
     """Send structlog's events to standard error: lines for a person, JSON off a terminal.
 
-    Where it is ``quiet``, as in a worker of torchrun, nothing is said at all.
+    Args:
+        level: Events below this level are dropped; a constant of :mod:`logging`.
+        quiet: Whether all events are dropped, as in a worker of torchrun.
     """
-    level = logging.DEBUG if debug else logging.INFO
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()

@@ -1,29 +1,35 @@
-"""A client in the foreground: ``fedlearn join``."""
+"""A client in the foreground: ``fedlearn join``.
 
-import asyncio
+Training runs in a second process, which imports torch. This one starts it again when it crashes,
+so that the coordinator hears at once of a task in which the trainer has ended its process.
+"""
+
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from itertools import chain
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
-from fedlearn.client.diagnosis import Finding, Verdict, diagnose
+import structlog
+
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.home import Home
-from fedlearn.client.options import RuntimeOptions
-from fedlearn.client.runtime import Runtime, make_runtime
-from fedlearn.client.signals import signals_call
+from fedlearn.client.folder import ClientFolder, default_home
+from fedlearn.client.options import RuntimeOptions, Wake
+from fedlearn.client.process import STOP_S, STUCK, Restarts, TrainingProcess, interpreter
 from fedlearn.config import load_client
-from fedlearn.deployment.known_keys import default_home
-from fedlearn.errors import ConfigError, DeploymentError
+from fedlearn.core.clock import SystemClock
+from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
-from fedlearn.session.faults import in_users_code
 from fedlearn.transport.addresses import require_addresses
 
-#: What the process ends with when the user's training does not listen.
-_STUCK = 3
+#: Seconds between two looks at whether a pause has ended.
+_LOOK_S = 0.1
+_CLOCK = SystemClock()
 
 
 def join(
@@ -37,26 +43,28 @@ def join(
     num_workers: int | None = None,
     addresses: Sequence[str] = (),
     out: TextIO = sys.stdout,
-) -> None:
+) -> bool:
     """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
 
     SIGCONT has it look for its coordinator at once; Windows has no such signal.
 
     The arguments are those of the command ``fedlearn join``. Without a ``home`` it is that of
-    :func:`default_home`, without ``num_workers`` they are those of ``config``; ``out`` is told what
-    happens, a line for each step.
+    :func:`~fedlearn.client.folder.default_home`, without ``num_workers`` they are those of
+    ``config``; ``out`` is told what happens, a line for each step.
+
+    Returns:
+        Whether the client ended in order; false: a training did not stop, and was killed.
 
     Raises:
         ConfigError: There is something wrong with ``config``.
-        DeploymentError: The invitation, the trainer, the folder or an address is of no use.
-        EnrolmentRefused: The coordinator does not take the invitation.
+        DeploymentError: The invitation, the trainer, the folder or an address is of no use, or the
+            coordinator does not take the invitation.
     """
     given = load_client(config)
-    folder = home or _home(invitation)
-    Home(folder).set_consent(granted=True)  # the command is the consent
-    _find_modules_here()
+    folder = ClientFolder(home or home_of(invitation))
+    folder.set_consent(granted=True)  # the command is the consent
     options = RuntimeOptions(
-        home=folder,
+        home=folder.folder,
         trainer=task,
         invitation=invitation,
         conditions=given.to_conditions(),
@@ -65,74 +73,143 @@ def join(
         reconnection=given.to_reconnection(),
         roster=roster,
         addresses=require_addresses(addresses),
+        is_command=True,
+        log_level=structlog.get_logger().get_effective_level(),
     )
-
-    def tell(event: AgentEvent) -> None:
-        if event.kind is not EventKind.PROGRESS:  # that is not worth a line
-            print(_line(event), file=out, flush=True)
-
-    with in_users_code():
-        runtime = make_runtime(options, on_event=tell)
-    if not asyncio.run(_run(runtime)):
-        os._exit(_STUCK)  # a training thread that does not end would keep the process
+    supervisor = _Supervisor(options, folder, out)
+    with _signals_call(supervisor):
+        supervisor.run()
+    return not supervisor.is_stuck
 
 
-def check_before(
-    invitation: Path,
-    *,
-    task: str | None,
-    home: Path | None,
-    config: Path | None,
-    addresses: Sequence[str] = (),
-    out: TextIO = sys.stdout,
-) -> None:
-    """Look whether this machine could take part, a line for each thing; joins nothing.
+@dataclass
+class _Supervisor:
+    """Runs one training process after the other, until it is stopped or consent is revoked.
 
-    Raises:
-        DeploymentError: Something is in the way; the lines say what.
+    Attributes:
+        is_stuck: Whether a training did not stop when it was asked to.
     """
-    folder = home or _home(invitation)
-    _find_modules_here()
-    problems = []
-    own = [] if config is None else [_config_finding(config)]
-    known = require_addresses(addresses)
-    findings = diagnose(invitation, home=folder, trainer=task, addresses=known)
-    for finding in chain(own, findings):
-        print(f"{finding.verdict:<4} {finding.name}: {finding.message}", file=out, flush=True)
-        problems += [] if finding.is_fine else [finding.name]
-    if problems:
-        raise DeploymentError(
-            f"this device cannot take part yet: {', '.join(problems)}; see the lines above"
-        )
+
+    options: RuntimeOptions
+    folder: ClientFolder
+    out: TextIO
+    is_stuck: bool = False
+    _is_stopping: bool = False
+    _is_woken: bool = False
+    _child: TrainingProcess | None = None
+    _final: str | None = None
+
+    def stop(self) -> None:
+        """End the training process at its next batch, or at once if it is still starting."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        if self._child is not None:
+            self._end(self._child)
+
+    def wake(self) -> None:
+        """Look for the coordinator now, or start the training process again now."""
+        self._is_woken = True
+        if self._child is not None:
+            self._child.resume()
+            self._child.tell(Wake())
+
+    def suspend(self) -> None:
+        """Stand still, as at Ctrl-Z: the terminal does not know the training process."""
+        if self._child is not None:
+            self._child.suspend()
+        if sys.platform != "win32":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def run(self) -> None:
+        """Return when the last training process has ended.
+
+        Raises:
+            DeploymentError: It cannot take part; the message is the training process's.
+        """
+        restarts = Restarts()
+        while not self._is_stopping and self.folder.has_consent():
+            begin_s = _CLOCK.now_s()
+            self._run_child()
+            ran_s = _CLOCK.now_s() - begin_s
+            if self.options.exit_code is not None:
+                self._pause(restarts.wait_s(ran_s))
+
+    def _run_child(self) -> None:
+        """Run one training process to its end."""
+        try:
+            child = TrainingProcess.start(self.options, python=interpreter())
+        except OSError as error:
+            raise DeploymentError(f"the training process cannot be started: {error}") from error
+        self._child = child
+        if self._is_stopping:
+            self._end(child)
+        try:
+            ending = child.follow(self._hear)
+        finally:
+            self._child = None
+        if self._final is not None:
+            raise DeploymentError(self._final)
+        if child.was_asked_to_stop and ending.code == STUCK:
+            self.is_stuck = True
+        self.options = replace(self.options, exit_code=ending.crash_code)
+        if ending.crash is not None and self.folder.has_consent():
+            self._print(AgentEvent(kind=EventKind.CRASHED, message=ending.crash))
+
+    def _end(self, child: TrainingProcess) -> None:
+        child.ask_to_stop()
+        timer = threading.Timer(STOP_S, self._kill, [child])
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self, child: TrainingProcess) -> None:
+        """End a training that keeps its process from listening, as native code may."""
+        if self._child is child:
+            self.is_stuck = True
+            child.kill()
+
+    def _pause(self, wait_s: float) -> None:
+        self._is_woken = False
+        until_s = _CLOCK.now_s() + wait_s
+        while not (self._is_stopping or self._is_woken) and _CLOCK.now_s() < until_s:
+            _CLOCK.sleep(_LOOK_S)
+
+    def _hear(self, event: AgentEvent) -> None:
+        if event.is_final:
+            self._final = event.message
+        elif event.kind is not EventKind.PROGRESS:  # that is not worth a line
+            self._print(event)
+
+    def _print(self, event: AgentEvent) -> None:
+        try:
+            print(_line(event), file=self.out, flush=True)
+        except OSError:  # standard output was closed
+            self.stop()
+            raise
 
 
-def _find_modules_here() -> None:
-    """Let a module in the working directory be found, as a script finds its neighbours."""
-    sys.path.insert(0, str(Path.cwd()))
-
-
-def _config_finding(config: Path) -> Finding:
-    try:
-        policy = load_client(config).to_policy()
-    except ConfigError as error:
-        return Finding("config", Verdict.BAD, str(error))
-    if warning := policy.secure_aggregation.warning:
-        return Finding("config", Verdict.WARNING, f"{config}: {warning}")
-    return Finding("config", Verdict.OK, f"{config} can be used")
-
-
-def _home(invitation: Path) -> Path:
+def home_of(invitation: Path) -> Path:
+    """Return the folder that a client has by its invitation alone."""
     return default_home(Invitation.load(invitation).name, environ=os.environ)
 
 
-async def _run(runtime: Runtime) -> bool:
-    callbacks = {signal.SIGTERM: runtime.stop, signal.SIGINT: runtime.stop}
+@contextmanager
+def _signals_call(supervisor: _Supervisor) -> Iterator[None]:
+    callbacks = {signal.SIGTERM: supervisor.stop, signal.SIGINT: supervisor.stop}
     if sys.platform != "win32":
         # Of all signals the one that does no harm before this line, and comes by itself after a
         # stop.
-        callbacks[signal.SIGCONT] = runtime.wake
-    with signals_call(callbacks):
-        return await runtime.run()
+        callbacks |= {signal.SIGCONT: supervisor.wake, signal.SIGTSTP: supervisor.suspend}
+
+    def handle(number: int, _: FrameType | None) -> None:
+        callbacks[signal.Signals(number)]()
+
+    before = {number: signal.signal(number, handle) for number in callbacks}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _line(event: AgentEvent) -> str:

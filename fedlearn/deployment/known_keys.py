@@ -3,22 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from fedlearn.client.folder import default_home
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError
 from fedlearn.session.pins import Pins
-
-
-def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
-    """Return the folder of the client called ``name``, by the XDG convention.
-
-    Example:
-        >>> default_home("clinic-a", environ={"XDG_DATA_HOME": "/data"})
-        PosixPath('/data/fedlearn/clinic-a')
-    """
-    base = environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "fedlearn" / name
 
 
 def client_home(client: str, *, environ: Mapping[str, str]) -> Home:

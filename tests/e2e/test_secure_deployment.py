@@ -17,7 +17,7 @@ from tests.e2e.deployed import SECURE, Site, site_in
 from tests.processes import LONG_S, Crash, Launcher
 
 NUM_CLIENTS, NUM_ROUNDS = 5, 2
-#: A trainer whose process is killed when it has the model, once.
+#: A trainer whose client is killed when it has the model, once: both its processes.
 DYING = """
 import os
 import signal
@@ -38,7 +38,8 @@ class Dying:
     def train(self, tensors, *, context):
         if not MARK.exists():
             MARK.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            for pid in (os.getppid(), os.getpid()):
+                os.kill(pid, signal.SIGKILL)
         return self.trainer.train(tensors, context=context)
 """
 #: Rounding in the first round moves what the second trains on.

@@ -92,7 +92,7 @@ def test_a_client_trains_with_a_worker_and_outlives_it(launcher: Launcher, tmp_p
             assert as_torch()
             asked = pool.submit(train, ENDLESS)
             has_said(client, "round 2: training")
-            (worker,) = children_of(client.pid)
+            (worker,) = children_of(client.training)
             os.kill(worker, signal.SIGKILL)
             reply = asked.result()
             assert isinstance(reply, Failure)
@@ -101,7 +101,7 @@ def test_a_client_trains_with_a_worker_and_outlives_it(launcher: Launcher, tmp_p
 
             asked = pool.submit(train, ENDLESS, _PATIENCE_S)
             has_said(client, "round 4: training")
-            (worker,) = children_of(client.pid)
+            (worker,) = children_of(client.training)
             descriptor = os.pidfd_open(worker)
             client.kill()
             assert is_gone(descriptor, within_s=LONG_S)
@@ -121,7 +121,7 @@ def test_a_run_goes_through_with_a_client_of_two_processes(
         shared = site.join(0, "--workers", "2")
         site.join(1)
         site.until_round(coordinator, 1)
-        (worker,) = children_of(shared.pid)
+        (worker,) = children_of(shared.training)
         descriptor = os.pidfd_open(worker)
         assert coordinator.wait() == 0, coordinator.tail()
         assert len(site.rounds()) == 3

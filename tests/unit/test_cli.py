@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import os
 import re
 import subprocess
@@ -18,8 +19,8 @@ import typer
 from fedlearn import errors
 from fedlearn.cli.app import main
 from fedlearn.cli.failures import RunEnded, exit_code, json_line, message, report
-from fedlearn.cli.logs import configure_logs
 from fedlearn.cli.surroundings import followed
+from fedlearn.core.logs import configure_logs
 from fedlearn.errors import (
     Aborted,
     ConfigError,
@@ -436,7 +437,7 @@ def test_an_export_does_not_replace_a_file_unless_forced(
 
 def test_logs_are_json_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Off a terminal; standard output is for results alone."""
-    configure_logs(debug=False, quiet=False)
+    configure_logs(level=logging.INFO, quiet=False)
     log = structlog.get_logger("fedlearn")
     log.debug("too_much")
     log.warning("request_failed", client_id=3)
@@ -448,6 +449,6 @@ def test_logs_are_json_on_standard_error(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_quiet_worker_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Not even what is critical: rank 0 says it."""
-    configure_logs(debug=True, quiet=True)
+    configure_logs(level=logging.DEBUG, quiet=True)
     structlog.get_logger("fedlearn").critical("all_is_lost")
     assert capsys.readouterr() == ("", "")

@@ -2,9 +2,12 @@
 
 import io
 import os
+import select
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,12 @@ from torch import nn
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
+from fedlearn.cli.failures import BAD_INPUT, RUN_FAILED
 from fedlearn.core.messages import EvaluateReply, Failure
-from fedlearn.deployment.join import check_before, join
+from fedlearn.deployment.check_client import check_before
 from fedlearn.errors import DeploymentError
 from fedlearn.testing import FakeCoordinator
+from tests.processes import LONG_S, Launcher, Process, until
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,12 @@ def test_the_file_is_looked_at_before_the_network(tmp_path: Path, text: str, lin
     assert "TLS: its certificate" in out.getvalue()
 
 
+@pytest.fixture
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what is added to where modules are found."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.mark.usefixtures("own_path")
 def test_a_trainer_beside_the_user_is_found_before_joining(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +91,7 @@ def test_without_a_file_nothing_is_said_of_it(tmp_path: Path) -> None:
 
 
 TRAINER = """import os
+import time
 import torch
 from torch import nn
 from fedlearn.client import TorchTrainer
@@ -88,57 +100,58 @@ class Trainer(TorchTrainer):
     def train(self, tensors, *, context):
         raise RuntimeError("no tape in the drive")
 
-def trainer():
-    return Trainer.of(lambda: nn.Linear(4, 3), torch.randn(12, 4), torch.arange(12) % 3)
+class Deaf(TorchTrainer):
+    def train(self, tensors, *, context):
+        time.sleep(3600)
+
+def trainer(kind=Trainer):
+    return kind.of(lambda: nn.Linear(4, 3), torch.randn(12, 4), torch.arange(12) % 3)
+
+def deaf():
+    return trainer(Deaf)
 
 def unset():
     return os.environ["FEDLEARN_NO_SUCH_VARIABLE"]
 """
+SETTINGS = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
 
 
-def take_part(folder: Path, invitation: Path, name: str) -> str:
-    """Join until somebody stops this process; return what was printed."""
+@contextmanager
+def joined(
+    launcher: Launcher, folder: Path, coordinator: FakeCoordinator, name: str
+) -> Iterator[Process]:
+    """Run ``fedlearn join`` with a trainer until the block ends."""
     (folder / "trainer.py").write_text(TRAINER)
-    out = io.StringIO()
-    join(
-        invitation,
-        task=f"{folder / 'trainer.py'}:{name}",
-        home=folder / "home",
-        config=None,
-        require_secure_aggregation=False,
-        out=out,
+    process = launcher.launch(
+        folder / "joined.log",
+        *("join", str(coordinator.invite("clinic-a")), "--home", "home"),
+        *("--task", f"{folder / 'trainer.py'}:{name}"),
+        environ=os.environ,
     )
-    return out.getvalue()
+    try:
+        yield process
+    finally:
+        process.close()
 
 
-@pytest.fixture
-def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what joining adds to where modules are found."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-
-@pytest.mark.usefixtures("own_path")
-def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     """By the trainer's line, and by the round that was finished."""
-    settings = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
-    with FakeCoordinator() as coordinator, ThreadPoolExecutor(1) as thread:
-
-        def ask() -> tuple[object, object]:
-            try:
-                coordinator.wait_for(1, timeout_s=60.0)
-                trained = coordinator.train(nn.Linear(4, 3), settings)["clinic-a"]
-                return trained, coordinator.evaluate(nn.Linear(4, 3))["clinic-a"]
-            finally:
-                if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-        invitation = coordinator.invite("clinic-a")
-        asked = thread.submit(ask)
-        printed = take_part(tmp_path, invitation, "trainer")
-        trained, evaluated = asked.result(timeout=60.0)
+    with (
+        FakeCoordinator() as coordinator,
+        joined(launcher, tmp_path, coordinator, "trainer") as client,
+    ):
+        coordinator.wait_for(1, timeout_s=LONG_S)
+        trained = coordinator.train(nn.Linear(4, 3), SETTINGS, deadline_s=LONG_S)["clinic-a"]
+        evaluated = coordinator.evaluate(nn.Linear(4, 3))["clinic-a"]
+        client.send(signal.SIGTERM)
+        assert client.wait() == 0, client.tail()
+        printed = client.out()
     assert trained == Failure("RuntimeError")
     assert isinstance(evaluated, EvaluateReply)
-    place = f"{tmp_path / 'trainer.py'}:8, in train"
+    place = f"{tmp_path / 'trainer.py'}:9, in train"
     lines = [line for line in printed.splitlines() if line.startswith("round")]
     assert lines[:2] == [
         "round 1: training",
@@ -148,11 +161,42 @@ def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(tmp_path: Path
     assert "round 2" not in printed
 
 
-@pytest.mark.usefixtures("own_path")
-def test_a_trainer_that_cannot_be_made_is_named_by_its_line(tmp_path: Path) -> None:
-    """Not as something unexpected."""
+@pytest.mark.slow
+def test_a_trainer_that_cannot_be_made_is_named_by_its_line(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Not as something unexpected, and it is not tried again."""
     with (
         FakeCoordinator() as coordinator,
-        pytest.raises(DeploymentError, match=r"trainer.py:14, in unset: KeyError: 'FEDLEARN_NO_"),
+        joined(launcher, tmp_path, coordinator, "unset") as client,
     ):
-        take_part(tmp_path, coordinator.invite("clinic-a"), "unset")
+        assert client.wait() == BAD_INPUT, client.tail()
+        (line,) = client.err().splitlines()
+    assert line.startswith(f"fedlearn: {tmp_path / 'trainer.py'}:22, in unset: KeyError: 'FEDLEARN")
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state in /proc; ``T`` is stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.slow
+def test_the_terminal_and_the_kernel_end_both_processes(launcher: Launcher, tmp_path: Path) -> None:
+    """Ctrl-Z freezes both; a deaf training is ended with exit code 3; SIGKILL of one ends both."""
+    with FakeCoordinator() as coordinator, ThreadPoolExecutor(1) as thread:
+        with joined(launcher, tmp_path, coordinator, "deaf") as client:
+            coordinator.wait_for(1, timeout_s=LONG_S)
+            thread.submit(coordinator.train, nn.Linear(4, 3), SETTINGS, deadline_s=1.0)
+            until(lambda: "round 1: training" in client.out(), told=client.tail)
+            signal.pidfd_send_signal(client.descriptor, signal.SIGTSTP)
+            until(lambda: state_of(client.training) == "T" == state_of(client.pid))
+            signal.pidfd_send_signal(client.descriptor, signal.SIGCONT)
+            until(lambda: state_of(client.training) != "T" != state_of(client.pid))
+            client.send(signal.SIGTERM)
+            assert client.wait() == RUN_FAILED, client.tail()
+        with joined(launcher, tmp_path, coordinator, "trainer") as client:
+            coordinator.wait_for(1, timeout_s=LONG_S)
+            training = os.pidfd_open(client.training)
+            signal.pidfd_send_signal(client.descriptor, signal.SIGKILL)
+            assert select.select([training], [], [], LONG_S)[0], "it trains on"
+            os.close(training)

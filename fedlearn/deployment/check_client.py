@@ -1,0 +1,53 @@
+"""Whether this machine could take part: ``fedlearn join --check``."""
+
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TextIO
+
+from fedlearn.client.diagnosis import Finding, Verdict, diagnose
+from fedlearn.client.loading import find_modules_here
+from fedlearn.config import load_client
+from fedlearn.deployment.join import home_of
+from fedlearn.errors import ConfigError, DeploymentError
+from fedlearn.transport.addresses import require_addresses
+
+
+def check_before(
+    invitation: Path,
+    *,
+    task: str | None,
+    home: Path | None,
+    config: Path | None,
+    addresses: Sequence[str] = (),
+    out: TextIO = sys.stdout,
+) -> None:
+    """Look whether this machine could take part, a line for each thing; joins nothing.
+
+    Raises:
+        DeploymentError: Something is in the way; the lines say what.
+    """
+    folder = home or home_of(invitation)
+    find_modules_here()
+    problems = []
+    own = [] if config is None else [_config_finding(config)]
+    known = require_addresses(addresses)
+    findings = diagnose(invitation, home=folder, trainer=task, addresses=known)
+    for finding in chain(own, findings):
+        print(f"{finding.verdict:<4} {finding.name}: {finding.message}", file=out, flush=True)
+        problems += [] if finding.is_fine else [finding.name]
+    if problems:
+        raise DeploymentError(
+            f"this device cannot take part yet: {', '.join(problems)}; see the lines above"
+        )
+
+
+def _config_finding(config: Path) -> Finding:
+    try:
+        policy = load_client(config).to_policy()
+    except ConfigError as error:
+        return Finding("config", Verdict.BAD, str(error))
+    if warning := policy.secure_aggregation.warning:
+        return Finding("config", Verdict.WARNING, f"{config}: {warning}")
+    return Finding("config", Verdict.OK, f"{config} can be used")
