@@ -128,7 +128,7 @@ def task_of(
         num_steps=NUM_STEPS,
         optimizer=OPTIMIZERS[optimizer],
         rate=Rate(base_batch_size=BATCH_SIZE // 2, warmup_steps=3),
-        max_gradient_norm=MAX_NORM,
+        gradient_clip_norm=MAX_NORM,
         seed=Seed(1),
         spread=Spread(mesh=mesh or Mesh(), **spread),
     )

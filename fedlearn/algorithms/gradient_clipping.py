@@ -14,7 +14,7 @@ from fedlearn.core.ranges import Positive, Ranged
 class ClippedGradients(Ranged, Around):
     r"""Scales each step's gradient :math:`g` by :math:`\min(1, C / \|g\|_2)`.
 
-    C is ``max_gradient_norm``. The norm is that of all trainable parameters
+    C is ``gradient_clip_norm``. The norm is that of all trainable parameters
     together, as of ``torch.nn.utils.clip_grad_norm_``.
 
     References:
@@ -24,7 +24,7 @@ class ClippedGradients(Ranged, Around):
 
     takes_flat: ClassVar[bool] = True
 
-    max_gradient_norm: Annotated[Positive, doc("Gradients are clipped to this norm, > 0.")]
+    gradient_clip_norm: Annotated[Positive, doc("Gradients are clipped to this norm, > 0.")]
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
@@ -35,6 +35,6 @@ class ClippedGradients(Ranged, Around):
         )
         norm_K = torch.linalg.vector_norm(norms_GK, dim=0)
         # A norm of zero divides to infinity, and is not scaled; one that is not finite stays so.
-        scale_K = (self.max_gradient_norm / norm_K).clamp(max=1.0)
+        scale_K = (self.gradient_clip_norm / norm_K).clamp(max=1.0)
         clipped = [g * scale_K.view(-1, *[1] * (g.dim() - 1)) for g in grads]
         self.inner.step(x, clipped, memory, told=told, moment=moment)

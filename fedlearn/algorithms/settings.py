@@ -56,6 +56,9 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
 #: Pieces by which a client adds noise of its own to all that it sends.
 _NOISED = frozenset({"noised_gradients", "noised_update"})
 
+#: Names of fields in earlier versions, which clients of these still read.
+_TRAVELS_AS = {"gradient_clip_norm": "max_gradient_norm", "update_clip_norm": "max_update_norm"}
+
 _INNER = "inner"
 #: Before the name of a transform of the user's own.
 _TRANSFORM = "transform:"
@@ -90,8 +93,8 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
             )
         is_transform = place >= first_transform
         names.append(_transform_name(type(piece)) if is_transform else _name(type(piece)))
-        for name in _fields(type(piece)):
-            value = getattr(piece, name)
+        for name, field in _fields(type(piece)).items():
+            value = getattr(piece, field.name)
             if isinstance(value, np.generic):
                 value = value.item()
             if name in settings or name == PIECES:
@@ -350,7 +353,12 @@ def _name(kind: _Kind) -> str:
 
 
 def _fields(kind: _Kind) -> dict[str, Field[Any]]:
-    return {field.name: field for field in fields(kind) if field.name != _INNER}
+    """Return the fields of a piece by the names under which they travel."""
+    return {
+        _TRAVELS_AS.get(field.name, field.name): field
+        for field in fields(kind)
+        if field.name != _INNER
+    }
 
 
 def _names(settings: Settings) -> list[str]:
@@ -384,7 +392,7 @@ def _read(settings: Settings, kind: _Kind) -> dict[str, Scalar]:
     """
     own, hints = _fields(kind), get_type_hints(kind)
     present = [name for name in own if name in settings or own[name].default is MISSING]
-    return {name: _read_one(settings, name, hints[name]) for name in present}
+    return {own[name].name: _read_one(settings, name, hints[own[name].name]) for name in present}
 
 
 def _read_one(settings: Settings, name: str, hint: Any) -> Scalar:  # Any: a type

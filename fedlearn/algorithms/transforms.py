@@ -127,7 +127,7 @@ class ClippedUpdates(Ranged):
     scaled: they are averaged as values, and their size says nothing about training.
 
     Attributes:
-        max_update_norm: C > 0.
+        update_clip_norm: C > 0.
 
     References:
         McMahan et al., 2018, `Learning Differentially Private Recurrent Language Models
@@ -136,12 +136,12 @@ class ClippedUpdates(Ranged):
 
     takes_blocks: ClassVar[bool] = True
 
-    max_update_norm: Positive
+    update_clip_norm: Positive
 
     def __call__(self, updates: Updates) -> Updates:
         """Return the updates with their deltas clipped."""
         trained, statistics = updates.delta_parts()
-        clipped = clipped_rows(trained, bound=self.max_update_norm)
+        clipped = clipped_rows(trained, bound=self.update_clip_norm)
         delta = torch.cat([clipped, statistics], dim=1) if statistics.shape[1] else clipped
         return replace(updates, lanes={**updates.lanes, DELTA.name: delta})
 
@@ -153,7 +153,7 @@ _AT_BOUND = 1e-5
 def last_clip(transforms: Sequence[Transform]) -> float | None:
     """Return the norm to which updates are clipped; ``None``: the last transform is no clip."""
     last = transforms[-1] if transforms else None
-    return last.max_update_norm if isinstance(last, ClippedUpdates) else None
+    return last.update_clip_norm if isinstance(last, ClippedUpdates) else None
 
 
 def is_clipped(trained: Tensor, *, clip_norm: float) -> bool:

@@ -96,12 +96,12 @@ class Pieces:
     @property
     def asynchrony(self) -> Asynchrony | None:
         """When the server steps in an asynchronous run; ``None``: when a cohort has reported."""
-        return self.config.asynchronous.asynchrony()
+        return self.config.asynchrony()
 
     @property
     def late_updates(self) -> LateUpdates | None:
         """What becomes of updates that miss the close of their round; ``None``: dropped."""
-        return self.config.late_updates.late_updates()
+        return self.config.late_updates.late_updates(self.config.staleness)
 
     @property
     def secure(self) -> SecurePlan | None:

@@ -23,6 +23,9 @@ from fedlearn.privacy.plan import (
 )
 from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
 
+#: Step size of the logarithm of a clip norm that follows a quantile; in the paper 0.2 as well.
+_CLIP_RATE = 0.2
+
 
 def with_privacy(pieces: PiecesT, num_users: int) -> PiecesT:
     """Return the pieces with a bounded part of each of so many users, and a noise multiplier.
@@ -90,8 +93,7 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
         return ExampleLevelPlan(**common, epochs=pieces.algorithm.local.work.epochs)
     if section.clip_quantile is None:
         return CentralPlan(**common)
-    rate = section.clip_learning_rate
-    adaptive = AdaptiveClip(quantile=section.clip_quantile, learning_rate=rate)
+    adaptive = AdaptiveClip(quantile=section.clip_quantile, learning_rate=_CLIP_RATE)
     return CentralPlan(**common, adaptive=adaptive)
 
 

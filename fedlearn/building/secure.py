@@ -33,7 +33,7 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
         min_reports=policy.min_reports,
         by_examples=mean.by_examples,
         further=[lane for lane in strategy.lanes if lane is not DELTA],
-        noise_multiplier=config.privacy.noise_multiplier if config.privacy.is_distributed else None,
+        privacy=config.privacy,
     )
     plan.explain()  # raises where a sum could overflow
     return plan

@@ -114,7 +114,7 @@ def around(
     config = config.resolved(num_clients=population)
     pooled = config.centralized
     policy = ALONE if pooled else config.straggler_policy()
-    if (asynchrony := config.asynchronous.asynchrony()) is not None:
+    if (asynchrony := config.asynchrony()) is not None:
         _refuse_more_than(population, asynchrony)
     if policy.num_asked > population:
         raise ConfigError(

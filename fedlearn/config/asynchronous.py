@@ -6,22 +6,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum
-from fedlearn.config.pieces import built, declared_by, refused
+from fedlearn.config.pieces import built, declared_by
 from fedlearn.config.section import Problem, Section, without_effect
+from fedlearn.config.staleness import StalenessSection
 from fedlearn.config.toml import shown
 
 
-@declared_by(
-    Asynchrony,
-    buffer_size=10,
-    concurrency=20,
-    max_staleness=20,
-    staleness_weight=StalenessWeight.POLYNOMIAL,
-    staleness_exponent=0.5,
-    staleness_hinge=4,
-)
+@declared_by(Asynchrony, given=StalenessSection.model_fields.keys(), buffer_size=10, concurrency=20)
 class AsynchronousSection(Section):
     """Whether rounds are buffers: clients train at all times, each from the model it was sent."""
 
@@ -37,24 +29,26 @@ class AsynchronousSection(Section):
         return self.mode != "off"
 
     def problems(self) -> Iterable[Problem]:
-        """Refuse more clients in flight than can count, and what is set without effect."""
-        if self.is_on:
-            return refused(lambda: built(Asynchrony, self))
-        return without_effect(self, table="asynchronous", off="off", on="buffered")
+        """Refuse what is set without effect."""
+        return () if self.is_on else without_effect(self, table="asynchronous", off="off", on=_ON)
 
-    def asynchrony(self) -> Asynchrony | None:
-        """Return when the server steps; ``None``: when a cohort has reported."""
-        return built(Asynchrony, self) if self.is_on else None
+    def asynchrony(self, staleness: StalenessSection) -> Asynchrony | None:
+        """Return when the server steps; ``None``: when a cohort has reported.
+
+        Raises:
+            ValueError: More clients would be in flight than can count.
+        """
+        return built(Asynchrony, self, **staleness.model_dump()) if self.is_on else None
 
     def problems_with(self, values: Mapping[str, object]) -> Iterator[Problem]:
         """Yield what contradicts buffers elsewhere in the tree, of which ``values`` are by key."""
-        asynchrony, name = self.asynchrony(), values["algorithm.name"]
-        if asynchrony is None:
+        name = values["algorithm.name"]
+        if not self.is_on:
             if name in _BY_NAME:
                 text = f'is "off", but {name} is asynchronous; leave it out, or use "fedavgm"'
                 yield Problem((_MODE, "algorithm.name"), text)
             return
-        size = asynchrony.buffer_size
+        size = self.model_dump()["buffer_size"]
         if name == "fedasync" and size != 1:
             text = f"is {size}, but FedAsync steps with each update; leave it out"
             yield Problem(("asynchronous.buffer_size", "algorithm.name"), text)
@@ -70,7 +64,7 @@ class AsynchronousSection(Section):
                 yield Problem((key, _MODE), text)
 
 
-_MODE = "asynchronous.mode"
+_MODE, _ON = "asynchronous.mode", "buffered"
 
 #: Algorithms that are asynchronous by name, and the buffer that each brings.
 _BY_NAME: Mapping[object, Mapping[str, int]] = {"fedbuff": {}, "fedasync": {"buffer_size": 1}}
@@ -118,7 +112,7 @@ def buffers_in(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated 
     name = algorithm.get("name")
     brought = _BY_NAME.get(name) if isinstance(name, str) else None
     if brought is not None:
-        table = {"mode": "buffered", **brought, **table}
+        table = {"mode": _ON, **brought, **table}
     if table.get("mode", "off") == "off":
         return {}
     wanted = cohort.get("num_wanted", "auto")

@@ -1,7 +1,7 @@
 """A run on a Flower federation: whose ClientApps answer there, and what they are told."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -35,7 +35,6 @@ class FlowerSection(Section):
         description="Of Flower's apps: what clients read in `config` when they evaluate. What they "
         "read when they train stands in client.extra.",
     )
-    moved: ClassVar[Mapping[str, str]] = {"train_config": "client.extra"}
 
     @property
     def is_foreign(self) -> bool:

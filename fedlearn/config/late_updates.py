@@ -6,20 +6,16 @@ from typing import Literal
 from pydantic import Field
 
 from fedlearn.algorithms.late_updates import LateUpdates
-from fedlearn.algorithms.staleness import StalenessWeight
-from fedlearn.config.pieces import built, declared_by, refused
+from fedlearn.config.pieces import built, declared_by
 from fedlearn.config.section import Problem, Section, without_effect
+from fedlearn.config.staleness import StalenessSection
 from fedlearn.config.toml import shown
 
 
 @declared_by(
     LateUpdates,
-    max_staleness=5,
-    staleness_weight=StalenessWeight.POLYNOMIAL,
-    staleness_exponent=0.5,
-    staleness_hinge=0,
+    given=(*StalenessSection.model_fields, "deadline_window"),
     deadline_quantile=None,
-    deadline_window=5,
     least_deadline_s=0.0,
 )
 class LateUpdatesSection(Section):
@@ -36,24 +32,22 @@ class LateUpdatesSection(Section):
         """Whether late updates count in later rounds."""
         return self.mode == "keep"
 
-    def late_updates(self) -> LateUpdates | None:
+    def late_updates(self, staleness: StalenessSection) -> LateUpdates | None:
         """Return what becomes of late updates; ``None``: they are dropped."""
-        return self._rule() if self.are_kept else None
-
-    def _rule(self) -> LateUpdates:
-        return built(LateUpdates, self)
+        if not self.are_kept:
+            return None
+        return built(LateUpdates, self, deadline_window=_WINDOW, **staleness.model_dump())
 
     def problems(self) -> Iterable[Problem]:
-        """Refuse what the rule refuses or is without effect, and deadlines that lead down."""
-        wrong = list(refused(self._rule))
-        yield from wrong
-        if wrong or self.are_kept:
+        """Refuse what is without effect, and deadlines that lead down."""
+        if self.are_kept:
             return
-        if self._rule().deadline_quantile is None:
+        quantile = self.model_dump()["deadline_quantile"]
+        if quantile is None:
             yield from without_effect(self, table="late_updates", off="drop", on="keep")
         else:
             text = (
-                f"is {self._rule().deadline_quantile:g}, but late updates are dropped: nobody "
+                f"is {quantile:g}, but late updates are dropped: nobody "
                 "learns how long these took, and each deadline would follow the one before down; "
                 'set mode to "keep"'
             )
@@ -67,13 +61,15 @@ class LateUpdatesSection(Section):
             if values[key] not in allowed:
                 text = f'is {shown(values[key])}, but {_MODE} is "keep"{why}'
                 yield Problem((key, _MODE), text)
-        longest, least = values["stragglers.deadline_s"], self._rule().least_deadline_s
+        longest, least = values["stragglers.deadline_s"], self.model_dump()["least_deadline_s"]
         if isinstance(longest, float) and least > longest:
             text = f"is {least:g}, above stragglers.deadline_s, which is {longest:g}; lower it"
             yield Problem(("late_updates.least_deadline_s", "stragglers.deadline_s"), text)
 
 
 _MODE = "late_updates.mode"
+#: Rounds whose durations the deadline follows.
+_WINDOW = 5
 
 #: By key the values that go with late updates, and why no other does.
 _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {

@@ -32,10 +32,6 @@ class PrivacySection(Section):
         "then follows them from privacy.clip_norm on, at a small part of the budget; without it, "
         "the clip norm stays.",
     )
-    clip_learning_rate: Positive = Field(
-        0.2,
-        description="Step size of the logarithm of a clip norm that follows a quantile, > 0.",
-    )
     bands: Count | None = Field(
         None,
         description="Rounds over which noise is correlated, so that later ones take back a part "
@@ -96,10 +92,6 @@ class PrivacySection(Section):
         if not self.is_on:
             yield from without_effect(self, table="privacy", off="off", on="central")
             return
-        usual = type(self).model_fields["clip_learning_rate"].default
-        if self.clip_quantile is None and self.clip_learning_rate != usual:
-            text = "is without effect, since the clip norm stays; give privacy.clip_quantile"
-            yield Problem(("clip_learning_rate", "clip_quantile"), text)
         if self.clip_quantile is not None and self.mode != "central":
             text = (
                 f'is given, but privacy.mode is "{self.mode}", where clients agree to one clip '

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from fedlearn.config.earlier import advise
 from fedlearn.config.keys import Place, kinds_of, known_keys, value_at
 from fedlearn.config.section import Section, tag_of
 from fedlearn.config.toml import Key, dotted, key_lines, shown
@@ -214,8 +215,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 def _advise(place: Place, value: Any, raw: Any, root: type[Section]) -> str:
     """Return what to write instead of the unknown key of ``place``."""
-    if (now := place.owner.moved.get(place.path[-1])) is not None:
-        return f"it stands in {now} now"
+    if (now := advise(place.path)) is not None:
+        return now
     known, trees = tuple(known_keys(root)), (raw, root().model_dump())
     elsewhere = [each.condition() for each in known if each.path == place.path]
     if elsewhere:

@@ -1,10 +1,10 @@
 """What every table of the configuration is, and the types of its values."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -44,9 +44,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         hide_input_in_errors=True,  # a value may be an address with a password
     )
-
-    #: Keys that stood here once, and where what they say stands now.
-    moved: ClassVar[Mapping[str, str]] = {}
 
     def problems(self) -> Iterable[Problem]:
         """Return what the fields, each valid by itself, say against each other."""

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fedlearn.algorithms.lanes import LaneSpec
 from fedlearn.config.pieces import built, declared_by
+from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.section import Problem, Section
 from fedlearn.core.ranges import BelowOne, Positive
 from fedlearn.errors import ConfigError
@@ -114,14 +115,18 @@ class SecureAggregationSection(Section):
         min_reports: int,
         by_examples: bool,
         further: Sequence[LaneSpec],
-        noise_multiplier: float | None,
+        privacy: PrivacySection,
     ) -> SecurePlan:
         """Return what the sessions of a run ask where ``num_clients`` are asked in a round.
+
+        With distributed ``privacy``, clients clip and add noise as it says.
 
         Raises:
             ConfigError: Nothing satisfies the assumptions, or a lane has no bound.
         """
         parameters = self.parameters(num_clients)
+        names = ("clip_norm", "noise_multiplier") if privacy.is_distributed else ()
+        noise = {name: getattr(privacy, name) for name in names}
         return built(
             SecurePlan,
             self,
@@ -129,7 +134,7 @@ class SecureAggregationSection(Section):
             min_survivors=max(min_reports, parameters.min_survivors),
             by_examples=by_examples,
             further=tuple(further),
-            noise_multiplier=noise_multiplier,
+            **noise,
         )
 
     def evaluation_plan(self, num_clients: int, *, measures: Sequence[str]) -> EvaluationPlan:

@@ -29,21 +29,19 @@ class FilesSection(Section):
     weight: Positive = Field(
         1.0, description="Share of the examples that come from here, beside other files', > 0."
     )
-    window_mbytes: Positive = Field(
-        256.0, description="How much is shuffled together, in megabytes of examples, > 0."
-    )
 
     def table(self) -> TableFiles:
         """Return the files."""
         columns = None if self.feature_columns == "all" else self.feature_columns
-        window_bytes = max(1, round(self.window_mbytes * 2**20))
         path = Path(self.path)
         return built(
-            TableFiles, self, path=path, feature_columns=columns, window_bytes=window_bytes
+            TableFiles, self, path=path, feature_columns=columns, window_bytes=_WINDOW_BYTES
         )
 
 
 _ROUND_STEPS = 10
+#: Examples that are shuffled together.
+_WINDOW_BYTES = 256 << 20
 
 
 class ServerTraining(DeclaredSection):
@@ -192,5 +190,8 @@ SERVER_TRAININGS = kinds(
         batch_size=64,
         num_steps=0,
     ),
-    given=("decoupled", "seed", "mesh", "rate", "spread"),
+    given=(
+        *("decoupled", "seed", "mesh", "rate", "spread"),
+        *("initial_loss_scale", "bucket_mbytes"),
+    ),
 )

@@ -44,6 +44,7 @@ TABLES: Final[Mapping[str, Use]] = {
     "stragglers": Use.SHOWN,
     "late_updates": Use.SHOWN,
     "asynchronous": Use.SHOWN,
+    "staleness": Use.NONE,
     "updates": Use.NONE,
     "secure_aggregation": Use.SHOWN,
     "privacy": Use.SHOWN,

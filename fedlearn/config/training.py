@@ -346,7 +346,7 @@ class Client(DeclaredSection):
             local: LocalUpdate = built(LocalSgd, self, batch_size=size)
         else:
             local = built(LocalAdam, self, batch_size=size, decoupled=self.optimizer == "adamw")
-        if self.model_dump()["max_gradient_norm"] is not None:
+        if self.model_dump()["gradient_clip_norm"] is not None:
             local = built(ClippedGradients, self, inner=local)
         scheduled = built(ScheduledRate, self, inner=local)
         return local if scheduled == ScheduledRate(inner=local) else scheduled
@@ -383,7 +383,7 @@ CLIENTS = kinds(
         LocalSgd,
         *_AROUND,
         learning_rate=0.3,
-        max_gradient_norm=None,
+        gradient_clip_norm=None,
     ),
     kind(
         "adam adamw",
@@ -395,7 +395,7 @@ CLIENTS = kinds(
         beta_2=0.999,
         epsilon=1e-8,
         keep_moments=False,
-        max_gradient_norm=None,
+        gradient_clip_norm=None,
     ),
     kind(
         "own",

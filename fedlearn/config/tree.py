@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.config.asynchronous import AsynchronousSection, buffers_in
 from fedlearn.config.called import Called, require_attributes, user_call
@@ -24,14 +25,15 @@ from fedlearn.config.cohort import (
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
+from fedlearn.config.earlier import read_earlier
 from fedlearn.config.flower import ROUND, FlowerSection, is_foreign
 from fedlearn.config.late_updates import LateUpdatesSection
-from fedlearn.config.pieces import built
+from fedlearn.config.pieces import built, refused
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
-from fedlearn.config.reading import with_value
 from fedlearn.config.section import Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
+from fedlearn.config.staleness import StalenessSection
 from fedlearn.config.store import StoreSection
 from fedlearn.config.tables import Use
 from fedlearn.config.toml import shown
@@ -205,6 +207,11 @@ class Config(Section):
         description="Whether rounds are buffers: clients train at all times, each from the "
         "model it was sent.",
     )
+    staleness: StalenessSection = Field(
+        StalenessSection(),
+        description="How much an update counts that began at an older model than the newest, in "
+        "asynchronous rounds and where late updates are kept.",
+    )
     updates: UpdatesSection = Field(
         UpdatesSection(),
         description="What one update may come to in the clear: one beyond that is refused, "
@@ -269,7 +276,8 @@ class Config(Section):
         local training that defines it, ClientApps of others bring their own, data other than the
         main job's bring no stragglers, and privacy brings the sampling that it accounts for most
         tightly, and no weights, or, where clients add the noise, secure aggregation. FedBuff and
-        FedAsync bring asynchronous rounds, and these a buffer in the place of a cohort.
+        FedAsync bring asynchronous rounds, and these a buffer in the place of a cohort. Late
+        updates that are kept bring another largest staleness.
         """
         if not isinstance(raw, dict):
             return raw
@@ -292,6 +300,9 @@ class Config(Section):
         privacy = raw.get("privacy")
         if isinstance(privacy, dict) and privacy.get("mode", "off") != "off":
             implied |= _private(raw | implied)
+        late, staleness = raw.get("late_updates"), raw.get("staleness", {})
+        if isinstance(late, dict) and late.get("mode") == "keep" and isinstance(staleness, dict):
+            implied["staleness"] = {"max_staleness": 5, "staleness_hinge": 0, **staleness}
         return raw | implied | buffers_in(raw | implied)
 
     def problems(self) -> Iterator[Problem]:
@@ -335,6 +346,20 @@ class Config(Section):
         }
         yield from self.asynchronous.problems_with(values)
         yield from self.late_updates.problems_with(values)
+        for problem in refused(self.asynchrony):  # more clients in flight than can count
+            yield problem._replace(keys=(f"asynchronous.{problem.keys[0]}",))
+        if not (self.asynchronous.is_on or self.late_updates.are_kept):
+            for name, info in StalenessSection.model_fields.items():
+                if getattr(self.staleness, name) != info.default:
+                    text = (
+                        "is without effect, since no update is older than the round that takes it; "
+                        'set asynchronous.mode to "buffered" or late_updates.mode to "keep"'
+                    )
+                    yield Problem((f"staleness.{name}", "asynchronous.mode"), text)
+
+    def asynchrony(self) -> Asynchrony | None:
+        """Return when the server steps; ``None``: when a cohort has reported."""
+        return self.asynchronous.asynchrony(self.staleness)
 
     def _unbounded(self) -> Iterator[Problem]:
         """Refuse bounds of updates where no update is seen, or where they are clipped."""
@@ -494,11 +519,8 @@ class Config(Section):
             )
             yield Problem((mode, "secure_aggregation.mode"), text)
         clip_norm = self.secure_aggregation.model_dump()["clip_norm"]
-        if clip_norm != self.privacy.clip_norm:
-            text = (
-                f"is {clip_norm:g}, but privacy.clip_norm is {shown(self.privacy.clip_norm)}, and "
-                "both are one; leave it out"
-            )
+        if clip_norm != type(self.secure_aggregation).model_fields["clip_norm"].default:
+            text = f"is {clip_norm:g}, but updates are clipped to privacy.clip_norm; leave it out"
             yield Problem(("secure_aggregation.clip_norm", "privacy.clip_norm"), text)
         if self.privacy.reproducible and self.engine.transport == "memory":
             text = (
@@ -622,8 +644,8 @@ class Config(Section):
         """Return the tree that :meth:`canonical_json` wrote, here or in an earlier version.
 
         Keys that it does not have are by their defaults, which mean what earlier versions did: a
-        key that changes what a run does is off unless it is written. What stands elsewhere now is
-        read as if it stood there.
+        key that changes what a run does is off unless it is written. Keys of earlier versions are
+        read as what they are now: see :mod:`fedlearn.config.earlier`.
 
         Raises:
             ConfigError: It is not JSON, or has keys or values that this version does not know.
@@ -640,25 +662,10 @@ class Config(Section):
         if not isinstance(raw, dict):
             raise ConfigError(f"{sources.name}: is {shown(raw)}, not a tree")
         try:
-            raw = _as_it_stands_now(raw)
+            raw = read_earlier(raw)
         except ValueError as error:
             raise ConfigError(f"{sources.name}: {error}") from error
         return checked(cls, raw, sources=sources)
-
-
-def _as_it_stands_now(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
-    """Return a tree with the entries of every key that has moved where they stand now.
-
-    Raises:
-        ValueError: There is no table there.
-    """
-    for name, info in Config.model_fields.items():
-        moved, table = getattr(info.default, "moved", {}), raw.get(name)
-        for old in moved.keys() & (table if isinstance(table, dict) else {}):
-            for key, value in raw[name][old].items():
-                raw = with_value(raw, (*moved[old].split("."), key), value)
-            raw |= {name: {key: value for key, value in raw[name].items() if key != old}}
-    return raw
 
 
 def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
@@ -677,8 +684,6 @@ def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
         # Its threshold follows from the clients asked, so that there is a number of them.
         brought["cohort"] = {"sampling": "uniform"}
         brought["secure_aggregation"] = {"mode": "complete"}
-        if "clip_norm" in privacy:
-            brought["secure_aggregation"]["clip_norm"] = privacy["clip_norm"]
         engine = raw.get("engine", {})
         if isinstance(engine, dict) and engine.get("transport", "engine") == "engine":
             brought["secure_aggregation"]["simulate_as"] = "modular_sum"

@@ -293,13 +293,15 @@ def _unbuffered(
     """Return the strategy of a run, and the settings with when its buffers are full."""
     if not isinstance(algorithm, Buffered):
         return algorithm, dict(settings)
-    if "asynchronous" in settings:
+    if given := sorted({"asynchronous", "staleness"} & settings.keys()):
         raise ConfigError(
-            "simulate(): asynchronous is given, but the algorithm says itself when it steps; "
+            f"simulate(): {given[0]} is given, but the algorithm says itself when it steps; "
             "remove one of the two"
         )
-    table = {"mode": "buffered", **asdict(algorithm.asynchrony)}
-    return algorithm.strategy, {**settings, "asynchronous": table}
+    staleness = asdict(algorithm.asynchrony)
+    buffers = {name: staleness.pop(name) for name in ("buffer_size", "concurrency")}
+    tables = {"asynchronous": {"mode": "buffered", **buffers}, "staleness": staleness}
+    return algorithm.strategy, {**settings, **tables}
 
 
 def _require_free(config: Config, settings: Mapping[str, object]) -> None:

@@ -38,7 +38,7 @@ _TASK = "fedlearn.experiment.train:task_of"
 #: over which processes and in how much memory, and what is kept and told meanwhile.
 _FREE = (
     *("num_steps", "pipeline", "replicate", "shard", "tensor", "num_micro_batches", "schedule"),
-    *("recompute", "offload", "bucket_mbytes", "num_readers"),
+    *("recompute", "offload", "num_readers"),
     *("checkpoint_every", "report_every", "max_restarts"),
 )
 _MOST_NAMES = 5

@@ -162,8 +162,8 @@ class Engine:
         self._optimizer.zero_grad()
         loss = self._gradients()
         self._require_alike()
-        if self._scale is not None or plan.max_gradient_norm is not None:
-            is_finite = self._scaled_gradients(plan.max_gradient_norm)
+        if self._scale is not None or plan.gradient_clip_norm is not None:
+            is_finite = self._scaled_gradients(plan.gradient_clip_norm)
         else:
             is_finite = True
         if is_finite:
@@ -409,7 +409,7 @@ def run(
                 if not is_finite:
                     raise Diverged(
                         f"the loss is {told.loss} after step {told.step_num}; lower the learning "
-                        "rate, or clip gradients by max_gradient_norm"
+                        "rate, or clip gradients by gradient_clip_norm"
                     )
             after_step(engine)
 

@@ -197,7 +197,7 @@ def ended(job: Job, state: TrainingState) -> TrainingState:
         if not bool(value.isfinite().all()):
             raise Diverged(
                 f"{name} is not finite after step {state.step_num}; lower the learning rate, or "
-                "clip gradients by max_gradient_norm"
+                "clip gradients by gradient_clip_norm"
             )
     return state
 

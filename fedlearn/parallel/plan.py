@@ -116,7 +116,7 @@ class TrainingPlan(Ranged):
     num_steps: Annotated[Whole, doc("Steps of the training, >= 0.")]
     optimizer: Annotated[MakesOptimizer, doc("What steps are taken by.")]
     rate: Annotated[Rate, doc("The learning rate by step.")] = field(default_factory=Rate)
-    max_gradient_norm: Annotated[
+    gradient_clip_norm: Annotated[
         Positive | None,
         doc(
             "L2 norm, over all parameters of all processes, that a step's gradient is scaled down"

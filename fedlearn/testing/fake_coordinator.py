@@ -15,6 +15,7 @@ from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.building.secure import require_summable
+from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import (
@@ -205,7 +206,7 @@ class FakeCoordinator(LocalDoor):
                 min_reports=1,
                 by_examples=mean.by_examples,
                 further=[lane for lane in request.strategy.lanes if lane is not DELTA],
-                noise_multiplier=None,
+                privacy=PrivacySection(),
             )
         collector = SecureCollector(
             channel=channel,

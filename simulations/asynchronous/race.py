@@ -31,8 +31,10 @@ _FEDAVG = (
     *("algorithm.name=fedavgm", "algorithm.server_momentum=0.0"),
     "algorithm.server_learning_rate=2.0",
 )
+#: Without the tables of the file that are about buffers.
+_NO_BUFFERS = ('asynchronous={mode="off"}', "staleness={}")
 _SYNCHRONOUS = (
-    *(*_FEDAVG, "algorithm.weight_by_examples=true", "asynchronous.mode=off"),
+    *(*_FEDAVG, "algorithm.weight_by_examples=true", *_NO_BUFFERS),
     *("num_rounds=60", "cohort.num_wanted=46"),
 )
 _OVER_SELECTED = (*_SYNCHRONOUS, "stragglers.over_selection=1.3", "stragglers.min_reports=1")
@@ -48,16 +50,16 @@ ASYNCHRONOUS: Mapping[str, Sequence[str]] = {
     "semi-synchronous, deadline 10 s": (
         *_OVER_SELECTED,
         *("cohort.num_wanted=15", "stragglers.deadline_s=10", "num_rounds=150"),
-        *("late_updates.mode=keep", "late_updates.max_staleness=30"),
+        *("late_updates.mode=keep", "staleness.max_staleness=30"),
     ),
     "FedBuff": (),
     "FedAsync": (
         *("algorithm.name=fedasync", "algorithm.mixing=0.6", "asynchronous.buffer_size=1"),
-        *("asynchronous.max_staleness=300", "num_rounds=800", "evaluation.every_rounds=5"),
+        *("staleness.max_staleness=300", "num_rounds=800", "evaluation.every_rounds=5"),
     ),
     "EASGD, deadline 20 s": (
         *("algorithm.name=easgd", "algorithm.elasticity=0.4", "algorithm.cohort_size=46"),
-        *("asynchronous.mode=off", "cohort.num_wanted=46", "stragglers.over_selection=1.3"),
+        *(*_NO_BUFFERS, "cohort.num_wanted=46", "stragglers.over_selection=1.3"),
         *("stragglers.min_reports=1", "stragglers.deadline_s=20"),
         *("num_rounds=400", "evaluation.every_rounds=5"),
     ),
@@ -86,16 +88,16 @@ SLOW_STUDENTS: Mapping[str, Sequence[str]] = {
     "semi-synchronous, deadline 20 s": (
         *_OVER_SELECTED,
         *("cohort.num_wanted=15", "stragglers.deadline_s=20", "num_rounds=300"),
-        *("late_updates.mode=keep", "late_updates.max_staleness=100"),
+        *("late_updates.mode=keep", "staleness.max_staleness=100"),
     ),
     "FedBuff": (),
     "FedAsync": (
         *("algorithm.name=fedasync", "algorithm.mixing=0.6", "asynchronous.buffer_size=1"),
-        *("asynchronous.max_staleness=800", "num_rounds=2800", "evaluation.every_rounds=10"),
+        *("staleness.max_staleness=800", "num_rounds=2800", "evaluation.every_rounds=10"),
     ),
     "EASGD, deadline 480 s": (
         *("algorithm.name=easgd", "algorithm.elasticity=0.4", "algorithm.cohort_size=46"),
-        *("asynchronous.mode=off", "cohort.num_wanted=46", "stragglers.over_selection=1.3"),
+        *(*_NO_BUFFERS, "cohort.num_wanted=46", "stragglers.over_selection=1.3"),
         *("stragglers.min_reports=1", "stragglers.deadline_s=480"),
         *("num_rounds=100", "evaluation.every_rounds=5"),
     ),

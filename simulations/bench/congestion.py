@@ -240,6 +240,8 @@ name = "fedbuff"
 [asynchronous]
 buffer_size = {self.buffer_size}
 concurrency = {self.concurrency}
+
+[staleness]
 max_staleness = {4 * self.concurrency // self.buffer_size}
 
 [model]

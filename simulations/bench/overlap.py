@@ -141,6 +141,8 @@ name = "fedbuff"
 [asynchronous]
 buffer_size = {self.buffer_size}
 concurrency = {self.num_clients}
+
+[staleness]
 max_staleness = 50
 
 [model]

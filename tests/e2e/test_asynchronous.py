@@ -67,10 +67,11 @@ def test_any_strategy_may_be_buffered_by_the_table() -> None:
     """FedAdam, say; the same by the value around it."""
     adam = fl.FedAdam(LOCAL, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
     limits = fedbuff().asynchrony
-    table = {"mode": "buffered", "buffer_size": 4, "concurrency": 12, "max_staleness": 3}
+    table = {"mode": "buffered", "buffer_size": 4, "concurrency": 12}
+    staleness = {"max_staleness": 3, "staleness_hinge": 0}
     same: dict[str, Any] = {"num_rounds": 6, "engine": {"executor": "sequential"}}
     one = simulate(fl.Buffered(adam, limits), **same)
-    other = simulate(adam, asynchronous={**table, "staleness_hinge": 0}, **same)
+    other = simulate(adam, asynchronous=table, staleness=staleness, **same)
     for name, tensor in one.weights(best=False).items():
         assert torch.equal(tensor, other.weights(best=False)[name])
     assert [each.staleness for each in one.history] == [each.staleness for each in other.history]

@@ -196,7 +196,7 @@ def test_a_deployment_promises_no_more_than_it_can_keep(
     ("settings", "reason"),
     [
         ({"secure_aggregation": {"mode": "off"}}, "without secure aggregation the coordinator"),
-        ({"secure_aggregation": {"clip_norm": 5.0}}, "both are one; leave it out"),
+        ({"secure_aggregation": {"clip_norm": 5.0}}, "clipped to privacy.clip_norm; leave it out"),
         ({"privacy": {"clip_quantile": 0.5}}, "clients agree to one clip norm"),
         (
             {"privacy": {"mode": "central"}, "secure_aggregation": {"mode": "complete"}},

@@ -502,6 +502,8 @@ min_reports = 1
 
 [late_updates]
 mode = "keep"
+
+[staleness]
 staleness_weight = "constant"
 max_staleness = 1000
 

@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {
     "cohort": {"num_wanted": 4},
     "devices": {"kind": "lognormal", "speed_sigma": 1.5},
     "stragglers": {"over_selection": 1.25, "deadline_s": 20.0},
-    "late_updates": {"mode": "keep", "deadline_quantile": 0.6, "deadline_window": 3},
+    "late_updates": {"mode": "keep", "deadline_quantile": 0.6},
     "store": {"checkpoint_every_s": 0.0},
     "engine": {"num_workers": 1},
 }

@@ -43,7 +43,7 @@ ROUNDS: dict[str, dict[str, Any]] = {
     },
 }
 EVERY = {"checkpoint_every_s": 0.0}
-BUFFER = {"buffer_size": 3, "concurrency": 6, "max_staleness": 20}
+BUFFER = {"buffer_size": 3, "concurrency": 6}
 #: Devices in a file, by what they are told of the clients.
 IN_A_FILE = """
 from dataclasses import dataclass

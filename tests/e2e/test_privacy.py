@@ -458,7 +458,7 @@ def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
         ({"privacy": {"clip_norm": None}}, "privacy.clip_norm: is missing"),
         ({"privacy": {"noise_multiplier": None}}, "privacy.epsilon: is missing"),
         ({"privacy": {"mode": "off"}}, "without effect"),
-        ({"privacy": {"clip_learning_rate": 0.5}}, "give privacy.clip_quantile"),
+        ({"privacy": {"clip_learning_rate": 0.5}}, "it is always 0.2 now"),
         ({"privacy": {"clip_quantile": 1.0}}, r"clip_quantile.*< 1"),
         ({"privacy": {"noise_multiplier": 1e9}}, "beyond exact integers"),
     ],

@@ -159,7 +159,6 @@ def test_clients_add_the_noise_themselves(site: Site) -> None:
         "privacy.mode=distributed",
         'cohort={sampling="uniform", num_wanted=3}',
         "secure_aggregation.mode=complete",
-        "secure_aggregation.clip_norm=0.5",
         "client.learning_rate=1e-30",
         "num_rounds=2",
         "privacy.num_users=10",
@@ -191,7 +190,6 @@ def test_a_client_counts_what_a_day_costs_it_over_its_restarts(site: Site) -> No
         "privacy.noise_multiplier=8.0",
         'cohort={sampling="uniform", num_wanted=3}',
         "secure_aggregation.mode=complete",
-        "secure_aggregation.clip_norm=0.5",
         "stragglers.max_retries=0",
         "stragglers.below_minimum=fail",
     )

@@ -103,8 +103,8 @@ OVERTAKING: dict[str, dict[str, object]] = {
             "mode": "buffered",
             "buffer_size": 2,
             "concurrency": 6,
-            "staleness_hinge": 0,
-        }
+        },
+        "staleness": {"staleness_hinge": 0},
     },
     "late": {
         "late_updates": {"mode": "keep"},

@@ -246,7 +246,7 @@ def test_evaluation_is_that_of_the_cpu() -> None:
 
 def test_a_reply_leaves_the_gpu() -> None:
     """Delta and lanes, clipped together, as bytes; what is kept can be written, too."""
-    local, clip = SCAFFOLD, ClippedUpdates(max_update_norm=0.1)
+    local, clip = SCAFFOLD, ClippedUpdates(update_clip_norm=0.1)
     params = Params.of(make_model())
     context = context_of(local, size=params.layout.num_trainable)
     request = TrainRequest(

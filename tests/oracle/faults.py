@@ -148,7 +148,7 @@ def _clip_by_tensor(right: Any) -> Any:
         clipped = []
         for g in grads:
             norm_K = torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1)
-            scale_K = (self.max_gradient_norm / norm_K).clamp(max=1.0)
+            scale_K = (self.gradient_clip_norm / norm_K).clamp(max=1.0)
             clipped.append(g * scale_K.view(-1, *[1] * (g.dim() - 1)))
         self.inner.step(x, clipped, memory, told=told, moment=moment)
 

@@ -217,7 +217,7 @@ def _simulation(c: Configuration) -> Any:
     if c.privacy == "banded":
         settings["cohort"] |= {"sampling": "cyclic"}
     if c.rounds == "late":
-        settings["late_updates"] = {"mode": "keep", **STALENESS}
+        settings |= {"late_updates": {"mode": "keep"}, "staleness": dict(STALENESS)}
     settings |= _protected(c)
     return partial(
         fl.simulate,
@@ -250,10 +250,7 @@ def _protected(c: Configuration) -> dict[str, Any]:
             "population": f"population-{os.urandom(6).hex()}",
         }
         if c.privacy == "adaptive":
-            settings["privacy"] |= {
-                "clip_quantile": privacy.QUANTILE,
-                "clip_learning_rate": privacy.CLIP_RATE,
-            }
+            settings["privacy"] |= {"clip_quantile": privacy.QUANTILE}
         if c.privacy == "banded":
             settings["privacy"]["bands"] = NUM_CLIENTS // GROUP
     if c.bound != "none":
@@ -437,7 +434,7 @@ def _local(c: Configuration) -> fl.LocalUpdate:
             keep_moments=is_kept,
         )
     if c.gradient_clip:
-        local = fl.ClippedGradients(inner=local, max_gradient_norm=c.gradient_clip)
+        local = fl.ClippedGradients(inner=local, gradient_clip_norm=c.gradient_clip)
     schedule: dict[str, dict[str, Any]] = {
         "decay": {"rate_decay": client.DECAY},
         "cosine": {"cosine_rounds": client.COSINE_ROUNDS},
@@ -497,7 +494,7 @@ def _algorithm(c: Configuration) -> Any:
         strategy = replace(strategy, aggregation=RootWeighted(by_examples=by_examples))
     transforms: list[Any] = []
     if c.update_clip:
-        transforms.append(ClippedUpdates(max_update_norm=c.update_clip))
+        transforms.append(ClippedUpdates(update_clip_norm=c.update_clip))
     if c.own == "transform":
         transforms.append(Halved())
     if transforms:

@@ -45,7 +45,7 @@ ADAM = LocalAdam(
 )
 KEEPING_ADAMW = replace(ADAM, decoupled=True, weight_decay=0.1, keep_moments=True)
 CLIPPED = ScheduledRate(
-    inner=ClippedGradients(inner=SGD, max_gradient_norm=0.5), rate_decay=0.5, warmup_steps=3
+    inner=ClippedGradients(inner=SGD, gradient_clip_norm=0.5), rate_decay=0.5, warmup_steps=3
 )
 #: So little noise that it rounds to none: what is left is the clip of each example.
 BY_EXAMPLE = NoisedGradients(
@@ -60,7 +60,7 @@ CONTROLS: Mapping[str, Strategy] = {
     "median": FedAvg(SGD, weight_by_examples=False),
     "clipped updates": FedAvg(SGD),
     "clipped by example": FedAvg(
-        ClippedGradients(inner=BY_EXAMPLE.inner, max_gradient_norm=0.5), weight_by_examples=False
+        ClippedGradients(inner=BY_EXAMPLE.inner, gradient_clip_norm=0.5), weight_by_examples=False
     ),
 }
 ALGORITHMS: Mapping[str, Strategy] = {
@@ -70,7 +70,7 @@ ALGORITHMS: Mapping[str, Strategy] = {
     "scaffold": Scaffold(sgd=SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
     "easgd": EASGD(sgd=SGD, elasticity=1.0, cohort_size=len(flower.SIZES)),
     "median": FedMedian(SGD),
-    "clipped updates": replace(FedAvg(SGD), transforms=[ClippedUpdates(max_update_norm=0.05)]),
+    "clipped updates": replace(FedAvg(SGD), transforms=[ClippedUpdates(update_clip_norm=0.05)]),
     "clipped by example": FedAvg(BY_EXAMPLE, weight_by_examples=False),
 }
 WORKERS = (1, 2, 4)

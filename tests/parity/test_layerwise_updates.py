@@ -199,10 +199,10 @@ UPDATES: dict[str, LocalUpdate] = {
     "clipped by layer": ClippedLayers(inner=SGD),
     "clipped by layer, around momentum": ClippedLayers(inner=replace(SGD, momentum=0.9)),
     "clipped together, inside": ClippedLayers(
-        inner=ClippedGradients(inner=SGD, max_gradient_norm=0.1)
+        inner=ClippedGradients(inner=SGD, gradient_clip_norm=0.1)
     ),
     "clipped together, around": ClippedGradients(
-        inner=ClippedLayers(inner=Proximal(inner=SGD, proximal=0.1)), max_gradient_norm=0.1
+        inner=ClippedLayers(inner=Proximal(inner=SGD, proximal=0.1)), gradient_clip_norm=0.1
     ),
     "by shape": ByShape(epochs=2, batch_size=4),
     "lanes over tensors": LargestChange(inner=SGD),

@@ -78,7 +78,7 @@ class Centered:
         return replace(updates, lanes={"delta": delta - delta.mean(0)})
 
 
-CLIP, SCALE = ClippedUpdates(max_update_norm=0.05), Scaled(factor=3.0)
+CLIP, SCALE = ClippedUpdates(update_clip_norm=0.05), Scaled(factor=3.0)
 DITHER = DitheredDelta(grid=0.01)
 
 

@@ -50,7 +50,7 @@ MIDDLE = 2.5
 
 def trained(*overrides: str) -> tuple[Tensor, float]:
     """Return the model after two rounds, and how far one round's mean may be off."""
-    config = load(None, overrides=[*overrides, *EVERYONE])
+    config = load(None, overrides=[*EVERYONE, *overrides])
     pieces = build.simulation(config, data_dir=Path())
     resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
     cpu = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_noise_that_is_next_to_none_leaves_the_run_in_the_clear(variant: list[st
             "privacy.clip_norm=1000",
             f"privacy.noise_multiplier={multiplier}",
             "privacy.target_delta=1e-3",
-            "secure_aggregation.modulus_bits=40",
+            "secure_aggregation={modulus_bits=40}",  # without the clip norm of EVERYONE
         )
         of_noise[multiplier] = float((noisy - clear).abs().max())
     assert of_noise[1e-9] < 1e-5

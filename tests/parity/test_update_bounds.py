@@ -50,7 +50,7 @@ def run_of(
     )
     is_private = "privacy" in settings
     local = fl.LocalSgd(epochs=2, batch_size=None, learning_rate=0.3)
-    transforms = () if clip is None else (ClippedUpdates(max_update_norm=clip),)
+    transforms = () if clip is None else (ClippedUpdates(update_clip_norm=clip),)
     return fl.simulate(
         make,
         data,

@@ -683,17 +683,17 @@ def test_a_strategy_of_the_users_gets_the_clients_and_its_arguments(user_file: P
             OwnTraining(epochs=3, batch_size=7, shuffle=False),
         ),
         (
-            _CLIENT | {"max_gradient_norm": 2.0},
-            ClippedGradients(inner=_LOCAL, max_gradient_norm=2.0),
+            _CLIENT | {"gradient_clip_norm": 2.0},
+            ClippedGradients(inner=_LOCAL, gradient_clip_norm=2.0),
         ),
         (
             _CLIENT | {"rate_decay": 0.5, "warmup_steps": 3},
             ScheduledRate(inner=_LOCAL, rate_decay=0.5, warmup_steps=3),
         ),
         (
-            _CLIENT | {"cosine_rounds": 9, "max_gradient_norm": 2.0},
+            _CLIENT | {"cosine_rounds": 9, "gradient_clip_norm": 2.0},
             ScheduledRate(
-                inner=ClippedGradients(inner=_LOCAL, max_gradient_norm=2.0), cosine_rounds=9
+                inner=ClippedGradients(inner=_LOCAL, gradient_clip_norm=2.0), cosine_rounds=9
             ),
         ),
     ],

@@ -22,9 +22,10 @@ from fedlearn.config import (
 )
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
 from fedlearn.config.data import DATA, PARTITIONS, NpzData
-from fedlearn.config.keys import members_of
+from fedlearn.config.earlier import FIXED, RENAMED
+from fedlearn.config.keys import known_keys, members_of
 from fedlearn.config.template import template
-from fedlearn.config.toml import key_lines
+from fedlearn.config.toml import dotted, key_lines
 from fedlearn.config.training import ALGORITHMS, CLIENTS, MODELS
 from fedlearn.errors import ConfigError, TooFewReports
 
@@ -1073,8 +1074,6 @@ def test_what_does_not_go_with_buffers_is_refused(overrides: list[str], message:
     ("override", "mode"),
     [
         ("asynchronous.buffer_size=3", "asynchronous.mode=buffered"),
-        ("asynchronous.staleness_weight=hinge", "asynchronous.mode=buffered"),
-        ("late_updates.max_staleness=3", "late_updates.mode=keep"),
         ("late_updates.least_deadline_s=1.0", "late_updates.mode=keep"),
     ],
 )
@@ -1085,6 +1084,36 @@ def test_what_is_set_in_a_table_that_is_off_is_refused(override: str, mode: str)
     expected = f'is without effect, since {key} is "{off}"; set it to "{on}"'
     assert expected in complaint(None, override)
     load(None, overrides=[override, mode])
+
+
+@pytest.mark.parametrize("key", [*RENAMED, *FIXED])
+def test_a_key_of_an_earlier_version_is_refused_with_what_to_write_now(key: str) -> None:
+    """A new name is that of a key there is, and an old one is not."""
+    known = {dotted(each.path) for each in known_keys(Config)}
+    assert key not in known
+    assert RENAMED.get(key, "seed") in known
+    told = f"it is {RENAMED[key]} now" if key in RENAMED else "it is always"
+    assert f"unknown key; {told}" in complaint(None, f"{key.replace('NAME', 'mine')}=1")
+
+
+@pytest.mark.parametrize("mode", ["asynchronous.mode=buffered", "late_updates.mode=keep"])
+def test_staleness_is_refused_where_no_update_can_be_stale(mode: str) -> None:
+    """It would be passed over in silence. The control: with buffers, or late updates, it counts."""
+    assert "staleness.max_staleness: is without" in complaint(None, "staleness.max_staleness=3")
+    assert load(None, overrides=["staleness.max_staleness=3", mode]).staleness != Config().staleness
+
+
+def test_with_distributed_privacy_there_is_one_clip_norm() -> None:
+    """That of the table privacy; another one beside it is refused."""
+    private = ["privacy.mode=distributed", "privacy.noise_multiplier=1.0"]
+    private += ["privacy.target_delta=1e-5", "privacy.clip_norm=0.5"]
+    config = load(None, overrides=private)
+    several = config.secure_aggregation.plan(
+        20, min_reports=5, by_examples=False, further=(), privacy=config.privacy
+    )
+    assert (several.clip_norm, several.noise_multiplier) == (0.5, 1.0)
+    text = complaint(None, *private, "secure_aggregation.clip_norm=0.25")
+    assert "is 0.25, but updates are clipped to privacy.clip_norm; leave it out" in text
 
 
 def test_a_buffer_size_that_is_none_is_told_once() -> None:

@@ -89,9 +89,8 @@ def configure(
             "asynchronous": {
                 "buffer_size": buffer_size,
                 "concurrency": num_clients,
-                "max_staleness": 30,
-                "staleness_weight": "constant",
             },
+            "staleness": {"max_staleness": 30, "staleness_weight": "constant"},
             "cohort": {},
             "stragglers": {},
         },
@@ -106,7 +105,7 @@ def populate(site: VotingSite) -> list[Process]:
 
 
 def asynchrony_of(site: VotingSite) -> Asynchrony:
-    found = site.config.asynchronous.asynchrony()
+    found = site.config.asynchrony()
     assert found is not None
     return found
 

@@ -42,11 +42,8 @@ def configure(
         sections={
             "stragglers": {**usual, "deadline_s": deadline_s, **stragglers},
             "algorithm": {"name": "fedavg", "weight_by_examples": False},
-            "late_updates": {
-                "mode": "keep",
-                "staleness_weight": "constant",
-                "max_staleness": 10_000,
-            },
+            "late_updates": {"mode": "keep"},
+            "staleness": {"staleness_weight": "constant", "max_staleness": 10_000},
         },
     )
 

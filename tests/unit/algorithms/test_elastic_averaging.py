@@ -207,7 +207,7 @@ def test_a_force_that_is_not_stable_is_refused_with_its_values() -> None:
 @pytest.mark.parametrize(
     "inner",
     [
-        ClippedGradients(inner=SGD, max_gradient_norm=1.0),
+        ClippedGradients(inner=SGD, gradient_clip_norm=1.0),
         ScheduledRate(inner=SGD, rate_decay=0.9),
         LocalAdam(
             epochs=1,

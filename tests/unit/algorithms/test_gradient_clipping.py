@@ -36,7 +36,7 @@ def stepped(local: ClippedGradients, grads: list[Tensor]) -> list[Tensor]:
 def test_each_client_is_clipped_as_torch_clips(bound: float) -> None:
     """By the norm of all its parameters together; other clients' gradients count for nothing."""
     grads = gradients(0.01, 1.0, 100.0)
-    found = stepped(ClippedGradients(inner=SGD, max_gradient_norm=bound), grads)
+    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=bound), grads)
     for k in range(3):
         parameters = [nn.Parameter(torch.zeros_like(g[k])) for g in grads]
         for parameter, grad in zip(parameters, grads, strict=True):
@@ -50,13 +50,13 @@ def test_each_client_is_clipped_as_torch_clips(bound: float) -> None:
 def test_a_gradient_within_the_bound_is_not_touched() -> None:
     """To the last bit."""
     grads = gradients(0.1)
-    found = stepped(ClippedGradients(inner=SGD, max_gradient_norm=100.0), grads)
+    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=100.0), grads)
     assert all(torch.equal(*pair) for pair in zip(found, grads, strict=True))
 
 
 def test_no_gradient_at_all_is_no_gradient() -> None:
     """Zero over zero is not reached."""
-    found = stepped(ClippedGradients(inner=SGD, max_gradient_norm=1.0), gradients(0.0))
+    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), gradients(0.0))
     assert all(bool((value == 0.0).all()) for value in found)
 
 
@@ -65,7 +65,7 @@ def test_a_gradient_that_is_not_finite_is_not_hidden(value: float) -> None:
     """The client diverges, and nobody else does."""
     grads = gradients(1.0, 1.0)
     grads[1][0, 0] = value
-    found = stepped(ClippedGradients(inner=SGD, max_gradient_norm=1.0), grads)
+    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
     flat = torch.cat([each.reshape(2, -1) for each in found], dim=1)
     assert torch.isfinite(flat).all(dim=1).tolist() == [False, True]
 
@@ -74,18 +74,18 @@ def test_gradients_are_only_read() -> None:
     """Two may be the same tensor."""
     grads = gradients(100.0)
     before = [g.clone() for g in grads]
-    stepped(ClippedGradients(inner=SGD, max_gradient_norm=1.0), grads)
+    stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
     assert all(torch.equal(*pair) for pair in zip(grads, before, strict=True))
 
 
 def test_a_clipped_step_has_no_short_cut() -> None:
     """Executors that step within a product would not clip."""
     assert short_cut(SGD) is not None
-    assert short_cut(ClippedGradients(inner=SGD, max_gradient_norm=1.0)) is None
+    assert short_cut(ClippedGradients(inner=SGD, gradient_clip_norm=1.0)) is None
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
 def test_a_bound_without_meaning_is_refused(bound: Any) -> None:  # Any: as from a file
     """It is positive."""
-    with pytest.raises(ValueError, match="max_gradient_norm"):
-        ClippedGradients(inner=SGD, max_gradient_norm=bound)
+    with pytest.raises(ValueError, match="gradient_clip_norm"):
+        ClippedGradients(inner=SGD, gradient_clip_norm=bound)

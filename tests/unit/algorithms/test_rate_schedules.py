@@ -100,7 +100,7 @@ class Reversed(LocalSgd):
     "inner",
     [
         MOMENTUM,
-        ClippedGradients(inner=SGD, max_gradient_norm=1.0),
+        ClippedGradients(inner=SGD, gradient_clip_norm=1.0),
         Reversed(epochs=1, batch_size=4, learning_rate=0.5),
     ],
     ids=["momentum", "clipped", "own step"],

@@ -257,7 +257,7 @@ def test_the_servers_step_is_scaled() -> None:
     [
         replace(SGD, momentum=0.9),
         replace(SGD, weight_decay=0.1),
-        ClippedGradients(inner=SGD, max_gradient_norm=1.0),
+        ClippedGradients(inner=SGD, gradient_clip_norm=1.0),
         ScheduledRate(inner=SGD, rate_decay=0.9),
         LocalAdam(
             epochs=1,

@@ -60,9 +60,9 @@ UPDATES: dict[str, LocalUpdate] = {
     "adam": ADAM,
     "own": OwnTraining(epochs=3),
     "proximal": Proximal(inner=SGD, proximal=0.5),
-    "clipped": ClippedGradients(inner=ADAM, max_gradient_norm=1.0),
+    "clipped": ClippedGradients(inner=ADAM, gradient_clip_norm=1.0),
     "three": ScheduledRate(
-        inner=Proximal(inner=ClippedGradients(inner=SGD, max_gradient_norm=2.0), proximal=0.1),
+        inner=Proximal(inner=ClippedGradients(inner=SGD, gradient_clip_norm=2.0), proximal=0.1),
         rate_decay=0.9,
         warmup_steps=3,
     ),
@@ -83,9 +83,9 @@ UPDATES: dict[str, LocalUpdate] = {
 def test_settings_travel_and_come_back(name: str) -> None:
     """``update_from`` is the inverse of ``settings_of``, whatever is wrapped around what."""
     local = UPDATES[name]
-    settings = settings_of(local, [ClippedUpdates(max_update_norm=3.0)])
+    settings = settings_of(local, [ClippedUpdates(update_clip_norm=3.0)])
     assert update_from(settings, known=own_classes([local])) == local
-    assert transforms_from(settings) == (ClippedUpdates(max_update_norm=3.0),)
+    assert transforms_from(settings) == (ClippedUpdates(update_clip_norm=3.0),)
     assert all(isinstance(value, int | float | str | bool | None) for value in settings.values())
 
 
@@ -190,7 +190,7 @@ def test_a_setting_that_a_trainer_would_ignore_is_refused(
 
 def test_transforms_are_the_sessions_to_honour() -> None:
     """Whatever trains, its update is clipped."""
-    settings = settings_of(SGD, [ClippedUpdates(max_update_norm=3.0)])
+    settings = settings_of(SGD, [ClippedUpdates(update_clip_norm=3.0)])
     require_honoured(settings, BASIC, who="Mine")
 
 

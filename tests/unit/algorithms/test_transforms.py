@@ -7,7 +7,7 @@ from fedlearn.algorithms.lanes import Updates
 from fedlearn.algorithms.transforms import ClippedUpdates, clipped_rows
 from fedlearn.core.messages import ClientId
 
-CLIP = ClippedUpdates(max_update_norm=2.0)
+CLIP = ClippedUpdates(update_clip_norm=2.0)
 
 
 def updates(rows: torch.Tensor, *, apart: bool = False) -> Updates:
@@ -69,5 +69,5 @@ def test_what_is_not_finite_is_not_hidden(value: float) -> None:
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
 def test_a_bound_without_meaning_is_refused(bound: float) -> None:
     """It is positive."""
-    with pytest.raises(ValueError, match="max_update_norm"):
-        ClippedUpdates(max_update_norm=bound)
+    with pytest.raises(ValueError, match="update_clip_norm"):
+        ClippedUpdates(update_clip_norm=bound)

@@ -41,7 +41,7 @@ INNER: Mapping[str, LocalUpdate] = {
 }
 AROUND: Mapping[str, Callable[[LocalUpdate], Around]] = {
     "proximal": lambda inner: Proximal(inner=inner, proximal=PULL),
-    "clipped": lambda inner: ClippedGradients(inner=inner, max_gradient_norm=BOUND),
+    "clipped": lambda inner: ClippedGradients(inner=inner, gradient_clip_norm=BOUND),
     "scheduled": lambda inner: ScheduledRate(inner=inner, rate_decay=0.8, warmup_steps=3),
     "control": lambda inner: ControlVariates(inner=inner, control_bound=None),
 }

@@ -609,7 +609,7 @@ def test_what_other_apps_cannot_honour_is_refused(
 
 def clipping(local: LocalUpdate) -> Algorithm:
     """FedAvg of updates that clients clip."""
-    return replace(FedAvg(local), transforms=(ClippedUpdates(max_update_norm=1.0),))
+    return replace(FedAvg(local), transforms=(ClippedUpdates(update_clip_norm=1.0),))
 
 
 def make_half() -> nn.Module:

@@ -86,6 +86,47 @@ def test_a_key_that_stands_elsewhere_now_is_read_there() -> None:
     assert config_of(replace(RUN, config=empty)) == Config()
 
 
+#: By their names in a file of configurations that the version recorded which had those keys: what
+#: a user of this version writes for the same run.
+OF_BEFORE: Mapping[str, list[str]] = {
+    "main job": [],
+    "asynchronous": [
+        *("algorithm.name=fedbuff", "client.gradient_clip_norm=2.0"),
+        *("staleness.max_staleness=7", "staleness.staleness_weight=hinge"),
+    ],
+    "late updates": [
+        *("late_updates.mode=keep", "late_updates.deadline_quantile=0.8"),
+        "staleness.staleness_exponent=0.25",
+    ],
+    "late updates by default": ["late_updates.mode=keep"],
+    "distributed privacy": [
+        *("privacy.mode=distributed", "privacy.clip_norm=0.5"),
+        *("privacy.noise_multiplier=1.0", "privacy.target_delta=1e-5"),
+    ],
+    "secure aggregation": ["secure_aggregation.mode=complete", "secure_aggregation.clip_norm=3.0"],
+    "server training": [
+        *("coordinator.training.num_steps=5", "coordinator.training.gradient_clip_norm=1.0"),
+        "coordinator.training.files.here.path=/data/x",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", OF_BEFORE)
+def test_a_configuration_that_was_recorded_with_earlier_keys_means_the_same(name: str) -> None:
+    """To the last value, so that a deployed run goes on with the file of today."""
+    trees = json.loads(Path(__file__, "../../earlier_configurations.json").resolve().read_text())
+    assert trees.keys() == OF_BEFORE.keys()
+    assert config_of(replace(RUN, config=trees[name])) == load(None, overrides=OF_BEFORE[name])
+
+
+def test_a_recorded_value_that_is_fixed_now_is_not_replaced() -> None:
+    """The run would go on otherwise than it began; the control above has the value of today."""
+    tree = tree_of(Config())
+    tree["privacy"]["clip_learning_rate"] = 0.5
+    with pytest.raises(ConfigError, match=r"privacy.clip_learning_rate: is 0.5, and is always 0.2"):
+        config_of(replace(RUN, config=tree))
+
+
 def test_a_run_of_a_later_version_is_not_gone_on_with() -> None:
     """Nobody here knows what its keys ask; the error names them and both versions."""
     record = replace(RUN, config={"sorcery": 1}, versions={"fedlearn": "9.9"})

@@ -145,7 +145,7 @@ UPDATES: dict[str, LocalUpdate] = {
     "momentum": SGD,
     "adam": ADAM,
     "proximal": Proximal(inner=PLAIN, proximal=0.5),
-    "clipped": ClippedGradients(inner=SGD, max_gradient_norm=0.2),
+    "clipped": ClippedGradients(inner=SGD, gradient_clip_norm=0.2),
     "scaffold": ControlVariates(inner=PLAIN, control_bound=None),
     "easgd": ElasticForce(inner=PLAIN, elasticity=0.5),
     "whole batch": replace(SGD, batch_size=None),

@@ -226,7 +226,7 @@ def test_stages_are_as_even_as_can_be_and_keep_names() -> None:
 def test_a_sum_of_gradients_with_the_rate_over_p_is_their_mean() -> None:
     mean = task_of(optimizer="sgd")
     plan = replace(
-        mean.plan, optimizer=Sgd(learning_rate=0.1, momentum=0.9), max_gradient_norm=None
+        mean.plan, optimizer=Sgd(learning_rate=0.1, momentum=0.9), gradient_clip_norm=None
     )
     mean = replace(mean, plan=plan)
     num_shares = 4

@@ -198,7 +198,7 @@ def test_a_model_that_diverged_is_no_update(value: float) -> None:
 
 def test_a_large_update_is_clipped_before_it_is_judged() -> None:
     """As in the engine, where transforms come first; one that is not finite stays so."""
-    settings = settings_of(OwnTraining(), [ClippedUpdates(max_update_norm=2.0)])
+    settings = settings_of(OwnTraining(), [ClippedUpdates(update_clip_norm=2.0)])
     reply = reply_of(having("scale", torch.tensor(1e30)), settings)
     assert isinstance(reply, TrainReply)
     assert float(torch.linalg.vector_norm(reply.lanes["delta"])) == pytest.approx(2.0)

@@ -132,14 +132,10 @@ def test_one_client_fails_and_the_others_give_what_they_give_without_it(
     "settings",
     [
         {
-            "asynchronous": {
-                "mode": "buffered",
-                "buffer_size": 3,
-                "concurrency": 4,
-                "max_staleness": 3,
-            }
+            "asynchronous": {"mode": "buffered", "buffer_size": 3, "concurrency": 4},
+            "staleness": {"max_staleness": 3},
         },
-        {"late_updates": {"mode": "keep", "max_staleness": 2}},
+        {"late_updates": {"mode": "keep"}, "staleness": {"max_staleness": 2}},
         {"engine": {"transport": "memory"}},
     ],
 )

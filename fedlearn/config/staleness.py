@@ -1,0 +1,23 @@
+"""How much an update counts that began at an older model than the newest."""
+
+from collections.abc import Iterable
+from functools import partial
+
+from fedlearn.algorithms.staleness import Staleness, StalenessWeight
+from fedlearn.config.pieces import built, declared_by, refused
+from fedlearn.config.section import Problem, Section
+
+
+@declared_by(
+    Staleness,
+    max_staleness=20,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=0.5,
+    staleness_hinge=4,
+)
+class StalenessSection(Section):
+    """The table ``staleness``."""
+
+    def problems(self) -> Iterable[Problem]:
+        """Refuse an exponent by which the stalest updates would count next to nothing."""
+        return refused(partial(built, Staleness, self))
