@@ -29,6 +29,7 @@ RENAMED: Final[Mapping[str, str]] = {
 FIXED: Final[Mapping[str, object]] = {
     "privacy.clip_learning_rate": 0.2,
     "late_updates.deadline_window": 5,
+    "secure_aggregation.eta_bits": 30,
     "coordinator.training.initial_loss_scale": 65536.0,
     "coordinator.training.bucket_mbytes": 25.0,
     f"coordinator.training.files.{ANY_NAME}.window_mbytes": 256.0,

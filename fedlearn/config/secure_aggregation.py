@@ -17,12 +17,16 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
 from fedlearn.secagg.plan import SecurePlan
 
+#: In a sparse graph a round fails with at most 2^-30.
+_ETA_BITS = 30
+
 
 @declared_by(
     Assumptions,
     SecurePlan,
     given=(
         "topology",
+        "eta_bits",
         "parameters",
         "min_survivors",
         "by_examples",
@@ -31,8 +35,6 @@ from fedlearn.secagg.plan import SecurePlan
     ),
     corruption=0.1,
     sigma_bits=40,
-    eta_bits=30,
-    clip_norm=10.0,
     statistics_norm=100.0,
     max_loss=100.0,
     max_examples=10_000,
@@ -56,6 +58,11 @@ class SecureAggregationSection(Section):
         0.3,
         description="Largest fraction of the clients asked that drop out, those that "
         "stragglers.over_selection asks too many included, [0, 1).",
+    )
+    clip_norm: Positive = Field(
+        10.0,
+        description="Largest L2 norm of a client's update; clients scale theirs down to it, > 0. "
+        'With privacy.mode = "distributed", privacy.clip_norm is in its place.',
     )
     stage_deadline_s: Positive = Field(
         60.0, description="Seconds that each stage without training waits for clients, > 0."
@@ -105,6 +112,7 @@ class SecureAggregationSection(Section):
             self,
             adversary=Adversary.ACTIVE_SERVER if active else Adversary.HONEST_BUT_CURIOUS,
             topology=Topology.SPARSE if self.mode == "sparse" else Topology.COMPLETE,
+            eta_bits=_ETA_BITS,
         )
         return derive(num_clients, assumptions=assumptions)
 

@@ -518,7 +518,7 @@ class Config(Section):
                 'secure_aggregation.mode to "complete"'
             )
             yield Problem((mode, "secure_aggregation.mode"), text)
-        clip_norm = self.secure_aggregation.model_dump()["clip_norm"]
+        clip_norm = self.secure_aggregation.clip_norm
         if clip_norm != type(self.secure_aggregation).model_fields["clip_norm"].default:
             text = f"is {clip_norm:g}, but updates are clipped to privacy.clip_norm; leave it out"
             yield Problem(("secure_aggregation.clip_norm", "privacy.clip_norm"), text)
