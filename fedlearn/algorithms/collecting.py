@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import StragglerPolicy
@@ -187,26 +185,3 @@ def collect_from(
     return collector.collect(
         (), {request.round_num: request}, round_num=request.round_num, draw=lambda *_, **__: cohort
     )
-
-
-def damped(
-    aggregate: Aggregate, specs: Sequence[LaneSpec], *, weights_B: Tensor, factors_B: Tensor
-) -> Aggregate:
-    """Return an aggregate, in its place, in which a stale update counts less, not less than others.
-
-    A mean over weights that staleness has lowered is as long as if nobody were stale. Multiplied
-    by the sum of these weights over that of the unlowered ones it is FedBuff's: a buffer of stale
-    updates is a short step.
-
-    Args:
-        aggregate: Over weights that were multiplied by ``factors_B``; overwritten.
-        specs: Its lanes, of which the weighted ones are multiplied.
-        weights_B: What each update counts that is not stale: shape [B].
-        factors_B: What staleness makes of it: shape [B].
-    """
-    factor = float((weights_B * factors_B).sum() / weights_B.sum())
-    if factor != 1.0:
-        for spec in specs:
-            if spec.weighted:
-                aggregate.lanes[spec.name].mul_(factor)
-    return aggregate

@@ -37,6 +37,7 @@ from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserDevice
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
 from fedlearn.rounds.buffered import Ahead, OpenCollector
+from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
@@ -45,11 +46,9 @@ from fedlearn.rounds.opening import (
     ChargedDraw,
     SampledOpening,
 )
-from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import Release, RoundPlan
 from fedlearn.rounds.run import ResumedRound, RunPlan, Standing
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
-from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.behaviour import Behaviour, ClientBehaviour, Instant
@@ -597,12 +596,9 @@ def over_channel(
             ahead=ahead,
             congestion=congestion,
         )
-    if (late := pieces.late_updates) is not None:
-        return SemiSynchronousCollector(
-            channel=channel, policy=policy, late=late, slab_bytes=slab_bytes
-        )
     if plan is None or identities is None:
-        return PlainCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
+        late = pieces.late_updates
+        return CohortCollector(channel=channel, policy=policy, late=late, slab_bytes=slab_bytes)
     return SecureCollector(
         channel=channel,
         policy=policy,

@@ -6,21 +6,19 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import weights
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import Collected, RoundRequest, damped
+from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.flight import Asked, Buffer, Draw, Flight
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.algorithms.tally import Tally
+from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
-from fedlearn.core.reported import WeightedMeans
 from fedlearn.rounds.congestion import InFlightLimit
-from fedlearn.rounds.plain import Fold, judged, participation
+from fedlearn.rounds.updates import Fold, judged, participation
 from fedlearn.transport.base import Arrival, Channel, Exchange
 
 #: Seconds after which a deployed round looks who has come since.
@@ -136,13 +134,14 @@ class _Round:
     requests: Mapping[int, RoundRequest]
     fold: Fold
     now_s: float = 0.0
-    metrics: WeightedMeans = field(default_factory=WeightedMeans)
     messages: dict[ClientId, TrainRequest] = field(default_factory=dict)
-    rows: list[Participation] = field(default_factory=list)
     num_failed: int = 0
     is_sent_ahead: bool = False
     landed_s: float = 0.0  # when the last one in flight landed
     is_short: bool = False  # whether it closes with what there is
+
+    def __post_init__(self) -> None:
+        self.tally = Tally(self.buffer.round_num, self.collector.asynchrony)
 
     def play(self, draw: Draw) -> None:
         """Ask, and take replies, until the buffer is full or nobody is left to fill it."""
@@ -181,7 +180,7 @@ class _Round:
         others = self.buffer.could_ask_others(self.collector.available())
         if others or not self.buffer.has_missed_any:
             return False
-        have_all_failed = all(row.status is Status.FAILED for row in self.rows)
+        have_all_failed = all(row.status is Status.FAILED for row in self.tally.rows)
         if have_all_failed or self.collector.wait is None:
             return True
         waited_s = self.exchange.elapsed_s() - self.opened_s - self.landed_s
@@ -260,18 +259,19 @@ class _Round:
             asked = asked._replace(based_on=update.round_num)
             if self.buffer.staleness(asked) > most:
                 arrival.refuse(f"it is based on round {asked.based_on}, which is too old")
-                self.rows.append(Participation(arrival.client_id, Status.STALE, math.nan))
+                self.tally.settle(asked, Status.STALE)
                 self.buffer.excuse(arrival.client_id)  # it is in no buffer
                 return
-        self.rows.append(participation(arrival.client_id, update, duration_s))
+        row = participation(arrival.client_id, update, duration_s)
         if isinstance(update, TrainReply):
             self.buffer.take(asked)
-            staleness = np.asarray([self.buffer.staleness(asked)])
-            factor = float(self.collector.asynchrony.weights(staleness)[0])
+            self.tally.add(row, asked)
+            self.tally.metrics.add(update.metrics, num_examples=update.num_examples)
+            factor = float(self.tally.factors([asked])[0])
             sent_S = self.collector.sent_statistics.get(update.round_num)
             self.fold.add(arrival.client_id, update, factor=factor, sent_S=sent_S)
-            self.metrics.add(update.metrics, num_examples=update.num_examples)
             return
+        self.tally.rows.append(row)
         self.num_failed += 1
         if update is arrival.reply:  # the client says so itself, and sends no update
             max_retries = self.collector.policy.max_retries
@@ -295,18 +295,19 @@ class _Round:
 
     def give_up(self, asked: Iterable[Asked], status: Status) -> None:
         """Wait for some no more."""
-        client_ids = [each.client_id for each in asked]
-        self.exchange.give_up(client_ids)
-        self.rows += [Participation(each, status, math.nan) for each in client_ids]
+        gone = list(asked)
+        self.exchange.give_up([each.client_id for each in gone])
+        for each in gone:
+            self.tally.settle(each, status)
 
     def close(self) -> Collected:
         """Return what came of it."""
         return Collected(
             aggregate=self._aggregate() if self._is_enough else None,
-            participations=Participations.of(self.rows),
+            participations=Participations.of(self.tally.rows),
             duration_s=self.now_s,
-            train_metrics=self.metrics.close(),
-            staleness=self.buffer.histogram(),
+            train_metrics=self.tally.metrics.close(),
+            staleness=self.tally.ages(),
             flight=self.buffer.flight_after(self.now_s),
             counted={each: taken.based_on for each, taken in self.buffer.taken.items()},
         )
@@ -317,13 +318,8 @@ class _Round:
 
     def _aggregate(self) -> Aggregate:
         strategy = self.requests[self.buffer.round_num].strategy
-        counted = [row for row in self.rows if row.status is Status.REPORTED]
-        taken = [self.buffer.taken[row.client_id] for row in counted]
-        num_examples_B = torch.tensor([row.num_examples for row in counted], dtype=torch.float64)
-        staleness_B = np.asarray([self.buffer.staleness(each) for each in taken])
-        return damped(
+        return self.tally.damped(
             self.fold.close(),
-            strategy.lanes,
-            weights_B=weights(strategy.aggregation, num_examples_B),
-            factors_B=torch.from_numpy(self.collector.asynchrony.weights(staleness_B)),
+            strategy,
+            weigh=lambda num_examples_B: weights(strategy.aggregation, num_examples_B),
         )

@@ -10,7 +10,7 @@ from fedlearn.core.distribution import Direction, by_examples, distribution
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Failure
 from fedlearn.core.params import Params
 from fedlearn.core.reported import named, usual
-from fedlearn.rounds.plain import MAX_EXAMPLES
+from fedlearn.rounds.updates import MAX_EXAMPLES
 from fedlearn.transport.base import Arrival, Channel, ask_once
 
 

@@ -9,20 +9,20 @@ becomes too stale is never trained.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
 import numpy as np
-import torch
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import Collected, RoundRequest, damped
+from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.flight import Asked, Buffer, Draw, Flight
 from fedlearn.algorithms.kept import updated
 from fedlearn.algorithms.lanes import Aggregate
-from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.algorithms.tally import Counted, Tally
+from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.reported import WeightedMeans
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.reduction import Reduction
 from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED
@@ -56,7 +56,7 @@ class EventQueue:
         buffer = Buffer(self.asynchrony, flight, round_num=round_num)
         played = _Round(self.engine, self.asynchrony, buffer, requests, draw)
         for stale in buffer.give_up():
-            played.settle(stale, Status.STALE, stale.duration_s)
+            played.tally.settle(stale, Status.STALE)
         played.plan(buffer.flight)
         played.play()
         return played.close()
@@ -72,11 +72,8 @@ class _Round:
     requests: Mapping[int, RoundRequest]
     draw: Draw
     now_s: float = 0.0
-    metrics: WeightedMeans = field(default_factory=WeightedMeans)
     #: A heap: when, the how manieth to be asked, and who.
     events: list[tuple[float, int, Asked]] = field(default_factory=list)
-    #: Who has arrived, in this order; the loss and the examples are not known before training.
-    rows: list[Participation] = field(default_factory=list)
     #: Those in the buffer that are to be trained yet: their places among the rows.
     waiting: list[tuple[int, Asked]] = field(default_factory=list)
     num_failed: int = 0
@@ -84,6 +81,8 @@ class _Round:
 
     def __post_init__(self) -> None:
         self.request = self.requests[self.buffer.round_num]
+        # Rows are in order of arrival; the loss and the examples are not known before training.
+        self.tally = Tally(self.buffer.round_num, self.asynchrony)
         self.kept = self.request.kept
         self.reduction: Reduction = self.engine.reduction(self.request)
         self._numbers = count()
@@ -106,16 +105,16 @@ class _Round:
             self.now_s = max(self.now_s, due_s)  # rounding may put a tie of the last step before it
             self.buffer.land(asked.client_id)
             if not asked.duration_s <= self.engine.policy.deadline_s:
-                self.settle(asked, Status.LATE, asked.duration_s)
+                self.tally.settle(asked, Status.LATE)
             elif asked.fails:
                 max_retries = self.engine.policy.max_retries
                 self.buffer.fail(asked.client_id, max_retries=max_retries)
-                self.settle(asked, Status.FAILED, asked.duration_s, DROPPED_OUT)
+                self.tally.settle(asked, Status.FAILED, reason=DROPPED_OUT)
                 self.num_failed += 1
             else:
                 self.buffer.take(asked)
-                self.waiting.append((len(self.rows), asked))
-                self.settle(asked, Status.REPORTED, asked.duration_s)
+                self.waiting.append((len(self.tally.rows), asked))
+                self.tally.settle(asked, Status.REPORTED)
 
     @property
     def _most_failed(self) -> int:
@@ -144,37 +143,33 @@ class _Round:
             if math.isfinite(lasts_s):  # of another one nothing is ever heard
                 heappush(self.events, (each.asked_s + lasts_s, next(self._numbers), each))
 
-    def settle(self, asked: Asked, status: Status, duration_s: float, reason: str = "") -> None:
-        """Note what became of a client."""
-        self.rows.append(Participation(asked.client_id, status, duration_s, reason=reason))
-
     # ---- Training -------------------------------------------------------------------------
 
     def _train(self) -> None:
         """Train those that wait, if any, and take out of the buffer what is not sound."""
         if not self.waiting:
             return
-        staleness = np.asarray([self.buffer.staleness(each) for _, each in self.waiting])
         trained = self.engine.train(
             np.asarray([each.client_id for _, each in self.waiting], np.int64),
             [self.requests[each.based_on] for _, each in self.waiting],
             self.reduction,
-            factors=self.asynchrony.weights(staleness),
+            factors=self.tally.factors([each for _, each in self.waiting]),
         )
         self.kept = updated(self.kept, trained.kept)
-        trained.add_metrics(self.metrics)
+        trained.add_metrics(self.tally.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         told = zip(*(column.tolist() for column in columns), strict=True)
         waiting = enumerate(zip(self.waiting, told, strict=True))
         for at, ((place, asked), (verdict, loss, num_examples)) in waiting:
-            row = self.rows[place]
+            row = self.tally.rows[place]
             if verdict == REPORTED:
-                self.rows[place] = row._replace(num_examples=num_examples, loss=loss)
-                continue
-            self.buffer.refuse(asked.client_id)
-            reason = trained.reasons[at]
-            self.rows[place] = row._replace(status=Status.FAILED, reason=reason)
-            self.num_failed += 1
+                row = row._replace(num_examples=num_examples, loss=loss)
+                self.tally.counted.append(Counted(asked, num_examples, asked.duration_s))
+            else:
+                row = row._replace(status=Status.FAILED, reason=trained.reasons[at])
+                self.buffer.refuse(asked.client_id)
+                self.num_failed += 1
+            self.tally.rows[place] = row
         self.waiting.clear()
 
     def close(self) -> Collected:
@@ -183,22 +178,17 @@ class _Round:
         is_enough = self.buffer.is_full or (self.is_short and bool(self.buffer.taken))
         return Collected(
             aggregate=self._aggregate() if is_enough else None,
-            participations=Participations.of(self.rows),
+            participations=Participations.of(self.tally.rows),
             duration_s=self.now_s,
-            train_metrics=self.metrics.close(),
+            train_metrics=self.tally.metrics.close(),
             kept=self.kept,
-            staleness=self.buffer.histogram(),
+            staleness=self.tally.ages(),
             flight=self.buffer.flight_after(self.now_s),
         )
 
     def _aggregate(self) -> Aggregate:
-        counted = [row for row in self.rows if row.status is Status.REPORTED]
-        taken = [self.buffer.taken[row.client_id] for row in counted]
-        num_examples_B = torch.tensor([row.num_examples for row in counted], dtype=torch.float64)
-        staleness_B = np.asarray([self.buffer.staleness(each) for each in taken])
-        return damped(
+        return self.tally.damped(
             self.reduction.close(),
-            self.request.strategy.lanes,
-            weights_B=self.engine.weights(num_examples_B, self.request),
-            factors_B=torch.from_numpy(self.asynchrony.weights(staleness_B)),
+            self.request.strategy,
+            weigh=partial(self.engine.weights, request=self.request),
         )

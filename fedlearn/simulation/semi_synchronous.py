@@ -5,23 +5,21 @@ model that it was sent.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest, damped
+from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.flight import Asked, Draw, Flight
 from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.algorithms.tally import Tally
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.reported import WeightedMeans
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.reduction import Reduction
 from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED
@@ -80,7 +78,7 @@ class SemiSynchronous:
         played = _Round(self.engine, self.late, requests, request, awaited, cohort)
         for each in stale:
             reason = self.late.why_stale(self._staleness(each, round_num))
-            played.settle(each, Status.STALE, reason=reason)
+            played.tally.settle(each, Status.STALE, reason=reason)
         played.play()
         return played.close()
 
@@ -90,13 +88,6 @@ class SemiSynchronous:
 
     def _staleness(self, asked: Asked, round_num: int) -> int:
         return round_num - asked.based_on
-
-
-class _Taken(NamedTuple):
-    """A sound update: of whom, and its examples."""
-
-    asked: Asked
-    num_examples: int
 
 
 @dataclass(eq=False)
@@ -110,13 +101,11 @@ class _Round:
     awaited: Sequence[Asked]
     cohort: Sequence[Asked]
     closed_s: float = 0.0
-    metrics: WeightedMeans = field(default_factory=WeightedMeans)
-    rows: list[Participation] = field(default_factory=list)
-    taken: list[_Taken] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.fresh = {each.client_id for each in self.cohort}
         self.kept: Kept = self.request.kept
+        self.tally = Tally(self.request.round_num, self.late)
         self.reduction: Reduction = self.engine.reduction(self.request)
         # In order of arrival, at equal times of asking; who never arrives comes last.
         self.to_come = deque(sorted([*self.awaited, *self.cohort], key=_arrives_s))
@@ -143,7 +132,7 @@ class _Round:
             asked = self.to_come.popleft()
             self.closed_s = max(0.0, _arrives_s(asked))
             if asked.fails:
-                self.settle(asked, Status.FAILED, reason=DROPPED_OUT)
+                self.tally.settle(asked, Status.FAILED, reason=DROPPED_OUT)
             else:
                 wave.append(asked)
                 num_fresh += asked.client_id in self.fresh
@@ -182,74 +171,52 @@ class _Round:
             np.asarray([each.client_id for each in wave], np.int64),
             [self.requests[each.based_on] for each in wave],
             self.reduction,
-            factors=self._factors(wave),
+            factors=self.tally.factors(wave),
         )
         self.kept = updated(self.kept, trained.kept)
-        trained.add_metrics(self.metrics)
+        trained.add_metrics(self.tally.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         counting = list[Asked]()
         told = zip(wave, *(column.tolist() for column in columns), strict=True)
         for place, (asked, verdict, loss, num_examples) in enumerate(told):
             if verdict == REPORTED:
-                self.settle(asked, Status.REPORTED, num_examples=num_examples, loss=loss)
-                self.taken.append(_Taken(asked, num_examples))
+                client_id, took_s = asked.client_id, asked.duration_s
+                row = Participation(client_id, Status.REPORTED, took_s, num_examples, loss)
+                self.tally.add(row, asked)
                 counting.append(asked)
             else:
-                self.settle(asked, Status.FAILED, reason=trained.reasons[place])
+                self.tally.settle(asked, Status.FAILED, reason=trained.reasons[place])
         return counting
-
-    def settle(
-        self,
-        asked: Asked,
-        status: Status,
-        *,
-        num_examples: int = 0,
-        loss: float = math.nan,
-        reason: str = "",
-    ) -> None:
-        """Note what became of a client."""
-        self.rows.append(
-            Participation(asked.client_id, status, asked.duration_s, num_examples, loss, reason)
-        )
 
     def close(self) -> Collected:
         """Return what came of it, and who is in flight."""
         in_flight = list(self.to_come)
         for each in in_flight:
             if each.client_id in self.fresh:  # those of earlier ones were late then
-                self.settle(each, Status.LATE)
-        is_enough = len(self.taken) >= self.engine.policy.min_reports
+                self.tally.settle(each, Status.LATE)
+        counted = self.tally.counted
+        is_enough = len(counted) >= self.engine.policy.min_reports
         if not is_enough:
-            in_flight += [each.asked for each in self.taken]
+            in_flight += [each.asked for each in counted]
         in_flight.sort(key=lambda each: each.asked_s)
-        ages = Counter(self._staleness(each.asked) for each in self.taken)
-        latest = [each.asked.duration_s for each in self.taken]
-        durations = self.request.durations
+        latest_s, durations = [each.duration_s for each in counted], self.request.durations
         return Collected(
             aggregate=self._aggregate() if is_enough else None,
-            participations=Participations.of(self.rows),
+            participations=Participations.of(self.tally.rows),
             duration_s=self.closed_s,
-            train_metrics=self.metrics.close(),
+            train_metrics=self.tally.metrics.close(),
             kept=self.kept if is_enough else self.request.kept,
-            staleness=dict(sorted(ages.items())),
+            staleness=self.tally.ages(),
             flight=tuple(each._replace(asked_s=each.asked_s - self.closed_s) for each in in_flight),
-            durations=self.late.window(durations, latest) if is_enough else durations,
+            durations=self.late.window(durations, latest_s) if is_enough else durations,
         )
 
     def _aggregate(self) -> Aggregate:
-        num_examples_B = torch.tensor([each.num_examples for each in self.taken]).double()
-        return damped(
+        return self.tally.damped(
             self.reduction.close(),
-            self.request.strategy.lanes,
-            weights_B=self.engine.weights(num_examples_B, self.request),
-            factors_B=torch.from_numpy(self._factors([each.asked for each in self.taken])),
+            self.request.strategy,
+            weigh=partial(self.engine.weights, request=self.request),
         )
-
-    def _factors(self, some: Sequence[Asked]) -> NDArray[np.float64]:
-        return self.late.weights(np.asarray([self._staleness(each) for each in some]))
-
-    def _staleness(self, asked: Asked) -> int:
-        return self.request.round_num - asked.based_on
 
 
 def _arrives_s(asked: Asked) -> float:

@@ -31,8 +31,8 @@ from fedlearn.door.eligibility import Requirements
 from fedlearn.door.server import DoorSettings
 from fedlearn.errors import DeploymentError
 from fedlearn.rounds.evaluation import measured
-from fedlearn.rounds.plain import judged
 from fedlearn.rounds.secure import SecureCollector
+from fedlearn.rounds.updates import judged
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.testing.asking import Model, params_of, round_of
 from fedlearn.testing.local_door import LocalDoor

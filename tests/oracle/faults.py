@@ -29,6 +29,7 @@ from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
 from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
 from fedlearn.algorithms.staleness import Staleness
+from fedlearn.algorithms.tally import Tally
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.client.home import Home
 from fedlearn.core.collecting import Participations
@@ -42,10 +43,8 @@ from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation import (
     engine,
     evaluation,
-    event_queue,
     reduction,
     schedule,
-    semi_synchronous,
 )
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import UnreadRows
@@ -504,17 +503,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault("stale updates count twice", Staleness, "weights", _counts_stale_twice, _stale),
     Fault(
         "a mean takes staleness out again",
-        event_queue,
+        Tally,
         "damped",
-        _constant(lambda aggregate, *_, **__: aggregate),
+        _constant(lambda _, aggregate, *__, **___: aggregate),
         _stale,
-    ),
-    Fault(
-        "a mean of late updates takes staleness out again",
-        semi_synchronous,
-        "damped",
-        _constant(lambda aggregate, *_, **__: aggregate),
-        _is("rounds", "late"),
     ),
     Fault(
         "a resumed run forgets what clients keep",

@@ -30,8 +30,8 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import (
     RoundPlan,
@@ -163,7 +163,7 @@ class Simulation:
         ).channel()
         collector: Collector = engine
         if self.over_memory:
-            collector = PlainCollector(channel=channel, policy=self.policy, slab_bytes=0)
+            collector = CohortCollector(channel=channel, policy=self.policy, slab_bytes=0)
         if self.asynchrony is not None:
             collector = EventQueue(engine=engine, asynchrony=self.asynchrony)
             if self.over_memory:

@@ -32,8 +32,8 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import (
     RoundPlan,
     ServerState,
@@ -233,7 +233,7 @@ def channel_over(grid: LocalGrid, *, coordinator_key: bytes = b"") -> FlowerChan
 
 def over_flower(algorithm: Strategy, grid: LocalGrid | None = None) -> Collector:
     channel = channel_over(grid or grid_of_nodes())
-    return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    return CohortCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
 
 def securely_over_flower(algorithm: Strategy, grid: LocalGrid | None = None) -> SecureCollector:
@@ -273,8 +273,8 @@ def securely_in_memory(algorithm: Strategy) -> Collector:
     )
 
 
-def in_memory(algorithm: Strategy, make: Callable[[], nn.Module] = make_model) -> PlainCollector:
-    return PlainCollector(
+def in_memory(algorithm: Strategy, make: Callable[[], nn.Module] = make_model) -> CohortCollector:
+    return CohortCollector(
         channel=SimulatedSessions(
             population(), Spread(), trainers_on(resident(make)), work=algorithm.local.work
         ).channel(),

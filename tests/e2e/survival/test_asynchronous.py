@@ -17,7 +17,7 @@ from fedlearn.client.home import Home
 from fedlearn.core.collecting import Status
 from fedlearn.door.spool import PartialUpload, ReplyLog, forget_exchanges
 from fedlearn.door.tasks import Exchanges
-from fedlearn.rounds import plain
+from fedlearn.rounds import updates
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store import checkpoints
 from fedlearn.store.journal import StoredJournal
@@ -50,8 +50,8 @@ PHASES = [
     Crash("logged, no receipt", ReplyLog.append, "after"),
     Crash("folded, no receipt", Exchanges.consumed, "before"),
     Crash("a receipt is on its way", Exchanges.consumed, "after"),
-    Crash("between folds", plain.Fold.add, "after"),
-    Crash("folded", plain.Fold.add, "after", 2),
+    Crash("between folds", updates.Fold.add, "after"),
+    Crash("folded", updates.Fold.add, "after", 2),
     Crash("closing, not written down", ReplyLog.close, "before"),
     Crash("closed", ReplyLog.close, "after"),
     Crash("before the server step", ServerSgd.step, "before"),

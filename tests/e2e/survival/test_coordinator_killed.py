@@ -8,7 +8,7 @@ from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.door.spool import PartialUpload, ReplyLog, forget_exchanges
 from fedlearn.door.tasks import Exchanges
 from fedlearn.door.transfers import Transfers
-from fedlearn.rounds import plain
+from fedlearn.rounds import updates
 from fedlearn.simulation.evaluation import CentralEvaluator
 from fedlearn.store import checkpoints
 from fedlearn.store.journal import StoredJournal
@@ -31,10 +31,10 @@ PHASES = [
     Crash("upload complete, not logged", PartialUpload.finish, "after", 2),
     Crash("before the log", ReplyLog.append, "before", 2),
     Crash("logged, no receipt", ReplyLog.append, "after"),
-    Crash("read, not folded", plain.validated, "after", 2),
+    Crash("read, not folded", updates.validated, "after", 2),
     Crash("folded, no receipt", Exchanges.consumed, "before"),
     Crash("a receipt is on its way", Exchanges.consumed, "after"),
-    Crash("between folds", plain.Fold.add, "after", 2),
+    Crash("between folds", updates.Fold.add, "after", 2),
     Crash("closing, not written down", ReplyLog.close, "before"),
     Crash("closed", ReplyLog.close, "after"),
     Crash("before the server step", ServerSgd.step, "before"),
@@ -62,8 +62,8 @@ ONE_ROUND = [
     Crash("sent", Exchanges.open, "after"),
     Crash("before the log", ReplyLog.append, "before"),
     Crash("logged, no receipt", ReplyLog.append, "after"),
-    Crash("read again, not folded", plain.validated, "after"),
-    Crash("between folds", plain.Fold.add, "after", 2),
+    Crash("read again, not folded", updates.validated, "after"),
+    Crash("between folds", updates.Fold.add, "after", 2),
     Crash("closed", ReplyLog.close, "after"),
     Crash("rows that are not committed", StoredRun._replace_checkpoints, "after"),
     Crash("committed, spool not cleaned", forget_exchanges, "before"),

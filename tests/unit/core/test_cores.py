@@ -16,7 +16,7 @@ from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.soundness import MAX_DELTA, unsound
-from fedlearn.rounds.plain import validated
+from fedlearn.rounds.updates import validated
 from fedlearn.transport.base import Arrival
 
 LARGE = 3 * (1 << 20) + 5

@@ -30,12 +30,11 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment import record as deployment_record
 from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.journal import OpenRound, RoundJournal
-from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan
 from fedlearn.rounds.run import EarlyStopping, ResumedRound, RunPlan, train
-from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from fedlearn.transport.base import Arrival
 
 Kind = Literal["synchronous", "semi-synchronous", "buffered"]
@@ -325,9 +324,9 @@ def live(world: World, kind: Kind) -> None:
     world.is_dead = False
     door, opening = Door(world), Opening(world)
     policy = PATIENT if kind == "synchronous" else POLICY
-    collector: ChannelCollector = PlainCollector(channel=door, policy=policy, slab_bytes=0)
+    collector: ChannelCollector = CohortCollector(channel=door, policy=policy, slab_bytes=0)
     if kind == "semi-synchronous":
-        collector = SemiSynchronousCollector(channel=door, policy=policy, late=LATE, slab_bytes=0)
+        collector = CohortCollector(channel=door, policy=policy, late=LATE, slab_bytes=0)
     if kind == "buffered":
         policy = replace(POLICY, num_wanted=BUFFER.buffer_size, min_reports=1, deadline_s=9.0)
         collector = OpenCollector(

@@ -19,7 +19,7 @@ from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
-from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 PARAMS = Params.of(nn.Linear(2, 1, bias=False))
@@ -72,7 +72,7 @@ def collect(
         return np.array([latencies_s[c] for c in clients])
 
     channel = MemoryChannel(handlers, latency, VirtualClock())
-    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
+    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
     return collect_from(collector, cohort, REQUEST)
 
 
@@ -159,5 +159,5 @@ def test_clients_weigh_as_many_examples_as_they_trained_on() -> None:
 def test_a_collector_over_a_channel_keeps_nothing_for_a_checkpoint() -> None:
     """The clients keep their own state."""
     channel = MemoryChannel({}, lambda c, _: np.zeros(len(c)), VirtualClock())
-    assert PlainCollector(channel=channel, policy=POLICY, slab_bytes=0).available() == ()
+    assert CohortCollector(channel=channel, policy=POLICY, slab_bytes=0).available() == ()
     assert collect([0.0]).kept == {}

@@ -18,7 +18,8 @@ from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.reported import MAX_METRICS
-from fedlearn.rounds.plain import MAX_EXAMPLES, PlainCollector
+from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.updates import MAX_EXAMPLES
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 POLICY = StragglerPolicy(
@@ -101,7 +102,7 @@ def collect_metrics(
     channel = MemoryChannel(
         handlers, lambda clients, _: np.array([latencies_s[c] for c in clients]), VirtualClock()
     )
-    collector = PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    collector = CohortCollector(channel=channel, policy=POLICY, slab_bytes=0)
     return collect_from(collector, list(handlers), REQUEST).train_metrics
 
 

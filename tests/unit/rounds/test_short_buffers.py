@@ -14,8 +14,8 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.transport.flower.grid_channel import GridChannel
 from tests.parity import test_flower as flower
@@ -32,7 +32,7 @@ class Stuck(Exception):
 def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerState, Collected]:
     """Return a round of all clients, whose devices take one to six seconds."""
     plain = flower.over_flower(FedAvg(flower.LOCAL))
-    assert isinstance(plain, PlainCollector)
+    assert isinstance(plain, CohortCollector)
     channel = plain.channel
     assert isinstance(channel, GridChannel)
     clock = channel.clock

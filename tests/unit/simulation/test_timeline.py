@@ -21,7 +21,7 @@ from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.soundness import unsound
-from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.simulation import timeline as timeline_of
 from fedlearn.simulation.timeline import DROPPED_OUT, Timeline
 from fedlearn.transport.memory import Handler, MemoryChannel
@@ -91,7 +91,7 @@ def collected(
 
     cohort = [ClientId(i) for i in range(len(kinds))]
     channel = MemoryChannel({c: client(kinds[c]) for c in cohort}, latency, VirtualClock())
-    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
+    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
     strategy = FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1))
     request = RoundRequest(
         round_num=0, attempt=0, params=PARAMS, strategy=strategy, told={}, seed=0

@@ -1,24 +1,20 @@
-"""Ask a cohort over a channel and fold the replies in until the round closes."""
+"""Replies that arrive over a channel: checked, and folded into the aggregate."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import refusal
-from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
-from fedlearn.algorithms.flight import Draw, Flight
+from fedlearn.algorithms.collecting import RoundRequest
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, misfit
-from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import is_clipped, last_clip
-from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
+from fedlearn.core.collecting import MAX_REASON, Participation, Status
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import rebase_statistics
-from fedlearn.core.reported import WeightedMeans
-from fedlearn.transport.base import Arrival, Channel, ask_once
+from fedlearn.transport.base import Arrival
 
 #: No honest client has this many examples; above it a weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
@@ -98,79 +94,6 @@ class Fold:
         based_on = [update.round_num for update in updates]
         weights_B = weights(self._aggregation, num_examples_B) * like.new_tensor(factors)
         return Updates(client_ids, weights_B, lanes, based_on)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainCollector:
-    """Collects updates in the clear, some of them at a time.
-
-    Each reply is checked as it arrives and waits where it lies; as many as fit the bound, and
-    what waits at the close of the round, are one block for the aggregation: it passes over the
-    sum once for all of them. Without room for two the replies are folded in one by one, to the
-    last bit as by an engine at block size 1. An aggregation that needs all of them gets them at
-    the close; those that came over the network lie on the disk until then.
-
-    Memory: the aggregate, one reply, and those that wait.
-
-    Attributes:
-        channel: How clients are reached.
-        policy: When the round closes.
-        slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
-    """
-
-    channel: Channel
-    policy: StragglerPolicy
-    slab_bytes: int
-
-    def available(self) -> Sequence[ClientId]:
-        """Return the clients that can be asked now."""
-        return self.channel.available()
-
-    def busy(self) -> frozenset[ClientId]:
-        """Return that no client has a task between two rounds."""
-        return frozenset()
-
-    def close(self) -> None:
-        """Do nothing: each round has ended its tasks."""
-
-    def collect(
-        self,
-        flight: Flight,  # noqa: ARG002 - nobody is in flight between synchronous rounds
-        requests: Mapping[int, RoundRequest],
-        *,
-        round_num: int,
-        draw: Draw,
-    ) -> Collected:
-        """Run one exchange and aggregate it; see :class:`Collector`."""
-        request = requests[round_num]
-        cohort = draw_cohort(self.policy, request, draw)
-        messages = request.messages(cohort)
-        arrivals = ask_once(self.channel, messages, deadline_s=self.policy.deadline_s)
-        num_together = max(1, self.slab_bytes // request.params.vector.nbytes)
-        fold, metrics = Fold(request, num_together=num_together), WeightedMeans()
-        sent_S = request.params.sent_statistics()
-        settled: dict[ClientId, Participation] = {}
-        for arrival in arrivals:
-            update = judged(arrival, request)
-            if isinstance(update, TrainReply):
-                fold.add(arrival.client_id, update, factor=1.0, sent_S=sent_S)
-                metrics.add(update.metrics, num_examples=update.num_examples)
-            settled[arrival.client_id] = participation(arrival.client_id, update, arrival.elapsed_s)
-            del arrival, update  # before the next one is read: it may be as large as the model
-            if fold.num_added == self.policy.num_wanted:
-                break
-        late = [
-            Participation(each, Status.LATE, math.nan) for each in cohort if each not in settled
-        ]
-        is_closed = fold.num_added == self.policy.num_wanted or not late
-        last_s = max((each.duration_s for each in settled.values()), default=0.0)
-        deadline_s = self.policy.deadline_s
-        return Collected(
-            aggregate=fold.close() if fold.num_added >= self.policy.min_reports else None,
-            participations=Participations.of([*settled.values(), *late]),
-            duration_s=last_s if is_closed or math.isinf(deadline_s) else deadline_s,
-            train_metrics=metrics.close(),
-        )
 
 
 def judged(
