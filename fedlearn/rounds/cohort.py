@@ -22,6 +22,7 @@ from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.tally import Tally
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply
+from fedlearn.errors import RoundError
 from fedlearn.rounds.updates import Fold, judged, participation
 from fedlearn.transport.base import Arrival, Channel, Exchange
 
@@ -224,6 +225,11 @@ class _Attempt:
         )
 
     def _take(self, arrival: Arrival) -> None:
+        if arrival.client_id not in self.flying:
+            raise RoundError(
+                f"client {arrival.client_id} was not asked, or has answered before in round "
+                f"{self.round_num + 1}"
+            )
         asked = self.flying[arrival.client_id]
         self.waited_for.discard(arrival.client_id)
         duration_s = arrival.took_s(self.opened_s + asked.asked_s)

@@ -133,10 +133,16 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield has_strategy, {"update_clip": 0.0}
     yield c.place in SESSIONS, {"workers": 1, "block_size": 3}
     yield c.place not in SESSIONS, {"slab": False}
+    # Their clients find that out themselves, in round 1.
+    is_deployed = c.place in DEPLOYED
+    yield (
+        is_deployed and c.model == "sequence" and c.objective == "binary",
+        {"objective": "cross_entropy"},
+    )
     # The devices are real ones, and a deployment commits each round before it goes on.
-    yield c.place in DEPLOYED, {"devices": "ideal", "checkpoints": "every_round"}
+    yield is_deployed, {"devices": "ideal", "checkpoints": "every_round"}
     # A trainer of one's own has its own examples there, and reads them as it likes.
-    yield c.place in DEPLOYED and own == "trainer", {"augmented": False}
+    yield is_deployed and own == "trainer", {"augmented": False}
     # In real time, a deadline of less than a second would be a matter of chance.
     yield c.place == "grpc" and c.stragglers != "oversample", {"stragglers": "wait"}
     yield c.place == "grpc", {"interrupted": "no"}  # its door would have to be another process

@@ -273,6 +273,19 @@ def test_batch_norm_with_ragged_batches_is_exact() -> None:
     assert error_of(batch_norm_net, work) < 1e-12
 
 
+@pytest.mark.parametrize("rows", [1, 8], ids=["one row", "rows that are alike"])
+def test_batch_norm_is_exact_after_a_first_block_that_tells_nothing_of_it(rows: int) -> None:
+    """Where a Dataset is read block by block, a client's rows may be all there are at first."""
+    params, stacked = params_of(batch_norm_net), executor(batch_norm_net, CrossEntropy())
+    alike = torch.ones(rows, 6, dtype=params.layout.dtype)
+    try:
+        stacked.train(work_of(params, sizes=(rows,), features=alike))
+    except ValueError:
+        assert rows == 1, "BatchNorm has no variance of one example"
+    work = work_of(params, sizes=RAGGED_WITHOUT_ONES)
+    assert distance(reference(batch_norm_net, work, CrossEntropy()), stacked.train(work)) < 1e-5
+
+
 @pytest.mark.slow
 def test_padding_would_falsify_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the probe for models that mix examples, the result is wrong."""

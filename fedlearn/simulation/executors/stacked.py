@@ -146,7 +146,7 @@ class StackedExecutor:
             raise ValueError("the weights are of another model than the one that is stacked")
         if self._mixes is None:
             own = np.concatenate(work.rows_K)
-            # A few rows may be alike, which would hide what they do to each other.
+            # Where they were read for this block, a client's few examples may be all there are.
             rows_N = own if len(own) >= _TRIED_ROWS else np.arange(len(work.labels))
             rows = torch.from_numpy(rows_N).to(work.labels.device)
             self._mixes = self._gradient.mixes_examples(work.features, work.labels, rows=rows)
@@ -297,7 +297,7 @@ class StackedExecutor:
         run.draws.fill(self._prefix(active).memory, step)
         if isinstance(run.work.local, NoisedGradients):
             self._step_by_example(run, step, sizes_k, rule=run.work.local)
-        elif not self._mixes:
+        elif self._mixes is False:  # and not as long as that is not known
             self._step_together(run, step, active=active, size=run.rows_TKB.shape[2])
         elif (sizes_k == sizes_k[0]).all():
             self._step_together(run, step, active=active, size=int(sizes_k[0]))

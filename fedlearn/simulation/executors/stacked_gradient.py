@@ -360,25 +360,36 @@ class BlockGradient:
             self._probe(rows[spread(len(rows), 2, like=rows)], features, labels)
             return not torch.equal(before, generator.get_state())
 
-    def mixes_examples(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool:
+    def mixes_examples(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool | None:
         """Whether an example's output or loss or a statistic depends on the rest of its batch.
 
-        As in BatchNorm or a Cox likelihood: a padded batch would then train another model. Only
-        ``rows`` are tried, int64 [n]: those of other clients may be ones that no model takes.
+        As in BatchNorm or a Cox likelihood: a padded batch would then train another model. An
+        example is tried among copies of itself and among others.
+
+        Args:
+            features: Of all examples that were read.
+            labels: Their labels.
+            rows: Which of them to try, int64 [n]: no model may take those of other clients.
+
+        Returns:
+            ``None`` if the rows are all alike, and so tell nothing.
         """
         if not self.objective.per_example:
             return True
         rows = rows[spread(len(rows), 8, like=rows)]
+        tried = tensors_of(taken(features, rows))
+        if all(bool((tensor == tensor[:1]).all()) for tensor in tried):
+            return None
         generator, results = global_generator(self.device), []
         with untouched(generator):
-            for part in (rows[:2], rows):
+            for part in (rows[:1].repeat(2), rows):
                 generator.manual_seed(0)
                 results.append(self._probe(part, features, labels))
-        return not all(_close(few, many) for few, many in zip(*results, strict=True))
+        return not all(_close(same, others) for same, others in zip(*results, strict=True))
 
     @torch.no_grad()
     def _probe(self, rows: Tensor, features: Features, labels: Tensor) -> list[Tensor]:
-        """Return the first two examples' losses and outputs, and the statistics after them."""
+        """Return the first example's loss and outputs, and the statistics after the batch."""
         self.dropouts.key = torch.zeros((), dtype=torch.int64, device=self.device)
         tensors = {name: value.clone() for name, value in self.module.named_buffers()}
         noise = Seed(0).torch(self.device)
@@ -390,7 +401,7 @@ class BlockGradient:
             tensors, self.inputs(taken(features, rows)), labels.index_select(0, rows)
         )
         per_example = [v for v in (losses, outputs) if v.shape[:1] == rows.shape]
-        return [v[:2] for v in per_example] + [tensors[name] for name in self.statistics]
+        return [v[:1] for v in per_example] + [tensors[name] for name in self.statistics]
 
 
 def spread(num_rows: int, num_wanted: int, *, like: Tensor) -> Tensor:

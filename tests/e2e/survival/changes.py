@@ -7,6 +7,7 @@ from typing import Any
 from fedlearn.core.clock import SystemClock
 from fedlearn.door import spool
 from fedlearn.door.channel import DoorChannel, DoorExchange
+from fedlearn.rounds.updates import Fold
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.server import Advertising
 from fedlearn.store.runs import StoredRun
@@ -33,6 +34,16 @@ def count_twice(following: Function) -> Function:
         if is_logged_before:
             again.append(arrival)
         return arrival
+
+    return twice
+
+
+def add_twice(following: Function) -> Function:
+    """Add every update to the aggregate once more."""
+
+    def twice(*given: Any, **named: Any) -> None:
+        following(*given, **named)
+        following(*given, **named)
 
     return twice
 
@@ -90,6 +101,7 @@ def note(name: str, *values: object) -> None:
 # ruff: noqa: SLF001 (what is changed is within)
 FORGET_REPLIES = Change(spool._recovered, forget_replies)
 COUNT_TWICE = Change(DoorExchange.next, count_twice)
+ADD_TWICE = Change(Fold.add, add_twice)
 SHARE_LOG = Change(spool._make_own, share_log)
 DAWDLE = Change(DoorChannel._remaining_s, dawdle)
 LINGER = Change(StoredRun.load, linger)

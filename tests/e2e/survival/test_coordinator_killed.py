@@ -13,7 +13,7 @@ from fedlearn.simulation.evaluation import CentralEvaluator
 from fedlearn.store import checkpoints
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.runs import StoredRun
-from tests.e2e.survival.changes import COUNT_TWICE, FORGET_REPLIES
+from tests.e2e.survival.changes import ADD_TWICE, COUNT_TWICE, FORGET_REPLIES
 from tests.e2e.survival.harness import Miscounted, VotingSite, audit
 from tests.processes import Change, Crash, Process, until
 
@@ -80,9 +80,7 @@ def test_the_books_of_a_run_that_nobody_disturbs_are_right(site: VotingSite) -> 
     assert all(site.told(number, "accepted") == {0, 1} for number in range(3))
 
 
-@pytest.mark.parametrize(
-    "change", [FORGET_REPLIES, COUNT_TWICE], ids=["forget replies", "count twice"]
-)
+@pytest.mark.parametrize("change", [FORGET_REPLIES, ADD_TWICE], ids=["forget replies", "add twice"])
 def test_the_books_show_what_a_worse_coordinator_would_do(site: VotingSite, change: Change) -> None:
     """The control of the audit: one that loses what it acknowledged, one that counts it again."""
     site.configure(num_rounds=1, min_reports=2, deadline_s=15.0, recovery_grace_s=12.0)
@@ -96,6 +94,20 @@ def test_the_books_show_what_a_worse_coordinator_would_do(site: VotingSite, chan
     assert second.wait() == 0, second.tail()
     with pytest.raises(Miscounted):
         audit(site)
+
+
+def test_a_round_takes_nothing_of_a_client_that_has_answered(site: VotingSite) -> None:
+    """An exchange that returns a reply twice is an error, and the round is not committed."""
+    site.configure(num_rounds=1, min_reports=2, deadline_s=15.0, recovery_grace_s=12.0)
+    first = site.serving()
+    with site.holding(2):
+        site.populate()
+        until(lambda: site.told(0, "accepted") == {0} and site.told(1, "accepted") == {0})
+        first.kill()
+    second = site.serving(changes=[COUNT_TWICE])
+    assert second.wait() == 3, second.tail()
+    assert "was not asked, or has answered" in second.out()
+    assert not site.rounds()
 
 
 def walk(site: VotingSite, phases: list[Crash]) -> None:
