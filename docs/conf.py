@@ -39,6 +39,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!fedlearn\.).*"),  # names of others, whose inventories are on the network
     (r"py:.*", r"fedlearn\.(.*\.)?([A-Z]|[A-Z][a-z]+T)(_co)?"),  # type variables
     (r"py:.*", r"fedlearn\.(.*\.)?_\w+"),  # private names in signatures
+    (r"py:.*", r"fedlearn\.(.*\.)?Annotated"),  # typing's, in signatures
     (r"py:.*", r"fedlearn\.transport\.wire_pb2\..*"),  # generated: reference/wire has them
     (r"py:.*", r"fedlearn\.door\.(connections|exchange|loop|tasks)\..*"),  # inside
     (r"py:.*", r"fedlearn\.(client\.tasks|training\.keyed_dropout)\..*"),  # inside
