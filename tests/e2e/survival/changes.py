@@ -39,11 +39,14 @@ def count_twice(following: Function) -> Function:
 
 
 def add_twice(following: Function) -> Function:
-    """Add every update to the aggregate once more."""
+    """Add the first update to the aggregate once more: all of them would be the same mean."""
+    again = [True]
 
     def twice(*given: Any, **named: Any) -> None:
         following(*given, **named)
-        following(*given, **named)
+        if again:
+            again.clear()
+            following(*given, **named)
 
     return twice
 

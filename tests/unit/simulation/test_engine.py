@@ -383,8 +383,8 @@ A_MILLION_CLIENTS = """
         )
         plan = RoundPlan(
             draw=SampledOpening(
-sampler=UniformSampler(), available=engine.available, seed=Seed(0),
-).draw_cohort,
+                sampler=UniformSampler(), available=engine.available, seed=Seed(0)
+            ).draw_cohort,
             policy=policy, collector=engine, strategy=algorithm, seed=Seed(0),
         )
         state, collected, _ = run_round(plan.init(Params.of(make_model())), plan, attempt=0)
