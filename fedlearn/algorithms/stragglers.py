@@ -44,8 +44,8 @@ class StragglerPolicy(Ranged):
     min_reports: Annotated[
         int,
         doc(
-            "Fewest reports that make a round; 0, for aggregations that take it: a round is made "
-            "whoever reports."
+            "Fewest reports that make a round; with 0, for aggregations that allow it, any number "
+            "does."
         ),
     ]
     below_minimum: Annotated[

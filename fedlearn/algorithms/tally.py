@@ -33,7 +33,7 @@ class Tally:
         staleness: How staleness weighs; ``None``: all updates are based on this round's model.
 
     Attributes:
-        rows: One for each client that has been settled, in this order.
+        rows: One for each settled client, in the order of settling.
         counted: The updates in the aggregate, in the order in which they were added.
         metrics: What clients measured in training.
     """
@@ -55,7 +55,7 @@ class Tally:
         return np.ones(len(ages)) if self._staleness is None else self._staleness.weights(ages)
 
     def settle(self, asked: Asked, status: Status, *, reason: str = "") -> None:
-        """Add a row without an update; the duration is the one that is known beforehand."""
+        """Add a row without an update, with the duration that the task has."""
         self.rows.append(Participation(asked.client_id, status, asked.duration_s, reason=reason))
 
     def add(self, row: Participation, asked: Asked) -> None:
@@ -69,10 +69,10 @@ class Tally:
             return {}
         return dict(sorted(Counter(self.age(each.asked) for each in self.counted).items()))
 
-    def damped(
+    def damp(
         self, aggregate: Aggregate, strategy: Strategy, *, weigh: Callable[[Tensor], Tensor]
     ) -> Aggregate:
-        """Return the aggregate, in its place, in which all updates count less if they are stale.
+        """Shorten the aggregate, in place, by how stale its updates are, and return it.
 
         A mean over weights that staleness has lowered is as long as if no update were stale.
         Multiplied by the sum of these weights over that of the unlowered ones it is FedBuff's: a

@@ -37,7 +37,7 @@ FIXED: Final[Mapping[str, object]] = {
 
 
 def advise(path: Key) -> str | None:
-    """Return what to write instead of a key of an earlier version; ``None``: it is none."""
+    """Return the advice for a key of an earlier version; ``None`` if there was no such key."""
     for key in (".".join(path), ".".join((*path[:-2], ANY_NAME, *path[-1:]))):
         if key in RENAMED:
             return f"it is {RENAMED[key]} now"

@@ -114,7 +114,7 @@ def kinds(
         fields = _fields(own, pieces, given, defaults)
         described = Field(names[0], description=base.model_fields[tag].description)
         fields[tag] = (Literal[names], described)
-        table = _derived(own, make.__name__, fields)
+        table = _derive(own, make.__name__, fields)
         table.about, table.make = about, make
         tables.append(table)
     return OneOf(tag, tuple(tables))
@@ -129,12 +129,12 @@ def declared_by(
 
     def with_keys(section: type[SectionT]) -> type[SectionT]:
         fields = _fields(section, makes, given, defaults)
-        return _derived(section, section.__name__, fields)
+        return _derive(section, section.__name__, fields)
 
     return with_keys
 
 
-def _derived(base: type[SectionT], name: str, fields: Mapping[str, Any]) -> type[SectionT]:
+def _derive(base: type[SectionT], name: str, fields: Mapping[str, Any]) -> type[SectionT]:
     """Return ``base`` with further fields."""
     return create_model(
         name, __base__=base, __module__=base.__module__, __doc__=base.__doc__, **fields

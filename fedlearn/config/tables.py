@@ -16,7 +16,7 @@ class Use(Flag):
     SERVED = auto()
     """It says how a deployment is served and recorded: operators' commands read it alone."""
     RESTART = auto()
-    """A deployed run goes on with another value, since it does not change what is computed."""
+    """It may change when a deployed run resumes, since it changes no result."""
     SIMULATED = auto()
     """A deployed coordinator ignores it. Single keys of a table have this mark on their field."""
     ARGUMENT = auto()

@@ -192,7 +192,7 @@ class PythonAlgorithm(Algorithm):
 
 
 class FedBuffAlgorithm(Algorithm):
-    """FedBuff; when it steps is a table of its own, ``asynchronous``."""
+    """FedBuff; the table ``asynchronous`` says when it steps."""
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Return what it makes of a mean update."""

@@ -318,7 +318,7 @@ class _Round:
 
     def _aggregate(self) -> Aggregate:
         strategy = self.requests[self.buffer.round_num].strategy
-        return self.tally.damped(
+        return self.tally.damp(
             self.fold.close(),
             strategy,
             weigh=lambda num_examples_B: weights(strategy.aggregation, num_examples_B),

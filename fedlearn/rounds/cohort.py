@@ -297,7 +297,7 @@ class _Attempt:
 
     def _aggregate(self) -> Aggregate:
         strategy = self.request.strategy
-        return self.tally.damped(
+        return self.tally.damp(
             self.fold.close(),
             strategy,
             weigh=lambda num_examples_B: weights(strategy.aggregation, num_examples_B),

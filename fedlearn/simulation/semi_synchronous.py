@@ -212,7 +212,7 @@ class _Round:
         )
 
     def _aggregate(self) -> Aggregate:
-        return self.tally.damped(
+        return self.tally.damp(
             self.reduction.close(),
             self.request.strategy,
             weigh=partial(self.engine.weights, request=self.request),

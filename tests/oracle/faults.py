@@ -504,7 +504,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a mean takes staleness out again",
         Tally,
-        "damped",
+        "damp",
         _constant(lambda _, aggregate, *__, **___: aggregate),
         _stale,
     ),
