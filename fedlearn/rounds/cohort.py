@@ -203,14 +203,17 @@ class _Attempt:
 
         Or until the cohort is settled, or the deadline is over.
         """
-        until_s = self._deadline_s(held)
+        deadline_s = self._deadline_s(held)
+        # The exchange of a synchronous round ends by itself, later than that after a restart.
+        until_s = math.inf if self.late is None else self.opened_s + deadline_s
         for each in held.values():
             self._count(each)
         self.waited_for = set(self.cohort or self.flying)
         while self.waited_for and self.num_fresh < self.policy.num_wanted:
-            arrival = self.exchange.next(until_s=self.opened_s + until_s)
+            arrival = self.exchange.next(until_s=until_s)
             if arrival is None:
-                self.now_s = max(self.now_s, until_s) if math.isfinite(until_s) else self.now_s
+                if math.isfinite(deadline_s):
+                    self.now_s = max(self.now_s, deadline_s)
                 return
             self.now_s = max(self.now_s, arrival.elapsed_s - self.opened_s)
             self._take(arrival)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.rounds.cohort import CohortCollector
-from fedlearn.transport.memory import Handler, MemoryChannel
+from fedlearn.transport.memory import Handler, MemoryChannel, MemoryExchange
 
 PARAMS = Params.of(nn.Linear(2, 1, bias=False))
 POLICY = StragglerPolicy(
@@ -118,6 +118,34 @@ def test_the_deadline_cuts_off_what_comes_later(
     assert collected.count(Status.REPORTED) == num_reported
     assert collected.count(Status.LATE) == 5 - num_reported
     assert collected.duration_s == duration_s
+
+
+@dataclass
+class GraceChannel(MemoryChannel):
+    """A channel that has restarted: clients get more time than the round's deadline to return."""
+
+    grace_s: float = 0.0
+
+    def open(self, *, deadline_s: float) -> MemoryExchange:
+        return super().open(deadline_s=deadline_s + self.grace_s)
+
+
+@pytest.mark.parametrize(("grace_s", "num_reports"), [(0.0, 5), (10.0, 6)])
+def test_the_exchange_of_a_synchronous_round_decides_when_it_ends(
+    grace_s: float, num_reports: int
+) -> None:
+    """After a restart clients may need longer than the deadline to return, and are waited for."""
+    cohort = [ClientId(i) for i in range(7)]
+    latencies_s = np.array([1.0] * 5 + [25.0, 35.0])
+    channel = GraceChannel(
+        {c: client(c) for c in cohort},
+        lambda clients, _: latencies_s[list(clients)],
+        VirtualClock(),
+        grace_s=grace_s,
+    )
+    collector = CohortCollector(channel=channel, policy=POLICY, slab_bytes=1 << 20)
+    collected = collect_from(collector, cohort, REQUEST)
+    assert collected.count(Status.REPORTED) == num_reports
 
 
 def test_late_clients_are_counted_and_left_out() -> None:
