@@ -234,12 +234,21 @@ def _family_of(process: psutil.Process) -> Iterator[psutil.Process]:
     yield process
     if sys.platform == "linux":
         # psutil looks at each process of the machine: 5 ms for a hundred, every second.
-        for thread in Path(f"/proc/{process.pid}/task").glob("*/children"):
-            for pid in _line(thread).split():
-                with suppress(psutil.Error):  # it has just ended
-                    yield from _family_of(psutil.Process(int(pid)))
+        for pid in _child_pids(process.pid):
+            with suppress(psutil.Error):  # it has just ended
+                yield from _family_of(psutil.Process(pid))
     else:
         yield from process.children(recursive=True)
+
+
+def _child_pids(pid: int) -> list[int]:
+    """Return the children of a process on Linux; none if it has just ended."""
+    threads = Path(f"/proc/{pid}/task")
+    try:
+        names = os.listdir(threads)  # noqa: PTH208 - iterdir fails later, inside the loop
+    except OSError:
+        return []
+    return [int(each) for name in names for each in _line(threads / name / "children").split()]
 
 
 def _line(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from fedlearn.client.conditions import Conditions, Device, Facts, Probes, local_time
-from fedlearn.core.clock import VirtualClock
+from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.errors import ConfigError
 
 NOON = datetime(2026, 6, 1, 12, 0)  # noqa: DTZ001 - local
@@ -192,3 +192,18 @@ def test_what_the_application_tells_holds_while_a_probe_takes_its_time(tmp_path:
     assert device.facts().on_power is False
     clock.sleep(2.0)
     assert device.facts().on_power is None
+
+
+@pytest.mark.slow
+@pytest.mark.linux
+def test_processes_that_end_meanwhile_do_not_end_the_survey() -> None:
+    """A trainer's data is loaded by processes that come and go; some end as they are looked at."""
+    shells = [subprocess.Popen(["/bin/sh", "-c", "while :; do /bin/true; done"]) for _ in range(2)]
+    try:
+        device = Device(SystemClock())
+        for _ in range(1000):
+            device.found()
+    finally:
+        for each in shells:
+            each.kill()
+            each.wait()
