@@ -140,7 +140,13 @@ class _Supervisor:
         try:
             child = TrainingProcess.start(self.options, python=interpreter())
         except OSError as error:
-            raise DeploymentError(f"the training process cannot be started: {error}") from error
+            if self.options.exit_code is None:  # the first one: it may never start
+                raise DeploymentError(f"the training process cannot be started: {error}") from error
+            # The crash of one before it may have come from the same lack of memory.
+            self._print(
+                AgentEvent(kind=EventKind.CRASHED, message=f"it cannot be started: {error}")
+            )
+            return
         self._child = child
         if self._is_stopping:
             self._end(child)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from torch import nn
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.cli.failures import BAD_INPUT, RUN_FAILED
+from fedlearn.client.backoff import Backoff
 from fedlearn.core.messages import EvaluateReply, Failure
+from fedlearn.deployment import join as join_module
 from fedlearn.deployment.check_client import check_before
 from fedlearn.errors import DeploymentError
 from fedlearn.testing import FakeCoordinator
@@ -173,6 +176,62 @@ def test_a_trainer_that_cannot_be_made_is_named_by_its_line(
         assert client.wait() == BAD_INPUT, client.tail()
         (line,) = client.err().splitlines()
     assert line.startswith(f"fedlearn: {tmp_path / 'trainer.py'}:22, in unset: KeyError: 'FEDLEARN")
+
+
+class Restoring(io.StringIO):
+    """Standard output; once it says that no process can be started, one can."""
+
+    def __init__(self, program: Path) -> None:
+        super().__init__()
+        self.program = program
+
+    def write(self, text: str) -> int:
+        if "it cannot be started" in text:
+            self.program.rename(self.program.with_name("python"))
+        return super().write(text)
+
+
+@pytest.mark.slow
+@pytest.mark.linux
+def test_a_client_outlives_a_moment_in_which_it_cannot_start_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is short of memory kills a training, and soon has some again.
+
+    The first process that cannot be started ends the command.
+    """
+    python = tmp_path / "python"
+    python.write_text(f"""#!{sys.executable}
+import os, socket, sys
+if not os.path.exists({str(tmp_path / "crashed")!r}):
+    open({str(tmp_path / "crashed")!r}, "w").close()
+    os.rename({str(python)!r}, {str(tmp_path / "gone")!r})
+    os._exit(7)
+link = socket.socket(fileno=int(sys.argv[-1]))
+link.sendall(b'{{"kind": "failed", "message": "it was started", "is_final": true}}\\n')
+""")
+    python.chmod(0o700)
+    monkeypatch.setattr(Backoff, "next_s", lambda _: 0.0)
+    monkeypatch.setattr(join_module, "interpreter", lambda: str(python))
+    out = Restoring(tmp_path / "gone")
+    with FakeCoordinator() as coordinator:
+        start = partial(
+            join_module.join,
+            coordinator.invite("clinic-a"),
+            task="trainer:it",
+            home=tmp_path / "home",
+            config=None,
+            require_secure_aggregation=False,
+            out=out,
+        )
+        with pytest.raises(DeploymentError, match="it was started"):
+            start()
+        crash, no_start = out.getvalue().splitlines()
+        assert crash == "crashed: exit code 7"
+        assert no_start.startswith("crashed: it cannot be started: ")
+        python.unlink()
+        with pytest.raises(DeploymentError, match=r"cannot be started: .*No such file"):
+            start()
 
 
 def state_of(pid: int) -> str:
