@@ -310,6 +310,8 @@ class Runtime:
             _log.debug("delivery_broken", error=str(error))
             live.leave.set()  # it is delivered in the next session
         except (DeploymentError, OSError) as error:
+            if self._here.held != held:  # it was withdrawn, and removed, before it was sent
+                return
             _log.error("reply_unreadable", round_num=held.key.round_num, error=str(error))
             live.delivered.discard(held.key)  # its task is offered again, and answered anew
             self._events.put_nowait(conversation.Settled(held.key))

@@ -31,7 +31,7 @@ from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
-from fedlearn.client.tasks import OpenTask
+from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -1485,6 +1485,36 @@ def test_a_reply_that_cannot_be_read_is_dropped_and_its_task_answered_anew(
             SystemClock().sleep(0.01)
         door.offer(request)
         assert isinstance(decode(door.hear("result").data), TrainReply)
+
+
+def test_a_reply_that_is_withdrawn_as_it_is_sent_is_no_error(
+    home: Home, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round had enough replies in the moment in which this one was kept."""
+    hold, is_heard = Home.hold, threading.Event()
+
+    def withdrawn(self: Home, task: OpenTask, *, reply: bytes, state: bytes | None) -> HeldReply:
+        held = hold(self, task, reply=reply, state=state)
+        if task.key.round_num == 0:
+            door.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="enough"))
+            # Of another round, and told at once: the client has heard of both.
+            late = wire_pb2.Receipt(key=key(train_request(), 7), verdict=wire_pb2.Receipt.LATE)
+            door.push(receipt=late)
+            assert is_heard.wait(WAIT_S)
+        return held
+
+    monkeypatch.setattr(Home, "hold", withdrawn)
+    with capture_logs() as logs, client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        running.wait_for(EventKind.LATE)
+        is_heard.set()
+        running.wait_for(EventKind.UPLOADING)
+        door.offer(train_request(), round_num=1)
+        assert door.hear("result").envelope.key.round_num == 1
+    events = [each["event"] for each in logs]
+    assert "reply_dropped" in events
+    assert "reply_unreadable" not in events
 
 
 def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoor) -> None:
