@@ -318,6 +318,7 @@ class DoorExchange:
         self.arrivals: SimpleQueue[tuple[LiveQuestion, LoggedReply]] = SimpleQueue()
         self._channel = channel
         self._started_s = nan  # on the channel's clock, from the first question
+        self._grace_until_s = 0.0  # in seconds since then
         self._firsts: dict[str, TaskKey] = {}  # by kind
         self._questions: list[LiveQuestion] = []
         self._found: deque[tuple[LiveQuestion, LoggedReply]] = deque()  # by an earlier process
@@ -351,6 +352,9 @@ class DoorExchange:
             own_s = question.started_s if number is None else self._channel.clock.now_s()
             self._started_s, self.ends_s = own_s, question.deadline_s
         log = question.log
+        if log.is_resumed and log.closed is None:
+            grace_until_s = self.elapsed_s() + self._channel.recovery_grace_s
+            self._grace_until_s = max(self._grace_until_s, grace_until_s)
         self._questions.append(question)
         found = [reply for reply in log.replies if reply.client_id in question.state.participants]
         awaited: Iterable[ClientId] = question.state.participants
@@ -398,6 +402,13 @@ class DoorExchange:
     def elapsed_s(self) -> float:
         """Return the seconds since the first question; 0 before it."""
         return 0.0 if self.ends_s is None else self._channel.clock.now_s() - self._started_s
+
+    def grace_until_s(self) -> float:
+        """Return until when clients get time to return, in seconds since the first question.
+
+        0 if no earlier process has asked one of its questions.
+        """
+        return self._grace_until_s
 
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Wait for some clients no more; those whose question was theirs alone are told so.

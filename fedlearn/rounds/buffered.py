@@ -283,8 +283,12 @@ class _Round:
         return min(self.buffer.flight, key=lambda each: each.asked_s)
 
     def _ends_s(self) -> float:
-        """Return when the first in flight has taken too long, in seconds since the opening."""
-        return self._first.asked_s + self.collector.policy.deadline_s
+        """Return when the first in flight has taken too long, in seconds since the opening.
+
+        After a restart, not before clients had time to return.
+        """
+        grace_until_s = self.exchange.grace_until_s() - self.opened_s
+        return max(self._first.asked_s + self.collector.policy.deadline_s, grace_until_s)
 
     def _pass_deadline(self) -> None:
         """Give up the first in flight if it has taken too long; others take its place first."""

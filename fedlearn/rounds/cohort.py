@@ -223,9 +223,10 @@ class _Attempt:
         if self.late is None:
             return self.policy.deadline_s
         so_far_s = [-each.asked_s for each in self.awaited if each.client_id not in held]
-        return self.late.deadline_s(
-            self.request.durations, so_far_s, longest_s=self.policy.deadline_s
-        )
+        longest_s = self.policy.deadline_s
+        deadline_s = self.late.deadline_s(self.request.durations, so_far_s, longest_s=longest_s)
+        # Clients may need longer to return to a coordinator that has restarted than to train.
+        return min(longest_s, max(deadline_s, self.exchange.grace_until_s() - self.opened_s))
 
     def _take(self, arrival: Arrival) -> None:
         if arrival.client_id not in self.flying:

@@ -93,6 +93,12 @@ class Exchange(Protocol):
     def elapsed_s(self) -> float:
         """Return the seconds since the first :meth:`ask`; 0 before it."""
 
+    def grace_until_s(self) -> float:
+        """Return until when clients get time to return after a restart of the coordinator.
+
+        In seconds since the first :meth:`ask`; 0 if there was no restart.
+        """
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Wait for some clients no more: what they send is late, and they may be asked again."""
 

@@ -127,6 +127,10 @@ class MemoryExchange:
         """Return the virtual seconds that its replies have taken."""
         return self._elapsed_s
 
+    def grace_until_s(self) -> float:
+        """Return 0: there are no restarts in memory."""
+        return 0.0
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Forget that these are still to answer."""
         gone = set(client_ids)

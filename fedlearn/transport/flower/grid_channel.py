@@ -296,6 +296,10 @@ class FlowerExchange:
         start_s = self._start_s
         return 0.0 if math.isnan(start_s) else self._channel.clock.now_s() - start_s
 
+    def grace_until_s(self) -> float:
+        """Return 0: a restart begins another attempt, and nodes stay connected to the SuperLink."""
+        return 0.0
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Drop the replies of these."""
         gone = [self._waiting.pop(each) for each in client_ids if each in self._waiting]

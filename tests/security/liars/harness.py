@@ -228,6 +228,9 @@ class Overheard:
     def elapsed_s(self) -> float:
         return self.exchange.elapsed_s()
 
+    def grace_until_s(self) -> float:
+        return self.exchange.grace_until_s()
+
     def close(self) -> None:
         self.exchange.close()
 

@@ -63,6 +63,7 @@ OLD = Staleness(
     staleness_hinge=0,
 )
 LATE = LateUpdates(**vars(OLD), deadline_quantile=None, deadline_window=1, least_deadline_s=0.0)
+GRACE_S = 0.5
 BUFFER = Asynchrony(**vars(OLD), buffer_size=2, concurrency=4)
 
 
@@ -178,6 +179,7 @@ class Exchange:
         self.found = list[tuple[Key, Reply]]()
         self.consumed = dict[Key, int]()
         self.last: tuple[Key, ClientId] | None = None
+        self.grace_s = 0.0
 
     def ask(self, requests: Mapping[ClientId, Request], *, number: int | None = None) -> None:
         self.accept()
@@ -194,7 +196,9 @@ class Exchange:
         if math.isnan(self.began_s):
             left_s = question.opened_s + self.deadline_s - now_s if is_resumed else self.deadline_s
             self.began_s = question.opened_s if math.isfinite(self.deadline_s) else now_s
-            self.ends_s = now_s + min(self.deadline_s, max(left_s, 0.5))
+            self.ends_s = now_s + min(self.deadline_s, max(left_s, GRACE_S))
+        if is_resumed and question.num_consumed is None:
+            self.grace_s = now_s - self.began_s + GRACE_S
         logged = question.log
         if question.num_consumed is not None:
             logged = logged[: question.num_consumed]
@@ -246,6 +250,9 @@ class Exchange:
 
     def elapsed_s(self) -> float:
         return 0.0 if math.isnan(self.began_s) else self.world.clock.now_s() - self.began_s
+
+    def grace_until_s(self) -> float:
+        return self.grace_s
 
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         self.accept()

@@ -969,6 +969,24 @@ def test_after_a_restart_the_deadline_stands_and_clients_have_a_grace(
     assert exchange.end() == 0
 
 
+def test_clients_have_a_grace_to_return_to_questions_that_an_earlier_process_asked(
+    site: Site,
+) -> None:
+    """Also where the exchange has no deadline; there is none for questions that are new."""
+    door = site.open(clock=VirtualClock())
+    (member,) = site.connected(door, 1)
+    first = door.channel().open(deadline_s=math.inf)
+    first.ask(asked([member], train_request()), number=0)
+    assert first.grace_until_s() == 0.0
+    site.shut(door)
+    clock = LaterClock(later_s=3600.0)
+    door = site.open(replace(SETTINGS, recovery_grace_s=30.0), clock=clock)
+    again = door.channel().open(deadline_s=math.inf)
+    assert again.grace_until_s() == 0.0
+    again.ask(asked([member], train_request()), number=0)
+    assert again.grace_until_s() == 30.0
+
+
 def asked(members: list[Member], request: Request) -> dict[ClientId, Request]:
     return {ClientId(member.client_id): request for member in members}
 

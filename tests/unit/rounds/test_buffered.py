@@ -20,7 +20,7 @@ from fedlearn.core.messages import ClientId, Failure, Request, TrainReply, Train
 from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.transport.memory import Handler, MemoryChannel, MemoryExchange
-from tests.unit.rounds.test_plain import POLICY, REQUEST
+from tests.unit.rounds.test_plain import POLICY, REQUEST, ResumedChannel
 
 ROUND = REQUEST.round_num
 LIMITS = Asynchrony(
@@ -264,6 +264,23 @@ def test_where_all_fail_the_round_is_given_up() -> None:
     assert collected.aggregate is None
     assert collected.count(Status.FAILED) == (1 + 2) * 3
     assert clock.now_s() < 1.0
+
+
+@pytest.mark.parametrize(("grace_s", "num_late"), [(0.0, 1), (30.0, 0)])
+def test_a_client_in_flight_has_time_to_return_after_a_restart(
+    grace_s: float, num_late: int
+) -> None:
+    """It answers 2 s after the restart, and 3 s after it was asked; the deadline is 1.5 s."""
+    collecting = collector({}, num_there=2)
+    collecting.policy = replace(POLICY, deadline_s=1.5)
+    channel = collecting.channel
+    assert isinstance(channel, MemoryChannel)
+    collecting.channel = ResumedChannel(
+        channel.handlers, channel.latency, channel.clock, grace_s=grace_s
+    )
+    collected = collect(collecting, 1)
+    assert collected.count(Status.LATE) == num_late
+    assert collected.count(Status.REPORTED) == 2 - num_late
 
 
 def test_who_sends_what_does_not_count_is_not_waited_for_without_end() -> None:

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
@@ -146,6 +148,60 @@ def test_the_exchange_of_a_synchronous_round_decides_when_it_ends(
     collector = CohortCollector(channel=channel, policy=POLICY, slab_bytes=1 << 20)
     collected = collect_from(collector, cohort, REQUEST)
     assert collected.count(Status.REPORTED) == num_reports
+
+
+@dataclass
+class ResumedChannel(MemoryChannel):
+    """A channel of a coordinator that has restarted; its exchanges have no deadline."""
+
+    grace_s: float = 0.0
+
+    def open(self, *, deadline_s: float) -> MemoryExchange:
+        return ResumedExchange(self, deadline_s, grace_s=self.grace_s)
+
+
+class ResumedExchange(MemoryExchange):
+    """Its exchange."""
+
+    def __init__(self, channel: MemoryChannel, deadline_s: float, *, grace_s: float) -> None:
+        super().__init__(channel, deadline_s)
+        self.grace_s = grace_s
+
+    def grace_until_s(self) -> float:
+        return self.grace_s
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "longest_s", "num_reports", "duration_s"),
+    [(0.0, 60.0, 5, 1.0), (30.0, 60.0, 6, 30.0), (30.0, 20.0, 5, 20.0), (90.0, 60.0, 7, 35.0)],
+)
+def test_a_deadline_that_follows_durations_leaves_time_to_return_after_a_restart(
+    grace_s: float, longest_s: float, num_reports: int, duration_s: float
+) -> None:
+    """Clients that trained in a second need longer to return; the fixed deadline bounds it."""
+    cohort = [ClientId(i) for i in range(7)]
+    latencies_s = np.array([1.0] * 5 + [25.0, 35.0])
+    channel = ResumedChannel(
+        {c: client(c) for c in cohort},
+        lambda clients, _: latencies_s[list(clients)],
+        VirtualClock(),
+        grace_s=grace_s,
+    )
+    policy = replace(POLICY, deadline_s=longest_s)
+    late = LateUpdates(
+        max_staleness=9,
+        staleness_weight=StalenessWeight.CONSTANT,
+        staleness_exponent=0.0,
+        staleness_hinge=0,
+        deadline_quantile=0.8,
+        deadline_window=2,
+        least_deadline_s=0.0,
+    )
+    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=1 << 20, late=late)
+    request = replace(REQUEST, durations=((1.0,) * 5,))
+    collected = collect_from(collector, cohort, request)
+    assert collected.count(Status.REPORTED) == num_reports
+    assert collected.duration_s == duration_s
 
 
 def test_late_clients_are_counted_and_left_out() -> None:
