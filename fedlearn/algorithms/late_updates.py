@@ -75,10 +75,6 @@ class LateUpdates(Staleness):
         place = math.ceil(self.deadline_quantile * len(known) - 1e-9) - 1
         return min(longest_s, max(self.least_deadline_s, known[place]))
 
-    def why_stale(self, staleness: int) -> str:
-        """Return why an update of this staleness is dropped."""
-        return f"based on a model {staleness} rounds old; at most {self.max_staleness} are taken"
-
     def window(self, durations: Durations, latest: Sequence[float]) -> Durations:
         """Return the durations of the last rounds, those of the latest one included."""
         if self.deadline_quantile is None:

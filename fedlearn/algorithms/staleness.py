@@ -87,3 +87,7 @@ class Staleness(Ranged):
             case StalenessWeight.HINGE:
                 beyond_B = np.maximum(0.0, late_B - self.staleness_hinge)
                 return 1.0 / (a * beyond_B + 1.0)
+
+    def why_stale(self, staleness: int) -> str:
+        """Return why an update of this staleness is dropped."""
+        return f"based on a model {staleness} rounds old; at most {self.max_staleness} are taken"

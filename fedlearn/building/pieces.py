@@ -104,6 +104,11 @@ class Pieces:
         return self.config.late_updates.late_updates(self.config.staleness)
 
     @property
+    def staleness(self) -> LateUpdates | Asynchrony | None:
+        """How late updates count, or when a buffer is full; ``None``: rounds are synchronous."""
+        return self.asynchrony or self.late_updates
+
+    @property
     def secure(self) -> SecurePlan | None:
         """What sessions of secure aggregation ask; ``None``: it is off."""
         return secure_plan(self.config, self.policy, self.algorithm)

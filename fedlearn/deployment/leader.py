@@ -28,9 +28,9 @@ from fedlearn.experiment.progress import Progress, extend
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan
-from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.opening import Charge
+from fedlearn.rounds.plain import Ahead
 from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.cluster import Alone
 from fedlearn.store.journal import StoredJournal

@@ -25,10 +25,10 @@ from fedlearn.experiment.assemble import (
 )
 from fedlearn.experiment.server_training import Place
 from fedlearn.experiment.user_code import AfterRound, LoggedCallback
-from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Charge
+from fedlearn.rounds.plain import Ahead
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.rounds.run import ResumedRound, RunState, Standing, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector

@@ -36,8 +36,6 @@ from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserDevices, UserSampler
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
-from fedlearn.rounds.buffered import Ahead, OpenCollector
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
@@ -46,6 +44,7 @@ from fedlearn.rounds.opening import (
     ChargedDraw,
     SampledOpening,
 )
+from fedlearn.rounds.plain import Ahead, PlainCollector
 from fedlearn.rounds.round import Release, RoundPlan
 from fedlearn.rounds.run import ResumedRound, RunPlan, Standing
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
@@ -69,11 +68,9 @@ from fedlearn.simulation.evaluation import (
     ReadOnce,
     evaluated_clients,
 )
-from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.partition import client_text
 from fedlearn.simulation.population import CheckedExamples, client_names
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
-from fedlearn.simulation.semi_synchronous import SemiSynchronous
 from fedlearn.simulation.sessions import (
     SessionCollector,
     SessionsKept,
@@ -425,7 +422,7 @@ def assemble(
         available=collector.available,
         seed=simulation.seed,
     )
-    has_flight = simulation.asynchrony is not None or simulation.late_updates is not None
+    has_flight = simulation.staleness is not None
     plan = run_plan(
         simulation,
         draw=sampled.draw if has_flight else sampled.draw_cohort,
@@ -460,7 +457,7 @@ def run_plan(
     With ``charge``, each round is charged before anybody is asked.
     """
     if charge is not None:
-        each_attempt = pieces.asynchrony is None and pieces.late_updates is None
+        each_attempt = pieces.staleness is None
         draw = ChargedDraw(inner=draw, charge=charge, each_attempt=each_attempt)
     return RunPlan(
         round=RoundPlan(
@@ -586,19 +583,16 @@ def over_channel(
     plan, policy, slab_bytes = pieces.secure, pieces.policy, pieces.config.engine.slab_bytes
     if identities is None:
         require_plain(pieces)
-    if (asynchrony := pieces.asynchrony) is not None:
-        return OpenCollector(
+    if plan is None or identities is None or pieces.asynchrony is not None:
+        return PlainCollector(
             channel=channel,
             policy=policy,
-            asynchrony=asynchrony,
             slab_bytes=slab_bytes,
+            staleness=pieces.staleness,
             wait=wait,
             ahead=ahead,
             congestion=congestion,
         )
-    if plan is None or identities is None:
-        late = pieces.late_updates
-        return CohortCollector(channel=channel, policy=policy, late=late, slab_bytes=slab_bytes)
     return SecureCollector(
         channel=channel,
         policy=policy,
@@ -701,7 +695,7 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
         seed = simulation.seed.derive("rounding")
         summing = ModularSum(plan=plan, layout=job.params.layout, seed=seed)
     assert isinstance(config.engine.block_size, int)  # resolved
-    engine = Engine(
+    return Engine(
         population=simulation.population,
         behaviour=_behaviour(simulation, cluster),
         executor=make_executor(job, ExecutorKind(config.engine.executor)),
@@ -709,12 +703,8 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
         cluster=cluster,
         block_size=config.engine.block_size,
         summing=summing,
+        staleness=simulation.staleness,
     )
-    if simulation.asynchrony is not None:
-        return EventQueue(engine=engine, asynchrony=simulation.asynchrony)
-    if simulation.late_updates is not None:
-        return SemiSynchronous(engine=engine, late=simulation.late_updates)
-    return engine
 
 
 def _evaluators(

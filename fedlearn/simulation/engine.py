@@ -1,9 +1,9 @@
 """The simulation engine: a collector that trains whole blocks of clients at once.
 
-It plays a cohort in virtual time: who would have reported by the close of the round follows from
-the devices' behaviour, so only those clients are trained. They are dealt to the workers by size,
-cut into blocks, trained, validated, and folded into the aggregate. Memory grows with the block,
-not with the cohort or the population.
+It plays a round in virtual time (:mod:`~fedlearn.simulation.virtual_round`): which clients report
+before its close follows from their devices, so only those are trained. They are dealt to the
+workers by size, cut into blocks, trained, validated, and folded into the aggregate. Memory grows
+with the block, not with the cohort or the population.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,20 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, weights
+from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.bounds import UpdateBounds
-from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
-from fedlearn.algorithms.flight import Asked, Draw, Flight
-from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collection import collection_for
+from fedlearn.algorithms.flight import Draw, Flight, PendingTask
+from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
+from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import Transform, last_clip, transformed
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
-from fedlearn.core.reported import WeightedMeans
 from fedlearn.errors import EngineError, UnusableResult
 from fedlearn.session.faults import is_failure, reason_for
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
@@ -42,12 +43,7 @@ from fedlearn.simulation.population import ClientRows, Population, spread_client
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
 from fedlearn.simulation.schedule import rows_of_round, training_rows
 from fedlearn.simulation.secure import ModularSum
-from fedlearn.simulation.timeline import (
-    RAISED,
-    REFUSED,
-    REPORTED,
-    Timeline,
-)
+from fedlearn.simulation.virtual_round import RAISED, REFUSED, REPORTED, VirtualRound, Wave
 
 #: Clients that are tried before a failure is taken for everyone's.
 _TRIED = 16
@@ -66,6 +62,8 @@ class Engine:
         block_size: Clients in a block at the most; bounds memory.
         summing: How updates are summed in place of the strategy's own mean, where secure
             aggregation is simulated; else ``None``.
+        staleness: How late updates count, or when a buffer is full; ``None``: rounds are
+            synchronous.
     """
 
     population: Population
@@ -75,6 +73,7 @@ class Engine:
     cluster: Cluster
     block_size: int
     summing: ModularSum | None = None
+    staleness: LateUpdates | Asynchrony | None = None
 
     def available(self) -> Sequence[ClientId]:
         """Return the whole population: a client id is an int, so a range does without a table."""
@@ -82,13 +81,13 @@ class Engine:
 
     def collect(
         self,
-        flight: Flight,  # noqa: ARG002 - nobody is in flight between synchronous rounds
+        flight: Flight,
         requests: Mapping[int, RoundRequest],
         *,
         round_num: int,
         draw: Draw,
     ) -> Collected:
-        """Train those of a cohort that report before the round closes; see :class:`Collector`.
+        """Train the clients that report before the round closes; see :class:`Collector`.
 
         A client whose training raises an error has failed, as a deployed one would have.
 
@@ -96,36 +95,8 @@ class Engine:
             EngineError: No client can be trained in the first round, several workers would have to
                 share what a trainer keeps, or another worker is gone.
         """
-        request = requests[round_num]
-        cohort = draw_cohort(self.policy, request, draw)
-        timeline = self._timeline(np.asarray(cohort, np.int64), request)
-        reduction, metrics, kept = self.reduction(request), WeightedMeans(), request.kept
-        while (wave := timeline.next_wave(self.policy.num_wanted)).size:
-            trained = self.train(timeline.client_ids[wave], [request] * wave.size, reduction)
-            kept = updated(kept, trained.kept)
-            trained.add_metrics(metrics)
-            timeline = timeline.after(
-                wave,
-                losses=trained.losses,
-                num_examples=trained.num_examples,
-                verdicts=trained.verdicts,
-                reasons=trained.reasons,
-            )
-        participations = timeline.participations(self.policy)
-        least, num_capped = self.policy.min_reports, None
-        if self.summing is not None:
-            num_capped = self.summing.num_capped(participations)
-            participations = self.summing.recorded(participations)
-            least = max(least, self.summing.min_survivors)
-        is_enough = participations.num(Status.REPORTED) >= least
-        aggregate = replace(reduction.close(), num_capped=num_capped) if is_enough else None
-        return Collected(
-            aggregate=aggregate,
-            participations=participations,
-            duration_s=timeline.closed_s(self.policy),
-            train_metrics=metrics.close(),
-            kept=kept,
-        )
+        collection = collection_for(self.policy, self.staleness, flight, requests[round_num])
+        return VirtualRound(self, collection, requests, draw).play()
 
     def reduction(self, request: RoundRequest) -> Reduction:
         """Return what the updates of a round are folded into.
@@ -150,19 +121,6 @@ class Engine:
         """Return what bounds an update; nothing where no one update is seen by itself."""
         return None if self.summing is not None else request.strategy.bounds
 
-    def _timeline(self, client_ids: NDArray[np.int64], request: RoundRequest) -> Timeline:
-        num_examples = self.population.num_examples(client_ids)
-        asked = self.asked(client_ids, request)
-        durations_s = self.behaviour.durations_s(asked)
-        arrival = np.argsort(durations_s, kind="stable")
-        return Timeline.start(
-            client_ids[arrival],
-            num_examples=num_examples[arrival],
-            durations_s=durations_s[arrival],
-            drops=self.behaviour.failures(asked)[arrival],
-            policy=self.policy,
-        )
-
     def asked(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
         """Return a request as these clients' devices meet it."""
         updates = self._locals(client_ids, [request] * len(client_ids))
@@ -177,7 +135,7 @@ class Engine:
             seed=Seed(request.seed),
         )
 
-    def foreseen(self, drawn: Sequence[Asked], request: RoundRequest) -> list[Asked]:
+    def foreseen(self, drawn: Sequence[PendingTask], request: RoundRequest) -> list[PendingTask]:
         """Return clients of one drawing, who are asked ``request``, with how their devices do."""
         if not drawn:
             return []
@@ -198,7 +156,7 @@ class Engine:
         reduction: Reduction,
         *,
         factors: NDArray[np.float64] | None = None,
-    ) -> "Wave":
+    ) -> Wave:
         """Train clients on all workers and fold their updates in; every worker returns the same.
 
         Args:
@@ -503,32 +461,6 @@ def _require_declared(
     problem = misfit(first, lanes, layout)
     if problem is not None:
         raise UnusableResult(f"the updates of {name} do not fit: {problem}")
-
-
-@dataclass(frozen=True)
-class Wave:
-    """What training some clients gave beside their updates, on all workers.
-
-    Attributes:
-        losses: Mean training losses: shape [n].
-        num_examples: Examples that each has trained on: shape [n].
-        verdicts: What became of each, such as ``timeline.REPORTED``: shape [n].
-        reasons: Why those failed that did, by place in the wave.
-        metrics: What else each measured, by the place of a sound client in the wave.
-        kept: What sound clients keep now.
-    """
-
-    losses: NDArray[np.float64]
-    num_examples: NDArray[np.int64]
-    verdicts: NDArray[np.int64]
-    reasons: Mapping[int, str]
-    metrics: Mapping[int, Mapping[str, float]]
-    kept: Kept
-
-    def add_metrics(self, means: WeightedMeans) -> None:
-        """Add what the clients measured, in order of arrival."""
-        for place, told in sorted(self.metrics.items()):
-            means.add(told, num_examples=int(self.num_examples[place]))
 
 
 def shared(

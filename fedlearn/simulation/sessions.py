@@ -42,7 +42,7 @@ from fedlearn.simulation.pooled import PooledExamples, Subpopulation
 from fedlearn.simulation.population import Population, unread_rows
 from fedlearn.simulation.schedule import rows_of_round
 from fedlearn.simulation.secure import SimulatedIdentities
-from fedlearn.simulation.timeline import DROPPED_OUT
+from fedlearn.simulation.virtual_round import DROPPED_OUT
 from fedlearn.training.local_data import LocalData, TensorData
 from fedlearn.training.resident import ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer

@@ -32,7 +32,7 @@ from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, TrainReply
 from fedlearn.core.params import Params
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.base import Arrival, as_reply
 
 #: Different updates; the cohort sends them again and again.
@@ -147,7 +147,7 @@ def encoded(params: Params, num_examples: int) -> bytes:
     return encode(TrainReply(round_num=0, lanes=lanes, num_examples=num_examples, metrics={}))
 
 
-def collector_of(channel: Replay, *, slab_bytes: int) -> CohortCollector:
+def collector_of(channel: Replay, *, slab_bytes: int) -> PlainCollector:
     """Return what a coordinator collects with, when it wants everybody."""
     policy = StragglerPolicy(
         num_wanted=channel.num_clients,
@@ -157,10 +157,10 @@ def collector_of(channel: Replay, *, slab_bytes: int) -> CohortCollector:
         below_minimum=BelowMinimum.FAIL,
         max_retries=0,
     )
-    return CohortCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
+    return PlainCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
 
 
-def collect(collector: CohortCollector, params: Params) -> None:
+def collect(collector: PlainCollector, params: Params) -> None:
     """Run the collection of one round.
 
     Raises:

@@ -30,8 +30,8 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.door.authority import Authority
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport.base import ask_once
@@ -74,7 +74,7 @@ def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan:
         below_minimum=BelowMinimum.FAIL,
         max_retries=0,
     )
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     return RoundPlan(
         draw=SampledOpening(
             sampler=UniformSampler(), available=collector.available, seed=Seed(0)

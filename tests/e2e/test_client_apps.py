@@ -24,8 +24,8 @@ from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Req
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TrainContext
@@ -79,7 +79,7 @@ class App:
         pieces = deployment(
             load(CLIENTS / self.name / "coordinator.toml", overrides=()), data_dir=DATA_DIR
         )
-        collector = CohortCollector(
+        collector = PlainCollector(
             channel=channel,
             policy=pieces.policy,
             slab_bytes=0,

@@ -17,6 +17,7 @@ import torch
 from fedlearn.algorithms import local, server_optimizers, transforms
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.collection import CohortCollection, Collection
 from fedlearn.algorithms.elastic_averaging import EASGD, ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, Moment
@@ -29,7 +30,6 @@ from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
 from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
 from fedlearn.algorithms.staleness import Staleness
-from fedlearn.algorithms.tally import Tally
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.client.home import Home
 from fedlearn.core.collecting import Participations
@@ -48,7 +48,6 @@ from fedlearn.simulation import (
 )
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import UnreadRows
-from fedlearn.simulation.timeline import Timeline
 from fedlearn.transport.flower import node
 from tests.oracle.configuration import SESSIONS, Configuration
 from tests.oracle.covering import covering
@@ -270,7 +269,11 @@ def _loss_by_clients(right: Any) -> Any:
 
 
 def _one_more(right: Any) -> Any:
-    return lambda self, num_wanted: right(self, num_wanted + 1)
+    def wrong(self: Any, task: Any, row: Any) -> None:
+        right(self, task, row)
+        self._num_fresh -= len(self.counted) == 1
+
+    return wrong
 
 
 def _first_attempt(right: Any) -> Any:
@@ -503,7 +506,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("stale updates count twice", Staleness, "weights", _counts_stale_twice, _stale),
     Fault(
         "a mean takes staleness out again",
-        Tally,
+        Collection,
         "damp",
         _constant(lambda _, aggregate, *__, **___: aggregate),
         _stale,
@@ -682,8 +685,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a round takes one report too many",
-        Timeline,
-        "next_wave",
+        CohortCollection,
+        "take",
         _one_more,
         _is("stragglers", "oversample"),
     ),

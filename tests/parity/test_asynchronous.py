@@ -29,9 +29,8 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.buffered import OpenCollector
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import (
     RoundPlan,
@@ -43,7 +42,6 @@ from fedlearn.simulation.behaviour import Behaviour, LognormalBandwidth
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
 from fedlearn.simulation.cluster import Alone, Cluster, launch
 from fedlearn.simulation.engine import Engine
-from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
@@ -163,16 +161,15 @@ class Simulation:
         ).channel()
         collector: Collector = engine
         if self.over_memory:
-            collector = CohortCollector(channel=channel, policy=self.policy, slab_bytes=0)
+            collector = PlainCollector(channel=channel, policy=self.policy, slab_bytes=0)
         if self.asynchrony is not None:
-            collector = EventQueue(engine=engine, asynchrony=self.asynchrony)
+            collector = replace(engine, staleness=self.asynchrony)
             if self.over_memory:
-                collector = OpenCollector(
+                collector = PlainCollector(
                     channel=channel,
                     policy=self.policy,
-                    asynchrony=self.asynchrony,
+                    staleness=self.asynchrony,
                     slab_bytes=0,
-                    wait=None,
                 )
         return RoundPlan(
             draw=opening.draw_cohort if self.asynchrony is None else opening.draw,

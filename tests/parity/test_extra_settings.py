@@ -32,7 +32,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.session.session import ClientSession
 from fedlearn.testing import FakeCoordinator
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -110,7 +110,7 @@ def round_over(channel: Channel) -> Collected:
         told={},
         seed=0,
     )
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     return collect_from(collector, channel.available(), request)
 
 

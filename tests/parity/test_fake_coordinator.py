@@ -34,8 +34,8 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import Params
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused, OtherProtocol
 from fedlearn.identity.identity import Identity
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.evaluation import ChannelEvaluator
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.testing import FakeCoordinator, LocalDoor
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes
@@ -82,7 +82,7 @@ class Rounds:
             told={},
             seed=0,
         )
-        collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
+        collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
         (row,) = collect_from(collector, channel.available(), request).participations
         return "" if row.status is Status.REPORTED else row.reason
 

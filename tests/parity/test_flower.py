@@ -31,9 +31,8 @@ from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.identity.identity import Identity
-from fedlearn.rounds.buffered import OpenCollector
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import (
     RoundPlan,
     ServerState,
@@ -233,7 +232,7 @@ def channel_over(grid: LocalGrid, *, coordinator_key: bytes = b"") -> FlowerChan
 
 def over_flower(algorithm: Strategy, grid: LocalGrid | None = None) -> Collector:
     channel = channel_over(grid or grid_of_nodes())
-    return CohortCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
 
 def securely_over_flower(algorithm: Strategy, grid: LocalGrid | None = None) -> SecureCollector:
@@ -273,8 +272,8 @@ def securely_in_memory(algorithm: Strategy) -> Collector:
     )
 
 
-def in_memory(algorithm: Strategy, make: Callable[[], nn.Module] = make_model) -> CohortCollector:
-    return CohortCollector(
+def in_memory(algorithm: Strategy, make: Callable[[], nn.Module] = make_model) -> PlainCollector:
+    return PlainCollector(
         channel=SimulatedSessions(
             population(), Spread(), trainers_on(resident(make)), work=algorithm.local.work
         ).channel(),
@@ -359,9 +358,7 @@ def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]
     """Return, of each asynchronous round, the model, the staleness, and who reported."""
     limits = FedBuff(KEEPING, buffer_size=2, concurrency=4, max_staleness=2).asynchrony
     policy = replace(POLICY, num_wanted=2)
-    collector = OpenCollector(
-        channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=None
-    )
+    collector = PlainCollector(channel=channel, policy=policy, staleness=limits, slab_bytes=0)
     opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(
         draw=opening.draw,

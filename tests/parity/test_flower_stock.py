@@ -28,7 +28,7 @@ from fedlearn.core.features import only
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 from fedlearn.transport.flower import StockChannel, StockRecords
@@ -97,7 +97,7 @@ class SpreadGrid(MortalGrid):
 
 def over_foreign_apps(
     local: LocalUpdate, make: Callable[[], nn.Module] = make_model
-) -> CohortCollector:
+) -> PlainCollector:
     """Return what collects from nodes whose ids are the numbers of their parts."""
     nodes = {client: client for client in range(len(SIZES))}
     grid = SpreadGrid(VirtualClock(), foreign_app(local, make), nodes=nodes)
@@ -108,7 +108,7 @@ def over_foreign_apps(
         start=lambda work: work(),
         records=StockRecords.of(make(), evaluate_config={}),
     )
-    return CohortCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
 
 ADAPTIVE = partial(FedAdam, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)

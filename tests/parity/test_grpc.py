@@ -43,8 +43,8 @@ from fedlearn.door.channel import DoorChannel
 from fedlearn.door.eligibility import Requirements
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.identity.identity import Invitation
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import DeviceRound
@@ -223,7 +223,7 @@ def run(
     algorithm: Strategy, channel: Channel, *, policy: StragglerPolicy = POLICY
 ) -> tuple[Params, list[list[int]], list[list[str]]]:
     """Return the model after some rounds, who reported in each, in order, and what they told."""
-    collector: Collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
+    collector: Collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     plan: RoundPlan = RoundPlan(
         draw=SampledOpening(
             sampler=UniformSampler(), available=collector.available, seed=Seed(5)

@@ -14,8 +14,8 @@ from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from tests.parity import test_flower as flower
 
@@ -31,11 +31,11 @@ LATE = LateUpdates(
 
 
 def ran(
-    collector: CohortCollector, *, deadline_s: float
+    collector: PlainCollector, *, deadline_s: float
 ) -> tuple[Tensor, list[dict[int, int]], int]:
     """Return the model after six rounds, how stale their updates were, and how many were late."""
     policy = replace(flower.POLICY, deadline_s=deadline_s)
-    semi = CohortCollector(channel=collector.channel, policy=policy, late=LATE, slab_bytes=0)
+    semi = PlainCollector(channel=collector.channel, policy=policy, staleness=LATE, slab_bytes=0)
     opening = SampledOpening(sampler=UniformSampler(), available=semi.available, seed=Seed(5))
     plan = RoundPlan(
         draw=opening.draw,
@@ -60,8 +60,8 @@ def test_flower_keeps_late_updates_as_memory_does(deadline_s: float) -> None:
     """Where some are late, and, as the control, where nobody is."""
     strategy = FedAvg(flower.LOCAL)
     memory, over_flower = flower.in_memory(strategy), flower.over_flower(strategy)
-    assert isinstance(memory, CohortCollector)
-    assert isinstance(over_flower, CohortCollector)
+    assert isinstance(memory, PlainCollector)
+    assert isinstance(over_flower, PlainCollector)
     expected, ages, num_late = ran(memory, deadline_s=deadline_s)
     found, found_ages, found_late = ran(over_flower, deadline_s=deadline_s)
     assert torch.equal(found, expected)

@@ -15,7 +15,7 @@ from fedlearn.algorithms.collecting import collect_from
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
 from fedlearn.simulation.cluster import Alone, Cluster, launch
 from fedlearn.simulation.engine import Engine
@@ -121,13 +121,13 @@ def test_an_overridden_step_is_taken_under_the_compiled_executor() -> None:
     assert by_engine(COUNTED, ExecutorKind.COMPILED, block_size=100)[1] == 0
 
 
-def in_memory(strategy: Strategy) -> CohortCollector:
+def in_memory(strategy: Strategy) -> PlainCollector:
     model = flower.resident()
     trainers = trainers_on(model, local_updates=(Counted, SignSgd))
     channel = SimulatedSessions(
         flower.population(), flower.Spread(), trainers, work=strategy.local.work
     ).channel()
-    return CohortCollector(channel=channel, policy=flower.POLICY, slab_bytes=0)
+    return PlainCollector(channel=channel, policy=flower.POLICY, slab_bytes=0)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.features import only
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import (
     Behaviour,
@@ -140,7 +140,7 @@ class Case:
         )
 
     def sessions(self, *, slab_bytes: int = 0) -> Collector:
-        return CohortCollector(
+        return PlainCollector(
             channel=SimulatedSessions(
                 self.population,
                 self.behaviour,

@@ -28,9 +28,9 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.evaluation import Evaluators
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.rounds.run import EarlyStopping, RunPlan, train
@@ -98,7 +98,7 @@ def in_memory(
         trainers_on(flower.resident()),
         work=strategy.local.work,
     ).channel()
-    plain = CohortCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    plain = PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
     return SessionCollector(inner=plain, sessions=SessionsKept(channel))
 
 

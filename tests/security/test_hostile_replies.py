@@ -34,9 +34,9 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import unsound
 from fedlearn.errors import ProtocolError
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -115,7 +115,7 @@ def one_round(
         max_retries=0,
     )
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
     plan = RoundPlan(
         draw=SampledOpening(
             sampler=UniformSampler(), available=collector.available, seed=Seed(0)

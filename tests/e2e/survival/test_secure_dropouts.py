@@ -25,7 +25,7 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure
 from fedlearn.experiment.assemble import initial_params
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.secagg.bitmaps import bitmap
@@ -196,7 +196,7 @@ def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor,
     channel = MemoryChannel(sessions, lambda asked, _: np.zeros(len(asked)), VirtualClock())
     most = max(map(len, rounds))
     policy = replace(pieces.policy, num_wanted=most, min_reports=1, deadline_s=inf)
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     plain = RoundPlan(
         draw=Recorded(rounds),
         policy=policy,

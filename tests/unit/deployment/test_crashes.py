@@ -29,9 +29,8 @@ from fedlearn.core.messages import ClientId, Request, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment import record as deployment_record
-from fedlearn.rounds.buffered import OpenCollector
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.journal import OpenRound, RoundJournal
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan
 from fedlearn.rounds.run import EarlyStopping, ResumedRound, RunPlan, train
@@ -331,14 +330,12 @@ def live(world: World, kind: Kind) -> None:
     world.is_dead = False
     door, opening = Door(world), Opening(world)
     policy = PATIENT if kind == "synchronous" else POLICY
-    collector: ChannelCollector = CohortCollector(channel=door, policy=policy, slab_bytes=0)
+    collector: ChannelCollector = PlainCollector(channel=door, policy=policy, slab_bytes=0)
     if kind == "semi-synchronous":
-        collector = CohortCollector(channel=door, policy=policy, late=LATE, slab_bytes=0)
+        collector = PlainCollector(channel=door, policy=policy, staleness=LATE, slab_bytes=0)
     if kind == "buffered":
         policy = replace(POLICY, num_wanted=BUFFER.buffer_size, min_reports=1, deadline_s=9.0)
-        collector = OpenCollector(
-            channel=door, policy=policy, asynchrony=BUFFER, slab_bytes=0, wait=None
-        )
+        collector = PlainCollector(channel=door, policy=policy, staleness=BUFFER, slab_bytes=0)
     del world.records[world.commits[-1][1] if world.commits else 0 :]
     params = Params.of(nn.Linear(len(CLIENTS) * ROUNDS, 1, bias=False))
     plan = RunPlan(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fedlearn.algorithms.flight import Asked
+from fedlearn.algorithms.flight import PendingTask
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.record import resume_round
@@ -99,7 +99,7 @@ def test_a_synchronous_round_begins_with_the_first_attempt_of_its_group(
 def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
     """Of those in flight as the round began, the others stay."""
     before = tuple(
-        Asked(client_id=ClientId(number), based_on=6, attempt=0, place=number, asked_s=-200.0)
+        PendingTask(client_id=ClientId(number), based_on=6, attempt=0, place=number, asked_s=-200.0)
         for number in (1, 4, 5)
     )
     found = resumed((4, 2), (5,)).rejoin(before)
@@ -108,6 +108,6 @@ def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
 
 def test_a_client_that_is_too_stale_is_still_recorded_when_its_first_attempt_is_resumed() -> None:
     """The round may ask it again; only a later attempt says that its earlier task is over."""
-    stale = Asked(client_id=ClientId(4), based_on=1, attempt=0, place=0, asked_s=-900.0)
+    stale = PendingTask(client_id=ClientId(4), based_on=1, attempt=0, place=0, asked_s=-900.0)
     assert resumed((4, 2)).rejoin((stale,)) == (stale,)
     assert [each.based_on for each in resumed((2,), (4,)).rejoin((stale,))] == [7]

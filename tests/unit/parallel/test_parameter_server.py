@@ -15,9 +15,9 @@ from fedlearn.algorithms.recipes import FedAsync, FedAvg, FedBuff
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.parameter_server import ParameterServer, serve, work
-from fedlearn.simulation.event_queue import EventQueue
+from fedlearn.simulation.engine import Engine
 from tests.unit.algorithms import test_scaffold as quadratics
-from tests.unit.simulation import test_event_queue as buffers
+from tests.unit.simulation import test_buffers as buffers
 
 NUM_WORKERS = 4
 RATE = 0.1
@@ -128,7 +128,7 @@ def by_virtual_time(
 def by_rounds(buffered: Buffered, *, num_rounds: int) -> float:
     """Return what an asynchronous simulation of the same clients comes to."""
     made = buffers.plan(buffered.asynchrony, buffers.ToTheirOwn(), strategy=buffered.strategy)
-    assert isinstance(made.collector, EventQueue)
+    assert isinstance(made.collector, Engine)
     state, _ = buffers.run(made, num_rounds=num_rounds)
     return float(state.params.vector[0])
 

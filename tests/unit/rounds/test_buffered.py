@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collecting import Collected
-from fedlearn.algorithms.flight import Asked, Flight
+from fedlearn.algorithms.flight import Flight, PendingTask
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply, TrainRequest
-from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.congestion import InFlightLimit
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.memory import Handler, MemoryChannel, MemoryExchange
 from tests.unit.rounds.test_plain import POLICY, REQUEST, ResumedChannel
 
@@ -71,7 +71,7 @@ def failing(data: bytes, state: bytes) -> tuple[bytes, bytes]:
 
 def collector(
     ages: Mapping[int, int], *, limits: Asynchrony = LIMITS, num_there: int = 3
-) -> OpenCollector:
+) -> PlainCollector:
     """Return what collects from clients of which each takes as many seconds as its number."""
     handlers = {ClientId(each): client(ages.get(each, 0)) for each in range(num_there)}
 
@@ -79,22 +79,22 @@ def collector(
         return np.array([1.0 + each for each in clients])
 
     channel = MemoryChannel(handlers, latency, VirtualClock())
-    return OpenCollector(
+    return PlainCollector(
         channel=channel,
         policy=POLICY,
-        asynchrony=limits,
+        staleness=limits,
         slab_bytes=0,
         wait=None,
         ahead=SentAhead(),
     )
 
 
-def sent(collecting: OpenCollector) -> list[tuple[list[int], int, int]]:
+def sent(collecting: PlainCollector) -> list[tuple[list[int], int, int]]:
     assert isinstance(collecting.ahead, SentAhead)
     return collecting.ahead.sent
 
 
-def collect(collecting: OpenCollector, *in_flight: int) -> Collected:
+def collect(collecting: PlainCollector, *in_flight: int) -> Collected:
     """Fill the buffer of a round into which some are in flight on the model before."""
 
     def draw(
@@ -102,7 +102,9 @@ def collect(collecting: OpenCollector, *in_flight: int) -> Collected:
     ) -> Sequence[ClientId]:
         return [each for each in collecting.available() if each not in busy][:num]
 
-    flight: Flight = tuple(Asked(ClientId(each), ROUND - 1, 0, each, -1.0) for each in in_flight)
+    flight: Flight = tuple(
+        PendingTask(ClientId(each), ROUND - 1, 0, each, -1.0) for each in in_flight
+    )
     requests = {ROUND: REQUEST, ROUND - 1: replace(REQUEST, round_num=ROUND - 1)}
     return collecting.collect(flight, requests, round_num=ROUND, draw=draw)
 
@@ -168,7 +170,7 @@ def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
     assert collect(collector({0: -1}, num_there=3)).staleness == {0: 2}
 
 
-def num_calls_off(collecting: OpenCollector) -> int:
+def num_calls_off(collecting: PlainCollector) -> int:
     assert isinstance(collecting.ahead, SentAhead)
     return collecting.ahead.num_calls_off
 
@@ -223,7 +225,7 @@ def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
     assert before.num_calls_off == 1
 
 
-def failing_at_once(*failing: int) -> tuple[OpenCollector, VirtualClock]:
+def failing_at_once(*failing: int) -> tuple[PlainCollector, VirtualClock]:
     """Return what collects from three clients that take seconds, or fail within a moment."""
     handlers = {ClientId(each): client(0) for each in range(3)}
     handlers |= dict.fromkeys(map(ClientId, failing), no_number)
@@ -232,10 +234,10 @@ def failing_at_once(*failing: int) -> tuple[OpenCollector, VirtualClock]:
         return np.array([0.01 if each in failing else 5.0 for each in clients])
 
     clock = VirtualClock()
-    collecting = OpenCollector(
+    collecting = PlainCollector(
         channel=MemoryChannel(handlers, latency, clock),
         policy=POLICY,
-        asynchrony=LIMITS,
+        staleness=LIMITS,
         slab_bytes=0,
         wait=None,
     )

@@ -21,7 +21,7 @@ from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.memory import Handler, MemoryChannel, MemoryExchange
 
 PARAMS = Params.of(nn.Linear(2, 1, bias=False))
@@ -74,7 +74,7 @@ def collect(
         return np.array([latencies_s[c] for c in clients])
 
     channel = MemoryChannel(handlers, latency, VirtualClock())
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
     return collect_from(collector, cohort, REQUEST)
 
 
@@ -145,7 +145,7 @@ def test_the_exchange_of_a_synchronous_round_decides_when_it_ends(
         VirtualClock(),
         grace_s=grace_s,
     )
-    collector = CohortCollector(channel=channel, policy=POLICY, slab_bytes=1 << 20)
+    collector = PlainCollector(channel=channel, policy=POLICY, slab_bytes=1 << 20)
     collected = collect_from(collector, cohort, REQUEST)
     assert collected.count(Status.REPORTED) == num_reports
 
@@ -197,7 +197,7 @@ def test_a_deadline_that_follows_durations_leaves_time_to_return_after_a_restart
         deadline_window=2,
         least_deadline_s=0.0,
     )
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=1 << 20, late=late)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20, staleness=late)
     request = replace(REQUEST, durations=((1.0,) * 5,))
     collected = collect_from(collector, cohort, request)
     assert collected.count(Status.REPORTED) == num_reports
@@ -243,5 +243,5 @@ def test_clients_weigh_as_many_examples_as_they_trained_on() -> None:
 def test_a_collector_over_a_channel_keeps_nothing_for_a_checkpoint() -> None:
     """The clients keep their own state."""
     channel = MemoryChannel({}, lambda c, _: np.zeros(len(c)), VirtualClock())
-    assert CohortCollector(channel=channel, policy=POLICY, slab_bytes=0).available() == ()
+    assert PlainCollector(channel=channel, policy=POLICY, slab_bytes=0).available() == ()
     assert collect([0.0]).kept == {}

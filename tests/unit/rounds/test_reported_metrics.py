@@ -18,7 +18,7 @@ from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.reported import MAX_METRICS
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.updates import MAX_EXAMPLES
 from fedlearn.transport.memory import Handler, MemoryChannel
 
@@ -102,7 +102,7 @@ def collect_metrics(
     channel = MemoryChannel(
         handlers, lambda clients, _: np.array([latencies_s[c] for c in clients]), VirtualClock()
     )
-    collector = CohortCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    collector = PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
     return collect_from(collector, list(handlers), REQUEST).train_metrics
 
 

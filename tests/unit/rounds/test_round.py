@@ -38,8 +38,8 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import CohortTooSmall
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.rounds.updates import validated
 from fedlearn.transport.base import ask_once
@@ -86,7 +86,7 @@ class Asked:
 def plan_of(asked: Asked, *, num_clients: int = 4, policy: StragglerPolicy = POLICY) -> RoundPlan:
     handlers = {ClientId(i): asked.handler(i) for i in range(num_clients)}
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
-    return plan_with(CohortCollector(channel=channel, policy=policy, slab_bytes=0), policy)
+    return plan_with(PlainCollector(channel=channel, policy=policy, slab_bytes=0), policy)
 
 
 def plan_with(collector: Collector, policy: StragglerPolicy = POLICY) -> RoundPlan:

@@ -26,8 +26,8 @@ from fedlearn.core.messages import ClientId, Failure, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, NoUpdates, RoundError, TooFewReports
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan
 from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, _told, train
@@ -140,7 +140,7 @@ def scripted_round(
         VirtualClock(),
     )
     algorithm = FedAvg(LOCAL)
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     return RoundPlan(
         draw=SampledOpening(
             sampler=UniformSampler(), available=collector.available, seed=Seed(0)

@@ -13,9 +13,8 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.buffered import OpenCollector
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.transport.flower.grid_channel import GridChannel
 from tests.parity import test_flower as flower
@@ -32,7 +31,7 @@ class Stuck(Exception):
 def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerState, Collected]:
     """Return a round of all clients, whose devices take one to six seconds."""
     plain = flower.over_flower(FedAvg(flower.LOCAL))
-    assert isinstance(plain, CohortCollector)
+    assert isinstance(plain, PlainCollector)
     channel = plain.channel
     assert isinstance(channel, GridChannel)
     clock = channel.clock
@@ -47,8 +46,8 @@ def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerSta
     limits = FedBuff(
         flower.LOCAL, buffer_size=buffer_size, concurrency=buffer_size, max_staleness=9
     ).asynchrony
-    collector = OpenCollector(
-        channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=wait
+    collector = PlainCollector(
+        channel=channel, policy=policy, staleness=limits, slab_bytes=0, wait=wait
     )
     opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(

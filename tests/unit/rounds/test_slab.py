@@ -20,7 +20,7 @@ from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Layout, Params
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 PARAMS = Params.of(nn.Linear(30, 10))
@@ -54,9 +54,7 @@ def deltas(count: int) -> list[Tensor]:
     return [torch.randn(PARAMS.layout.size, generator=draws) for _ in range(count)]
 
 
-def collector_of(
-    deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int
-) -> CohortCollector:
+def collector_of(deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int) -> PlainCollector:
     """Client i answers with the i-th delta and i + 1 examples, in this order."""
 
     def client(num: int, delta_P: Tensor) -> Handler:
@@ -74,7 +72,7 @@ def collector_of(
         max_retries=0,
     )
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
-    return CohortCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
+    return PlainCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
 
 
 def collect(

@@ -17,9 +17,8 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.buffered import OpenCollector
-from fedlearn.rounds.cohort import CohortCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.transport.flower.grid_channel import GridChannel
 from tests.parity import test_flower as flower
@@ -49,23 +48,21 @@ class Waiting:
 def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.0) -> int:
     """Return how many updates count in rounds between which, or in whose drawings, time passes."""
     plain = flower.over_flower(FedAvg(flower.LOCAL))
-    assert isinstance(plain, CohortCollector)
+    assert isinstance(plain, PlainCollector)
     channel = plain.channel
     assert isinstance(channel, GridChannel)
     clock = channel.clock
     assert isinstance(clock, VirtualClock)
     policy = replace(flower.POLICY, num_wanted=2, deadline_s=DEADLINES_S[is_buffered])
-    collector: OpenCollector | CohortCollector
+    collector: PlainCollector
     if is_buffered:
         # The grid of tests looks for replies in no thread of its own: nobody is in flight then.
         num = 1 if drawn_s else 4
         limits = FedBuff(flower.LOCAL, buffer_size=2, concurrency=num, max_staleness=9).asynchrony
-        collector = OpenCollector(
-            channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=None
-        )
+        collector = PlainCollector(channel=channel, policy=policy, staleness=limits, slab_bytes=0)
     else:
         policy = replace(policy, num_wanted=4)
-        collector = CohortCollector(channel=channel, policy=policy, late=LATE, slab_bytes=0)
+        collector = PlainCollector(channel=channel, policy=policy, staleness=LATE, slab_bytes=0)
     opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     draw = Waiting(opening.draw, clock, drawn_s, most=1 if is_buffered and drawn_s else 4)
     plan = RoundPlan(

@@ -23,11 +23,10 @@ from fedlearn.rounds.round import (
     ServerState,
     run_round,
 )
-from fedlearn.simulation.event_queue import EventQueue
-from fedlearn.simulation.semi_synchronous import SemiSynchronous
-from fedlearn.simulation.timeline import DROPPED_OUT
-from tests.unit.simulation import test_event_queue as buffers
-from tests.unit.simulation.test_event_queue import NUM_CLIENTS, RATE, SECONDS, Table, ToTheirOwn
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.virtual_round import DROPPED_OUT
+from tests.unit.simulation import test_buffers as buffers
+from tests.unit.simulation.test_buffers import NUM_CLIENTS, RATE, SECONDS, Table, ToTheirOwn
 
 LATE = LateUpdates(
     max_staleness=20,
@@ -59,10 +58,9 @@ def plan(
 ) -> RoundPlan:
     limits = buffers.asynchrony(buffer_size=4, concurrency=4)
     made = buffers.plan(limits, executor, behaviour=behaviour, block_size=block_size)
-    assert isinstance(made.collector, EventQueue)
-    engine = replace(made.collector.engine, policy=policy)
-    semi = SemiSynchronous(engine=engine, late=late)
-    return replace(made, policy=policy, collector=semi, is_retried=True)
+    assert isinstance(made.collector, Engine)
+    engine = replace(made.collector, policy=policy, staleness=late)
+    return replace(made, policy=policy, collector=engine, is_retried=True)
 
 
 def begun(made: RoundPlan) -> ServerState:
@@ -160,8 +158,8 @@ def test_where_nobody_is_late_it_is_the_synchronous_round_to_the_bit() -> None:
     policy = replace(POLICY, over_selection=1.0, deadline_s=math.inf)
     semi = plan(ToTheirOwn(), policy=policy)
     states: tuple[list[ServerState], list[ServerState]] = ([], [])
-    assert isinstance(semi.collector, SemiSynchronous)
-    synchronous = replace(semi, collector=semi.collector.engine)
+    assert isinstance(semi.collector, Engine)
+    synchronous = replace(semi, collector=replace(semi.collector, staleness=None))
     for kept, made in zip(states, (semi, synchronous), strict=True):
         state = begun(made)
         for _ in range(4):

@@ -16,7 +16,7 @@ from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-from fedlearn.rounds.cohort import CohortCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation.behaviour import Instant
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
@@ -90,10 +90,10 @@ def engine(make_trainer: MakeTrainer) -> Engine:
     )
 
 
-def sessions(make_trainer: MakeTrainer) -> CohortCollector:
+def sessions(make_trainer: MakeTrainer) -> PlainCollector:
     work = STRATEGY.local.work
     channel = SimulatedSessions(population(), Instant(), make_trainer, work=work).channel()
-    return CohortCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
 
 BOTH = pytest.mark.parametrize("collector", [engine, sessions])

@@ -1,4 +1,4 @@
-"""The buffer as a state machine: who may be asked, who counts, who is too stale."""
+"""A buffer as a state machine: who may be asked, who counts, who is too stale."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.flight import Asked, Buffer, flight_from, flight_tensors
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collection import BufferCollection
+from fedlearn.algorithms.flight import PendingTask, flight_from, flight_tensors
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.staleness import StalenessWeight
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
 
 
 def asynchrony(*, buffer_size: int, concurrency: int, max_staleness: int) -> Asynchrony:
@@ -41,7 +49,50 @@ class InOrder:
         return free[:num]
 
 
-def fill(buffer: Buffer, draw: InOrder, now_s: float) -> list[ClientId]:
+def buffered(
+    limits: Asynchrony,
+    flight: Sequence[PendingTask] = (),
+    *,
+    round_num: int = 0,
+    max_retries: int = 1000,
+) -> BufferCollection:
+    policy = StragglerPolicy(
+        num_wanted=1,
+        over_selection=1.0,
+        deadline_s=math.inf,
+        min_reports=1,
+        below_minimum=BelowMinimum.RETRY,
+        max_retries=max_retries,
+    )
+    request = RoundRequest(
+        round_num=round_num,
+        attempt=0,
+        params=Params.of(nn.Linear(1, 1)),
+        strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
+        told={},
+        seed=0,
+    )
+    return BufferCollection(policy, limits, flight, request)
+
+
+def take(buffer: BufferCollection, client_id: int) -> None:
+    """Have a client answer with an update that counts."""
+    task = buffer.land(ClientId(client_id))
+    buffer.take(task, Participation(task.client_id, Status.REPORTED, 1.0, 1))
+
+
+def fail(buffer: BufferCollection, client_id: int) -> None:
+    """Have a client answer that it failed."""
+    task = buffer.land(ClientId(client_id))
+    buffer.fail(task, Participation(task.client_id, Status.FAILED, 1.0), sent_nothing=True)
+
+
+def refuse(buffer: BufferCollection, client_id: int) -> None:
+    """Take an update out again that was counted before it was trained."""
+    buffer.revise(ClientId(client_id), Participation(ClientId(client_id), Status.FAILED, 1.0))
+
+
+def fill(buffer: BufferCollection, draw: InOrder, now_s: float) -> list[ClientId]:
     """Ask all that may be asked now, as a collector does."""
     asked = list[ClientId]()
     while True:
@@ -55,13 +106,13 @@ def test_as_one_lands_another_is_asked() -> None:
     """With one drawing for the whole round, if nobody fails."""
     draw = InOrder()
     limits = asynchrony(buffer_size=3, concurrency=4, max_staleness=5)
-    buffer = Buffer(limits, (), round_num=0)
+    buffer = buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1, 2, 3]
-    buffer.take(buffer.land(ClientId(2)))
+    take(buffer, 2)
     assert fill(buffer, draw, 1.0) == [4]
-    buffer.take(buffer.land(ClientId(4)))
+    take(buffer, 4)
     assert fill(buffer, draw, 1.5) == [5]
-    buffer.take(buffer.land(ClientId(0)))
+    take(buffer, 0)
     assert buffer.is_full
     assert draw.asked_for == [(6, 0)]
     left = [(each.client_id, each.asked_s) for each in buffer.flight_after(2.0)]
@@ -72,9 +123,9 @@ def test_without_staleness_nobody_is_asked_whose_update_cannot_count() -> None:
     """A buffer of a cohort is a synchronous round: nobody takes the place of who has reported."""
     draw = InOrder()
     limits = asynchrony(buffer_size=3, concurrency=3, max_staleness=0)
-    buffer = Buffer(limits, (), round_num=0)
+    buffer = buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1, 2]
-    buffer.take(buffer.land(ClientId(0)))
+    take(buffer, 0)
     assert fill(buffer, draw, 1.0) == []
     buffer.land(ClientId(1))  # it failed, and its place is another's
     assert fill(buffer, draw, 2.0) == [3]
@@ -91,24 +142,28 @@ def test_more_in_flight_than_can_count_is_refused() -> None:
 def test_who_is_too_stale_is_given_up_before_anybody_is_asked() -> None:
     """At the bound it still counts."""
     flight = [
-        Asked(ClientId(client), based_on, 0, 0, -1.0) for client, based_on in ((7, 2), (8, 3))
+        PendingTask(ClientId(client), based_on, 0, 0, -1.0) for client, based_on in ((7, 2), (8, 3))
     ]
     limits = asynchrony(buffer_size=2, concurrency=4, max_staleness=2)
-    buffer = Buffer(limits, flight, round_num=5)
-    assert [each.client_id for each in buffer.give_up()] == [7]
+    buffer = buffered(limits, flight, round_num=5)
+    assert [each.client_id for each in buffer.give_up_stale()] == [7]
     assert [each.client_id for each in buffer.flight] == [8]
-    buffer.take(buffer.land(ClientId(8)))
-    assert buffer.histogram() == {2: 1}
+    take(buffer, 8)
+    assert [buffer.age(each) for each in buffer.counted] == [2]
+    assert [(row.status, bool(row.reason)) for row in buffer.rows] == [
+        (Status.STALE, True),
+        (Status.REPORTED, False),
+    ]
 
 
 def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -> None:
     """Of two clients, one whose update was refused, and one that failed."""
     draw = InOrder(population=2)
     limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
-    buffer = Buffer(limits, (), round_num=0)
+    buffer = buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1]
-    buffer.take(buffer.land(ClientId(0)))
-    buffer.refuse(ClientId(0))
+    take(buffer, 0)
+    refuse(buffer, 0)
     assert fill(buffer, draw, 1.0) == []
     buffer.land(ClientId(1))
     buffer.excuse(ClientId(1))
@@ -118,14 +173,14 @@ def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -
 def test_who_fails_is_asked_again_so_many_times() -> None:
     """And then it has had its turn; in the next round it may be asked as any other."""
     draw, limits = InOrder(population=2), asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
-    buffer = Buffer(limits, (), round_num=0)
+    buffer = buffered(limits, max_retries=2)
     assert fill(buffer, draw, 0.0) == [0, 1]
-    buffer.take(buffer.land(ClientId(0)))
+    take(buffer, 0)
     for now_s, asked_again in ((1.0, [1]), (2.0, [1]), (3.0, [])):
-        buffer.fail(buffer.land(ClientId(1)).client_id, max_retries=2)
+        fail(buffer, 1)
         assert buffer.has_missed_any == (not asked_again)
         assert fill(buffer, draw, now_s) == asked_again
-    later = Buffer(limits, buffer.flight_after(3.0), round_num=1)
+    later = buffered(limits, buffer.flight_after(3.0), round_num=1)
     assert fill(later, draw, 0.0) == [0, 1]
 
 
@@ -133,12 +188,11 @@ def test_who_failed_is_asked_again_after_all_others() -> None:
     """Only where nobody is in flight, since one who lands may be followed by another."""
     draw = InOrder(population=3)
     limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
-    buffer = Buffer(limits, (), round_num=0)
+    buffer = buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1]
-    buffer.land(ClientId(0))
-    buffer.fail(ClientId(0), max_retries=1)
+    fail(buffer, 0)
     assert fill(buffer, draw, 1.0) == [2]
-    buffer.take(buffer.land(ClientId(1)))
+    take(buffer, 1)
     assert fill(buffer, draw, 2.0) == []
     lost = [buffer.has_missed_any]
     buffer.land(ClientId(2))
@@ -157,10 +211,10 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
     limits = asynchrony(
         buffer_size=buffer_size, concurrency=concurrency, max_staleness=max_staleness
     )
-    draw, flight = InOrder(population=concurrency + buffer_size), tuple[Asked, ...]()
+    draw, flight = InOrder(population=concurrency + buffer_size), tuple[PendingTask, ...]()
     for round_num in range(4):
-        buffer, taken = Buffer(limits, flight, round_num=round_num), list[ClientId]()
-        buffer.give_up()
+        buffer, taken = buffered(limits, flight, round_num=round_num), list[ClientId]()
+        buffer.give_up_stale()
         while not buffer.is_full:
             fill(buffer, draw, 0.0)
             flying = [each.client_id for each in buffer.flight]
@@ -169,26 +223,27 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
             assert not set(flying) & set(taken)
             assert flying, "somebody is always there"
             landed = data.draw(st.sampled_from(flying))
-            asked = buffer.land(landed)
-            assert 0 <= buffer.staleness(asked) <= max_staleness
+            (age,) = [buffer.age(each) for each in buffer.flight if each.client_id == landed]
+            assert 0 <= age <= max_staleness
             if data.draw(st.booleans(), label="fails"):
                 if data.draw(st.booleans(), label="says so"):
-                    buffer.fail(landed, max_retries=1000)
+                    fail(buffer, landed)
                 else:
+                    buffer.land(landed)
                     buffer.excuse(landed)
             else:
-                buffer.take(asked)
+                take(buffer, landed)
                 taken.append(landed)
-        assert list(buffer.taken) == taken
-        assert sum(buffer.histogram().values()) == buffer_size
+        assert [each.client_id for each in buffer.counted] == taken
+        assert len(taken) == buffer_size
         flight = buffer.flight_after(1.0)
 
 
 def test_who_is_in_flight_is_kept_in_a_checkpoint() -> None:
     """Nobody, too."""
     flight = (
-        Asked(ClientId(7), 2, 1, 4, -1.0 / 3.0, 2.0 / 3.0),
-        Asked(ClientId(2**40), 3, 0, 0, -0.1, math.inf, fails=True),
+        PendingTask(ClientId(7), 2, 1, 4, -1.0 / 3.0, 2.0 / 3.0),
+        PendingTask(ClientId(2**40), 3, 0, 0, -0.1, math.inf, fails=True),
     )
     assert flight_from(flight_tensors(flight)) == flight
     assert flight_from(flight_tensors(())) == ()

@@ -27,10 +27,9 @@ from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
-from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.population import BootstrapPopulation
-from fedlearn.simulation.timeline import DROPPED_OUT
+from fedlearn.simulation.virtual_round import DROPPED_OUT
 
 NUM_CLIENTS = 12
 RATE = 0.25
@@ -136,12 +135,12 @@ def plan(
         policy=policy,
         cluster=Alone(),
         block_size=block_size,
+        staleness=limits,
     )
-    collector = EventQueue(engine=engine, asynchrony=limits)
     return RoundPlan(
         draw=in_order,
         policy=policy,
-        collector=collector,
+        collector=engine,
         strategy=strategy or FedAvg(LOCAL, weight_by_examples=False),
         seed=Seed(3),
         is_retried=False,

@@ -20,13 +20,25 @@ from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import unsound
-from fedlearn.rounds.cohort import CohortCollector
-from fedlearn.simulation import timeline as timeline_of
-from fedlearn.simulation.timeline import DROPPED_OUT, Timeline
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.simulation.cluster import Alone
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.population import BootstrapPopulation
+from fedlearn.simulation.virtual_round import DROPPED_OUT
 from fedlearn.transport.memory import Handler, MemoryChannel
+from tests.unit.simulation.test_buffers import Table, ToTheirOwn
 
 PARAMS = Params.of(nn.Linear(1, 1, bias=False))
+REQUEST = RoundRequest(
+    round_num=0,
+    attempt=0,
+    params=PARAMS,
+    strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
+    told={},
+    seed=0,
+)
 SOUND, DROPS, UNSOUND = "sound", "drops", "unsound"
 
 
@@ -44,34 +56,26 @@ def policy_of(num_wanted: int, deadline_s: float) -> StragglerPolicy:
 def played(
     durations_s: Sequence[float], kinds: Sequence[str], policy: StragglerPolicy
 ) -> tuple[list[Participation], float, list[int]]:
-    """Play a round as the engine does; return also who was trained, in order."""
-    times = np.asarray(durations_s, float)
-    arrival = np.argsort(times, kind="stable")
-    kind = np.asarray(kinds)[arrival]
-    timeline = Timeline.start(
-        arrival,
-        num_examples=np.ones(len(times), np.int64),
-        durations_s=times[arrival],
-        drops=kind == DROPS,
+    """Play a round in an engine; return also who was trained, in order."""
+    cohort = [ClientId(i) for i in range(len(kinds))]
+    executor = ToTheirOwn(frozenset(i for i in cohort if kinds[i] == UNSOUND))
+    engine = Engine(
+        population=BootstrapPopulation(
+            features=torch.zeros(5, 1),
+            labels=torch.zeros(5, dtype=torch.int64),
+            num_classes=1,
+            num_clients=max(1, len(cohort)),
+            examples_per_client=1,
+            seed=Seed(0),
+        ),
+        behaviour=Table(durations_s, frozenset(i for i in cohort if kinds[i] == DROPS)),
+        executor=executor,
         policy=policy,
+        cluster=Alone(),
+        block_size=3,
     )
-    trained: list[int] = []
-    while (wave := timeline.next_wave(policy.num_wanted)).size:
-        trained += timeline.client_ids[wave].tolist()
-        timeline = timeline.after(
-            wave,
-            losses=np.full(len(wave), 0.5),
-            num_examples=np.ones(len(wave), np.int64),
-            verdicts=np.where(kind[wave] == SOUND, timeline_of.REPORTED, timeline_of.REFUSED),
-            reasons={
-                place: unsound("delta") for place in np.flatnonzero(kind[wave] != SOUND).tolist()
-            },
-        )
-    return (
-        list(timeline.participations(policy)),
-        timeline.closed_s(policy),
-        trained,
-    )
+    outcome = collect_from(engine, cohort, REQUEST)
+    return list(outcome.participations), outcome.duration_s, [each for each, _ in executor.trained]
 
 
 def collected(
@@ -79,10 +83,10 @@ def collected(
 ) -> tuple[list[Participation], float]:
     """Run the same round over a channel."""
 
-    def client(kind: str) -> Handler:
+    def client(client_id: int, kind: str) -> Handler:
         value = math.nan if kind == UNSOUND else 1.0
-        lanes = {"delta": torch.full((1,), value)}
-        trained = TrainReply(round_num=0, lanes=lanes, num_examples=1, metrics={"loss": 0.5})
+        lanes, metrics = {"delta": torch.full((1,), value)}, {"loss": client_id / 10.0}
+        trained = TrainReply(round_num=0, lanes=lanes, num_examples=1, metrics=metrics)
         data = encode(Failure(DROPPED_OUT) if kind == DROPS else trained)
         return lambda _, state: (data, state)
 
@@ -90,13 +94,9 @@ def collected(
         return np.array([durations_s[c] for c in clients])
 
     cohort = [ClientId(i) for i in range(len(kinds))]
-    channel = MemoryChannel({c: client(kinds[c]) for c in cohort}, latency, VirtualClock())
-    collector = CohortCollector(channel=channel, policy=policy, slab_bytes=0)
-    strategy = FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1))
-    request = RoundRequest(
-        round_num=0, attempt=0, params=PARAMS, strategy=strategy, told={}, seed=0
-    )
-    outcome = collect_from(collector, cohort, request)
+    channel = MemoryChannel({c: client(c, kinds[c]) for c in cohort}, latency, VirtualClock())
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
+    outcome = collect_from(collector, cohort, REQUEST)
     return list(outcome.participations), outcome.duration_s
 
 

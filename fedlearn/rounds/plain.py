@@ -1,0 +1,392 @@
+"""Collect updates in the clear: ask over a channel, and take replies until the round closes."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from fedlearn.algorithms.aggregations import weights
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collection import Collection, collection_for
+from fedlearn.algorithms.flight import Draw, Flight, PendingTask
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.core.collecting import Status
+from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
+from fedlearn.rounds.congestion import InFlightLimit
+from fedlearn.rounds.updates import Fold, judged, participation
+from fedlearn.transport.base import Arrival, Channel, Exchange
+
+#: Seconds after which a deployed round looks for clients that have connected since.
+_LOOK_S = 1.0
+#: Below it nothing is sent ahead: a client that has it is asked a round later, and may land yet
+#: one later.
+_LEAST_STALENESS = 2
+
+
+class Ahead(Protocol):
+    """Sends models to clients before they are asked to train them."""
+
+    def send_ahead(
+        self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
+    ) -> None:
+        """Tell clients of a request; a question up to that round may be answered with it."""
+
+    def call_ahead_off(self) -> None:
+        """Tell them that they will not be asked about it."""
+
+
+class _Arrived(NamedTuple):
+    """An update, its client's task, and how long that took."""
+
+    task: PendingTask
+    update: TrainReply
+    duration_s: float
+
+
+@dataclass(kw_only=True, eq=False)
+class PlainCollector:
+    """Collects the updates of clients that a channel reaches.
+
+    Each reply is checked as it arrives and waits where it lies. As many as fit the bound, and those
+    that wait at the close of the round, are one block for the aggregation, which passes over the
+    sum once for all of them. Without room for two, replies are folded in one by one, to the last
+    bit as by an engine at block size 1. An aggregation that needs all updates gets them at the
+    close; those that came over the network lie on the disk until then.
+
+    Where updates of earlier rounds count, the exchange stays open from round to round as long as a
+    client is in flight. A process that resumes a run asks the clients in flight again.
+
+    Memory: the aggregate, one reply, and those that wait.
+
+    Attributes:
+        channel: How clients are reached.
+        policy: When a round closes, and how long a client may take.
+        slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
+        staleness: How late updates count, or when a buffer is full; ``None``: rounds are
+            synchronous.
+        wait: Waits a moment for clients to connect, where an asynchronous round has nobody in
+            flight and nobody to ask; ``None``: nobody will connect.
+        ahead: Where the newest model is sent to clients that still work on an older one; ``None``:
+            nowhere.
+        congestion: How many clients may be in flight at the moment; ``None``: the concurrency.
+        sent_statistics: By round the statistics of the model that clients were sent in it.
+    """
+
+    channel: Channel
+    policy: StragglerPolicy
+    slab_bytes: int
+    staleness: LateUpdates | Asynchrony | None = None
+    wait: Callable[[], None] | None = None
+    ahead: Ahead | None = None
+    congestion: InFlightLimit | None = None
+    sent_statistics: dict[int, Tensor | None] = field(default_factory=dict, init=False)
+    _exchange: Exchange | None = None
+    _closed_s: float = 0.0  # when the last round closed, in the exchange's seconds
+    _in_flight: frozenset[ClientId] = frozenset()
+    #: Updates that came to an attempt with too few: they arrive at once in the next one.
+    _held: dict[ClientId, _Arrived] = field(default_factory=dict)
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the clients that can be asked now."""
+        return self.channel.available()
+
+    def busy(self) -> frozenset[ClientId]:
+        """Return the clients in flight between two rounds: they have a task already."""
+        return self._in_flight
+
+    def close(self) -> None:
+        """Stop waiting for clients: those in flight are told."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+            if self.ahead is not None:
+                self.ahead.call_ahead_off()
+
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        """Ask clients and take replies until the round closes; see :class:`Collector`."""
+        try:
+            collected = self._collect(flight, requests, requests[round_num], draw)
+        finally:
+            if self.staleness is None:
+                self.close()
+        self._in_flight = frozenset(each.client_id for each in collected.flight)
+        return collected
+
+    def _collect(
+        self,
+        flight: Flight,
+        requests: Mapping[int, RoundRequest],
+        request: RoundRequest,
+        draw: Draw,
+    ) -> Collected:
+        if not flight:
+            self.close()
+        is_resumed = self._exchange is None
+        if self._exchange is None:
+            # Clients are told the deadline of an exchange, and may give up then.
+            deadline_s = self.policy.deadline_s if self.staleness is None else math.inf
+            self._exchange, self._closed_s = self.channel.open(deadline_s=deadline_s), 0.0
+        self._remember_statistics(requests, request.round_num)
+        collection = collection_for(self.policy, self.staleness, flight, request)
+        if self.congestion is not None:
+            collection.limit(self.congestion.limit)
+        played = _PlayedRound(self, self._exchange, collection, requests, draw, self._closed_s)
+        played.open(is_resumed=is_resumed, held=self._held)
+        played.play(self._held)
+        self._closed_s = played.opened_s + played.now_s
+        collected, self._held = played.close(), played.held
+        return collected
+
+    def _remember_statistics(self, requests: Mapping[int, RoundRequest], round_num: int) -> None:
+        """Keep what clients were sent: one may have begun on a model before it was asked to."""
+        most = 0 if self.staleness is None else self.staleness.max_staleness
+        self.sent_statistics |= {
+            number: each.params.sent_statistics() for number, each in requests.items()
+        }
+        for number in [each for each in self.sent_statistics if each < round_num - most]:
+            if number not in requests:
+                del self.sent_statistics[number]
+
+
+@dataclass(eq=False)
+class _PlayedRound:
+    """One attempt at a round on its way to its close."""
+
+    collector: PlainCollector
+    exchange: Exchange
+    collection: Collection
+    requests: Mapping[int, RoundRequest]
+    draw: Draw
+    opened_s: float  # in the exchange's seconds; at first when the last round closed
+    now_s: float = 0.0
+    #: Updates that count as long as they are too few.
+    held: dict[ClientId, _Arrived] = field(default_factory=dict)
+    _messages: dict[ClientId, TrainRequest] = field(default_factory=dict)
+    _landed_s: float = 0.0  # when the last one in flight landed
+    _is_sent_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        self.request = self.collection.request
+        num_bytes = self.request.params.vector.nbytes
+        num_together = max(1, self.collector.slab_bytes // num_bytes)
+        self.fold = Fold(self.request, num_together=num_together)
+
+    def open(self, *, is_resumed: bool, held: Mapping[ClientId, _Arrived]) -> None:
+        """Stop waiting for clients that are too stale; ask the others, where a run is resumed.
+
+        An earlier process may have received something of these.
+        """
+        self._begin()
+        self._give_up(self.collection.give_up_stale())
+        if is_resumed:
+            again = [each for each in self.collection.flight if each.client_id not in held]
+            again.sort(key=lambda each: (each.based_on, each.attempt))
+            self._prepare(again)
+            self._ask(again)
+
+    def _begin(self) -> None:
+        """Let the round open now.
+
+        Since the last one closed, its model was evaluated, clients had to connect, or the run was
+        paused.
+        """
+        since_s = max(0.0, self.exchange.elapsed_s() - self.opened_s)
+        self.opened_s += since_s
+        self.collection.pass_time(since_s)
+
+    def play(self, held: Mapping[ClientId, _Arrived]) -> None:
+        """Ask, and take replies, until the round closes or nobody is left who could answer."""
+        self._refill()
+        for each in held.values():
+            self._count(each._replace(task=self.collection.land(each.task.client_id)))
+        while not self.collection.is_closed:
+            self._refill()
+            self._send_ahead()
+            if not self.collection.flight:
+                if self._is_given_up():
+                    self.now_s = self.collection.run_out(self.now_s)
+                    return
+                if self.collector.wait is None:
+                    return
+                self.collector.wait()
+                continue
+            if self.collector.congestion is not None:
+                self.collector.congestion.look()
+            self.collection.grant(self.exchange.grace_until_s() - self.opened_s)
+            until_s = min(self.collection.wakes_s(), self._look_s())
+            # The exchange of a synchronous round ends by itself, later than that after a restart.
+            ends_s = math.inf if self.collector.staleness is None else self.opened_s + until_s
+            arrival = self.exchange.next(until_s=ends_s)
+            if arrival is not None:
+                self.now_s = max(self.now_s, arrival.elapsed_s - self.opened_s)
+                self._take(arrival)
+                del arrival  # before the next one is read: it may be as large as the model
+            elif math.isinf(ends_s):
+                self.now_s = self.collection.run_out(self.now_s)
+                return
+            else:
+                self.now_s = max(self.now_s, until_s)
+                self._give_up(self.collection.expire(self.now_s))
+
+    def _is_given_up(self) -> bool:
+        """Return whether a deadline has passed since all connected clients have had a turn.
+
+        A client that was late is not asked again on this model, since it may have sent an update,
+        nor one that sent what cannot be used, or kept failing. Where there is nobody like that,
+        clients are only not connected yet, and waited for. Where nobody else will connect, or all
+        have failed, no deadline need pass.
+        """
+        others = self.collection.could_ask_others(self.collector.available())
+        if others or not self.collection.has_missed_any:
+            return False
+        have_all_failed = all(row.status is Status.FAILED for row in self.collection.rows)
+        if have_all_failed or self.collector.wait is None:
+            return True
+        waited_s = self.exchange.elapsed_s() - self.opened_s - self._landed_s
+        return waited_s >= self.collector.policy.deadline_s
+
+    def _look_s(self) -> float:
+        """Return when to look for clients that have connected since."""
+        is_looking = self.collector.wait is not None and self.collection.may_ask
+        return self.now_s + _LOOK_S if is_looking else math.inf
+
+    # ---- Asking ---------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Ask as many as may be asked now."""
+        while self.collection.may_ask:
+            # To draw takes time where clients have to connect first, or the run is paused.
+            if self.collection.opens_when_drawn:
+                self._begin()
+            else:
+                self.now_s = max(self.now_s, self.exchange.elapsed_s() - self.opened_s)
+            self._ask(self.collection.ask(self.now_s))
+            drawn = self.collection.draw(self.draw)
+            if not drawn and not self.collection.opens_when_drawn:
+                return
+            self._prepare(drawn)
+            self.collection.put(drawn)
+
+    def _prepare(self, tasks: Sequence[PendingTask]) -> None:
+        """Make what each client is sent; what is alike is one object."""
+        for (based_on, attempt), group in groupby(tasks, key=lambda e: (e.based_on, e.attempt)):
+            request = replace(self.requests[based_on], attempt=attempt)
+            self._messages |= request.messages([each.client_id for each in group])
+
+    def _ask(self, tasks: Sequence[PendingTask]) -> None:
+        """Send clients the model that each is to train.
+
+        Each is a question of its own. In a synchronous round all are one, with one deadline, also
+        after a restart.
+        """
+        messages = {each.client_id: self._messages.pop(each.client_id) for each in tasks}
+        if self.collector.staleness is None and messages:
+            self.exchange.ask(messages)
+            return
+        for each in tasks:
+            self.exchange.ask({each.client_id: messages[each.client_id]}, number=each.place)
+
+    def _send_ahead(self) -> None:
+        """Have clients that work on an older model begin on this round's as soon as they are done.
+
+        Only where nobody else could be asked in their place: they will be, next. Where that is not
+        so any more, since others have connected or fewer may be in flight, it is called off: a
+        client that had it would be asked at any time, and answer with what is old by then. The
+        question comes in a later round, and what answers it may take one more: younger updates
+        alone are of use.
+        """
+        ahead, staleness = self.collector.ahead, self.collector.staleness
+        if ahead is None or staleness is None or self._is_sent_ahead:
+            return
+        most, round_num = staleness.max_staleness, self.collection.round_num
+        if most < _LEAST_STALENESS:
+            return
+        if self.request.counted is not None:
+            return  # what a client kept is known to count only once its update is in a buffer
+        self._is_sent_ahead = True
+        flight, available = self.collection.flight, self.collector.available()
+        if self.collection.is_over_limit or self.collection.could_ask_others(available):
+            ahead.call_ahead_off()
+            return
+        if all(each.based_on == round_num for each in flight):
+            return
+        messages = self.request.messages([each.client_id for each in flight])
+        for message in {id(each): each for each in messages.values()}.values():
+            alike = [client_id for client_id, each in messages.items() if each is message]
+            ahead.send_ahead(alike, message, last_round_num=round_num + most - 1)
+
+    # ---- Replies --------------------------------------------------------------------------
+
+    def _take(self, arrival: Arrival) -> None:
+        num_in_flight = len(self.collection.flight)
+        task, self._landed_s = self.collection.land(arrival.client_id), self.now_s
+        if (congestion := self.collector.congestion) is not None:
+            self.collection.limit(congestion.landed(num_in_flight=num_in_flight))
+        duration_s = arrival.took_s(self.opened_s + task.asked_s)
+        oldest = None
+        staleness = self.collector.staleness
+        if staleness is not None and self.collection.allows_early_work:
+            oldest = max(0, task.based_on - staleness.max_staleness)
+        update = judged(arrival, self.requests[task.based_on], oldest=oldest)
+        if not isinstance(update, TrainReply):
+            row = participation(arrival.client_id, update, duration_s)
+            is_own = update is arrival.reply  # the client says so itself, and sends no update
+            self.collection.fail(task, row, sent_nothing=is_own)
+            return
+        task = task._replace(based_on=update.round_num)
+        if staleness is not None and self.collection.age(task) > staleness.max_staleness:
+            arrival.refuse(f"it is based on round {task.based_on}, which is too old")
+            self.collection.settle(task, Status.STALE)
+            self.collection.excuse(arrival.client_id)  # it is in no buffer
+            return
+        self._count(_Arrived(task, update, duration_s))
+
+    def _count(self, arrived: _Arrived) -> None:
+        task, update, duration_s = arrived
+        self.collection.take(task, participation(task.client_id, update, duration_s))
+        self.collection.metrics.add(update.metrics, num_examples=update.num_examples)
+        factors = self.collection.factors([task])
+        self.fold.add(
+            task.client_id,
+            update,
+            factor=1.0 if factors is None else float(factors[0]),
+            sent_S=self.collector.sent_statistics.get(task.based_on),
+        )
+        if self.collection.is_undone:
+            self.held[task.client_id] = arrived
+        else:
+            self.held.clear()  # what is in the sum need not be in memory as well
+
+    def _give_up(self, tasks: Iterable[PendingTask]) -> None:
+        """Wait for some clients no more."""
+        gone = [each.client_id for each in tasks]
+        if gone:
+            self._landed_s = self.now_s
+            self.exchange.give_up(gone)
+
+    # ---- The close ------------------------------------------------------------------------
+
+    def close(self) -> Collected:
+        """Return the outcome, and the clients in flight."""
+        self.collection.finish()
+        return self.collection.close(
+            self._aggregate() if self.collection.is_enough else None,
+            closed_s=self.now_s,
+            counted={each.client_id: each.based_on for each in self.collection.counted},
+        )
+
+    def _aggregate(self) -> Aggregate:
+        strategy = self.request.strategy
+        return self.collection.damp(
+            self.fold.close(),
+            strategy,
+            weigh=lambda num_examples_B: weights(strategy.aggregation, num_examples_B),
+        )

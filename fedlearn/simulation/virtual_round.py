@@ -1,0 +1,237 @@
+"""A round in virtual time: a queue of arrivals, and blocks of clients to train.
+
+When each client would answer follows from its device alone. So arrivals are played in order until
+the round would close, and only then are the clients trained whose updates count, from the model
+that each was sent. If an update turns out to be unusable, the round goes on with the next arrival.
+A client that is late, fails, or becomes too stale is never trained.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collection import Collection
+from fedlearn.algorithms.flight import Draw, PendingTask
+from fedlearn.algorithms.kept import Kept, updated
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.reported import WeightedMeans
+from fedlearn.simulation.reduction import Reduction
+from fedlearn.simulation.secure import ModularSum
+
+#: Outcome of a client that was trained: its update counts, is refused, or training raised an error.
+REPORTED, REFUSED, RAISED = 1, 2, 3
+
+#: Why a client that vanished in the middle of a round failed.
+DROPPED_OUT = "dropped out before reporting"
+
+
+@dataclass(frozen=True)
+class Wave:
+    """What training some clients gave beside their updates, on all workers.
+
+    Attributes:
+        losses: Mean training losses: shape [n].
+        num_examples: Examples that each has trained on: shape [n].
+        verdicts: What became of each, such as :data:`REPORTED`: shape [n].
+        reasons: Why those failed that did, by place in the wave.
+        metrics: What else each measured, by the place of a sound client in the wave.
+        kept: What sound clients keep now.
+    """
+
+    losses: NDArray[np.float64]
+    num_examples: NDArray[np.int64]
+    verdicts: NDArray[np.int64]
+    reasons: Mapping[int, str]
+    metrics: Mapping[int, Mapping[str, float]]
+    kept: Kept
+
+    def add_metrics(self, means: WeightedMeans) -> None:
+        """Add what the clients measured, in order of arrival."""
+        for place, told in sorted(self.metrics.items()):
+            means.add(told, num_examples=int(self.num_examples[place]))
+
+
+class SimulatedClients(Protocol):
+    """The clients of a virtual round: their devices are foreseen, and they train in blocks."""
+
+    @property
+    def summing(self) -> ModularSum | None:
+        """How updates are summed where secure aggregation is simulated; else ``None``."""
+
+    def reduction(self, request: RoundRequest) -> Reduction:
+        """Return what the updates of a round are folded into."""
+
+    def foreseen(self, drawn: Sequence[PendingTask], request: RoundRequest) -> list[PendingTask]:
+        """Return the tasks of one drawing with how long each takes, and whether it fails."""
+
+    def train(
+        self,
+        client_ids: NDArray[np.int64],
+        requests: Sequence[RoundRequest],
+        reduction: Reduction,
+        *,
+        factors: NDArray[np.float64] | None = None,
+    ) -> Wave:
+        """Train clients, each from what it was sent, and fold their updates in."""
+
+    def weights(self, num_examples_B: Tensor, request: RoundRequest) -> Tensor:
+        """Return the aggregation weights of clients with these example counts: shape [B]."""
+
+
+@dataclass(eq=False)
+class VirtualRound:
+    """One attempt at a round, played to its close.
+
+    Attributes:
+        clients: Foresees devices and trains.
+        collection: Says whom to ask, and when the round closes.
+        requests: What clients were sent, by round.
+        draw: Draws the clients to ask.
+    """
+
+    clients: SimulatedClients
+    collection: Collection
+    requests: Mapping[int, RoundRequest]
+    draw: Draw
+    now_s: float = 0.0
+    #: A heap: when a client arrives, or has taken too long; its turn in asking; its task.
+    _arrivals: list[tuple[float, int, PendingTask]] = field(default_factory=list)
+    #: Clients that count and are not trained yet.
+    _waiting: list[PendingTask] = field(default_factory=list)
+    _until_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.request = self.collection.request
+        self.kept = self.request.kept
+        self.reduction = self.clients.reduction(self.request)
+        self._turns = count()
+
+    def play(self) -> Collected:
+        """Play arrivals in order until the round closes."""
+        self.collection.give_up_stale()
+        self._expect(self.collection.flight)
+        while not self._is_closed():
+            self._ask()
+            if not self._take_next():
+                self._train()
+                if not self.collection.is_closed:
+                    self.now_s = self.collection.run_out(self.now_s)
+                break
+        self._train()  # where too many have failed
+        return self._close()
+
+    def _is_closed(self) -> bool:
+        if self.collection.is_closed:
+            self._train()
+        return self.collection.is_closed
+
+    # ---- Arrivals -------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Ask as many as may be asked now."""
+        if not self.collection.may_ask:
+            return
+        while True:
+            self._expect(self.collection.ask(self.now_s))
+            if not (drawn := self.collection.draw(self.draw)):
+                break
+            self.collection.put(self.clients.foreseen(drawn, self.request))
+        self._expect(self.collection.ask(self.now_s))
+        if self.collection.waited_for:
+            self._until_s = self._closes_s()
+
+    def _closes_s(self) -> float:
+        """Return when the round closes at the latest; infinite: when nobody else arrives.
+
+        Without a deadline, a client that never arrives is not waited for.
+        """
+        waited_for, closes_s = self.collection.waited_for, self.collection.closes_s
+        known_s = [due_s for due_s, _, task in self._arrivals if task.client_id in waited_for]
+        if len(known_s) < len(waited_for) and math.isfinite(closes_s):
+            return closes_s
+        return min(closes_s, max([0.0, *known_s]) if known_s else math.inf)
+
+    def _expect(self, asked: Sequence[PendingTask]) -> None:
+        """Await clients in flight; those that are never heard of are not."""
+        for each in asked:
+            lasts_s = min(each.duration_s, self.collection.patience_s)
+            if math.isfinite(lasts_s):
+                heappush(self._arrivals, (each.asked_s + lasts_s, next(self._turns), each))
+
+    def _take_next(self) -> bool:
+        """Take the next arrival; return whether there was one in time."""
+        if not self._arrivals or self._arrivals[0][0] > self._until_s:
+            return False
+        due_s, _, task = heappop(self._arrivals)
+        self.now_s = max(self.now_s, due_s)  # rounding may put a tie of the last step before it
+        self.collection.land(task.client_id)
+        row = Participation(task.client_id, Status.REPORTED, task.duration_s)
+        if not task.duration_s <= self.collection.patience_s:
+            self.collection.settle(task, Status.LATE)
+        elif task.fails:
+            row = row._replace(status=Status.FAILED, reason=DROPPED_OUT)
+            self.collection.fail(task, row, sent_nothing=True)
+        else:
+            self.collection.take(task, row)
+            self._waiting.append(task)
+        return True
+
+    # ---- Training -------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Train the clients that wait, if any; updates that cannot be used do not count."""
+        if not self._waiting:
+            return
+        wave, self._waiting = self._waiting, []
+        trained = self.clients.train(
+            np.asarray([each.client_id for each in wave], np.int64),
+            [self.requests[each.based_on] for each in wave],
+            self.reduction,
+            factors=self.collection.factors(wave),
+        )
+        self.kept = updated(self.kept, trained.kept)
+        trained.add_metrics(self.collection.metrics)
+        columns = (trained.verdicts, trained.losses, trained.num_examples)
+        told = zip(wave, *(column.tolist() for column in columns), strict=True)
+        for place, (task, verdict, loss, num_examples) in enumerate(told):
+            row = Participation(task.client_id, Status.REPORTED, task.duration_s)
+            if verdict == REPORTED:
+                row = row._replace(num_examples=num_examples, loss=loss)
+            else:
+                row = row._replace(status=Status.FAILED, reason=trained.reasons[place])
+            self.collection.revise(task.client_id, row)
+
+    # ---- The close ------------------------------------------------------------------------
+
+    def _close(self) -> Collected:
+        self.collection.finish()
+        participations = Participations.of(self.collection.rows)
+        is_enough, num_capped = self.collection.is_enough, None
+        if (summing := self.clients.summing) is not None:
+            num_capped = summing.num_capped(participations)
+            participations = summing.recorded(participations)
+            is_enough &= participations.num(Status.REPORTED) >= summing.min_survivors
+        aggregate = replace(self._aggregate(), num_capped=num_capped) if is_enough else None
+        return self.collection.close(
+            aggregate,
+            closed_s=self.now_s,
+            kept=self.request.kept if self.collection.is_undone else self.kept,
+            participations=participations,
+        )
+
+    def _aggregate(self) -> Aggregate:
+        return self.collection.damp(
+            self.reduction.close(),
+            self.request.strategy,
+            weigh=partial(self.clients.weights, request=self.request),
+        )
