@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedlearn.algorithms.objectives import why_not_by_example
-from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler
+from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.building.pieces import Deployment, Pieces, PiecesT
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.tree import Config
@@ -121,10 +121,15 @@ def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
         even = -(-num_users // num_groups)
         largest = num_users if isinstance(pieces, Deployment) else even
         return CyclicCohorts(num_users, policy.num_wanted, largest)
-    if not isinstance(pieces.sampler, PoissonSampler):
+    if isinstance(pieces.sampler, PoissonSampler):
+        largest = math.ceil(pieces.sampler.cap * policy.num_wanted)
+        return PoissonCohorts(num_users, policy.num_wanted, min(largest, num_users))
+    if isinstance(pieces.sampler, UniformSampler):
         return FixedCohorts(num_users, policy.num_asked)
-    largest = math.ceil(pieces.sampler.cap * policy.num_wanted)
-    return PoissonCohorts(num_users, policy.num_wanted, min(largest, num_users))
+    raise ValueError(
+        f"what cohorts of {type(pieces.sampler).__name__} cost is not known; set cohort.sampling "
+        'to "poisson", "uniform" or "cyclic"'
+    )
 
 
 def _calibrated(config: Config, plan: PrivacyPlan) -> PrivacySection:

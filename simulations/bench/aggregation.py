@@ -117,6 +117,10 @@ class Replaying:
         """Return 0: nothing takes time."""
         return 0.0
 
+    def grace_until_s(self) -> float:
+        """Return 0: there was no restart."""
+        return 0.0
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Forget that these were asked."""
         for each in client_ids:

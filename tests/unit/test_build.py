@@ -1,7 +1,7 @@
 """From a configuration to objects: every kind of everything, and what is refused why."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +32,7 @@ from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformS
 from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.build import Simulation, around, simulation
+from fedlearn.building.private import with_privacy
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.called import user_call
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
@@ -39,6 +40,7 @@ from fedlearn.config.data import DATA, PARTITIONS
 from fedlearn.config.section import OneOf
 from fedlearn.config.training import ALGORITHMS, CLIENTS, LOSSES, MODELS
 from fedlearn.core.features import only
+from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, DataError
 from fedlearn.simulation import behaviour as devices
@@ -886,6 +888,32 @@ def test_what_is_no_metric_is_refused(
     filled = {key: str(value).replace("USER", str(user_file)) for key, value in section.items()}
     with pytest.raises(ConfigError, match=message):
         _built({"metrics": {name: filled | {"direction": "max"}}})
+
+
+class FirstClients:
+    """A sampler that always asks the same clients."""
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        return tuple(available[:num_asked])
+
+
+def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
+    """Before, they were drawn and accounted for as uniform ones. Control: uniform cohorts."""
+    privacy = {"mode": "central", "noise_multiplier": 1.0, "clip_norm": 1.0, "target_delta": 1e-3}
+    uniform = _built({"privacy": privacy, "cohort": {"sampling": "uniform"}})
+    algorithm = _built({}).algorithm
+    plain = replace(uniform, privacy=None, sampler=UniformSampler(), algorithm=algorithm)
+    assert with_privacy(plain, 100).privacy is not None
+    with pytest.raises(ConfigError, match="cohorts of FirstClients cost is not known"):
+        with_privacy(replace(plain, sampler=FirstClients()), 100)
 
 
 def test_a_loss_of_the_whole_batch_is_declared_in_the_file(user_file: Path) -> None:
