@@ -909,7 +909,7 @@ def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
     """Before, they were drawn and accounted for as uniform ones. Control: uniform cohorts."""
     privacy = {"mode": "central", "noise_multiplier": 1.0, "clip_norm": 1.0, "target_delta": 1e-3}
     uniform = _built({"privacy": privacy, "cohort": {"sampling": "uniform"}})
-    algorithm = _built({}).algorithm
+    algorithm = _built({"algorithm": {"weight_by_examples": False}}).algorithm
     plain = replace(uniform, privacy=None, sampler=UniformSampler(), algorithm=algorithm)
     assert with_privacy(plain, 100).privacy is not None
     with pytest.raises(ConfigError, match="cohorts of FirstClients cost is not known"):
