@@ -205,7 +205,8 @@ class Home(ClientFolder):
         self.keys.finish_take_over()
         # What was half written, keys perhaps among it, but not consent and the wish for new keys:
         # others may be writing them now.
-        shutil.rmtree(self._spool / "new", ignore_errors=True)
+        for name in ("new", "old"):
+            shutil.rmtree(self._spool / name, ignore_errors=True)
         written = half_written(self.folder, of=_FILES)
         for name in ("identity", "identity.new", "task"):
             written += half_written(self.folder / name)
@@ -226,7 +227,7 @@ class Home(ClientFolder):
 
     def drop(self, held: HeldReply) -> None:
         """Remove a reply that is settled, called off or out of time."""
-        shutil.rmtree(held.path.parent, ignore_errors=True)
+        self._discard(held.path.parent)
 
     # The policy's memory
 
@@ -330,7 +331,16 @@ class Home(ClientFolder):
     def _keep_only(self, number: int | None) -> None:
         for other in self._numbers():
             if other != number:
-                shutil.rmtree(self._spool / f"{other:08d}", ignore_errors=True)
+                self._discard(self._spool / f"{other:08d}")
+
+    def _discard(self, folder: Path) -> None:
+        """Remove a reply's folder: after a crash it is there as a whole, or not at all."""
+        old = self._spool / "old"
+        shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # Windows does not rename it while the reply is being sent
+            folder.rename(old)
+        for each in (old, folder):
+            shutil.rmtree(each, ignore_errors=True)
 
     def _promote_state(self, folder: Path, *, run_id: str) -> None:
         if not (folder / "state").exists():

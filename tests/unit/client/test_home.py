@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from fedlearn.client import folder as folder_module
 from fedlearn.client.home import Home
@@ -304,6 +305,29 @@ def test_a_crash_at_any_step_loses_and_doubles_nothing(
         assert (held.path.read_bytes(), again.state("run")) == (b"old reply", b"before")
         assert again.open_task(task(1)) == 0
     assert len(list((home.folder / "spool").iterdir())) == 1
+
+
+@pytest.mark.parametrize("first", ["reply", "reply.json"])
+def test_a_reply_whose_removal_is_cut_short_is_gone(
+    home: Home, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """It is neither half there nor told of as damaged, whichever file was removed first."""
+    held = home.hold(task(), reply=b"reply", state=None)
+
+    def removing_one_file(folder: Path, *, ignore_errors: bool = False) -> None:
+        assert ignore_errors
+        if folder.exists():
+            (folder / first).unlink()
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", removing_one_file)
+        with pytest.raises(Killed):
+            home.drop(held)
+    with capture_logs() as logs:
+        assert Home(home.folder).recover() is None
+    assert logs == []
+    assert list((home.folder / "spool").iterdir()) == []
 
 
 def test_a_damaged_reply_is_dropped(home: Home) -> None:
