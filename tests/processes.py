@@ -185,6 +185,10 @@ class Process:
         """Return how often it logged ``event``."""
         return sum(line["event"] == event for line in self.log())
 
+    def wait_for_lines(self, num: int) -> None:
+        """Wait until it has printed ``num`` lines on standard output."""
+        until(lambda: self.out().count("\n") >= num, told=self.tail)
+
     def tail(self) -> str:
         """Return the ends of what it printed and logged."""
         return f"{self.out()[-3000:]}\n{self.err()[-3000:]}"
@@ -225,20 +229,22 @@ class Launcher:
         *arguments: str,
         environ: Mapping[str, str],
         cwd: Path | None = None,
+        script: Path | None = None,
         crash: Crash | None = None,
         changes: Sequence[Change] = (),
     ) -> Process:
-        """Start ``fedlearn`` with ``arguments``.
+        """Start ``fedlearn``, or a script, with ``arguments``.
 
         Args:
             stem: With which the names of its files begin.
-            arguments: Of the command.
+            arguments: Of the command or the script.
             environ: Its environment.
             cwd: Its working directory; ``None``: that of its files.
+            script: A Python file to run; ``None``: the command ``fedlearn``.
             crash: Where it is to kill itself.
             changes: How it differs from the product.
         """
-        request = _request(stem, arguments, environ, cwd=cwd or stem.parent) | {
+        request = _request(stem, arguments, environ, cwd=cwd or stem.parent, script=script) | {
             "crash": None if crash is None else _told(crash, stem),
             "changes": [(name_of(each.function), name_of(each.by)) for each in changes],
         }

@@ -33,6 +33,7 @@ def loaded(root: Path) -> set[str]:
     return set(found.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("borrows", [False, True])
 def test_the_reference_does_not_load_fedlearn(borrows: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """Nor does anything that it imports. The control: a copy of it that borrows one name."""

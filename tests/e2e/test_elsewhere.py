@@ -60,6 +60,21 @@ if __name__ == "__main__":
     print(sha256(model.numpy().tobytes()).hexdigest())
 """
 
+#: Prints a line for each command: its exit code, and what it wrote.
+COMMANDS = """
+import contextlib, io, json, sys
+from fedlearn.cli.app import main
+
+for command in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = main(command)
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps({"code": code, "said": said.getvalue()}))
+"""
+
 TRAINER = """
 from fedlearn.client import LocalEvaluation, LocalResult
 
@@ -228,17 +243,19 @@ def test_an_application_takes_part_and_withdraws(
 @pytest.mark.slow
 @SYSTEMS
 def test_commands_work_and_a_coordinator_says_where_it_runs(system: str, tmp_path: Path) -> None:
-    """Simulation, its record, and a configuration to start with."""
-    fedlearn_ = ("-m", "fedlearn")
-    few = ("--set", "num_rounds=2", "--set", "engine.num_workers=2", "--name", "some")
-    output(system, *fedlearn_, "simulate", *few, cwd=tmp_path)
-    assert "some" in output(system, *fedlearn_, "runs", cwd=tmp_path)
-    assert "accuracy" in output(system, *fedlearn_, "show", "some", cwd=tmp_path)
-    output(system, *fedlearn_, "init", cwd=tmp_path)
+    """Simulation, its record, and a configuration to start with: one interpreter runs them all."""
+    few = ("--set", "num_rounds=2", "--set", "engine.num_workers=1", "--name", "some")
+    commands = [["simulate", *few], ["runs"], ["show", "some"], ["init"]]
+    commands += [["coordinator"], ["demo"]] if system == "win32" else [["invite", "a"]]
+    done = output(system, "-c", COMMANDS, json.dumps(commands), cwd=tmp_path)
+    simulate, runs, show, init, *last = (json.loads(line) for line in done.splitlines())
+    assert [each["code"] for each in (simulate, runs, show, init)] == [0, 0, 0, 0]
+    assert "some" in runs["said"]
+    assert "accuracy" in show["said"]
     if system == "win32":
-        for command in ("coordinator", "demo"):
-            done = run(system, *fedlearn_, command, cwd=tmp_path)
-            assert done.returncode != 0
-            assert "a coordinator runs on Linux and macOS, and this is win32" in done.stderr
+        for refused in last:
+            assert refused["code"] != 0
+            assert "a coordinator runs on Linux and macOS, and this is win32" in refused["said"]
     else:
-        assert "invitation" in output(system, *fedlearn_, "invite", "a", cwd=tmp_path)
+        assert last[0]["code"] == 0
+        assert "invitation" in last[0]["said"]

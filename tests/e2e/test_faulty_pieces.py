@@ -17,6 +17,10 @@ from fedlearn.errors import FedlearnError
 
 SGD = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 ENGINE, MEMORY = {"executor": "sequential"}, {"transport": "memory"}
+#: A default run has the engine alone.
+EACH_PLACE = pytest.mark.parametrize(
+    "engine", [ENGINE, pytest.param(MEMORY, marks=pytest.mark.slow)], ids=["engine", "memory"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +128,7 @@ class Renaming(Plain):
         return {"model": torch.zeros(8)}
 
 
-@pytest.mark.parametrize("engine", [ENGINE, MEMORY], ids=["engine", "memory"])
+@EACH_PLACE
 @pytest.mark.parametrize(
     ("strategy", "complaint"),
     [
@@ -215,7 +219,10 @@ class Talkative(Silent):
         return {name: [torch.zeros(len(num_steps), 3)] for name in ("extra", "surprise")}
 
 
-@pytest.mark.parametrize("executor", ["sequential", "vmap", "fused"])
+@pytest.mark.parametrize(
+    "executor",
+    ["fused", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sequential", "vmap"))],
+)
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
@@ -267,7 +274,7 @@ class Combining:
         return results[self.result]
 
 
-@pytest.mark.parametrize("engine", [ENGINE, MEMORY], ids=["engine", "memory"])
+@EACH_PLACE
 @pytest.mark.parametrize(
     ("aggregation", "complaint"),
     [

@@ -4,10 +4,8 @@ import itertools
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from fedlearn.experiment.spending import ledger_of, section_of
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from tests.e2e.noise import has_scale, moved
+from tests.processes import Launcher, json_lines
 
 POPULATION = 60
 #: Trains by steps of size zero: what the model moves by is the noise alone.
@@ -372,7 +371,9 @@ def test_a_deployment_without_data_has_a_budget_too(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened() -> None:
+def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     """Kill -9 some times, and go on: each round that was told, and each opened, is charged."""
     Path("own.toml").write_text(
         'num_rounds = 4000\nname = "killed"\n[cohort]\nnum_wanted = 5\n'
@@ -384,18 +385,12 @@ def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened() -> None
     num_told = 0
     for attempt in range(3):
         command = ["resume", "killed"] if attempt else ["simulate", "own.toml"]
-        with subprocess.Popen(
-            [sys.executable, "-m", "fedlearn", *command, "--json"],
-            stdout=subprocess.PIPE,
-            env=environ,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            for place, line in enumerate(process.stdout):
-                if place == 23 + 41 * attempt:
-                    process.kill()
-                num_told += json.loads(line)["event"] == "round"
-        assert process.returncode == -signal.SIGKILL
+        stem = tmp_path / f"attempt-{attempt}"
+        with closing(launcher.launch(stem, *command, "--json", environ=environ)) as process:
+            process.wait_for_lines(24 + 41 * attempt)
+            process.kill()
+            assert process.wait() is None
+            num_told += sum(each["event"] == "round" for each in json_lines(process.out()))
         charged = sum(
             ledger_of(stored("killed"), section_of(stored("killed").record)).spent().values()
         )

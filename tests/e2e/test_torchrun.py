@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 
 from fedlearn.cli.app import main
 from tests.addresses import free_addresses
+from tests.processes import Launcher, json_lines
 
 
 def begun(*command: str, folder: Path) -> "subprocess.Popen[str]":
@@ -26,7 +29,7 @@ def begun(*command: str, folder: Path) -> "subprocess.Popen[str]":
     )
 
 
-def ended(process: "subprocess.Popen[str]") -> list[dict[str, object]]:
+def ended(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
     """Return the JSON lines on the standard output of a command, once it has ended."""
     with process:
         try:
@@ -37,27 +40,28 @@ def ended(process: "subprocess.Popen[str]") -> list[dict[str, object]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def lines(*command: str, folder: Path) -> list[dict[str, object]]:
-    """Run a command and return the JSON lines on its standard output."""
-    return ended(begun(*command, folder=folder))
+def alone(launcher: Launcher, *arguments: str, folder: Path) -> list[dict[str, Any]]:  # Any: JSON
+    """Run fedlearn in one process and return the JSON lines on its standard output."""
+    with closing(launcher.launch(folder / arguments[0], *arguments, environ=os.environ)) as process:
+        assert process.wait() == 0, process.tail()
+        return json_lines(process.out())
 
 
 @pytest.mark.slow
-def test_torchrun_runs_the_same_simulation_once(tmp_path: Path) -> None:
+def test_torchrun_runs_the_same_simulation_once(launcher: Launcher, tmp_path: Path) -> None:
     """Two processes print and store one run, with the figures of a single process."""
-    simulate = ("-m", "fedlearn", "simulate", "--rounds", "4", "--json", "--runs-dir", "runs")
+    simulate = ("simulate", "--rounds", "4", "--json", "--runs-dir", "runs")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    alone = lines(*simulate, folder=tmp_path)
-    spread = lines(*torchrun, *simulate, folder=tmp_path)
-    assert [line["event"] for line in spread] == [line["event"] for line in alone]
-    assert spread[-1]["accuracy"] == alone[-1]["accuracy"]
-    assert spread[-1]["loss"] == pytest.approx(alone[-1]["loss"], abs=1e-5)
-    runs = lines("-m", "fedlearn", "runs", "--json", "--runs-dir", "runs", folder=tmp_path)
-    assert len(runs) == 2
+    one = alone(launcher, *simulate, folder=tmp_path)
+    spread = ended(begun(*torchrun, "-m", "fedlearn", *simulate, folder=tmp_path))
+    assert [line["event"] for line in spread] == [line["event"] for line in one]
+    assert spread[-1]["accuracy"] == one[-1]["accuracy"]
+    assert spread[-1]["loss"] == pytest.approx(one[-1]["loss"], abs=1e-5)
+    assert len(alone(launcher, "runs", "--json", "--runs-dir", "runs", folder=tmp_path)) == 2
 
 
 @pytest.mark.slow
-def test_torchrun_shares_a_training_of_the_coordinator(tmp_path: Path) -> None:
+def test_torchrun_shares_a_training_of_the_coordinator(launcher: Launcher, tmp_path: Path) -> None:
     """As two machines would: they tell once, write one model, and leave nothing else behind.
 
     Only the process that writes the model comes to the end of its interpreter: in the other, a
@@ -66,8 +70,8 @@ def test_torchrun_shares_a_training_of_the_coordinator(tmp_path: Path) -> None:
     training = {"num_steps": 20, "report_every": 10, "batch_size": 32, "share": 0.5}
     sets = [f"coordinator.training.{key}={value}" for key, value in training.items()]
     words = [word for each in sets for word in ("--set", each)]
-    train = ("-m", "fedlearn", "train", "--json", "--runs-dir", "runs", *words, "--output")
-    alone = lines(*train, "alone.safetensors", folder=tmp_path)
+    train = ("train", "--json", "--runs-dir", "runs", *words, "--output")
+    single = alone(launcher, *train, "alone.safetensors", folder=tmp_path)
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os, pathlib\n"
         "if rank := os.environ.get('RANK'):\n"
@@ -79,11 +83,13 @@ def test_torchrun_shares_a_training_of_the_coordinator(tmp_path: Path) -> None:
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", head, "--rdzv-id", "1"),
     )
     spread = ("spread.safetensors", "--set", "coordinator.training.replicate=2")
-    machines = [begun(*torchrun, *train, *spread, folder=tmp_path) for _ in range(2)]
+    machines = [
+        begun(*torchrun, "-m", "fedlearn", *train, *spread, folder=tmp_path) for _ in range(2)
+    ]
     together = [line for machine in machines for line in ended(machine)]
     assert [path.name for path in tmp_path.glob("ended-*")] == ["ended-0"]
     assert [line.get("step_num") for line in together] == [10, 20, None]
-    assert together[-1]["loss"] == pytest.approx(alone[-1]["loss"], abs=1e-4)
+    assert together[-1]["loss"] == pytest.approx(single[-1]["loss"], abs=1e-4)
     one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("alone", "spread"))
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=0.0, atol=1e-4)

@@ -6,6 +6,7 @@ most new pairs. A refusal would hide every other pair in a configuration, so com
 by no rule; a pair that is refused whatever stands beside it is a configuration of its own.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -57,6 +58,20 @@ def covering(seed: int, options: Options = OPTIONS) -> Iterator[Configuration]:
         for pair in _pairs(best):
             missing.pop(pair, None)
         yield best
+
+
+def simplest() -> Iterator[Configuration]:
+    """Yield the configurations with one value, then with two, that differ from the default.
+
+    Those that a rule refuses are left out.
+    """
+    values = [value for value in _values(OPTIONS) if value[1] != OPTIONS[value[0]][0]]
+    seen = set[Configuration]()
+    for wanted in (*zip(values), *itertools.combinations(values, 2)):
+        c = settle(_with(*wanted))
+        if c not in seen and _has(c, wanted) and not reasons(c):
+            seen.add(c)
+            yield c
 
 
 def _completed(

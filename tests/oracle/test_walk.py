@@ -10,9 +10,9 @@ from tests.oracle.configuration import QUICK_OPTIONS, Configuration
 from tests.oracle.covering import covering, settle
 from tests.oracle.walk import judge, shrink
 
-#: The walk of the default run: the first configurations, which cover most pairs of values.
+#: The short walk: the first configurations, which cover most pairs of values.
 NUM_CONFIGURATIONS = 24
-#: It is divided among so many tests, which may run beside each other.
+#: It is divided among so many tests; a default run has one of them.
 NUM_PARTS = 3
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -24,7 +24,9 @@ def configurations() -> list[Configuration]:
     return list(itertools.islice(covering(0, QUICK_OPTIONS), NUM_CONFIGURATIONS))
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]
+)
 def test_pairs_of_options_equal_the_reference(
     part: int, configurations: list[Configuration]
 ) -> None:

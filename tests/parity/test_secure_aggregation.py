@@ -70,15 +70,17 @@ def trained(*overrides: str) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "variant"),
     [
-        ["algorithm.name=fedavg"],
-        ["algorithm.name=fedavg", "algorithm.weight_by_examples=false"],
-        ["algorithm.name=fedprox", "algorithm.proximal=0.1"],
-        ["algorithm.name=fedavgm"],
+        (["algorithm.name=fedavg"], [MEMORY]),
+        (
+            ["algorithm.name=fedavg", "algorithm.weight_by_examples=false"],
+            [MODULAR, "engine.executor=sequential"],
+        ),
+        (["algorithm.name=fedprox", "algorithm.proximal=0.1"], [MEMORY]),
+        (["algorithm.name=fedavgm"], [MODULAR, "engine.executor=sequential"]),
     ],
 )
-@pytest.mark.parametrize("variant", [[MEMORY], [MODULAR, "engine.executor=sequential"]])
 def test_a_secure_run_is_the_run_in_the_clear(algorithm: list[str], variant: list[str]) -> None:
     """Two rounds: the protocol over sessions, and its rounding in the engine.
 

@@ -698,8 +698,14 @@ together = pytest.mark.xdist_group("compiled")
 @needs_compiler
 @together
 @pytest.mark.slow
-@pytest.mark.parametrize("local", [PLAIN, replace(PLAIN, momentum=0.9, weight_decay=0.01)])
-@pytest.mark.parametrize("make_model", [mlp, small_net_with_dropout, batch_norm_net])
+@pytest.mark.parametrize(
+    ("make_model", "local"),
+    [
+        (mlp, replace(PLAIN, momentum=0.9, weight_decay=0.01)),
+        (small_net_with_dropout, PLAIN),
+        (batch_norm_net, replace(PLAIN, momentum=0.9, weight_decay=0.01)),
+    ],
+)
 def test_compiled_equals_eager_equals_sequential(make_model: MakeModel, local: LocalSgd) -> None:
     """At several heights, with clients that finish early and padding to the bucket."""
     params, objective = params_of(make_model), CrossEntropy()

@@ -216,7 +216,7 @@ def test_clients_keep_what_counted_whatever_happens(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(case=cases)
 def test_many_histories_of_what_clients_keep(case: Case) -> None:
     """The same, more often."""

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
@@ -52,6 +53,7 @@ from fedlearn.secagg.terms import Terms
 from fedlearn.session.session import ClientSession
 from fedlearn.transport import wire_pb2
 from tests.addresses import free_addresses
+from tests.processes import Launcher, Process
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -129,22 +131,17 @@ def from_code() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_the_python_example_of_the_readme_is_short_and_runs(tmp_path: Path) -> None:
+def test_the_python_example_of_the_readme_is_short_and_runs(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At most 15 lines; in a process and folder of its own, to the accuracy that is told."""
     page = (ROOT / "README.md").read_text()
     found = blocks(page, "python")
     (example,) = [block for block in found if "num_rounds=20" in block]
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
     (tmp_path / "example.py").write_text(example)
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    done = launcher.run(tmp_path / "example.py", environ={"HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     told = re.search(r"prints an accuracy of (0\.\d+)", page)
     printed = re.search(r"'accuracy': (0\.\d+)", done.stdout)
@@ -207,7 +204,7 @@ def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
 
 
 @pytest.mark.slow
-def test_the_guide_leads_from_nothing_to_the_last_round(tmp_path: Path) -> None:
+def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_path: Path) -> None:
     """Configuration, trainer and commands of the guide, two clients, on ports that are free."""
     written(GUIDES / "deploy-a-coordinator.md", tmp_path)
     door, http = free_addresses(2)
@@ -215,35 +212,23 @@ def test_the_guide_leads_from_nothing_to_the_last_round(tmp_path: Path) -> None:
     file.write_text(
         f'{file.read_text()}\n[coordinator]\naddress = "{door}"\nhttp_address = "{http}"\n'
     )
-    for name in ("clinic-a", "clinic-b"):
-        type_in(tmp_path, "invite", name).communicate(timeout=300)
-    started: list[subprocess.Popen[str]] = []
-    try:
-        coordinator = type_in(tmp_path, "coordinator")
-        started.append(coordinator)
+
+    def type_in(name: str, *arguments: str, **variables: str) -> Process:
+        """Start a command in the folder, without what this environment says of places."""
+        environ = {"HOME": str(tmp_path), **variables}
+        return stack.enter_context(
+            closing(launcher.launch(tmp_path / name, *arguments, environ=environ))
+        )
+
+    with ExitStack() as stack:
+        for name in ("clinic-a", "clinic-b"):
+            assert type_in(f"invite-{name}", "invite", name).wait() == 0
+        coordinator = type_in("coordinator-process", "coordinator")
         for part, name in enumerate(("clinic-a", "clinic-b")):
             join = ("join", f"{name}.invitation", "--task", "trainer.py:make_trainer")
-            started.append(type_in(tmp_path, *join, "--home", name, PART=str(part)))
-        told, _ = coordinator.communicate(timeout=300)
-    finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.communicate(timeout=120)
-    assert coordinator.returncode == 0, told
-    assert "clinics done after 5/5 rounds" in told
-
-
-def type_in(folder: Path, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
-    """Start a command of fedlearn in a folder, without what this environment says of places."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "fedlearn", *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "HOME": str(folder), **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+            type_in(f"join-{name}", *join, "--home", name, PART=str(part))
+        assert coordinator.wait() == 0, coordinator.tail()
+        assert "clinics done after 5/5 rounds" in coordinator.out() + coordinator.err()
 
 
 def test_the_readme_is_short() -> None:

@@ -3,9 +3,8 @@
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.testing import FakeCoordinator
 from fedlearn.training.trainer import LocalTrainer, TrainContext
+from tests.processes import Launcher
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "how-to" / "own-algorithm.md"
@@ -29,7 +29,7 @@ ALONE = ("--set", "engine.num_workers=1")
 #: One client at a time, as over a channel.
 ONE_BY_ONE = (*ALONE, "--set", "engine.executor=sequential", "--set", "engine.block_size=1")
 NAMES = ("lion", "signs", "coins", "rounding", "trimmed", "lbfgs")
-SLOW = ("signs", "coins", "rounding")
+SLOW = ("signs", "coins", "rounding", "trimmed")
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def context_of(settings: Settings) -> TrainContext:
 
 
 @pytest.mark.slow
-def test_a_trainer_is_joined_with(tmp_path: Path) -> None:
+def test_a_trainer_is_joined_with(launcher: Launcher, tmp_path: Path) -> None:
     """``fedlearn join --task`` in a process of its own: the model is that of its trainer."""
     torch.manual_seed(0)
     model, trainer = lbfgs("make_model")(), lbfgs("of_this_device")()
@@ -208,20 +208,12 @@ def test_a_trainer_is_joined_with(tmp_path: Path) -> None:
     with FakeCoordinator() as coordinator:
         invitation = str(coordinator.invite("clinic"))
         words = ("join", invitation, "--home", "home", "--task", "lbfgs.py:of_this_device")
-        client = subprocess.Popen(
-            [sys.executable, "-m", "fedlearn", *words],
-            env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
+        environ = {"HOME": str(tmp_path)}
+        with closing(launcher.launch(tmp_path / "join", *words, environ=environ, cwd=Path.cwd())):
             coordinator.wait_for(1, timeout_s=60.0)
             reply = coordinator.train(model, settings)["clinic"]
             more = settings_of(fl.LocalSgd(epochs=2, batch_size=4, learning_rate=0.1))
             refused = coordinator.train(model, more)["clinic"]
-        finally:
-            client.terminate()
-            client.wait(60.0)
     assert isinstance(reply, TrainReply)
     assert reply.num_examples == 40
     expected = _trained(trainer, Params.of(model), settings)

@@ -53,6 +53,8 @@ KUBERNETES_VERSIONS = ("1.29", "1.34")
 SECRET_URL = "postgresql+psycopg://fedlearn:PASSWORD@database:5432/fedlearn"  # noqa: S105 (nobody's)
 WORST_EXPOSURE = 20  # of systemd-analyze security, in tenths: 0 is sealed, 100 is open
 
+pytestmark = pytest.mark.slow  # files, not the product: .ci/run looks at them
+
 systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine"
 )
@@ -539,7 +541,6 @@ def test_the_commands_of_a_readme_are_for_any_root_shell(readme: Path) -> None:
     assert "umask 022" in readme.read_text(), "else others cannot run what root installs"
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_readme_restore_the_backup(tmp_path: Path) -> None:
     """All of it and nothing else; the control leaves SQLite's journal of after the backup there."""
     _, commands = readme_commands("Backup")

@@ -11,7 +11,7 @@ import pytest
 from tests.security.fuzz.seeds import CORPUS, seeds
 from tests.security.fuzz.targets import TARGETS, planted
 
-FUZZ_S = 3
+FUZZ_S = 1
 ROOT = Path(__file__).parents[3]
 
 #: Branches that a run from the corpus has to reach, or the fuzzer does not see the subject.

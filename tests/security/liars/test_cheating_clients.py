@@ -159,7 +159,11 @@ USELESS: list[tuple[str, Stage, Change, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("stage", "change", "reason"), [row[1:] for row in USELESS], ids=[row[0] for row in USELESS]
+    ("stage", "change", "reason"),
+    [
+        pytest.param(*row[1:], id=row[0], marks=() if row in USELESS[::3] else pytest.mark.slow)
+        for row in USELESS
+    ],
 )
 def test_a_reply_that_cannot_be_used_names_its_sender(
     stage: Stage, change: Change, reason: str

@@ -4,7 +4,7 @@ What is shown elsewhere stands in the table; what wants the whole client, or an 
 where the guard is missing, follows below.
 """
 
-import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -109,12 +109,15 @@ VICTIM = ClientId(2)
 EVERYONE = [ClientId(each) for each in range(6)]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_each_mistake_has_tests_that_exist(mistake: str) -> None:
+def test_each_mistake_has_tests_that_exist() -> None:
     """A test that is renamed is missed here."""
-    for path, name in MISTAKES[mistake]:
-        module = ast.parse((TESTS / path).read_text())
-        assert name in {each.name for each in module.body if isinstance(each, ast.FunctionDef)}
+    modules = {path: (TESTS / path).read_text() for row in MISTAKES.values() for path, _ in row}
+    tests = {
+        path: re.findall(r"^def (test_\w+)\(", text, re.MULTILINE) for path, text in modules.items()
+    }
+    for mistake, row in MISTAKES.items():
+        for path, name in row:
+            assert name in tests[path], mistake
 
 
 def test_the_lies_of_the_table_are_told() -> None:

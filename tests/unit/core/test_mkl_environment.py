@@ -67,6 +67,7 @@ def printed(script: str, **environ: str) -> str:
     return ended.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_mkl_is_asked_before_torch_is_imported(entry: str) -> None:
     """By whatever of ours a process begins with; the control imports torch alone."""

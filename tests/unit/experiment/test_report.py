@@ -284,7 +284,7 @@ def tame() -> list[tuple[str, dict[str, str]]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_name_and_reason_keep_the_page_well_formed(
     tame: list[tuple[str, dict[str, str]]], name: str, reason: str

@@ -170,7 +170,12 @@ def of(make_model: Callable[[], nn.Module], **spread: Any) -> Task:
 
 @pytest.mark.parametrize(
     "model",
-    [OfTorch, lambda: Wrapper(Attributes()), lambda: Wrapper(stages()), mixture],
+    [
+        OfTorch,
+        pytest.param(lambda: Wrapper(Attributes()), marks=pytest.mark.slow),
+        pytest.param(lambda: Wrapper(stages()), marks=pytest.mark.slow),
+        pytest.param(mixture, marks=pytest.mark.slow),
+    ],
     ids=["torch's encoder", "wrapped", "chains", "mixture"],
 )
 def test_what_is_computed_again_is_not_kept_and_has_the_same_bits(
@@ -209,6 +214,7 @@ def test_a_model_of_single_layers_is_refused_where_nothing_would_be_saved() -> N
         of(chain, recompute=True).require_fitting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [OfTorch, Tied], ids=["torch's encoder", "tied"])
 def test_a_sharded_model_of_any_shape_equals_one_process(model: Callable[[], nn.Module]) -> None:
     def certain() -> nn.Module:

@@ -74,7 +74,9 @@ def all_cases() -> dict[Case, Seen]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], name="seen_P")
+@pytest.fixture(
+    scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], name="seen_P"
+)
 def seen_in_each_rank(request: pytest.FixtureRequest) -> list[dict[Case, Seen]]:
     """What each rank of a world has seen: one world for all cases."""
     return in_processes(all_cases, world_size=request.param, timeout_s=LIMIT_S)

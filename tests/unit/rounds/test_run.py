@@ -662,9 +662,9 @@ def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tens
     ("name", "dtype"),
     [
         ("kept momentum", torch.float32),
-        ("server momentum", torch.float64),
-        ("adaptive", torch.float32),
-        ("adaptive", torch.bfloat16),
+        pytest.param("server momentum", torch.float64, marks=pytest.mark.slow),
+        pytest.param("adaptive", torch.float32, marks=pytest.mark.slow),
+        pytest.param("adaptive", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_killed_after_any_commit_ends_in_the_same_model(

@@ -2,13 +2,12 @@
 
 import json
 import math
+import os
 import resource
-import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -45,6 +44,7 @@ from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.store.schema import Base
 from tests import records
+from tests.processes import Launcher, until
 
 RUN = replace(
     records.RUN,
@@ -85,15 +85,17 @@ from dataclasses import replace
 from pathlib import Path
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.runs import Database
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
 
-url, runs_dir, num_runs = sys.argv[1:]
+url, runs_dir, num_runs, go = sys.argv[1:]
 record = RunRecord(
     name="", status=RunStatus.RUNNING, error="", created_utc="2026-01-02T03:04:05Z",
     num_rounds=1, config={}, config_hash="", versions={},
 )
 print("ready", flush=True)
-sys.stdin.readline()
+while not Path(go).exists():
+    SystemClock().sleep(0.001)
 with Database.open(url, runs_dir=Path(runs_dir)) as database:
     for _ in range(int(num_runs)):
         print(database.create_named(record, seed=Seed(1)).name, flush=True)
@@ -501,19 +503,19 @@ def test_a_run_fills_a_real_disk_and_goes_on_when_there_is_space(tiny_disk: Path
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_a_run_that_goes_on(
-    database_url: str, database: Database, run: StoredRun
+    launcher: Launcher, database_url: str, database: Database, run: StoredRun, tmp_path: Path
 ) -> None:
     """Kill -9 in a loop of commits, three times over: no round is lost that was committed."""
     arguments = [database_url, str(database.runs_dir), RUN.name]
+    script = tmp_path / "commit.py"
+    script.write_text(COMMIT_FOR_EVER)
     finished = 0
     for num_commits in (1, 8, 15):
-        with subprocess.Popen(
-            [sys.executable, "-c", COMMIT_FOR_EVER, *arguments], stdout=subprocess.PIPE, text=True
-        ) as child:
-            assert child.stdout is not None
-            said = [int(line) for line in islice(child.stdout, num_commits)]
-            child.send_signal(signal.SIGKILL)
-            said += [int(line) for line in child.stdout]
+        stem = tmp_path / f"committing-{num_commits}"
+        with closing(launcher.launch(stem, *arguments, script=script, environ=os.environ)) as child:
+            child.wait_for_lines(num_commits)
+            child.kill()
+            said = [int(line) for line in child.out().split()]
         assert said == list(range(finished + 1, finished + 1 + len(said)))
         finished = assert_consistent(run)
         assert finished - said[-1] in {0, 1}
@@ -525,22 +527,31 @@ def test_a_killed_process_leaves_a_run_that_goes_on(
 
 
 @pytest.mark.slow
-def test_two_processes_create_runs_at_once(database_url: str, tmp_path: Path) -> None:
+def test_two_processes_create_runs_at_once(
+    launcher: Launcher, database_url: str, tmp_path: Path
+) -> None:
     """They also create the database at once; every run gets a name of its own."""
-    command = [sys.executable, "-c", CREATE_MANY, database_url, str(tmp_path / "runs"), "20"]
-    children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for child in children:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    names = [name for child in children for name in child.communicate()[0].split()]
-    assert [child.returncode for child in children] == [0, 0]
+    script = tmp_path / "create.py"
+    script.write_text(CREATE_MANY)
+    arguments = (database_url, str(tmp_path / "runs"), "20", str(tmp_path / "go"))
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                closing(
+                    launcher.launch(
+                        tmp_path / f"creating-{number}",
+                        *arguments,
+                        script=script,
+                        environ=os.environ,
+                    )
+                )
+            )
+            for number in range(2)
+        ]
+        until(lambda: all(child.out() == "ready\n" for child in children))
+        (tmp_path / "go").touch()
+        assert [child.wait() for child in children] == [0, 0]
+        names = [name for child in children for name in child.out().split()[1:]]
     assert set(names) == set(islice(memorable_names(Seed(1)), 40))
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         assert {record.name for record in database.runs()} == set(names)
