@@ -21,7 +21,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.testing import FakeCoordinator
 from fedlearn.training.trainer import LocalTrainer, TrainContext
-from tests.processes import Launcher
+from tests.processes import LONG_S, Launcher
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "how-to" / "own-algorithm.md"
@@ -210,7 +210,7 @@ def test_a_trainer_is_joined_with(launcher: Launcher, tmp_path: Path) -> None:
         words = ("join", invitation, "--home", "home", "--task", "lbfgs.py:of_this_device")
         environ = {"HOME": str(tmp_path)}
         with closing(launcher.launch(tmp_path / "join", *words, environ=environ, cwd=Path.cwd())):
-            coordinator.wait_for(1, timeout_s=60.0)
+            coordinator.wait_for(1, timeout_s=LONG_S)
             reply = coordinator.train(model, settings)["clinic"]
             more = settings_of(fl.LocalSgd(epochs=2, batch_size=4, learning_rate=0.1))
             refused = coordinator.train(model, more)["clinic"]
