@@ -410,7 +410,8 @@ class CohortCollection(Collection):
     def revise(self, client_id: ClientId, row: Participation) -> None:
         """Replace the row of an update that was counted before it was trained."""
         super().revise(client_id, row)
-        self._num_fresh -= client_id in self._cohort and client_id not in self._taken
+        if row.status is not Status.REPORTED:
+            self._num_fresh -= client_id in self._cohort
 
     @property
     def closes_s(self) -> float:
@@ -599,7 +600,7 @@ class BufferCollection(Collection):
     def revise(self, client_id: ClientId, row: Participation) -> None:
         """Replace the row of an update that was counted before it was trained."""
         super().revise(client_id, row)
-        self._num_failed += client_id not in self._taken
+        self._num_failed += row.status is not Status.REPORTED
 
     def wakes_s(self) -> float:
         """Return when the client that was asked first has taken too long."""

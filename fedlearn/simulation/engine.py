@@ -147,7 +147,7 @@ class Engine:
             self.behaviour.failures(asked).tolist(),
             strict=True,
         )
-        return [each._replace(duration_s=lasts_s, fails=fails) for each, lasts_s, fails in told]
+        return [PendingTask(*each[:5], lasts_s, fails) for each, lasts_s, fails in told]
 
     def train(
         self,

@@ -121,7 +121,8 @@ class VirtualRound:
         self.collection.give_up_stale()
         self._expect(self.collection.flight)
         while not self._is_closed():
-            self._ask()
+            if self.collection.may_ask:
+                self._ask()
             if not self._take_next():
                 self._train()
                 if not self.collection.is_closed:
@@ -139,8 +140,6 @@ class VirtualRound:
 
     def _ask(self) -> None:
         """Ask as many as may be asked now."""
-        if not self.collection.may_ask:
-            return
         while True:
             self._expect(self.collection.ask(self.now_s))
             if not (drawn := self.collection.draw(self.draw)):
@@ -163,10 +162,11 @@ class VirtualRound:
 
     def _expect(self, asked: Sequence[PendingTask]) -> None:
         """Await clients in flight; those that are never heard of are not."""
+        patience_s, arrivals, turns = self.collection.patience_s, self._arrivals, self._turns
         for each in asked:
-            lasts_s = min(each.duration_s, self.collection.patience_s)
+            lasts_s = min(each.duration_s, patience_s)
             if math.isfinite(lasts_s):
-                heappush(self._arrivals, (each.asked_s + lasts_s, next(self._turns), each))
+                heappush(arrivals, (each.asked_s + lasts_s, next(turns), each))
 
     def _take_next(self) -> bool:
         """Take the next arrival; return whether there was one in time."""
@@ -174,15 +174,15 @@ class VirtualRound:
             return False
         due_s, _, task = heappop(self._arrivals)
         self.now_s = max(self.now_s, due_s)  # rounding may put a tie of the last step before it
-        self.collection.land(task.client_id)
-        row = Participation(task.client_id, Status.REPORTED, task.duration_s)
-        if not task.duration_s <= self.collection.patience_s:
-            self.collection.settle(task, Status.LATE)
+        collection, client_id, took_s = self.collection, task.client_id, task.duration_s
+        collection.land(client_id)
+        if not took_s <= collection.patience_s:
+            collection.settle(task, Status.LATE)
         elif task.fails:
-            row = row._replace(status=Status.FAILED, reason=DROPPED_OUT)
-            self.collection.fail(task, row, sent_nothing=True)
+            row = Participation(client_id, Status.FAILED, took_s, reason=DROPPED_OUT)
+            collection.fail(task, row, sent_nothing=True)
         else:
-            self.collection.take(task, row)
+            collection.take(task, Participation(client_id, Status.REPORTED, took_s))
             self._waiting.append(task)
         return True
 
@@ -204,12 +204,13 @@ class VirtualRound:
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         told = zip(wave, *(column.tolist() for column in columns), strict=True)
         for place, (task, verdict, loss, num_examples) in enumerate(told):
-            row = Participation(task.client_id, Status.REPORTED, task.duration_s)
+            client_id, took_s = task.client_id, task.duration_s
             if verdict == REPORTED:
-                row = row._replace(num_examples=num_examples, loss=loss)
+                row = Participation(client_id, Status.REPORTED, took_s, num_examples, loss)
             else:
-                row = row._replace(status=Status.FAILED, reason=trained.reasons[place])
-            self.collection.revise(task.client_id, row)
+                reason = trained.reasons[place]
+                row = Participation(client_id, Status.FAILED, took_s, reason=reason)
+            self.collection.revise(client_id, row)
 
     # ---- The close ------------------------------------------------------------------------
 
