@@ -9,7 +9,6 @@ import pytest
 from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.core.clock import SystemClock
 from tests.addresses import free_addresses
-from tests.e2e.survival import test_late_updates as late_updates
 from tests.e2e.survival.changes import SHARE_LOG
 from tests.e2e.survival.harness import Miscounted, VotingSite, audit, stalls
 from tests.processes import Change, Process, until
@@ -117,31 +116,3 @@ def test_a_round_goes_on_soon_after_its_leader_stands_still(site: VotingSite) ->
     assert took_s < _TTL_S + 10.0 + stalled.seconds
     assert second.wait() == 0, second.tail()
     audit(site)
-
-
-def test_late_updates_outlive_a_leader_that_stands_still(site: VotingSite) -> None:
-    """The client in flight is awaited by the second coordinator, and its update counts once.
-
-    So do those that the first one has accepted in the round in which it froze.
-    """
-    sections = {
-        "stragglers": {"over_selection": 1.0, "min_reports": 1, "deadline_s": 5.0},
-        "algorithm": {"name": "fedavg", "weight_by_examples": False},
-        "late_updates": {"mode": "keep"},
-        "staleness": {"staleness_weight": "constant", "max_staleness": 10_000},
-    }
-    first, second = two(site, num_rounds=6, ballast=1000, sections=sections)
-    with site.holding(2):
-        site.populate()
-        until(lambda: len(site.rounds()) >= 1, told=first.tail)
-        with site.holding(1):
-            until(lambda: max(site.told(0, "accepted"), default=0) >= len(site.rounds()))
-            first.send(signal.SIGSTOP)
-            until(lambda: second.said("serving") > 0, told=second.tail)
-    assert second.wait() == 0, second.tail()
-    first.send(signal.SIGCONT)
-    assert first.wait() == RUN_FAILED, first.tail()
-    assert "is coordinated by" in first.tail()
-    ages = late_updates.audit(site)
-    assert sum(count for age, count in ages.items() if age) >= 1
-    assert 2 in {each.client_id for record in site.rounds()[1:] for each in record.participations}
