@@ -243,12 +243,11 @@ def _family_of(process: psutil.Process) -> Iterator[psutil.Process]:
 
 def _child_pids(pid: int) -> list[int]:
     """Return the children of a process on Linux; none if it has just ended."""
-    threads = Path(f"/proc/{pid}/task")
     try:
-        names = os.listdir(threads)  # noqa: PTH208 - iterdir fails later, inside the loop
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
-    return [int(each) for name in names for each in _line(threads / name / "children").split()]
+    return [int(each) for thread in threads for each in _line(thread / "children").split()]
 
 
 def _line(path: Path) -> str:

@@ -20,8 +20,8 @@ and two points of the ball are at most 2C apart. So the worst updates are a oppo
 :math:`\alpha < 1`, :math:`H_\alpha(\omega \| \omega') = 1 - \alpha + \alpha H_{1/\alpha}(\omega' \|
 \omega)`, and the worst are a' opposite to b = a. No pair is the worst on both sides.
 
-Many rounds: whoever chooses the updates sees the record so far, and may choose by the privacy loss
-so far. With L the loss of a round,
+Many rounds: an adversary that chooses the updates sees the record so far, and may choose by the
+privacy loss so far. With L the loss of a round,
 
 .. math:: \delta_k(\varepsilon) = \max_{\text{updates}} \mathrm{E}[\delta_{k-1}(\varepsilon - L)],
           \quad \delta_0(\varepsilon) = \max(0, 1 - e^\varepsilon).
@@ -147,7 +147,7 @@ class WorstRounds:
         for delta in (odd_first_delta, odd_second_delta):
             at = np.asarray(losses * interval, np.float64)
             deltas = delta(at, rate=rate, distance=distance)
-            chances = _connected(deltas, interval)
+            chances = _connect_dots(deltas, interval)
             self._sides.append((fft.rfft(chances, self._size), float(deltas[-1])))
         # δ below the lowest ε is 1 - e^ε + e^ε δ(-ε), since either update may be the first.
         lowest = np.arange(-num - self._reach, -num) * interval
@@ -182,7 +182,7 @@ class WorstRounds:
         return np.asarray(np.minimum(1.0, found + _ROUNDING))
 
 
-def _connected(deltas: NDArray[np.float64], interval: float) -> NDArray[np.float64]:
+def _connect_dots(deltas: NDArray[np.float64], interval: float) -> NDArray[np.float64]:
     """Return how probable each finite loss is, so that δ(ε) is this at losses, and above between.
 
     See Doroshenko et al., algorithm 1. The last of ``deltas`` is the probability of an infinite
