@@ -193,6 +193,7 @@ class Collection(ABC):
                 f"client {client_id} was not asked, or has answered before in round "
                 f"{self.round_num + 1}"
             )
+        self.waited_for.discard(client_id)
         return self._flying.pop(client_id)
 
     def settle(self, task: PendingTask, status: Status, *, reason: str = "") -> None:
@@ -213,6 +214,11 @@ class Collection(ABC):
         self.rows[place] = row
         if row.status is not Status.REPORTED:
             del self._taken[client_id]
+            self._discount(client_id)
+
+    @abstractmethod
+    def _discount(self, client_id: ClientId) -> None:
+        """Note that an update which was counted counts no more."""
 
     def fail(self, task: PendingTask, row: Participation, *, sent_nothing: bool) -> None:
         """Note that a client that landed has failed, or sent what cannot be used."""
@@ -397,21 +403,13 @@ class CohortCollection(Collection):
     def excuse(self, client_id: ClientId) -> None:
         """Do nothing: nobody is asked twice."""
 
-    def land(self, client_id: ClientId) -> PendingTask:
-        """Return a client that is in flight no more."""
-        self.waited_for.discard(client_id)
-        return super().land(client_id)
-
     def take(self, task: PendingTask, row: Participation) -> None:
         """Count the update of a client that landed."""
         super().take(task, row)
         self._num_fresh += task.client_id in self._cohort
 
-    def revise(self, client_id: ClientId, row: Participation) -> None:
-        """Replace the row of an update that was counted before it was trained."""
-        super().revise(client_id, row)
-        if row.status is not Status.REPORTED:
-            self._num_fresh -= client_id in self._cohort
+    def _discount(self, client_id: ClientId) -> None:
+        self._num_fresh -= client_id in self._cohort
 
     @property
     def closes_s(self) -> float:
@@ -597,10 +595,8 @@ class BufferCollection(Collection):
                 self.excuse(task.client_id)
                 self._failed.add(task.client_id)
 
-    def revise(self, client_id: ClientId, row: Participation) -> None:
-        """Replace the row of an update that was counted before it was trained."""
-        super().revise(client_id, row)
-        self._num_failed += row.status is not Status.REPORTED
+    def _discount(self, client_id: ClientId) -> None:
+        self._num_failed += 1
 
     def wakes_s(self) -> float:
         """Return when the client that was asked first has taken too long."""

@@ -130,8 +130,11 @@ class CrossEntropy(Ranged):
         """Return the loss of a batch, a scalar; raises as :meth:`losses`."""
         loss = self._cross_entropy(outputs, labels, reduction="mean")
         # torch returns NaN, with a gradient of zero, for a batch in which nothing counts.
-        is_empty = self.example_weights(labels)["loss"].sum() == 0.0
-        return torch.where(is_empty, torch.zeros_like(loss), loss)
+        if self.class_weights is None:
+            is_empty = (labels == self.ignore_index).all()
+        else:
+            is_empty = self.example_weights(labels)["loss"].sum() == 0.0
+        return loss.masked_fill(is_empty, 0.0)
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Return ``accuracy``; raises as :meth:`losses`."""
@@ -142,7 +145,10 @@ class CrossEntropy(Ranged):
 
     def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
         """Return each example's positions that count; in the loss, the sum of their weights."""
-        counts = _by_position(labels != self.ignore_index)
+        counts = labels != self.ignore_index
+        if labels.dim() == 1 and self.class_weights is None:
+            return dict.fromkeys(("loss", "accuracy"), counts.to(torch.float32))
+        counts = _by_position(counts)
         accuracy = loss = counts.sum(1).to(torch.float32)
         if self.class_weights is not None:
             weights = torch.tensor(self.class_weights, device=labels.device)
@@ -317,16 +323,23 @@ def batch_weights(
 ) -> Tensor:
     """Return what each example weighs in the mean loss of its batch: shape [T, K, B].
 
+    It depends on the batch alone, to the last bit, whichever batches are looked at together.
+
     Args:
         objective: The loss.
-        labels: Of all examples, shape [N, ...].
+        labels: Of all examples, shape [N, ...]. Only those of the batches are looked at.
         rows_TKB: Which of them are in each batch.
         weights_TKB: The weights where all examples of a batch weigh the same; 0 for padding.
     """
-    own = example_weights(objective, labels).get("loss")
-    if own is None or bool((own == own[0]).all() & (own[0] > 0.0)):
+    if not isinstance(objective, WeightedExamples):
         return weights_TKB
-    own_TKB = torch.where(weights_TKB > 0.0, own.to(weights_TKB)[rows_TKB], 0.0)
+    own = objective.example_weights(labels.index_select(0, rows_TKB.flatten())).get("loss")
+    if own is None:
+        return weights_TKB
+    least, most = torch.stack(own.aminmax()).tolist()
+    if 0.0 < least == most == round(most):  # of whole numbers the sum has no rounding
+        return weights_TKB
+    own_TKB = torch.where(weights_TKB > 0.0, own.to(weights_TKB).view(rows_TKB.shape), 0.0)
     totals_TK1 = own_TKB.sum(-1, keepdim=True)
     return torch.where(totals_TK1 > 0.0, own_TKB / totals_TK1.clamp(min=_TINY), 0.0)
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast, overload
 
 from fedlearn.core.messages import ClientId
 
@@ -85,19 +86,27 @@ class Participations(Sequence[Participation]):
             return rows
         import numpy as np  # noqa: PLC0415 (see above)
 
-        rows = list(rows)
+        # The rows are named tuples, whose fields are the columns, in this order.
+        columns = list(zip(*rows, strict=True)) or [()] * len(Participation._fields)
+        client_ids, statuses, durations_s, num_examples, losses, reasons = columns
         return cls(
-            np.asarray([row.client_id for row in rows], np.int64),
-            np.asarray([STATUSES.index(row.status) for row in rows], np.int64),
-            np.asarray([row.duration_s for row in rows], np.float64),
-            np.asarray([row.num_examples for row in rows], np.int64),
-            np.asarray([row.loss for row in rows], np.float64),
-            {place: row.reason for place, row in enumerate(rows) if row.reason},
+            np.asarray(client_ids, np.int64),
+            np.asarray(list(map(STATUSES.index, statuses)), np.int64),
+            np.asarray(durations_s, np.float64),
+            np.asarray(num_examples, np.int64),
+            np.asarray(losses, np.float64),
+            {place: reason for place, reason in enumerate(reasons) if reason},
         )
 
     def num(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
-        return int((self.codes == STATUSES.index(status)).sum())
+        return self._counts[STATUSES.index(status)]
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        import numpy as np  # noqa: PLC0415 (see above)
+
+        return cast("list[int]", np.bincount(self.codes, minlength=len(STATUSES)).tolist())
 
     def mean_loss(self) -> float:
         """Return the mean training loss of the reports, weighted by examples.

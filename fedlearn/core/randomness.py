@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,14 +143,12 @@ if sys.platform != "win32":
     )
 
 
-@contextmanager
-def generator_turn() -> Iterator[None]:
+def generator_turn() -> AbstractContextManager[bool]:
     """Keep other threads from the global generators while the block seeds them and draws.
 
     Other threads wait, so the block must not wait for them.
     """
-    with _TURN:
-        yield
+    return _TURN
 
 
 def seed_global_generators(seed: Seed) -> None:

@@ -24,12 +24,16 @@ from fedlearn.algorithms.flight import Draw, PendingTask
 from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
 from fedlearn.core.reported import WeightedMeans
 from fedlearn.simulation.reduction import Reduction
 from fedlearn.simulation.secure import ModularSum
 
 #: Outcome of a client that was trained: its update counts, is refused, or training raised an error.
 REPORTED, REFUSED, RAISED = 1, 2, 3
+
+#: The row of a client that counts until it is trained, which the row after training replaces.
+_UNTRAINED = Participation(ClientId(-1), Status.REPORTED, math.nan)
 
 #: Why a client that vanished in the middle of a round failed.
 DROPPED_OUT = "dropped out before reporting"
@@ -120,20 +124,21 @@ class VirtualRound:
         """Play arrivals in order until the round closes."""
         self.collection.give_up_stale()
         self._expect(self.collection.flight)
-        while not self._is_closed():
-            if self.collection.may_ask:
+        collection = self.collection
+        while not (collection.is_closed and self._stays_closed()):
+            if collection.may_ask:
                 self._ask()
             if not self._take_next():
                 self._train()
-                if not self.collection.is_closed:
-                    self.now_s = self.collection.run_out(self.now_s)
+                if not collection.is_closed:
+                    self.now_s = collection.run_out(self.now_s)
                 break
         self._train()  # where too many have failed
         return self._close()
 
-    def _is_closed(self) -> bool:
-        if self.collection.is_closed:
-            self._train()
+    def _stays_closed(self) -> bool:
+        """Train who waits; return whether the round is closed without the unusable updates."""
+        self._train()
         return self.collection.is_closed
 
     # ---- Arrivals -------------------------------------------------------------------------
@@ -182,7 +187,7 @@ class VirtualRound:
             row = Participation(client_id, Status.FAILED, took_s, reason=DROPPED_OUT)
             collection.fail(task, row, sent_nothing=True)
         else:
-            collection.take(task, Participation(client_id, Status.REPORTED, took_s))
+            collection.take(task, _UNTRAINED)
             self._waiting.append(task)
         return True
 

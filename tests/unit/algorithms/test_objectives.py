@@ -14,6 +14,7 @@ from fedlearn.algorithms.objectives import (
     CustomLoss,
     MeanSquaredError,
     Objective,
+    batch_weights,
     example_weights,
     mean_loss,
     require_fitting,
@@ -96,6 +97,24 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(
         assert not torch.autograd.grad(loss, outputs, retain_graph=True)[0].any()
     diverged = (outputs * torch.nan).detach()
     assert mean_loss(objective, diverged, labels.clamp(min=0)).isnan()  # that one is not hidden
+
+
+@pytest.mark.parametrize("class_weights", [None, (0.1, 0.1, 0.7)])
+def test_what_a_batch_weighs_depends_on_no_other_batch(
+    class_weights: tuple[float, ...] | None,
+) -> None:
+    """Where all its labels weigh the same as well: blocks of clients are cut anywhere."""
+    objective = CrossEntropy(class_weights=class_weights)
+    labels = torch.tensor([0, 1, 0, 1, 1, 0, 2, -100])
+    rows_TKB = torch.tensor([[[0, 1, 2], [3, 4, 5], [6, 7, 0]]])
+    weights_TKB = torch.full((1, 3, 3), 1.0 / 3.0)
+    together = batch_weights(objective, labels, rows_TKB=rows_TKB, weights_TKB=weights_TKB)
+    apart = [
+        batch_weights(objective, labels, rows_TKB=rows_TKB[:, [k]], weights_TKB=weights_TKB[:, [k]])
+        for k in range(3)
+    ]
+    assert torch.equal(together, torch.cat(apart, 1))
+    assert together[0, 2, 1] == 0.0
 
 
 def test_ignored_examples_of_two_classes_count_nowhere() -> None:
