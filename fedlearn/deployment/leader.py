@@ -27,7 +27,6 @@ from fedlearn.experiment.privacy import gone_on, promise
 from fedlearn.experiment.progress import Progress, extend
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.privacy.ledger import Charging
-from fedlearn.privacy.plan import BandedPlan
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.opening import Charge
 from fedlearn.rounds.plain import Ahead
@@ -273,4 +272,5 @@ class Leader:
 
 def _ends_with_its_process(pieces: Deployment) -> bool:
     """Return whether nobody can go on inside a round that another process has opened."""
-    return pieces.secure is not None or isinstance(pieces.privacy, BandedPlan)
+    takes_turns = pieces.privacy is not None and pieces.privacy.takes_turns
+    return pieces.secure is not None or takes_turns

@@ -10,7 +10,6 @@ from fedlearn.core.clock import RealClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.live_status import LiveStatus, Phase
-from fedlearn.privacy.plan import BandedPlan
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.transport.base import Channel
 
@@ -23,7 +22,7 @@ def present_in(pieces: Deployment, channel: Channel, round_num: int) -> Sequence
     there = channel.available()
     if (draw := pieces.draw) is not None:
         there = draw.drawn(there, round_num=round_num, num_asked=pieces.policy.num_asked)
-    if not isinstance(pieces.privacy, BandedPlan):
+    if pieces.privacy is None or not pieces.privacy.takes_turns:
         return there
     num_asked, seed = pieces.policy.num_asked, pieces.seed
     return pieces.sampler.sample(

@@ -35,7 +35,6 @@ from fedlearn.errors import ConfigError, EngineError, SettingsRefused
 from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserDevices, UserSampler
 from fedlearn.privacy.ledger import Charging
-from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
@@ -179,7 +178,7 @@ def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[s
 
 def _has_noisy_updates(pieces: Pieces) -> bool:
     """Whether noise is added to whole updates, not to the gradients of examples."""
-    return pieces.privacy is not None and not isinstance(pieces.privacy, ExampleLevelPlan)
+    return pieces.privacy is not None and not pieces.privacy.hides_examples
 
 
 def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
@@ -502,15 +501,15 @@ def release_of(
             or it has running statistics.
     """
     plan = pieces.privacy
-    if isinstance(plan, ExampleLevelPlan):
+    if plan is None:
+        return None
+    if plan.hides_examples:
         _require_separable(pieces)
-    if _has_noisy_updates(pieces):
+    else:
         _require_no_statistics(pieces, params.layout)
-    if plan is None or isinstance(plan, ExampleLevelPlan | LocalPlan):
-        return None  # what has noise may be released as it is
     noise = SharedNoise(plan.noise, cluster)
     try:
-        if isinstance(plan, CentralPlan | BandedPlan):
+        if not pieces.config.privacy.is_distributed:
             return plan.release(pieces.algorithm, params.layout, noise)
         secure = pieces.secure
         assert secure is not None  # building it would have failed

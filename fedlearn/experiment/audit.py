@@ -36,7 +36,7 @@ from fedlearn.privacy.audit import (
 )
 from fedlearn.privacy.banded_matrix import optimal
 from fedlearn.privacy.events import Adjacency
-from fedlearn.privacy.plan import BandedPlan, ExampleLevelPlan, LocalPlan, PrivacyPlan
+from fedlearn.privacy.plan import PrivacyPlan
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import ClientRows, Population, UnreadRows, unread_rows
 from fedlearn.simulation.sources import Examples
@@ -211,17 +211,17 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     plan, delta = real.privacy, config.privacy.target_delta
     assert plan is not None
     assert delta is not None  # the configuration makes sure of both
-    num_pairs = _num_pairs(real, num_canaries)
+    num_pairs = _num_pairs(real, plan, num_canaries)
     canaries = Canaries.drawn(
         num_pairs=num_pairs, opposite=plan.event.cohorts.adjacency is Adjacency.REPLACE
     )
     delta = min(delta, _SHARE / (2 * num_pairs))
     num_rounds = _num_rounds(plan, config.num_rounds, delta)
-    per_client = _per_client(real)
+    per_client = _per_client(real, plan)
     num_clients = -(-2 * num_pairs // per_client)
     audited = _audited(config, plan, num_clients=num_clients, num_rounds=num_rounds, delta=delta)
     weights_Tm = _weights(audited, plan, canaries)
-    if isinstance(plan, ExampleLevelPlan):
+    if plan.hides_examples:
         pieces = _with_canary_examples(
             audited, canaries, per_client=per_client, weights_Tm=weights_Tm, data_dir=data_dir
         )
@@ -232,7 +232,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
             of_clients=partial(CanaryPopulation, num_clients=num_clients),
             of_algorithm=lambda inner: Watched(Planted(inner, canaries), weights_Tm),
         )
-    if isinstance(plan, LocalPlan | ExampleLevelPlan):
+    if plan.is_local:
         kept = OwnNumbers(canaries, per_client)
         pieces = replace(pieces, algorithm=SeenSingly(pieces.algorithm, kept))
     assert pieces.privacy is not None
@@ -265,13 +265,13 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     )
 
 
-def _num_pairs(real: Simulation, num_canaries: int) -> int:
+def _num_pairs(real: Simulation, plan: PrivacyPlan, num_canaries: int) -> int:
     """Return for how many pairs there is room; raises ConfigError if there is none."""
-    if isinstance(real.privacy, ExampleLevelPlan):
+    if plan.hides_examples:
         return num_canaries // 2  # the model of an audit has a number for each
     # No two canaries share a number of the model.
     room = min(num_canaries, len(Params.of(real.make_model()).vector))
-    groups = real.privacy.cohorts.num_groups if isinstance(real.privacy, BandedPlan) else 1
+    groups = plan.num_groups
     if room < 2 * groups:
         raise ConfigError(
             f"there is room for {room} canaries, the fewer of --canaries and the model's numbers, "
@@ -281,9 +281,9 @@ def _num_pairs(real: Simulation, num_canaries: int) -> int:
     return room // (2 * groups) * groups
 
 
-def _per_client(real: Simulation) -> int:
+def _per_client(real: Simulation, plan: PrivacyPlan) -> int:
     """Return how many canaries a client holds: examples, no more than are in one batch."""
-    if not isinstance(real.privacy, ExampleLevelPlan):
+    if not plan.hides_examples:
         return 1
     return min(real.algorithm.local.work.batch_size or _IN_A_BATCH, _IN_A_BATCH)
 
@@ -295,10 +295,10 @@ def _weights(audited: Config, plan: PrivacyPlan, canaries: Canaries) -> NDArray[
     turn t is column t of :math:`C^T C`: it undoes the correlation.
     """
     num_rounds, count = audited.num_rounds, len(canaries.is_in)
-    if not isinstance(plan, BandedPlan):
+    if plan.bands is None:
         return np.ones((num_rounds, count))
-    num_groups, everyone = plan.cohorts.num_groups, [ClientId(each) for each in range(count)]
-    matrix = optimal(bands=len(plan.matrix.diagonals), num_rounds=num_rounds)
+    num_groups, everyone = plan.num_groups, [ClientId(each) for each in range(count)]
+    matrix = optimal(bands=plan.bands, num_rounds=num_rounds)
     column_T = np.zeros(num_rounds)
     column_T[: len(matrix.diagonals)] = matrix.diagonals
     matrix_TT = toeplitz(column_T, np.zeros(num_rounds))
@@ -376,8 +376,8 @@ def _require_auditable(config: Config, num_canaries: int, confidence: float) -> 
 
 def _num_rounds(plan: PrivacyPlan, most: int, target_delta: float) -> int:
     """Return how many rounds come to an ε of about 1 for a client that is in each, at least one."""
-    if isinstance(plan, BandedPlan):
-        return min(most, plan.cohorts.num_groups)  # every client has one turn
+    if plan.takes_turns:
+        return min(most, plan.num_groups)  # every client has one turn
     enough = 1
     while enough < most and _cost(plan, enough + 1, target_delta) <= _LARGEST_EPSILON:
         enough += 1
@@ -392,7 +392,7 @@ def _audited(
     config: Config, plan: PrivacyPlan, *, num_clients: int, num_rounds: int, delta: float
 ) -> Config:
     """Return the configuration with the same noise, and all clients in every round, or turn."""
-    groups = plan.cohorts.num_groups if isinstance(plan, BandedPlan) else 1
+    groups = plan.num_groups
     tree = json.loads(config.canonical_json())
     tree["num_rounds"] = num_rounds
     tree["stragglers"] |= {"over_selection": 1.0, "deadline_s": "none", "min_reports": "half"}

@@ -14,7 +14,6 @@ from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import aligned
 from fedlearn.experiment.plot import RUN_COLOURS
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
-from fedlearn.privacy.banded_matrix import BandedMatrix
 from fedlearn.privacy.events import (
     Adjacency,
     Cohorts,
@@ -23,7 +22,7 @@ from fedlearn.privacy.events import (
     Spent,
     UserCohorts,
 )
-from fedlearn.privacy.plan import BandedPlan, PrivacyPlan
+from fedlearn.privacy.plan import PrivacyPlan
 
 #: By adjacency what two data sets differ by.
 _TOLD_APART = {
@@ -80,7 +79,7 @@ class Outlook:
             "clip_norm": self.plan.clip_norm,
             "clip_quantile": self.plan.clip_quantile,
             "noise_multiplier": self.plan.noise_multiplier,
-            "bands": self._bands,
+            "bands": self.plan.bands,
             "target_delta": self.target_delta,
             "epsilon": self.epsilon,
             "rounds_before": self.num_before,
@@ -103,11 +102,6 @@ class Outlook:
         ]
         return "\n".join([*self._promised(), "", aligned(rows, values_right=True)])
 
-    @property
-    def _bands(self) -> int | None:
-        """Rounds over which noise is correlated, where it is."""
-        return len(self.plan.matrix.diagonals) if isinstance(self.plan, BandedPlan) else None
-
     def _promised(self) -> Iterator[str]:
         plan, cohorts = self.plan, self.plan.cohorts
         yield f"mode       {plan.mode_text}"
@@ -116,13 +110,8 @@ class Outlook:
         yield f"adjacency  {adjacency}: {_TOLD_APART[adjacency]}"
         yield f"clip       {plan.clip_text}"
         yield f"noise      {plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
-        if isinstance(plan, BandedPlan):
-            num_rounds, independent = self.costs[-1].num_rounds, BandedMatrix((1,))
-            yield (
-                f"bands      {self._bands}: on average, a model's noise is that of "
-                f"{plan.matrix.error(num_rounds) ** 2:.4g} rounds, without bands that of "
-                f"{independent.error(num_rounds) ** 2:.4g}"
-            )
+        if (correlation := plan.correlation_text(self.costs[-1].num_rounds)) is not None:
+            yield f"bands      {correlation}"
         yield f"delta      {self.target_delta:g}"
         if self.epsilon is not None:
             yield f"budget     ε {self.epsilon:g} of the release"

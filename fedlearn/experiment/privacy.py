@@ -15,7 +15,6 @@ from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import ledger_of
 from fedlearn.privacy.events import Event
 from fedlearn.privacy.ledger import Budget, Charging
-from fedlearn.privacy.plan import BandedPlan
 from fedlearn.simulation.fingerprint import Fingerprint, fingerprint_of
 from fedlearn.store.charged_examples import ChargedExamples, charged_examples, remember_examples
 from fedlearn.store.ledger import StoredLedger
@@ -190,7 +189,7 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
     if affordable < due:
         notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds to come")
     num_lost = sum(ledger.spent_by_run().values()) - num_finished
-    if num_lost > 0 and isinstance(plan, BandedPlan):
+    if num_lost > 0 and plan.takes_turns:
         notes.append(f"{num_lost} turns of earlier processes were lost: others are asked first")
     return Promise(notes, charging, num_lost)
 
@@ -201,7 +200,7 @@ def gone_on(pieces: PiecesT, *, num_lost: int) -> PiecesT:
     Where users take turns, those turns are over: what was asked of whom in them counts.
     """
     plan = pieces.privacy
-    if not isinstance(plan, BandedPlan):
+    if plan is None:
         return pieces
-    plan = replace(plan, num_lost=num_lost)
+    plan = plan.gone_on(num_lost=num_lost)
     return replace(pieces, privacy=plan, sampler=plan.sampler)

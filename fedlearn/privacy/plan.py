@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.algorithms.local import LocalUpdate, pieces_of
@@ -67,6 +67,10 @@ class PrivacyPlan(Ranged, ABC):
     #: Who adds noise, and to what, in words.
     mode_text: ClassVar[str]
     noise_text: ClassVar[str] = "in the sum of a round"
+    #: Whether an example of a user is hidden, not the user.
+    hides_examples: ClassVar[bool] = False
+    #: Whether each update has noise enough by itself when it leaves its client.
+    is_local: ClassVar[bool] = False
 
     @property
     def accounted(self) -> Cohorts:
@@ -94,9 +98,32 @@ class PrivacyPlan(Ranged, ABC):
         return None
 
     @property
+    def bands(self) -> int | None:
+        """Rounds over which noise is correlated; ``None``: it is not."""
+        return None
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of users that take turns, one a round; 1: they do not."""
+        return 1
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether users are asked in turn."""
+        return self.bands is not None
+
+    @property
     def num_needed(self) -> int:
         """How many clients a deployed round would have there, of those that it may ask."""
         return self.num_wanted
+
+    def correlation_text(self, num_rounds: int) -> str | None:  # noqa: ARG002 - it has no effect
+        """Return what correlating noise comes to after so many rounds; ``None``: it is not."""
+        return None
+
+    def gone_on(self, *, num_lost: int) -> Self:  # noqa: ARG002 - draws depend on no turn
+        """Return the plan of a run that goes on, of which so many rounds were charged in vain."""
+        return self
 
     @property
     def sampler(self) -> CohortSampler:
@@ -123,6 +150,19 @@ class PrivacyPlan(Ranged, ABC):
             ValueError: What one client can do to the aggregate has no bound, or the weights tell
                 of the data.
         """
+
+    def release(
+        self,
+        strategy: Strategy,  # noqa: ARG002 - whoever adds noise to its sums reads it
+        layout: Layout,  # noqa: ARG002
+        noise: Noise,  # noqa: ARG002
+    ) -> NoisyMean | BandedMean | None:
+        """Return what is released of the sums of :meth:`strategy`; ``None``: they are, as they are.
+
+        Raises:
+            ValueError: The sums of models of ``layout`` do not fit into exact numbers.
+        """
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +273,7 @@ class BandedPlan(PrivacyPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bands, cohorts = len(self.matrix.diagonals), self.cohorts
+        bands, cohorts = self.bands, self.cohorts
         if bands > cohorts.num_groups:
             raise ValueError(
                 f"noise is correlated over {bands} rounds (privacy.bands), but of "
@@ -241,6 +281,30 @@ class BandedPlan(PrivacyPlan):
                 f"in {cohorts.num_groups}; lower privacy.bands to {cohorts.num_groups}, or "
                 f"cohort.num_wanted to {cohorts.population // bands}"
             )
+
+    @property
+    def bands(self) -> int:
+        """The bands of the matrix."""
+        return len(self.matrix.diagonals)
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of the cohorts."""
+        return self.cohorts.num_groups
+
+    def correlation_text(self, num_rounds: int) -> str:
+        """Return by how many rounds' noise a model is off, with and without bands."""
+        with_bands, without = (
+            matrix.error(num_rounds) ** 2 for matrix in (self.matrix, BandedMatrix((1,)))
+        )
+        return (
+            f"{self.bands}: on average, a model's noise is that of {with_bands:.4g} rounds, "
+            f"without bands that of {without:.4g}"
+        )
+
+    def gone_on(self, *, num_lost: int) -> Self:
+        """Return the plan in which these turns are over: what was asked of whom in them counts."""
+        return replace(self, num_lost=num_lost)
 
     @property
     def num_needed(self) -> int:
@@ -330,6 +394,7 @@ class LocalPlan(PrivacyPlan):
 
     mode_text = "local: each client adds noise enough for itself"
     noise_text = "in each update"
+    is_local = True
 
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return when rounds close: as they would."""
@@ -396,6 +461,8 @@ class ExampleLevelPlan(PrivacyPlan):
 
     mode_text = "example: each client adds noise to each step, which hides one of its examples"
     noise_text = "in each step of a client's training"
+    hides_examples = True
+    is_local = True
 
     @property
     def accounted(self) -> Cohorts:
