@@ -40,7 +40,7 @@ from fedlearn.door.open_files import raise_max_open_files
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
-from fedlearn.experiment.assemble import Identities, require_plain
+from fedlearn.experiment.assemble import Identities, Reach, require_plain
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
@@ -322,20 +322,22 @@ class Coordinator:
         )
         door.want(self._num_in_work)
         return ReachableClients(
-            channel=channel,
+            reach=Reach(
+                channel=channel,
+                identities=self._identities(database),
+                ahead=channel if self._sends_ahead else None,
+                congestion=self._congestion(channel),
+            ),
             run_id=deployment(database, self.places.run_name).run_id,
             notes=(f"clients are served at {door.address}",),
             is_asked_anew=False,  # the door has what they have sent
             num_needed=self.pieces.num_needed,
             patience_s=self.places.config.coordinator.patience_s,
             too_few=waited_on,
-            identities=self._identities(database),
             names=door.names,
             set_aside=channel.set_aside,
             num_set_aside=channel.num_set_aside,
             forget=channel.forget,
-            ahead=channel if self._sends_ahead else None,
-            congestion=self._congestion(channel),
         )
 
     def _congestion(self, channel: DoorChannel) -> InFlightLimit | None:

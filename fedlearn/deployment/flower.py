@@ -24,7 +24,7 @@ from fedlearn.deployment.record import (
     ensure_deployed,
 )
 from fedlearn.errors import ConfigError, StoreError, TooFewNodes
-from fedlearn.experiment.assemble import Identities
+from fedlearn.experiment.assemble import Identities, Reach
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
@@ -215,14 +215,13 @@ class _Served:
     def _clients(self, name: str) -> ReachableClients:
         min_clients = number(self.federation.run_config, "min-clients")
         return ReachableClients(
-            channel=self.channel,
+            reach=Reach(channel=self.channel, identities=self._identities()),
             run_id=str(self.federation.run_id),
             notes=self._notes(name),
             is_asked_anew=True,  # a node answers the Flower run that has asked it
             num_needed=min_clients or self.leader.pieces.num_needed,
             patience_s=self.patience_s,
             too_few=self._too_few,
-            identities=self._identities(),
             names=lambda _: {},
             set_aside=_ignored,  # a node does not connect anew
             num_set_aside=lambda: 0,

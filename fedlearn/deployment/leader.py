@@ -21,23 +21,18 @@ from fedlearn.deployment.leading import leading
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import DurableOpening, present_in
 from fedlearn.deployment.record import ForgettingStore, TellingStore, resume_round
-from fedlearn.deployment.rounds import run_over
-from fedlearn.experiment.assemble import Identities, standing_of
+from fedlearn.deployment.rounds import KeptRun, run_over
+from fedlearn.experiment.assemble import Reach
 from fedlearn.experiment.privacy import gone_on, promise
 from fedlearn.experiment.progress import Progress, extend
 from fedlearn.experiment.server_training import FOLDER, Place
-from fedlearn.privacy.ledger import Charging
-from fedlearn.rounds.congestion import InFlightLimit
-from fedlearn.rounds.opening import Charge
-from fedlearn.rounds.plain import Ahead
 from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.cluster import Alone
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease
 from fedlearn.store.masked_sum import MaskedSumFile
-from fedlearn.store.patience import Patience, PatientJournal
+from fedlearn.store.patience import Patience, PatientCharges, PatientJournal
 from fedlearn.store.runs import Database, StoredRun
-from fedlearn.transport.base import Channel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +40,7 @@ class ReachableClients:
     """How the clients of a deployed run are reached, and what depends on it.
 
     Attributes:
-        channel: To them.
+        reach: Over which channel, with which keys.
         run_id: Id of the run that clients see. They keep no state from a run with another id.
         notes: What a reader should know of it.
         is_asked_anew: Whether a round that another process has opened is opened anew: nobody's
@@ -53,29 +48,23 @@ class ReachableClients:
         num_needed: Clients that a round would have there before it asks.
         patience_s: Seconds that a round waits for them.
         too_few: See :class:`~fedlearn.deployment.opening.DurableOpening`.
-        identities: What secure aggregation signs and verifies with; ``None``: there are no keys.
         names: Returns the names of clients, of those that have one.
         set_aside: Has a client that keeps failing not be asked any more.
         num_set_aside: Returns how many of those that are there are not.
         forget: Told before which round no reply is needed any more.
-        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
-        congestion: How many of its clients may be in flight; ``None``: its concurrency.
     """
 
-    channel: Channel
+    reach: Reach
     run_id: str
     notes: Sequence[str]
     is_asked_anew: bool
     num_needed: int
     patience_s: float
     too_few: Callable[[int, int], None]
-    identities: Identities | None
     names: Callable[[Collection[ClientId]], Mapping[ClientId, str]]
     set_aside: Callable[[ClientId], None]
     num_set_aside: Callable[[], int]
     forget: Callable[[int], None]
-    ahead: Ahead | None = None
-    congestion: InFlightLimit | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -201,21 +190,27 @@ class Leader:
         draw: Draw = opening.draw_cohort if pieces.asynchrony is None else opening.draw
         with nullcontext() if charging is None else closing(charging):
             run_over(
-                clients.channel,
+                clients.reach,
                 pieces,
+                KeptRun(
+                    store=ForgettingStore(
+                        store=TellingStore(store=stored, tell=self.progress.round),
+                        patiently=patiently,
+                        journal=journal,
+                        forget=clients.forget,
+                        live_status=live_status,
+                        run_id=clients.run_id,
+                    ),
+                    checkpoint=checkpoint,
+                    resumed=resumed,
+                    masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
+                    extended=partial(self._extended, stored),
+                ),
                 draw=draw,
                 # Again where a round goes on: its noise will be drawn anew.
-                charge=None if charging is None else self._patient(charging),
-                store=ForgettingStore(
-                    store=TellingStore(store=stored, tell=self.progress.round),
-                    patiently=patiently,
-                    journal=journal,
-                    forget=clients.forget,
-                    live_status=live_status,
-                    run_id=clients.run_id,
-                ),
-                checkpoint=checkpoint,
-                masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
+                charging=None
+                if charging is None
+                else PatientCharges(charges=charging, patiently=patiently),
                 clock=self.interruption,
                 place=Place(
                     kind="deployment",
@@ -226,13 +221,7 @@ class Leader:
                     control=self.interruption,
                     told=live_status.trained,
                 ),
-                resumed=resumed,
-                identities=clients.identities,
-                standing=standing_of(charging),
                 note=failing.note,
-                ahead=clients.ahead,
-                congestion=clients.congestion,
-                extended=partial(self._extended, stored),
             )
 
     def _extended(self, stored: StoredRun) -> int:
@@ -242,20 +231,12 @@ class Leader:
         extend(self.progress, num_rounds)
         return num_rounds
 
-    def _patient(self, charging: Charging) -> Charge:
-        """Return what charges a round however long the database is away."""
-
-        def charge(*, round_num: int, attempt: int) -> None:
-            self.patiently(partial(charging.charge, round_num=round_num, attempt=attempt))
-
-        return charge
-
     def _opening(
         self, clients: ReachableClients, pieces: Deployment, journal: PatientJournal
     ) -> DurableOpening:
         return DurableOpening(
             sampler=pieces.sampler,
-            available=partial(present_in, pieces, clients.channel),
+            available=partial(present_in, pieces, clients.reach.channel),
             policy=pieces.policy,
             seed=pieces.seed,
             num_needed=clients.num_needed,

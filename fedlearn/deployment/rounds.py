@@ -1,7 +1,7 @@
 """A deployed run over any channel: the plan of its rounds, and the loop that runs them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.failing import NotedCollector
 from fedlearn.experiment.assemble import (
-    Identities,
+    Reach,
     central_evaluator,
     initial_params,
     over_channel,
@@ -25,12 +25,10 @@ from fedlearn.experiment.assemble import (
 )
 from fedlearn.experiment.server_training import Place
 from fedlearn.experiment.user_code import AfterRound, LoggedCallback
-from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
-from fedlearn.rounds.opening import Charge
-from fedlearn.rounds.plain import Ahead
+from fedlearn.rounds.opening import Charges
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
-from fedlearn.rounds.run import ResumedRound, RunState, Standing, train
+from fedlearn.rounds.run import ResumedRound, RunState, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
 from fedlearn.simulation.cluster import Alone
@@ -46,45 +44,48 @@ def ignored(_: Participations) -> None:
     """Take no note of what became of clients."""
 
 
-def run_over(
-    channel: Channel,
-    pieces: Deployment,
-    *,
-    draw: Draw,
-    store: RunStore,
-    checkpoint: Checkpoint | None,
-    clock: Clock,
-    place: Place | None = None,
-    resumed: ResumedRound | None = None,
-    identities: Identities | None = None,
-    standing: Standing = dict,
-    note: Callable[[Participations], None] = ignored,
-    masked_sum: MaskedSumStore | None = None,
-    charge: Charge | None = None,
-    ahead: Ahead | None = None,
-    congestion: InFlightLimit | None = None,
-    extended: Callable[[], int] = int,
-) -> RunState:
-    """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptRun:
+    """Where a deployed run is kept, and from where it goes on.
 
-    Args:
-        channel: How the clients are reached.
-        pieces: The run.
-        draw: Draws the clients to ask.
-        store: Where the run lives.
+    Attributes:
+        store: Of its rounds and models.
         checkpoint: Where it goes on; ``None`` begins it.
-        clock: Real time.
-        place: Where the coordinator's own training takes place.
         resumed: See :class:`~fedlearn.rounds.run.RunPlan`.
-        identities: For secure aggregation.
-        standing: See :class:`~fedlearn.rounds.run.RunPlan`.
-        note: Told what became of the clients of every attempt at a round.
         masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
             nowhere.
-        charge: Charges each round before anybody is asked; ``None``: nothing does.
-        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
-        congestion: How many of its clients may be in flight; ``None``: its concurrency.
         extended: See :class:`~fedlearn.rounds.run.RunPlan`.
+    """
+
+    store: RunStore
+    checkpoint: Checkpoint | None = None
+    resumed: ResumedRound | None = None
+    masked_sum: MaskedSumStore | None = None
+    extended: Callable[[], int] = int
+
+
+def run_over(
+    reach: Reach,
+    pieces: Deployment,
+    kept: KeptRun,
+    *,
+    draw: Draw,
+    clock: Clock,
+    place: Place | None = None,
+    note: Callable[[Participations], None] = ignored,
+    charging: Charges | None = None,
+) -> RunState:
+    """Run the rounds of ``pieces`` until none is due; each is committed.
+
+    Args:
+        reach: How the clients are reached.
+        pieces: The run.
+        kept: Where it is kept.
+        draw: Draws the clients to ask.
+        clock: Real time.
+        place: Where the coordinator's own training takes place.
+        note: Told what became of the clients of every attempt at a round.
+        charging: Charges each round before anybody is asked; ``None``: nothing does.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -95,38 +96,37 @@ def run_over(
     """
     params = initial_params(pieces, _CPU)
     collector = over_channel(
-        pieces,
-        channel,
-        identities,
-        masked_sum=masked_sum,
-        wait=partial(clock.sleep, _LOOK_S),
-        ahead=ahead,
-        congestion=congestion,
+        pieces, reach, masked_sum=kept.masked_sum, wait=partial(clock.sleep, _LOOK_S)
     )
     plan = run_plan(
         pieces,
         draw=draw,
-        charge=charge,
+        charging=charging,
         collector=NotedCollector(inner=collector, note=note),
-        evaluators=list(_evaluators(pieces, channel, collector)),
-        checkpoint_every_s=0.0,  # what clients have been told is done must stay done
+        evaluators=list(_evaluators(pieces, reach.channel, collector)),
         clock=clock,
         place=place,
         release=release_of(pieces, params, Alone(), has_sessions=True),
-        resumed=resumed,
-        standing=standing,
     )
-    plan = replace(plan, num_rounds=max(plan.num_rounds, extended()), extended=extended)
+    plan = replace(
+        plan,
+        checkpoint_every_s=0.0,  # what clients have been told is done must stay done
+        resumed=kept.resumed,
+        num_rounds=max(plan.num_rounds, kept.extended()),
+        extended=kept.extended,
+    )
     after_round = AfterRound(
         cluster=Alone(),
         progress=_not_told,  # the store tells of each round
         callbacks=[LoggedCallback(each) for each in pieces.callbacks],
         make_model=pieces.make_model,
     )
-    state = train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
+    state = train(
+        plan, params, checkpoint=kept.checkpoint, store=kept.store, after_round=after_round
+    )
     collector.close()
-    if masked_sum is not None:
-        masked_sum.clear()  # the last round's is open, and committed
+    if kept.masked_sum is not None:
+        kept.masked_sum.clear()  # the last round's is open, and committed
     return state
 
 

@@ -34,18 +34,17 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError, EngineError, SettingsRefused
 from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserDevices, UserSampler
-from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import (
-    Charge,
     ChargedDraw,
+    Charges,
     SampledOpening,
 )
 from fedlearn.rounds.plain import Ahead, PlainCollector
 from fedlearn.rounds.round import Release, RoundPlan
-from fedlearn.rounds.run import ResumedRound, RunPlan, Standing
+from fedlearn.rounds.run import RunPlan
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
@@ -400,7 +399,7 @@ def assemble(
     *,
     device: torch.device,
     clock: Clock,
-    charging: Charging | None = None,
+    charging: Charges | None = None,
     place: Place | None = None,
 ) -> tuple[RunPlan, Params]:
     """Return the plan of a resolved run in this process of ``cluster``, and the initial model.
@@ -425,14 +424,12 @@ def assemble(
     plan = run_plan(
         simulation,
         draw=sampled.draw if has_flight else sampled.draw_cohort,
-        charge=None if charging is None else charging.charge,
+        charging=charging,
         collector=collector,
         place=place,
         release=release_of(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_evaluators(simulation, model, cluster, channel),
-        checkpoint_every_s=simulation.config.store.checkpoint_every_s,
         clock=clock,
-        standing=standing_of(charging),
     )
     return plan, params
 
@@ -443,21 +440,18 @@ def run_plan(
     draw: Draw,
     collector: Collector,
     evaluators: Sequence[Evaluator],
-    checkpoint_every_s: float,
     clock: Clock,
     place: Place | None = None,
     release: Release | None = None,
-    charge: Charge | None = None,
-    resumed: ResumedRound | None = None,
-    standing: Standing = dict,
+    charging: Charges | None = None,
 ) -> RunPlan:
     """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name.
 
-    With ``charge``, each round is charged before anybody is asked.
+    With ``charging``, each round is charged before anybody is asked.
     """
-    if charge is not None:
+    if charging is not None:
         each_attempt = pieces.staleness is None
-        draw = ChargedDraw(inner=draw, charge=charge, each_attempt=each_attempt)
+        draw = ChargedDraw(inner=draw, charges=charging, each_attempt=each_attempt)
     return RunPlan(
         round=RoundPlan(
             draw=draw,
@@ -473,16 +467,10 @@ def run_plan(
         evaluate_every=pieces.config.evaluation.every_rounds,
         early_stopping=pieces.early_stopping(),
         num_rounds=pieces.config.num_rounds,
-        checkpoint_every_s=checkpoint_every_s,
+        checkpoint_every_s=pieces.config.store.checkpoint_every_s,
         clock=clock,
-        resumed=resumed,
-        standing=standing,
+        standing=dict if charging is None else charging.standing,
     )
-
-
-def standing_of(charging: Charging | None) -> Standing:
-    """Return what says how much of a privacy budget is spent, if there is one."""
-    return dict if charging is None else charging.standing
 
 
 def release_of(
@@ -555,45 +543,57 @@ class Identities:
         return cls(run_id=digest[:RUN_BYTES], signer=signer, directory=directory)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reach:
+    """How the clients of a run are reached.
+
+    Attributes:
+        channel: To them.
+        identities: What secure aggregation signs and verifies with; ``None``: there are no keys.
+        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
+        congestion: How many of its clients may be in flight; ``None``: its concurrency.
+    """
+
+    channel: Channel
+    identities: Identities | None = None
+    ahead: Ahead | None = None
+    congestion: InFlightLimit | None = None
+
+
 def over_channel(
     pieces: Pieces,
-    channel: Channel,
-    identities: Identities | None,
+    reach: Reach,
     *,
     masked_sum: MaskedSumStore | None = None,
     wait: Callable[[], None] | None = None,
-    ahead: Ahead | None = None,
-    congestion: InFlightLimit | None = None,
 ) -> ChannelCollector:
     """Return what collects the updates of clients that are reached by a channel.
 
     Args:
         pieces: Of the run.
-        channel: To the clients.
-        identities: For secure aggregation.
+        reach: To the clients.
         masked_sum: Where the sum of a round is kept until it is open; ``None``: nowhere.
         wait: Waits a moment for clients to come; ``None``: no more will come.
-        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
-        congestion: How many of its clients may be in flight; ``None``: its concurrency.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities.
     """
+    identities = reach.identities
     plan, policy, slab_bytes = pieces.secure, pieces.policy, pieces.config.engine.slab_bytes
     if identities is None:
         require_plain(pieces)
     if plan is None or identities is None or pieces.asynchrony is not None:
         return PlainCollector(
-            channel=channel,
+            channel=reach.channel,
             policy=policy,
             slab_bytes=slab_bytes,
             staleness=pieces.staleness,
             wait=wait,
-            ahead=ahead,
-            congestion=congestion,
+            ahead=reach.ahead,
+            congestion=reach.congestion,
         )
     return SecureCollector(
-        channel=channel,
+        channel=reach.channel,
         policy=policy,
         plan=plan,
         run_id=identities.run_id,
@@ -679,7 +679,7 @@ def _sessions(
             directory=lambda: simulated,
             sends_directory=False,
         )
-    collector = over_channel(simulation, channel, identities)
+    collector = over_channel(simulation, Reach(channel=channel, identities=identities))
     is_told = plan is not None and plan.noise_multiplier is None
     return channel, SessionCollector(
         inner=collector,

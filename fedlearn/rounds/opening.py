@@ -4,7 +4,7 @@ A simulation only samples. A deployment also waits for clients and writes down w
 ask (:class:`fedlearn.deployment.opening.DurableOpening`).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,11 +53,14 @@ class SampledOpening:
         )
 
 
-class Charge(Protocol):
-    """Writes down what a round costs, durably, before anybody is asked."""
+class Charges(Protocol):
+    """What the rounds of a run cost: written down durably, before anybody is asked."""
 
-    def __call__(self, *, round_num: int, attempt: int) -> None:
+    def charge(self, *, round_num: int, attempt: int) -> None:
         """Charge an attempt at a round; raises BudgetExhausted if it cannot be afforded."""
+
+    def standing(self) -> Mapping[str, float]:
+        """Return what is spent so far, by name, as far as it is known."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,13 +69,13 @@ class ChargedDraw:
 
     Attributes:
         inner: Draws them.
-        charge: Charges.
+        charges: Charges it.
         each_attempt: Whether each attempt at a round is charged. An asynchronous round draws many
             times, and is charged once.
     """
 
     inner: Draw
-    charge: Charge
+    charges: Charges
     each_attempt: bool
     _charged: tuple[int, int] | None = None  # what was charged last
 
@@ -88,6 +91,6 @@ class ChargedDraw:
         drawn = self.inner(num, round_num=round_num, attempt=attempt, busy=busy)
         key = round_num, attempt if self.each_attempt else 0
         if key != self._charged:
-            self.charge(round_num=round_num, attempt=attempt)
+            self.charges.charge(round_num=round_num, attempt=attempt)
             self._charged = key
         return drawn

@@ -1,7 +1,8 @@
 """Waiting for a database that is away, or for space, so that a round outlives that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from structlog.typing import FilteringBoundLogger
@@ -9,6 +10,7 @@ from structlog.typing import FilteringBoundLogger
 from fedlearn.core.clock import Clock
 from fedlearn.errors import NoSpace, StoreUnavailable
 from fedlearn.rounds.journal import OpenRound, RoundJournal
+from fedlearn.rounds.opening import Charges
 
 T = TypeVar("T")
 
@@ -84,3 +86,24 @@ class PatientJournal:
     def forget(self, before_round: int) -> None:
         """Remove the rounds before ``before_round``."""
         self.patiently(lambda: self.journal.forget(before_round))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatientCharges:
+    """Charges a round however long the database is away.
+
+    Attributes:
+        charges: Charges it.
+        patiently: Waits.
+    """
+
+    charges: Charges
+    patiently: Patience
+
+    def charge(self, *, round_num: int, attempt: int) -> None:
+        """Charge an attempt at a round; see :class:`~fedlearn.rounds.opening.Charges`."""
+        self.patiently(partial(self.charges.charge, round_num=round_num, attempt=attempt))
+
+    def standing(self) -> Mapping[str, float]:
+        """Return what is spent so far."""
+        return self.charges.standing()

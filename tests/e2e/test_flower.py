@@ -26,7 +26,8 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.deployment.flower_config import configuration, partition_trainer
-from fedlearn.deployment.rounds import run_over
+from fedlearn.deployment.rounds import KeptRun, run_over
+from fedlearn.experiment.assemble import Reach
 from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
@@ -269,11 +270,10 @@ def replayed(
     channel = MemoryChannel(handlers, latency, VirtualClock())
     opening = SampledOpening(sampler=pieces.sampler, available=channel.available, seed=pieces.seed)
     state = run_over(
-        channel,
+        Reach(channel=channel),
         pieces,
+        KeptRun(store=Forgetful()),
         draw=opening.draw_cohort if pieces.asynchrony is None else opening.draw,
-        store=Forgetful(),
-        checkpoint=None,
         clock=VirtualClock(),
         place=Place(
             kind="deployment",

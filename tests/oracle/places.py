@@ -29,7 +29,7 @@ from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.coordinator import enrolled_keys
 from fedlearn.experiment import assemble
-from fedlearn.experiment.assemble import Identities, over_channel
+from fedlearn.experiment.assemble import Identities, Reach, over_channel
 from fedlearn.identity.identity import Identity
 from fedlearn.simulation.sessions import SessionCollector, SessionsKept
 from fedlearn.store.patience import Patience
@@ -253,5 +253,5 @@ def _sessions(
     """Return the channel, and what collects over it."""
     keeping = KeepingChannel(channel, states)
     kept = SessionsKept(cast("MemoryChannel", keeping))  # of which it reads the states alone
-    inner = over_channel(simulation, channel, identities)
+    inner = over_channel(simulation, Reach(channel=channel, identities=identities))
     return keeping, SessionCollector(inner=inner, sessions=kept, bounded=None)
