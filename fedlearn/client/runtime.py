@@ -183,6 +183,10 @@ class Runtime:
     async def _pump(self) -> None:
         while not self._here.is_done:
             await self._handle(await self._events.get())
+            # After all actions: work begins with the model that is here, and the next fetch removes
+            # what is left of it.
+            to_fetch = self._here.to_fetch if self._policy.train_ahead else None
+            self._ahead.follow(to_fetch, self._connector.live)
         if self._work is not None:
             await self._work
 
@@ -194,8 +198,6 @@ class Runtime:
             self._connector.allowed.clear()
         if self._here.unmet or not self._here.is_connected:
             self._masks.drop()
-        to_fetch = self._here.to_fetch if self._policy.train_ahead else None
-        self._ahead.follow(to_fetch, self._connector.live)
         for action in actions:
             await self._perform(action)
 

@@ -81,6 +81,7 @@ class ScriptedDoor:
         self.uploads: queue.Queue[tuple[wire_pb2.Envelope, bytes]] = queue.Queue()
         self.blobs: dict[bytes, bytes] = {}
         self.offsets: list[int] = []
+        self.fetched: list[bytes] = []  # the digests of what was asked for at these offsets
         self.cut_downloads_after: int | None = None
         self.come_back_s: list[float] = []  # to whoever comes next, instead of a session
         self.announced: list[str] = []  # as its addresses
@@ -202,6 +203,7 @@ class ScriptedDoor:
         self, request: wire_pb2.DownloadRequest, context: grpc.ServicerContext
     ) -> Iterator[wire_pb2.Chunk]:
         self.offsets.append(request.offset)
+        self.fetched.append(request.digest)
         data = self.blobs[request.digest]
         for start in range(request.offset, len(data), 1000):
             if self.cut_downloads_after is not None and start >= self.cut_downloads_after:
@@ -659,6 +661,25 @@ def test_a_model_that_was_fetched_ahead_is_not_fetched_again_for_its_question(
         running.wait_for(EventKind.UPLOADING)
     assert door.offsets[0] == 0
     assert door.offsets[1] == 3000
+
+
+def test_a_newer_model_that_is_told_of_costs_no_second_fetch_of_the_one_that_is_here(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """Work begins on the model that is here before the next one is fetched in its place."""
+    trainer = Turns()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(in_round(0))
+        assert trainer.begun.get(timeout=WAIT_S) == 0
+        door.send_ahead(in_round(1, size=5000), round_num=1)
+        wait_for(lambda: len(door.fetched) == 1)
+        door.send_ahead(in_round(2, size=5000), round_num=2)
+        door.push(receipt=wire_pb2.Receipt(key=key(in_round(9), 9), verdict=wire_pb2.Receipt.LATE))
+        running.wait_for(EventKind.LATE)  # so it has heard of round 2 as well
+        trainer.go.release()
+        assert trainer.begun.get(timeout=WAIT_S) == 1
+        assert door.fetched.count(digest_of(encode(in_round(1, size=5000)))) == 1
 
 
 @pytest.mark.parametrize(
