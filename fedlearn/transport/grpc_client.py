@@ -47,7 +47,7 @@ _STALL_TIMEOUT_S = 60.0
 _WELCOME_S = 15.0
 #: Between two looks at whether the coordinator is silent.
 _TICK_S = 1.0
-#: Silence, in seconds, for which a download may keep beats waiting on a slow connection.
+#: Seconds that a chunk of a download takes on the slowest connection: beats wait behind it.
 _SLOW_S = 30.0
 #: gRPC's own status, for which the coordinator's is waited for.
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")
@@ -163,13 +163,22 @@ class DoorSession:
             await asyncio.Event().wait()
         tick_s = min(_TICK_S, beat_s)
         while True:
-            limit_s = wire.MISSED_BEATS * beat_s
-            if life.num_downloads:
-                limit_s = max(limit_s, _SLOW_S)
+            limit_s = life.limit_s(wire.MISSED_BEATS * beat_s)
             if life.num_ticks * tick_s >= limit_s:
-                raise ConnectionError(f"the coordinator has been silent for {limit_s:g} s")
+                raise ConnectionError(f"the coordinator has been silent for {limit_s:.3g} s")
             await asyncio.sleep(tick_s)
             life.num_ticks += 1
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A download under way.
+
+    Attributes:
+        missing: Bytes that have not come yet.
+    """
+
+    missing: int
 
 
 @dataclass
@@ -178,20 +187,34 @@ class _Life:
 
     Attributes:
         num_ticks: Since something came.
-        num_downloads: That are under way.
+        downloads: Those under way.
     """
 
     num_ticks: int = 0
-    num_downloads: int = 0
+    downloads: list[_Transfer] = field(default_factory=list)
+
+    def limit_s(self, beats_s: float) -> float:
+        """Return how long the other end may be silent.
+
+        A download explains a longer silence, up to :data:`_SLOW_S`, but only as long as its next
+        chunk takes on a slow connection. A small model on a frozen coordinator explains none.
+
+        Args:
+            beats_s: How long it may be silent where nothing is downloaded.
+        """
+        num_bytes = sum(min(each.missing, wire.CHUNK_BYTES) for each in self.downloads)
+        slow_s = _SLOW_S * num_bytes / wire.CHUNK_BYTES
+        return max(beats_s, min(_SLOW_S, beats_s + slow_s))
 
     @contextmanager
-    def downloading(self) -> Iterator[None]:
-        """Count a download while the block runs."""
-        self.num_downloads += 1
+    def downloading(self, num_bytes: int) -> Iterator[_Transfer]:
+        """Count a download of so many bytes while the block runs."""
+        transfer = _Transfer(num_bytes)
+        self.downloads.append(transfer)
         try:
-            yield
+            yield transfer
         finally:
-            self.num_downloads -= 1
+            self.downloads.remove(transfer)
 
 
 class DoorConnection:
@@ -358,7 +381,8 @@ class DoorConnection:
         """Write what the coordinator sends from ``offset`` on to the end of ``path``."""
         with _local(path):
             stream = path.open("ab")
-        with stream, self._life.downloading(), self._call("Download") as call:
+        downloading = self._life.downloading(num_bytes - offset)
+        with stream, downloading as transfer, self._call("Download") as call:
             await call.write(wire_pb2.DownloadRequest(digest=digest, offset=offset))
             await call.end_writing()
             while chunk := await call.read(wire_pb2.Chunk, patiently=False):
@@ -368,6 +392,7 @@ class DoorConnection:
                         f"{self._address} sent a chunk of {len(chunk.data)} bytes that ends at "
                         f"{offset} of {num_bytes}"
                     )
+                transfer.missing = num_bytes - offset
                 with _local(path):
                     stream.write(chunk.data)
                     stream.flush()  # here, where a full disk is reported as such

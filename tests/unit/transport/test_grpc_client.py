@@ -1194,3 +1194,34 @@ def test_a_coordinator_that_promises_no_beats_may_be_silent() -> None:
                 await asyncio.wait_for(session.watch(), 0.2)
 
     run(test)
+
+
+@pytest.mark.parametrize(("num_bytes", "is_given_up"), [(9, True), (len(CONTENT), False)])
+def test_a_download_explains_no_longer_silence_than_its_next_chunk_may_take(
+    tmp_path: Path, num_bytes: int, *, is_given_up: bool
+) -> None:
+    """Of a small model it takes no time on any connection: its coordinator stands still."""
+    welcome = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, beat_s=0.02))
+
+    async def welcomes(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, welcome)
+        await door.for_ever()
+
+    async def test() -> None:
+        path = tmp_path / "request"
+        async with (
+            serving(Door(session=welcomes, download=_silent)) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            download = connection.download(DIGEST, num_bytes=num_bytes, path=path)
+            downloading = asyncio.create_task(download)
+            while not path.exists():
+                await asyncio.wait([downloading], timeout=0.001)
+            with pytest.raises(ConnectionError if is_given_up else TimeoutError):
+                await asyncio.wait_for(session.watch(), 1.0)
+            downloading.cancel()
+            await asyncio.gather(downloading, return_exceptions=True)
+
+    run(test)
