@@ -168,10 +168,14 @@ class LocalWork(Ranged):
 
 
 class Affine(NamedTuple):
-    """A step of the form ``x <- keep * x + scale * gradient``."""
+    """A step of the form ``x <- keep * x + scale * gradient + pull * model``.
+
+    The model is the global one, which clients are told under :data:`MODEL`.
+    """
 
     keep: float
     scale: float
+    pull: float = 0.0
 
 
 @runtime_checkable

@@ -203,7 +203,7 @@ class NoisedGradients(Ranged, Around):
         is_one = len(set(sizes_K)) == 1 and all(
             a.dtype == b.dtype for a, b in zip(x, sums, strict=True)
         )
-        if affine is None or affine.keep != 1.0 or not is_one:
+        if affine is None or affine.keep != 1.0 or affine.pull or not is_one:
             noised = self.noised(sums, sizes_K, like=x)
             self.inner.step(x, noised, memory, told=told, moment=moment)
             return

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from annotated_types import doc
 
-from fedlearn.algorithms.local import Around, Memory, Moment, Tensors, sums
+from fedlearn.algorithms.local import Affine, Around, Memory, Moment, Tensors, short_cut, sums
 from fedlearn.core.ranges import NotNegative, Ranged
 
 Pull: TypeAlias = Annotated[
@@ -27,6 +27,14 @@ class Proximal(Ranged, Around):
     takes_flat: ClassVar[bool] = True
 
     proximal: Pull
+
+    def affine(self, moment: Moment) -> Affine | None:
+        """Return the inner one's step by the gradient with the proximal term."""
+        inner = short_cut(self.inner)
+        if inner is None or (rule := inner(moment)) is None:
+            return None
+        force = rule.scale * self.proximal
+        return Affine(rule.keep + force, rule.scale, rule.pull - force)
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
-from fedlearn.algorithms.local import LocalUpdate, Memory, Moment, along, short_cut, takes_flat
+from fedlearn.algorithms.local import (
+    MODEL,
+    LocalUpdate,
+    Memory,
+    Moment,
+    along,
+    short_cut,
+    takes_flat,
+)
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.features import (
     Features,
@@ -170,8 +178,12 @@ class StepResult(NamedTuple):
         affine = None if affine_at is None else affine_at(moment)
         if affine is not None:
             # Multiplying and stepping at once reads and writes the weights only once.
+            models = dict(zip(stack.trainable, told[MODEL], strict=True))
             for name, (left, right) in self.factors.items():
-                stack.trainable[name].baddbmm_(left, right, beta=affine.keep, alpha=affine.scale)
+                own = stack.trainable[name]
+                own.baddbmm_(left, right, beta=affine.keep, alpha=affine.scale)
+                if affine.pull:
+                    own.add_(models[name], alpha=affine.pull)
             grads = dict(self.grads)
         else:
             grads = self.grads | {name: torch.bmm(*pair) for name, pair in self.factors.items()}

@@ -214,6 +214,8 @@ def _train(
                 moment=Moment(work.round_num, step),
             )
             stack.refresh(num_clients)
+        elif rules[step].pull:
+            stack.pull(work.params.vector, num_clients=num_clients, by=rules[step].pull)
     own_TKB = likelihoods_TKB
     if weights_TKB is not plan.weights_TKB:
         counts_TK1 = torch.from_numpy(plan.counts_TK).to(weights_TKB).unsqueeze(2)

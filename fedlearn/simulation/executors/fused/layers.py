@@ -80,6 +80,11 @@ class Stack:
         for name, copy in self._copies.items():
             self._rows[name][:num_clients].copy_(copy[:num_clients])
 
+    def pull(self, model_P: Tensor, *, num_clients: int, by: float) -> None:
+        """Add a multiple of the global model to the first clients', where steps change them."""
+        for name, value in self._layout.views(model_P).items():
+            self._values[name][:num_clients].add_(value, alpha=by)
+
     def deltas(self, start: Tensor, *, num_clients: int) -> Tensor:
         """Return local minus what :meth:`load` was given, in the rows' memory."""
         for name, value in self._layout.views(start).items():
