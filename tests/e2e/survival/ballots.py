@@ -38,7 +38,10 @@ class Ballots(nn.Module):
 
 
 class Voter:
-    """Votes; while the file ``hold`` or ``hold-K`` is on the stage, it trains on and on."""
+    """Votes; while ``hold``, ``hold-K`` or ``hold-K-R`` is on the stage, it trains on and on.
+
+    The last holds client K in round R alone.
+    """
 
     num_examples = 1
     device = "cpu"
@@ -50,7 +53,8 @@ class Voter:
         with (stage / f"trained-{me}").open("a") as stream:
             stream.write(f"{context.round_num}\n")
         ends_s = clock.now_s() + float(os.environ.get(TRAINING_S, "0"))
-        holds = [stage / "hold", stage / f"hold-{me}"]
+        names = ("hold", f"hold-{me}", f"hold-{me}-{context.round_num}")
+        holds = [stage / name for name in names]
         while clock.now_s() < ends_s or any(each.exists() for each in holds):
             context.control.check()
             clock.sleep(_LOOK_S)

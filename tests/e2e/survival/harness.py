@@ -152,9 +152,13 @@ class VotingSite(Site):
     # The stage
 
     @contextmanager
-    def holding(self, *numbers: int) -> Iterator[None]:
-        """Have these clients, or all, train until the block ends."""
-        holds = [self.stage / f"hold-{number}" for number in numbers] or [self.stage / "hold"]
+    def holding(self, *numbers: int, round_num: int | None = None) -> Iterator[None]:
+        """Have these clients, or all, train until the block ends.
+
+        ``None``: in every round; else these clients in this one.
+        """
+        end = "" if round_num is None else f"-{round_num}"
+        holds = [self.stage / f"hold-{number}{end}" for number in numbers] or [self.stage / "hold"]
         for hold in holds:
             hold.touch()
         try:

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.core.clock import SystemClock
 from tests.addresses import free_addresses
-from tests.e2e.survival.changes import SHARE_LOG
-from tests.e2e.survival.harness import Miscounted, VotingSite, audit, stalls
-from tests.processes import Change, Process, until
+from tests.e2e.survival import ballots
+from tests.e2e.survival import test_late_updates as late_updates
+from tests.e2e.survival.changes import ADD_TWICE, SHARE_LOG
+from tests.e2e.survival.harness import RUN, Miscounted, VotingSite, audit, reporters, stalls
+from tests.processes import LONG_S, Change, Process, until
 
 pytestmark = pytest.mark.slow
 
@@ -116,3 +119,77 @@ def test_a_round_goes_on_soon_after_its_leader_stands_still(site: VotingSite) ->
     assert took_s < _TTL_S + 10.0 + stalled.seconds
     assert second.wait() == 0, second.tail()
     audit(site)
+
+
+def check_model(site: VotingSite) -> None:
+    """Check each cell: rounds of two and of three, where the third update is of the round before.
+
+    Raises:
+        Miscounted: A cell of the model, or a round on record, is another one.
+    """
+    expected = torch.zeros(ballots.MAX_ROUNDS, ballots.MAX_CLIENTS)
+    expected[0, :2] = 1.0 / 2.0
+    expected[1, :2] = expected[0, 2] = 1.0 / 3.0
+    with site.places.database() as database:
+        checkpoint = database.run(RUN).load()
+    assert checkpoint is not None
+    votes = checkpoint.tensors["params/votes"]
+    if not torch.allclose(votes, expected, rtol=1e-5, atol=0.0):
+        raise Miscounted(f"the model has {votes[:3, :4]}")
+    counted = [reporters(record) for record in site.rounds()]
+    if counted != [[0, 1], [0, 1, 2]]:
+        raise Miscounted(f"on record are {counted}")
+    if (ages := late_updates.audit(site)) != {0: 4, 1: 1}:
+        raise Miscounted(f"the updates are as old as {ages}")
+
+
+@pytest.mark.parametrize("changes", [(), (ADD_TWICE,)], ids=["", "control"])
+def test_late_updates_outlive_a_leader_that_stands_still(
+    site: VotingSite, changes: tuple[Change, ...]
+) -> None:
+    """The second coordinator awaits who is in flight, and that update counts once.
+
+    So does the one that the first has accepted in the round in which it froze: its client is gone.
+    Client 1 keeps that round open until the late update is in it.
+
+    The control adds an update twice.
+    """
+    sections = {
+        # A round closes with two of the three that are asked.
+        "cohort": {"num_wanted": 2},
+        "stragglers": {
+            "over_selection": 1.5,
+            "min_reports": 1,
+            "deadline_s": _DEADLINE_S if changes else LONG_S,
+            "below_minimum": "fail",
+        },
+        "algorithm": {"name": "fedavg", "weight_by_examples": False},
+        "late_updates": {"mode": "keep"},
+        "staleness": {"staleness_weight": "constant", "max_staleness": 10_000},
+    }
+    first, second = two(site, num_rounds=2, ballast=1000, sections=sections, changes=changes)
+    clock = SystemClock()
+    with site.holding(1, round_num=1):
+        with site.holding(2):
+            clients = late_updates.populate(site)
+            until(lambda: site.told(0, "accepted") == {0, 1}, told=first.tail)
+            first.send(signal.SIGSTOP)
+            stopped_s = clock.now_s()
+            clients[0].kill()
+            until(lambda: second.said("serving") > 0, told=second.tail)
+        with stalls() as stalled:
+            until(lambda: site.told(2, "accepted") == {0}, told=clients[2].tail)
+            took_s = clock.now_s() - stopped_s
+        assert took_s < _TTL_S + 10.0 + stalled.seconds
+    assert second.wait() == 0, second.tail()
+    first.send(signal.SIGCONT)
+    assert first.wait() == RUN_FAILED, first.tail()
+    assert "is coordinated by" in first.tail()
+    if changes:
+        with pytest.raises(Miscounted):
+            check_model(site)
+        return
+    check_model(site)
+    # Once: what it trained under the first counts. It may have begun ahead on the next model.
+    assert site.trained(2).count(0) == 1
+    assert [site.told(number, "accepted") for number in range(3)] == [{0, 1}, {0, 1}, {0}]
