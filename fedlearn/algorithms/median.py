@@ -36,8 +36,8 @@ class CoordinateMedian:
         return {name: _median(rows) for name, rows in updates.lanes.items()}
 
 
-def _in_order(values: Tensor) -> Tensor:
-    """Return each column in ascending order: in main memory NumPy takes a tenth of the time."""
+def _sort_columns(values: Tensor) -> Tensor:
+    """Return each column in ascending order. On a CPU, NumPy sorts ten times as fast as torch."""
     if values.is_cpu and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.sort(values.numpy(), axis=0))
     return values.sort(dim=0).values
@@ -46,7 +46,7 @@ def _in_order(values: Tensor) -> Tensor:
 def _median(rows: Rows) -> Tensor:
     median, half = torch.empty_like(rows[0]), len(rows) // 2
     for part, values in spans(rows):
-        ordered = _in_order(values)
+        ordered = _sort_columns(values)
         upper = ordered[half]
         median[part] = upper if len(rows) % 2 else (ordered[half - 1] + upper) / 2
     return median

@@ -1,11 +1,12 @@
 """What became of the clients of a round."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast, overload
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
 
 from fedlearn.core.messages import ClientId
 
@@ -103,10 +104,8 @@ class Participations(Sequence[Participation]):
         return self._counts[STATUSES.index(status)]
 
     @cached_property
-    def _counts(self) -> list[int]:
-        import numpy as np  # noqa: PLC0415 (see above)
-
-        return cast("list[int]", np.bincount(self.codes, minlength=len(STATUSES)).tolist())
+    def _counts(self) -> Counter[int]:
+        return Counter(self.codes.tolist())
 
     def mean_loss(self) -> float:
         """Return the mean training loss of the reports, weighted by examples.

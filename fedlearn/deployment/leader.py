@@ -23,7 +23,7 @@ from fedlearn.deployment.opening import DurableOpening, present_in
 from fedlearn.deployment.record import ForgettingStore, TellingStore, resume_round
 from fedlearn.deployment.rounds import KeptRun, run_over
 from fedlearn.experiment.assemble import Reach
-from fedlearn.experiment.privacy import gone_on, promise
+from fedlearn.experiment.privacy import promise, skip_lost_turns
 from fedlearn.experiment.progress import Progress, extend
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.rounds.records import RunRecord
@@ -178,7 +178,7 @@ class Leader:
             )
         )
         self.progress.start(record, stored.path, (*clients.notes, *promised))
-        pieces = gone_on(self.pieces, num_lost=num_lost)
+        pieces = skip_lost_turns(self.pieces, num_lost=num_lost)
         failing = FailingClients(
             names=clients.names,
             set_aside=clients.set_aside,

@@ -46,11 +46,11 @@ def ignored(_: Participations) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptRun:
-    """Where a deployed run is kept, and from where it goes on.
+    """Where a deployed run is stored, and where to resume it.
 
     Attributes:
-        store: Of its rounds and models.
-        checkpoint: Where it goes on; ``None`` begins it.
+        store: Keeps its rounds and models.
+        checkpoint: Where to resume; ``None`` begins the run.
         resumed: See :class:`~fedlearn.rounds.run.RunPlan`.
         masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
             nowhere.

@@ -194,13 +194,13 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
     return Promise(notes, charging, num_lost)
 
 
-def gone_on(pieces: PiecesT, *, num_lost: int) -> PiecesT:
-    """Return the pieces of a run that goes on, of which so many charges no committed round is for.
+def skip_lost_turns(pieces: PiecesT, *, num_lost: int) -> PiecesT:
+    """Return the pieces of a resumed run in which so many charged rounds were never committed.
 
-    Where users take turns, those turns are over: what was asked of whom in them counts.
+    Where users take turns, those turns are over: users may have been asked in them.
     """
     plan = pieces.privacy
     if plan is None:
         return pieces
-    plan = plan.gone_on(num_lost=num_lost)
+    plan = plan.skip_turns(num_lost)
     return replace(pieces, privacy=plan, sampler=plan.sampler)

@@ -46,7 +46,7 @@ from fedlearn.experiment.arguments import (
 )
 from fedlearn.experiment.assemble import assemble, device_of, resolve, workers_used
 from fedlearn.experiment.comparison import Summary, leaves, summarize
-from fedlearn.experiment.privacy import gone_on, promise, with_ledger
+from fedlearn.experiment.privacy import promise, skip_lost_turns, with_ledger
 from fedlearn.experiment.progress import Progress, extend, progress_to
 from fedlearn.experiment.recorded import ARGUMENT_DATA, config_of
 from fedlearn.experiment.run import Run, begin
@@ -596,7 +596,7 @@ class _Part:
         """
         pieces, (checkpoint, num_lost) = self.pieces, begin
         plan, params = assemble(
-            gone_on(pieces, num_lost=num_lost),
+            skip_lost_turns(pieces, num_lost=num_lost),
             cluster,
             device=device_of(pieces.config.engine.device, self.environ),
             clock=self.clock,

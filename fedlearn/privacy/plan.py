@@ -117,12 +117,12 @@ class PrivacyPlan(Ranged, ABC):
         """How many clients a deployed round would have there, of those that it may ask."""
         return self.num_wanted
 
-    def correlation_text(self, num_rounds: int) -> str | None:  # noqa: ARG002 - it has no effect
-        """Return what correlating noise comes to after so many rounds; ``None``: it is not."""
+    def correlation_text(self, num_rounds: int) -> str | None:  # noqa: ARG002 - noise is not correlated
+        """Return what correlated noise does to the model, in words; ``None``: it is independent."""
         return None
 
-    def gone_on(self, *, num_lost: int) -> Self:  # noqa: ARG002 - draws depend on no turn
-        """Return the plan of a run that goes on, of which so many rounds were charged in vain."""
+    def skip_turns(self, num_lost: int) -> Self:  # noqa: ARG002 - nobody takes turns
+        """Return the plan of a resumed run in which so many charged rounds were never committed."""
         return self
 
     @property
@@ -153,11 +153,11 @@ class PrivacyPlan(Ranged, ABC):
 
     def release(
         self,
-        strategy: Strategy,  # noqa: ARG002 - whoever adds noise to its sums reads it
-        layout: Layout,  # noqa: ARG002
-        noise: Noise,  # noqa: ARG002
+        strategy: Strategy,  # noqa: ARG002 - for plans whose coordinator adds noise
+        layout: Layout,  # noqa: ARG002 - likewise
+        noise: Noise,  # noqa: ARG002 - likewise
     ) -> NoisyMean | BandedMean | None:
-        """Return what is released of the sums of :meth:`strategy`; ``None``: they are, as they are.
+        """Return what adds noise to the sums of :meth:`strategy`; ``None``: clients have added it.
 
         Raises:
             ValueError: The sums of models of ``layout`` do not fit into exact numbers.
@@ -293,7 +293,7 @@ class BandedPlan(PrivacyPlan):
         return self.cohorts.num_groups
 
     def correlation_text(self, num_rounds: int) -> str:
-        """Return by how many rounds' noise a model is off, with and without bands."""
+        """Return how many rounds' noise is in the model on average, with and without bands."""
         with_bands, without = (
             matrix.error(num_rounds) ** 2 for matrix in (self.matrix, BandedMatrix((1,)))
         )
@@ -302,8 +302,8 @@ class BandedPlan(PrivacyPlan):
             f"without bands that of {without:.4g}"
         )
 
-    def gone_on(self, *, num_lost: int) -> Self:
-        """Return the plan in which these turns are over: what was asked of whom in them counts."""
+    def skip_turns(self, num_lost: int) -> Self:
+        """Return the plan in which these turns are over: users may have been asked in them."""
         return replace(self, num_lost=num_lost)
 
     @property

@@ -60,7 +60,7 @@ class Charges(Protocol):
         """Charge an attempt at a round; raises BudgetExhausted if it cannot be afforded."""
 
     def standing(self) -> Mapping[str, float]:
-        """Return what is spent so far, by name, as far as it is known."""
+        """Return the spending so far by name; empty where it is not known."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class ChargedDraw:
 
     Attributes:
         inner: Draws them.
-        charges: Charges it.
+        charges: Charges each round.
         each_attempt: Whether each attempt at a round is charged. An asynchronous round draws many
             times, and is charged once.
     """

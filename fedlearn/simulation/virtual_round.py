@@ -125,7 +125,7 @@ class VirtualRound:
         self.collection.give_up_stale()
         self._expect(self.collection.flight)
         collection = self.collection
-        while not (collection.is_closed and self._stays_closed()):
+        while not (collection.is_closed and self._train_and_recheck()):
             if collection.may_ask:
                 self._ask()
             if not self._take_next():
@@ -136,8 +136,8 @@ class VirtualRound:
         self._train()  # where too many have failed
         return self._close()
 
-    def _stays_closed(self) -> bool:
-        """Train who waits; return whether the round is closed without the unusable updates."""
+    def _train_and_recheck(self) -> bool:
+        """Train the waiting clients; return whether the round is still closed after that."""
         self._train()
         return self.collection.is_closed
 

@@ -105,5 +105,5 @@ class PatientCharges:
         self.patiently(partial(self.charges.charge, round_num=round_num, attempt=attempt))
 
     def standing(self) -> Mapping[str, float]:
-        """Return what is spent so far."""
+        """Return the spending so far."""
         return self.charges.standing()

@@ -11,7 +11,7 @@ from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.privacy import gone_on
+from fedlearn.experiment.privacy import skip_lost_turns
 from fedlearn.privacy.plan import BandedPlan
 
 _USER_FILE = """
@@ -128,8 +128,11 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
     assert (pieces.policy.num_wanted, pieces.policy.min_reports) == (50, 0)
     assert (pieces.num_needed, pieces.privacy.num_wanted) == (16, 17)
     plan = pieces.privacy
-    assert pieces.sampler == plan.sampler == gone_on(pieces, num_lost=0).sampler
-    later, available = gone_on(pieces, num_lost=2), [ClientId(each) for each in range(0, 100, 2)]
+    assert pieces.sampler == plan.sampler == skip_lost_turns(pieces, num_lost=0).sampler
+    later, available = (
+        skip_lost_turns(pieces, num_lost=2),
+        [ClientId(each) for each in range(0, 100, 2)],
+    )
     cohorts = [
         sampler.sample(available, num_asked=50, round_num=turn, attempt=0, seed=pieces.seed)
         for sampler, turn in [(pieces.sampler, 7), (later.sampler, 5), (later.sampler, 7)]

@@ -178,12 +178,12 @@ class StepResult(NamedTuple):
         affine = None if affine_at is None else affine_at(moment)
         if affine is not None:
             # Multiplying and stepping at once reads and writes the weights only once.
-            models = dict(zip(stack.trainable, told[MODEL], strict=True))
-            for name, (left, right) in self.factors.items():
-                own = stack.trainable[name]
-                own.baddbmm_(left, right, beta=affine.keep, alpha=affine.scale)
-                if affine.pull:
-                    own.add_(models[name], alpha=affine.pull)
+            for (name, own), model in zip(stack.trainable.items(), told[MODEL], strict=True):
+                if name in self.factors:
+                    left, right = self.factors[name]
+                    own.baddbmm_(left, right, beta=affine.keep, alpha=affine.scale)
+                    if affine.pull:
+                        own.add_(model, alpha=affine.pull)
             grads = dict(self.grads)
         else:
             grads = self.grads | {name: torch.bmm(*pair) for name, pair in self.factors.items()}

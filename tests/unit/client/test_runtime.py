@@ -580,11 +580,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
         clock.sleep(0.01)
 
 
-def overlapped(home: Home, door: ScriptedDoor, trainer: Turns, running: Client) -> None:
-    """Have a client train the model of round 0, and begin on that of round 1 by itself."""
+def begin(door: ScriptedDoor, trainer: Turns, running: Client) -> None:
+    """Have a client begin on the model of round 0, and work on it until ``trainer`` may go."""
     running.wait_for(EventKind.CONNECTED)
     door.offer(in_round(0))
     assert trainer.begun.get(timeout=WAIT_S) == 0
+
+
+def overlapped(home: Home, door: ScriptedDoor, trainer: Turns, running: Client) -> None:
+    """Have a client train the model of round 0, and begin on that of round 1 by itself."""
+    begin(door, trainer, running)
     door.send_ahead(in_round(1, size=5000), round_num=1)
     wait_for(lambda: door.offsets == [0])  # while the other is trained
     assert finished(home) == 0
@@ -646,9 +651,7 @@ def test_a_model_that_was_fetched_ahead_is_not_fetched_again_for_its_question(
     """Here it comes while the model is fetched, and nothing is trained."""
     trainer = Turns()
     with client(home, trainer) as running:
-        running.wait_for(EventKind.CONNECTED)
-        door.offer(in_round(0))
-        assert trainer.begun.get(timeout=WAIT_S) == 0
+        begin(door, trainer, running)
         door.cut_downloads_after = 3000
         door.send_ahead(in_round(1, size=5000), round_num=1)
         wait_for(lambda: door.cut_downloads_after is None)
@@ -669,9 +672,7 @@ def test_a_newer_model_that_is_told_of_costs_no_second_fetch_of_the_one_that_is_
     """Work begins on the model that is here before the next one is fetched in its place."""
     trainer = Turns()
     with client(home, trainer) as running:
-        running.wait_for(EventKind.CONNECTED)
-        door.offer(in_round(0))
-        assert trainer.begun.get(timeout=WAIT_S) == 0
+        begin(door, trainer, running)
         door.send_ahead(in_round(1, size=5000), round_num=1)
         wait_for(lambda: len(door.fetched) == 1)
         door.send_ahead(in_round(2, size=5000), round_num=2)
