@@ -201,8 +201,14 @@ def test_a_client_outlives_a_moment_in_which_it_cannot_start_a_process(
     The first process that cannot be started ends the command.
     """
     python = tmp_path / "python"
+    # The guard beside the training process runs in the same Python, and must have begun.
     python.write_text(f"""#!{sys.executable}
-import os, socket, sys
+import os, socket, sys, time
+if "-c" in sys.argv:
+    open({str(tmp_path / "guarded")!r}, "w").close()
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+while not os.path.exists({str(tmp_path / "guarded")!r}):
+    time.sleep(0.01)
 if not os.path.exists({str(tmp_path / "crashed")!r}):
     open({str(tmp_path / "crashed")!r}, "w").close()
     os.rename({str(python)!r}, {str(tmp_path / "gone")!r})
