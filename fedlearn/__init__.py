@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
-    from fedlearn.algorithms.elastic_averaging import EASGD as EASGD
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
     from fedlearn.algorithms.lanes import LaneSpec as LaneSpec
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.objectives import MeanSquaredError as MeanSquaredError
     from fedlearn.algorithms.own_training import OwnTraining as OwnTraining
     from fedlearn.algorithms.rate_schedules import ScheduledRate as ScheduledRate
+    from fedlearn.algorithms.recipes import EASGD as EASGD
     from fedlearn.algorithms.recipes import Algorithm as Algorithm
     from fedlearn.algorithms.recipes import FedAdagrad as FedAdagrad
     from fedlearn.algorithms.recipes import FedAdam as FedAdam
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.recipes import FedProx as FedProx
     from fedlearn.algorithms.recipes import FedSGD as FedSGD
     from fedlearn.algorithms.recipes import FedYogi as FedYogi
+    from fedlearn.algorithms.recipes import Scaffold as Scaffold
     from fedlearn.algorithms.sampling import CohortSampler as CohortSampler
     from fedlearn.algorithms.sampling import CyclicSampler as CyclicSampler
     from fedlearn.algorithms.sampling import PoissonSampler as PoissonSampler
     from fedlearn.algorithms.sampling import UniformSampler as UniformSampler
-    from fedlearn.algorithms.scaffold import Scaffold as Scaffold
     from fedlearn.algorithms.staleness import StalenessWeight as StalenessWeight
     from fedlearn.algorithms.strategy import Stepped as Stepped
     from fedlearn.algorithms.strategy import Strategy as Strategy
@@ -82,7 +82,6 @@ _HOME = {
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean",
     "algorithms.asynchronous": "Asynchrony Buffered",
-    "algorithms.elastic_averaging": "EASGD",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.lanes": "Aggregate LaneSpec Over Updates",
     "algorithms.local": "LocalSgd LocalUpdate LocalWork MemorySpec",
@@ -92,11 +91,10 @@ _HOME = {
     "algorithms.own_training": "OwnTraining",
     "algorithms.rate_schedules": "ScheduledRate",
     "algorithms.recipes": (
-        "Algorithm FedAdagrad FedAdam FedAsync FedAvg FedAvgM FedBuff FedMedian FedProx FedSGD "
-        "FedYogi"
+        "EASGD Algorithm FedAdagrad FedAdam FedAsync FedAvg FedAvgM FedBuff FedMedian FedProx "
+        "FedSGD FedYogi Scaffold"
     ),
     "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler",
-    "algorithms.scaffold": "Scaffold",
     "algorithms.staleness": "StalenessWeight",
     "algorithms.strategy": "Stepped Strategy",
     "algorithms.transforms": "ClippedUpdates",

@@ -29,10 +29,9 @@ References:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
@@ -50,7 +49,6 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
-from fedlearn.core.calls import explain_calls
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, NotNegative, Ranged
 
@@ -160,14 +158,17 @@ def _beside(values_K: Tensor, like: Tensor) -> Tensor:
     return values_K.view(-1, *[1] * (like.dim() - 1))
 
 
-@explain_calls
 @dataclass(frozen=True, kw_only=True)
-class EASGD(Ranged, Strategy):
-    r"""Elastic averaging SGD, synchronous or, with one client a round, round robin.
+class ElasticAveraging(Ranged, Strategy):
+    r"""EASGD, synchronous or round robin; :func:`~fedlearn.algorithms.recipes.EASGD` makes it.
 
     The global model moves by the sum of the forces; statistics of BatchNorm, which have none, by
     the mean change. It is meant for clients that take part in every round, or in turn: the model of
     one that is seldom asked is far from the global one by then, and its force is large.
+
+    Attributes:
+        local: SGD on the client's own model, with the force.
+        cohort_size: Most clients that report in a round, >= 1.
 
     Raises:
         ValueError: :math:`\eta \rho (1 + P) \ge 2`: the distance between the global model and the
@@ -179,33 +180,31 @@ class EASGD(Ranged, Strategy):
         <https://arxiv.org/abs/1412.6651>`_, equations 1 and 2, and algorithm 1.
     """
 
-    sgd: Annotated[LocalUpdate, doc("What clients do without the force: SGD at a constant rate.")]
-    elasticity: Annotated[
-        NotNegative, doc("Strength of the force, >= 0; with 0 clients train alone.")
-    ]
-    cohort_size: Annotated[Count, doc("Most clients that report in a round, >= 1.")]
+    local: ElasticForce
+    cohort_size: Count
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        elasticity = self.local.elasticity
         gain = self.local.share * (1 + self.cohort_size)
         if not gain < 2.0:  # noqa: PLR2004 - beyond it the distance grows
             raise ValueError(
-                f"elasticity is {self.elasticity:g}, with which learning_rate x elasticity x "
-                f"(1 + cohort_size) is {self.local.share / (self.elasticity or 1.0):g} x "
-                f"{self.elasticity:g} x {1 + self.cohort_size} = {gain:g}, and the models would "
+                f"elasticity is {elasticity:g}, with which learning_rate x elasticity x "
+                f"(1 + cohort_size) is {self.local.share / (elasticity or 1.0):g} x "
+                f"{elasticity:g} x {1 + self.cohort_size} = {gain:g}, and the models would "
                 f"swing apart; it must be below 2: lower elasticity below "
-                f"{self.elasticity * 2.0 / gain:.4g}"
+                f"{elasticity * 2.0 / gain:.4g}"
             )
-
-    @property
-    def local(self) -> ElasticForce:
-        """SGD on the client's own model, with the force."""
-        return ElasticForce(inner=self.sgd, elasticity=self.elasticity)
 
     @property
     def aggregation(self) -> WeightedMean:
         """The plain mean, which times the number of clients is the sum."""
         return WeightedMean(by_examples=False)
+
+    @property
+    def max_reports(self) -> int:
+        """With more, the force would not be stable."""
+        return self.cohort_size
 
     @property
     def needs_same_round(self) -> str:
@@ -222,7 +221,7 @@ class EASGD(Ranged, Strategy):
             ValueError: More clients reported than ``cohort_size``.
         """
         count = aggregate.num_clients
-        if count > self.cohort_size:
+        if count > self.max_reports:
             raise ValueError(
                 f"cohort_size is {self.cohort_size}, but {count} clients reported; it is the most "
                 "that report in a round"

@@ -2,7 +2,7 @@
 
 A recipe is a function that returns an :class:`Algorithm`: a local update, an aggregation and a
 server optimiser. What needs more is a :class:`~fedlearn.algorithms.strategy.Strategy` of its own,
-such as :class:`~fedlearn.algorithms.scaffold.Scaffold`.
+such as :class:`~fedlearn.algorithms.scaffold.ControlledAveraging`.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,12 @@ from annotated_types import doc
 
 from fedlearn.algorithms.aggregations import Aggregation, WeightedMean
 from fedlearn.algorithms.asynchronous import Asynchrony, Buffered
+from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, require_update
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.proximal import Proximal, Pull
+from fedlearn.algorithms.scaffold import ControlledAveraging, ControlVariates
 from fedlearn.algorithms.server_optimizers import (
     Adaptivity,
     DeltaDecay,
@@ -190,6 +192,60 @@ def FedYogi(
         tau=tau,
     )
     return _averaging(local, optimizer, by_examples=weight_by_examples)
+
+
+@explain_calls
+def Scaffold(
+    local: Local,
+    *,
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")],
+    server_learning_rate: Annotated[Positive, doc("Server step size, > 0.")],
+    control_bound: Annotated[
+        Positive | None,
+        doc(
+            "Largest L2 norm of a change of a client's control variate, > 0, which secure "
+            "aggregation needs; a longer one is scaled down to it; not set: there is none."
+        ),
+    ] = None,
+) -> ControlledAveraging:
+    """Return SCAFFOLD with option II for the clients' control variates.
+
+    Raises:
+        ValueError: ``local`` is not plain SGD, or a number is not in its range.
+
+    References:
+        Karimireddy et al., 2020, `SCAFFOLD: Stochastic Controlled Averaging for Federated
+        Learning <https://arxiv.org/abs/1910.06378>`_, algorithm 1.
+    """
+    require_update(local, name="local")
+    return ControlledAveraging(
+        local=ControlVariates(inner=local, control_bound=control_bound),
+        num_clients=num_clients,
+        server_learning_rate=server_learning_rate,
+    )
+
+
+@explain_calls
+def EASGD(
+    local: Local,
+    *,
+    elasticity: Annotated[
+        NotNegative, doc("Strength of the force, >= 0; with 0 clients train alone.")
+    ],
+    cohort_size: Annotated[Count, doc("Most clients that report in a round, >= 1.")],
+) -> ElasticAveraging:
+    """Return elastic averaging SGD, synchronous or, with one client a round, round robin.
+
+    Raises:
+        ValueError: ``local`` is not SGD at a constant rate, or as :class:`ElasticAveraging`.
+
+    References:
+        Zhang, Choromanska and LeCun, 2015, `Deep Learning with Elastic Averaging SGD
+        <https://arxiv.org/abs/1412.6651>`_, equations 1 and 2, and algorithm 1.
+    """
+    require_update(local, name="local")
+    force = ElasticForce(inner=local, elasticity=elasticity)
+    return ElasticAveraging(local=force, cohort_size=cohort_size)
 
 
 @explain_calls

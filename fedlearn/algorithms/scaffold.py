@@ -13,10 +13,9 @@ symbol                    here
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
@@ -24,17 +23,14 @@ from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Over
 from fedlearn.algorithms.local import (
     Around,
     LocalSgd,
-    LocalUpdate,
     Memory,
     MemorySpec,
     Moment,
     Tensors,
-    require_update,
     sums,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
-from fedlearn.core.calls import explain_calls
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, Positive, Ranged
 
@@ -134,13 +130,17 @@ class ControlVariates(Around):
         return [each * scale_K.view(-1, *[1] * (each.dim() - 1)) for each in changes]
 
 
-@explain_calls
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(Ranged, Strategy):
-    r"""SCAFFOLD with option II for the clients' control variates.
+class ControlledAveraging(Ranged, Strategy):
+    r"""SCAFFOLD with option II; :func:`~fedlearn.algorithms.recipes.Scaffold` makes it.
 
     :math:`x \leftarrow x + \eta_g \overline{\Delta y}`,
     :math:`c \leftarrow c + \frac{|S|}{N} \overline{\Delta c}`.
+
+    Attributes:
+        local: SGD with the correction.
+        num_clients: Clients in the population, >= 1.
+        server_learning_rate: Server step size, > 0.
 
     References:
         Karimireddy et al., 2020, `SCAFFOLD: Stochastic Controlled Averaging for Federated
@@ -148,26 +148,9 @@ class Scaffold(Ranged, Strategy):
         the same.
     """
 
-    sgd: Annotated[LocalUpdate, doc("What clients do without the correction: plain SGD.")]
-    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
-    server_learning_rate: Annotated[Positive, doc("Server step size, > 0.")]
-    control_bound: Annotated[
-        Positive | None,
-        doc(
-            "Largest L2 norm of a change of a client's control variate, > 0, which secure "
-            "aggregation needs; a longer one is scaled down to it; not set: there is none."
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_update(self.sgd, name="sgd")
-        _ = self.local, self._server  # refuse what they refuse
-
-    @property
-    def local(self) -> ControlVariates:
-        """SGD with the correction."""
-        return ControlVariates(inner=self.sgd, control_bound=self.control_bound)
+    local: ControlVariates
+    num_clients: Count
+    server_learning_rate: Positive
 
     @property
     def aggregation(self) -> WeightedMean:

@@ -61,10 +61,16 @@ class Strategy(Protocol):
             """Why all updates of a step must be based on one model; empty: they need not."""
             return ""
 
+        @property
+        def max_reports(self) -> int | None:
+            """Most clients that may report in a round; ``None``: any number."""
+            return None
+
     else:
         transforms = ()
         bounds = GENEROUS
         needs_same_round = ""
+        max_reports = None
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
@@ -155,6 +161,11 @@ class Wrapped(Strategy):
     def needs_same_round(self) -> str:
         """The inner strategy's."""
         return self.inner.needs_same_round
+
+    @property
+    def max_reports(self) -> int | None:
+        """The inner strategy's."""
+        return self.inner.max_reports
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:

@@ -5,10 +5,8 @@ from dataclasses import replace
 
 from fedlearn.algorithms.asynchronous import require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
-from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.extra_settings import WithExtra
-from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.strategy import Bounded, Strategy, Wrapped
+from fedlearn.algorithms.strategy import Bounded
 from fedlearn.building.pieces import PiecesT
 from fedlearn.building.server_training import server_task
 from fedlearn.config.pieces import built
@@ -30,19 +28,13 @@ def complete(pieces: PiecesT) -> PiecesT:
     """Return ``pieces`` if secure aggregation holds with them, and they fit together."""
     _ = pieces.secure, pieces.early_stopping()  # each raises otherwise
     pieces.require_settings_of_rounds()
-    _require_small_cohorts(pieces.algorithm, pieces.policy)
-    return pieces
-
-
-def _require_small_cohorts(strategy: Strategy, policy: StragglerPolicy) -> None:
-    """Refuse rounds of more reports than an elastic force is stable with."""
-    while isinstance(strategy, Wrapped):
-        strategy = strategy.inner
-    if isinstance(strategy, EASGD) and policy.num_wanted > strategy.cohort_size:
+    most, num_wanted = pieces.algorithm.max_reports, pieces.policy.num_wanted
+    if most is not None and num_wanted > most:
         raise ConfigError(
-            f"algorithm.cohort_size is {strategy.cohort_size}, but a round takes "
-            f"{policy.num_wanted} reports; raise it to that, or lower cohort.num_wanted"
+            f"algorithm.cohort_size is {most}, but a round takes {num_wanted} reports; raise it to "
+            "that, or lower cohort.num_wanted"
         )
+    return pieces
 
 
 def _bounded(pieces: PiecesT) -> PiecesT:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.extra_settings import ExtraSettings
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
@@ -26,7 +25,6 @@ from fedlearn.algorithms.objectives import (
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.round_settings import RoundSettings
-from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.called import Called, imported, not_returned, require_attributes, user_call
 from fedlearn.config.pieces import DeclaredSection, Make, built, kind, kinds, refused
@@ -157,9 +155,7 @@ class Algorithm(DeclaredSection):
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Return the algorithm; raises ValueError where it does not fit the local update."""
-        needs_sgd = self.name in ("scaffold", "easgd")  # as what they are around is called
-        parameter = "sgd" if needs_sgd else "local"
-        made: Strategy = self.build(**{parameter: local})
+        made: Strategy = self.build(local=local)
         return made
 
 
@@ -267,13 +263,13 @@ ALGORITHMS = kinds(
     kind(
         "scaffold",
         "SCAFFOLD with option II for the clients' control variates.",
-        Scaffold,
+        recipes.Scaffold,
         server_learning_rate=1.0,
     ),
     kind(
         "easgd",
         "Elastic averaging SGD, synchronous or, with one client a round, round robin.",
-        EASGD,
+        recipes.EASGD,
         elasticity=0.3,
     ),
     kind(
@@ -295,7 +291,7 @@ ALGORITHMS = kinds(
         mixing=0.6,
     ),
     kind("python", "A strategy of yours; its file may stand as the name itself.", PythonAlgorithm),
-    given=("local", "sgd", "learning_rate", *(each.name for each in fields(Asynchrony))),
+    given=("local", "learning_rate", *(each.name for each in fields(Asynchrony))),
 )
 
 

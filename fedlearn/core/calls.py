@@ -17,7 +17,6 @@ _SHOWN = frozenset({"test_fraction"})
 #: What a user writes for an argument, by its name.
 _EXAMPLES: Mapping[str, str] = {
     "local": "fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)",
-    "sgd": "fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)",
     "partition": "fl.Iid(num_clients=10)",
     "seed": "0",
     "epochs": "1",

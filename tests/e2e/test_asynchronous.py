@@ -103,7 +103,7 @@ def test_clients_that_add_noise_are_accounted_for_without_amplification(tmp_path
     ("algorithm", "settings", "message"),
     [
         (
-            fl.Scaffold(sgd=LOCAL, num_clients=30, server_learning_rate=1.0),
+            fl.Scaffold(LOCAL, num_clients=30, server_learning_rate=1.0),
             {"asynchronous": {"mode": "buffered", "concurrency": 12}},
             "asynchronous.mode is on, but Scaffold cannot be asynchronous: a client's control",
         ),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 TURNS = {"num_wanted": 15, "sampling": "cyclic"}
 GROUPS, BANDED = 4, {"bands": 4}
 SCAFFOLD = fl.Scaffold(
-    sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.5),
+    fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.5),
     num_clients=60,
     server_learning_rate=1.0,
     control_bound=0.5,

@@ -23,7 +23,7 @@ STILL = fl.FedAvg(
     fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30), weight_by_examples=False
 )
 SCAFFOLD = fl.Scaffold(
-    sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30),
+    fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30),
     num_clients=POPULATION,
     server_learning_rate=1.0,
     control_bound=1.0,

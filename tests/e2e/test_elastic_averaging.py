@@ -15,7 +15,7 @@ from tests.e2e.test_python_api import Quiet, data, make_model
 
 NUM_CLIENTS = 12
 SGD = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
-ALGORITHM = fl.EASGD(sgd=SGD, elasticity=0.5, cohort_size=NUM_CLIENTS)
+ALGORITHM = fl.EASGD(SGD, elasticity=0.5, cohort_size=NUM_CLIENTS)
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +52,13 @@ def test_the_model_is_the_same_over_sessions_and_under_masks() -> None:
     torch.testing.assert_close(weights(masked), weights(engine), rtol=0.0, atol=1e-4)
     accuracy = [record.metrics["accuracy"] for record in engine.history]
     assert accuracy[-1] > 0.85 > accuracy[0]
-    alone = run(algorithm=fl.EASGD(sgd=SGD, elasticity=0.0, cohort_size=NUM_CLIENTS))
+    alone = run(algorithm=fl.EASGD(SGD, elasticity=0.0, cohort_size=NUM_CLIENTS))
     assert torch.equal(weights(alone), weights(run(algorithm=alone_at_first(), num_rounds=1)))
 
 
-def alone_at_first() -> fl.EASGD:
+def alone_at_first() -> fl.Strategy:
     """Return one whose first round sends nothing, since all begin with the global model."""
-    return fl.EASGD(sgd=SGD, elasticity=0.9, cohort_size=NUM_CLIENTS)
+    return fl.EASGD(SGD, elasticity=0.9, cohort_size=NUM_CLIENTS)
 
 
 @pytest.mark.slow

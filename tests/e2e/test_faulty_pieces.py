@@ -142,7 +142,7 @@ class Renaming(Plain):
         (Short(), r"Short\.tell: the strategy tells 'control' of shape \(3,\)"),
         (Renaming(), r"Renaming\.tell: .* give 'model' another name"),
         (
-            fl.Scaffold(sgd=SGD, num_clients=2, server_learning_rate=1.0),
+            fl.Scaffold(SGD, num_clients=2, server_learning_rate=1.0),
             r"num_clients is 2, but 4 clients contributed",
         ),
     ],

@@ -119,12 +119,12 @@ def test_who_takes_as_long_as_the_deadline_is_in_time() -> None:
 
 
 SCAFFOLD = fl.Scaffold(
-    sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1),
+    fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1),
     num_clients=12,
     server_learning_rate=1.0,
 )
 EASGD = fl.EASGD(
-    sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1), elasticity=0.1, cohort_size=4
+    fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1), elasticity=0.1, cohort_size=4
 )
 
 

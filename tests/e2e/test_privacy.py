@@ -185,7 +185,7 @@ def test_a_model_learns_behind_the_noise() -> None:
     [
         LEARNS,
         fl.Scaffold(
-            sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.5),
+            fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.5),
             num_clients=POPULATION,
             server_learning_rate=1.0,
             control_bound=0.5,
@@ -430,7 +430,7 @@ def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
         (
             {
                 "algorithm": fl.Scaffold(
-                    sgd=STILL.local, num_clients=POPULATION, server_learning_rate=1.0
+                    STILL.local, num_clients=POPULATION, server_learning_rate=1.0
                 )
             },
             "lane 'control' has no bound.*control_bound",

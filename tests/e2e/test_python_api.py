@@ -196,7 +196,7 @@ PLAIN = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
     [
         pytest.param(fl.FedAvg(KEEPING), {}, id="momentum"),
         pytest.param(
-            fl.Scaffold(sgd=PLAIN, num_clients=12, server_learning_rate=1.0), {}, id="scaffold"
+            fl.Scaffold(PLAIN, num_clients=12, server_learning_rate=1.0), {}, id="scaffold"
         ),
         pytest.param(
             fl.FedAvg(KEEPING, weight_by_examples=False),

@@ -282,7 +282,7 @@ def halved(client_id: ClientId) -> fl.LocalUpdate:
             id="fedadam",
         ),
         pytest.param(
-            fl.Scaffold(sgd=SGD, num_clients=NUM_LEFT, server_learning_rate=1.0), {}, id="scaffold"
+            fl.Scaffold(SGD, num_clients=NUM_LEFT, server_learning_rate=1.0), {}, id="scaffold"
         ),
         pytest.param(fl.FedAvg(SGD), {"local_of": halved}, id="per client"),
         pytest.param(

@@ -17,7 +17,7 @@ from fedlearn.algorithms import local, server_optimizers, transforms
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.collection import CohortCollection, Collection
-from fedlearn.algorithms.elastic_averaging import EASGD, ElasticForce
+from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, Moment
 from fedlearn.algorithms.median import CoordinateMedian
@@ -26,7 +26,7 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
-from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
+from fedlearn.algorithms.scaffold import ControlledAveraging, ControlVariates
 from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.algorithms.transforms import NoisedUpdates
@@ -426,7 +426,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the proximal term is left out", Proximal, "step", _no_clip, _is("algorithm", "fedprox")),
     Fault(
         "SCAFFOLD's server moves as if all reported",
-        Scaffold,
+        ControlledAveraging,
         "step",
         _scaffold_share,
         _is("algorithm", "scaffold"),
@@ -447,7 +447,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "EASGD moves by the mean force",
-        EASGD,
+        ElasticAveraging,
         "step",
         lambda right: (
             lambda self, params, aggregate, state: right(

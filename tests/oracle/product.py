@@ -468,9 +468,9 @@ def _algorithm(c: Configuration) -> Any:
         "fedsgd": lambda: fl.FedSGD(learning_rate=client.ETA, weight_by_examples=by_examples),
         "fedprox": lambda: fl.FedProx(local, proximal=client.MU, weight_by_examples=by_examples),
         "scaffold": lambda: fl.Scaffold(
-            sgd=local, num_clients=NUM_CLIENTS, server_learning_rate=server.SERVER_ETA
+            local, num_clients=NUM_CLIENTS, server_learning_rate=server.SERVER_ETA
         ),
-        "easgd": lambda: fl.EASGD(sgd=local, elasticity=client.RHO, cohort_size=NUM_CLIENTS),
+        "easgd": lambda: fl.EASGD(local, elasticity=client.RHO, cohort_size=NUM_CLIENTS),
         "fedavgm": lambda: fl.FedAvgM(
             local,
             server_learning_rate=server.SERVER_ETA,

@@ -11,14 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
-from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import to_tensors
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.rate_schedules import ScheduledRate
-from fedlearn.algorithms.recipes import FedAvg, FedMedian
-from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.recipes import EASGD, FedAvg, FedMedian, Scaffold
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.params import Params
@@ -56,7 +54,7 @@ CONTROLS: Mapping[str, Strategy] = {
     "adamw, moments kept": FedAvg(replace(KEEPING_ADAMW, keep_moments=False)),
     "clipped and scheduled": FedAvg(SGD),
     "scaffold": FedAvg(SGD, weight_by_examples=False),
-    "easgd": EASGD(sgd=SGD, elasticity=0.0, cohort_size=len(flower.SIZES)),
+    "easgd": EASGD(SGD, elasticity=0.0, cohort_size=len(flower.SIZES)),
     "median": FedAvg(SGD, weight_by_examples=False),
     "clipped updates": FedAvg(SGD),
     "clipped by example": FedAvg(
@@ -67,8 +65,8 @@ ALGORITHMS: Mapping[str, Strategy] = {
     "adam": FedAvg(ADAM),
     "adamw, moments kept": FedAvg(KEEPING_ADAMW),
     "clipped and scheduled": FedAvg(CLIPPED),
-    "scaffold": Scaffold(sgd=SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
-    "easgd": EASGD(sgd=SGD, elasticity=1.0, cohort_size=len(flower.SIZES)),
+    "scaffold": Scaffold(SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
+    "easgd": EASGD(SGD, elasticity=1.0, cohort_size=len(flower.SIZES)),
     "median": FedMedian(SGD),
     "clipped updates": replace(FedAvg(SGD), transforms=[ClippedUpdates(update_clip_norm=0.05)]),
     "clipped by example": FedAvg(BY_EXAMPLE, weight_by_examples=False),

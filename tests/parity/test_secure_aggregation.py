@@ -129,9 +129,7 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
         objective=fl.CrossEntropy(),
         data=data,
         metrics=None,
-        algorithm=fl.Scaffold(
-            sgd=local, num_clients=12, server_learning_rate=1.0, control_bound=0.3
-        ),
+        algorithm=fl.Scaffold(local, num_clients=12, server_learning_rate=1.0, control_bound=0.3),
         data_dir=Path(),
         make_trainer=None,
         extra={},

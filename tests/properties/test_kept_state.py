@@ -19,9 +19,8 @@ from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.sampling import UniformSampler
-from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
 from fedlearn.core.clock import VirtualClock
@@ -58,7 +57,7 @@ POLICY = StragglerPolicy(
     below_minimum=BelowMinimum.SKIP,
     max_retries=0,
 )
-SCAFFOLD = Scaffold(sgd=SGD, num_clients=NUM_CLIENTS, server_learning_rate=1.0)
+SCAFFOLD = Scaffold(SGD, num_clients=NUM_CLIENTS, server_learning_rate=1.0)
 MOMENTUM = FedAvg(replace(SGD, momentum=0.9, keep_momentum=True))
 
 

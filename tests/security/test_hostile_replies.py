@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.sampling import UniformSampler
-from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
 from fedlearn.core.clock import VirtualClock
@@ -221,7 +220,7 @@ HOSTILE_CONTROLS: dict[str, tuple[Mapping[str, Tensor], str]] = {
 def test_a_lane_beside_the_delta_is_checked_as_the_delta_is(name: str) -> None:
     """Whatever its delta; the control is a reply whose other lane is as the algorithm's."""
     strategy = Scaffold(
-        sgd=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1),
+        LocalSgd(epochs=1, batch_size=1, learning_rate=0.1),
         num_clients=NUM_CLIENTS,
         server_learning_rate=1.0,
     )

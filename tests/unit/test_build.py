@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
-from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
@@ -28,8 +27,8 @@ from fedlearn.algorithms.objectives import (
 )
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.recipes import EASGD, Scaffold
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
-from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.build import Simulation, around, simulation
 from fedlearn.building.private import with_privacy
@@ -639,7 +638,7 @@ def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
     }
     client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.5}
     sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.5)
-    expected = Scaffold(sgd=sgd, num_clients=20, server_learning_rate=0.5, control_bound=2.0)
+    expected = Scaffold(sgd, num_clients=20, server_learning_rate=0.5, control_bound=2.0)
     assert _built({"algorithm": settings, "client": client}).algorithm == expected
     with pytest.raises(ConfigError, match=r'algorithm.name is "scaffold": .* without momentum'):
         _built({"algorithm": settings, "client": client | {"momentum": 0.5}})
@@ -651,7 +650,7 @@ def test_easgd_has_all_its_numbers_and_no_larger_rounds() -> None:
     client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.3}
     sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.3)
     asked: dict[str, Any] = {"algorithm": settings, "client": client, "cohort": {"num_wanted": 9}}
-    assert _built(asked).algorithm == EASGD(sgd=sgd, elasticity=0.5, cohort_size=9)
+    assert _built(asked).algorithm == EASGD(sgd, elasticity=0.5, cohort_size=9)
     for more in ({}, {"updates": {"max_norm": 3.0}}):
         with pytest.raises(ConfigError, match=r"cohort_size is 9, but a round takes 10 reports"):
             _built({**asked, **more, "cohort": {"num_wanted": 10}})

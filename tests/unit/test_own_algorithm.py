@@ -185,7 +185,7 @@ def test_a_trainer_and_an_algorithm_that_needs_more_of_it_are_refused() -> None:
         fl.simulate(
             lbfgs("make_model"),
             data(),
-            fl.Scaffold(sgd=sgd, num_clients=5, server_learning_rate=1.0),
+            fl.Scaffold(sgd, num_clients=5, server_learning_rate=1.0),
             trainer=lbfgs("Lbfgs"),
             num_rounds=1,
             engine={"num_workers": 1},

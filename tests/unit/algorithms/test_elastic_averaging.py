@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.collecting import RoundRequest, collect_from
-from fedlearn.algorithms.elastic_averaging import EASGD, ElasticForce, without_force
+from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce, without_force
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate
@@ -18,6 +18,7 @@ from fedlearn.algorithms.local import LocalSgd, Memory, Moment, Tensors, new_mem
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.recipes import EASGD
 from fedlearn.algorithms.sampling import CyclicSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.messages import ClientId
@@ -35,8 +36,8 @@ EVERYONE = [list(range(NUM_CLIENTS))]
 APART = torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 0.5], [3.0, -2.0]]).double()
 
 
-def easgd(sgd: LocalSgd = SGD, **changes: Any) -> EASGD:
-    return replace(EASGD(sgd=sgd, elasticity=RHO, cohort_size=NUM_CLIENTS), **changes)
+def easgd(local: LocalSgd = SGD, **changes: Any) -> ElasticAveraging:
+    return EASGD(local, **{"elasticity": RHO, "cohort_size": NUM_CLIENTS} | changes)
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,6 @@ class TakenAfter(ElasticForce):
         return super().report(x, memory, told=told, num_steps=num_steps)
 
 
-class Late(EASGD):
-    """Elastic averaging with the mistake above."""
-
-    @property
-    def local(self) -> TakenAfter:
-        return TakenAfter(inner=self.sgd, elasticity=self.elasticity)
-
-
 @pytest.mark.usefixtures("nothing_to_learn")
 @pytest.mark.parametrize("cohorts", [EVERYONE * 5, [[0, 1], [3], [2, 1, 0]]], ids=["all", "some"])
 def test_without_gradients_the_models_keep_their_sum(cohorts: Sequence[Sequence[int]]) -> None:
@@ -174,7 +167,8 @@ def test_without_gradients_the_models_keep_their_sum(cohorts: Sequence[Sequence[
     total = found.own.sum(0) + found.model
     torch.testing.assert_close(total, APART.sum(0), rtol=0.0, atol=1e-12)
     assert float((found.own - APART).abs().max()) > 0.1
-    wrong = run(Late(sgd=SGD, elasticity=RHO, cohort_size=NUM_CLIENTS), cohorts, kept=begun(APART))
+    late = replace(easgd(), local=TakenAfter(inner=SGD, elasticity=RHO))
+    wrong = run(late, cohorts, kept=begun(APART))
     assert float((wrong.own.sum(0) + wrong.model - APART.sum(0)).abs().max()) > 1e-3
 
 
@@ -198,7 +192,7 @@ def test_the_bound_is_where_the_models_swing_apart() -> None:
 
 def test_a_force_that_is_not_stable_is_refused_with_its_values() -> None:
     """From 2 on, and the message says what would do."""
-    assert easgd(elasticity=3.99).elasticity == 3.99
+    assert easgd(elasticity=3.99).local.elasticity == 3.99
     with pytest.raises(ValueError, match=r"0\.1 x 4 x 5 = 2, .* lower elasticity below 4"):
         easgd(elasticity=4.0)
     assert easgd(elasticity=4.0, cohort_size=3).cohort_size == 3
@@ -225,7 +219,7 @@ def test_a_force_that_is_not_stable_is_refused_with_its_values() -> None:
 def test_steps_without_a_constant_rate_are_refused(inner: Any) -> None:
     """There would be no eta for the force; when it is made, not when a client is asked."""
     with pytest.raises(ValueError, match=r"constant rate.*give a LocalSgd"):
-        easgd(sgd=inner)
+        easgd(inner)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +246,7 @@ def test_more_reports_than_the_bound_is_for_end_the_run() -> None:
 
 def test_the_first_step_alone_has_the_force() -> None:
     """A client of several steps exchanges once a round; by hand, with momentum."""
-    strategy = easgd(sgd=replace(SGD, epochs=3, momentum=0.9))
+    strategy = easgd(replace(SGD, epochs=3, momentum=0.9))
     found = run(strategy, EVERYONE, kept=begun(APART))
     w, v = APART.clone(), torch.zeros_like(APART)
     for step in range(3):

@@ -10,9 +10,8 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.rate_schedules import ScheduledRate
-from fedlearn.algorithms.recipes import FedAvg, FedProx
+from fedlearn.algorithms.recipes import FedAvg, FedProx, Scaffold
 from fedlearn.algorithms.round_settings import in_round
-from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.messages import ClientId
@@ -27,7 +26,7 @@ NOTHING = FedAvg(OwnTraining())
     [
         FedAvg(SGD),
         FedProx(ScheduledRate(inner=SGD, rate_decay=0.9), proximal=0.1),
-        Scaffold(sgd=SGD, num_clients=3, server_learning_rate=1.0),
+        Scaffold(SGD, num_clients=3, server_learning_rate=1.0),
         WithExtra.around(FedAvg(SGD), {"lr": 3.0, "way": "up"}),
     ],
 )

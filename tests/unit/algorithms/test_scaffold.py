@@ -25,8 +25,8 @@ from fedlearn.algorithms.local import (
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
-from fedlearn.algorithms.recipes import FedAvg
-from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
+from fedlearn.algorithms.recipes import FedAvg, Scaffold
+from fedlearn.algorithms.scaffold import ControlledAveraging, ControlVariates
 from fedlearn.algorithms.settings import require_honoured, settings_of, update_from
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -61,8 +61,8 @@ class Point(nn.Module):
         return (a * (self.x - b) ** 2 / 2).sum(dim=1)
 
 
-def scaffold(sgd: LocalSgd = SGD, **changes: Any) -> Scaffold:
-    return replace(Scaffold(sgd=sgd, num_clients=NUM_CLIENTS, server_learning_rate=1.0), **changes)
+def scaffold(local: LocalSgd = SGD, **changes: Any) -> ControlledAveraging:
+    return Scaffold(local, **{"num_clients": NUM_CLIENTS, "server_learning_rate": 1.0} | changes)
 
 
 def engine() -> Engine:
@@ -277,7 +277,7 @@ def test_other_steps_than_those_of_plain_sgd_are_refused(inner: Any) -> None:
     with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
         ControlVariates(inner=inner, control_bound=None)
     with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
-        scaffold(sgd=inner)
+        scaffold(inner)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import pytest
 
 from fedlearn.algorithms.asynchronous import Asynchrony, Buffered, require_asynchronous
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAsync, FedAvg, FedBuff
-from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.recipes import FedAsync, FedAvg, FedBuff, Scaffold
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
 from fedlearn.algorithms.strategy import Wrapped
 
@@ -62,7 +61,7 @@ def test_fedasync_is_fedbuff_with_a_buffer_of_one() -> None:
 
 def test_what_is_told_by_the_model_of_a_round_cannot_be_asynchronous() -> None:
     """SCAFFOLD, whatever is around it; FedAvg can."""
-    scaffold = Scaffold(sgd=SGD, num_clients=4, server_learning_rate=1.0)
+    scaffold = Scaffold(SGD, num_clients=4, server_learning_rate=1.0)
     limits = FedBuff(SGD, buffer_size=1, concurrency=1, max_staleness=0).asynchrony
     assert isinstance(limits, Asynchrony)
     for refused in (scaffold, Wrapped(scaffold)):

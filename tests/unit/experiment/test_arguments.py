@@ -126,10 +126,10 @@ def _any(function: Callable[..., object]) -> Callable[..., object]:
         (lambda: _any(fl.FedAvg)(learning_rate=0.1), r"no argument learning_rate; it takes local"),
         (lambda: _any(fl.FedAvg)(_LOCAL, True), r"given True without a name; name weight_by"),
         (lambda: _any(fl.FedAvg)(_LOCAL, weight_by_examples="no"), r"'no'; give True or False"),
-        (lambda: _any(fl.Scaffold)(_LOCAL), r"write fl\.Scaffold\(sgd=fl\.LocalSgd"),
+        (_any(fl.Scaffold), r"write fl\.Scaffold\(fl\.LocalSgd"),
         (
-            lambda: _any(fl.Scaffold)(sgd="sgd", num_clients=2, server_learning_rate=1.0),
-            r"sgd is 'sgd', which has no step to take; give fl\.LocalSgd",
+            lambda: _any(fl.Scaffold)("sgd", num_clients=2, server_learning_rate=1.0),
+            r"local is 'sgd', which has no step to take; give fl\.LocalSgd",
         ),
         (
             lambda: _any(fl.FedAvgM)(_LOCAL, server_learning_rate="1", server_momentum=0.9),

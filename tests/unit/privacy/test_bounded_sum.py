@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.bounds import GENEROUS
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Over, Updates
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAvg
-from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
@@ -35,7 +34,7 @@ def summing(aggregation: BoundedSum) -> BoundedUpdates:
     sgd = LocalSgd(epochs=1, batch_size=None, learning_rate=1.0)
     if len(aggregation.bounds) == 1:
         return BoundedUpdates(FedAvg(sgd, weight_by_examples=False), aggregation)
-    inner = Scaffold(sgd=sgd, num_clients=9, server_learning_rate=1.0, control_bound=CONTROL.bound)
+    inner = Scaffold(sgd, num_clients=9, server_learning_rate=1.0, control_bound=CONTROL.bound)
     return BoundedUpdates(inner, aggregation)
 
 

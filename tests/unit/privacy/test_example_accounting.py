@@ -7,13 +7,11 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.per_client import PerClient
-from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
-from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.recipes import EASGD, FedAvg, FedMedian, FedProx, Scaffold
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -153,8 +151,8 @@ def test_four_epochs_are_four_gaussians(cohorts: UserCohorts) -> None:
         FedAvg(SGD, weight_by_examples=False),
         FedProx(SGD, proximal=0.1, weight_by_examples=False),
         FedMedian(SGD),
-        Scaffold(sgd=SGD, num_clients=100, server_learning_rate=1.0),
-        EASGD(sgd=SGD, elasticity=0.02, cohort_size=100),
+        Scaffold(SGD, num_clients=100, server_learning_rate=1.0),
+        EASGD(SGD, elasticity=0.02, cohort_size=100),
     ],
 )
 def test_every_step_of_every_client_is_noised(inner: Strategy) -> None:

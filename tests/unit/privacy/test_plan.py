@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAvg
-from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.params import Params
@@ -25,7 +24,7 @@ from fedlearn.privacy.secret import ReproducibleStreams
 
 SGD = LocalSgd(epochs=1, batch_size=8, learning_rate=0.5)
 PLAIN = FedAvg(SGD, weight_by_examples=False)
-TWO_LANES = Scaffold(sgd=SGD, num_clients=100, server_learning_rate=1.0, control_bound=3.0)
+TWO_LANES = Scaffold(SGD, num_clients=100, server_learning_rate=1.0, control_bound=3.0)
 
 
 def plan(
