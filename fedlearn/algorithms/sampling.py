@@ -1,13 +1,16 @@
 """Which clients are asked in a round. Public: sampling alone hides nobody."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol, overload
+from typing import Annotated, ClassVar, Protocol, overload
 
 import numpy as np
 from annotated_types import Gt, doc
 from numpy.typing import NDArray
 
+from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Ranged
@@ -70,7 +73,64 @@ class _Rest(Sequence[ClientId]):
         return ClientId(self._whole[place + passed])
 
 
-class _Drawn:
+@dataclass(frozen=True, kw_only=True)
+class Users:
+    """Whom a sampler draws from, as privacy accounts for it.
+
+    Attributes:
+        population: Users there are.
+        num_wanted: Reports that close a round.
+        num_asked: Users asked in a round.
+        has_gaps: Whether ids between theirs may be missing, as where clients were revoked.
+    """
+
+    population: int
+    num_wanted: int
+    num_asked: int
+    has_gaps: bool
+
+
+class SeededSampler(ABC):
+    """A sampler of fedlearn's: the seed alone says the cohort, and privacy can account for it.
+
+    So each process of a simulation draws by itself; a sampler of another class is asked on rank 0.
+
+    Attributes:
+        draws_each_alone: See :func:`draws_each_alone`.
+    """
+
+    draws_each_alone: ClassVar[bool]
+
+    @abstractmethod
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        """Return the cohort; see :class:`CohortSampler`."""
+
+    @abstractmethod
+    def cohorts(self, users: Users) -> UserCohorts:
+        """Return how users are drawn, as privacy accounts for it.
+
+        Raises:
+            ValueError: There are too few.
+        """
+
+
+def draws_each_alone(sampler: CohortSampler) -> bool:
+    """Return whether it does not depend on the other clients whether one is asked.
+
+    Where it does, sampling hides nobody if clients come and go.
+    """
+    return isinstance(sampler, SeededSampler) and sampler.draws_each_alone
+
+
+class _Drawn(SeededSampler):
     """Draws so many clients as a rule of its own says, uniformly without replacement."""
 
     def sample(
@@ -108,6 +168,12 @@ class UniformSampler(_Drawn):
         True
     """
 
+    draws_each_alone = False
+
+    def cohorts(self, users: Users) -> FixedCohorts:
+        """Return cohorts of one size."""
+        return FixedCohorts(users.population, users.num_asked)
+
 
 @dataclass(frozen=True)
 class PoissonSampler(Ranged, _Drawn):
@@ -121,7 +187,14 @@ class PoissonSampler(Ranged, _Drawn):
         Gaussian Mechanism <https://arxiv.org/abs/1908.10530>`_.
     """
 
+    draws_each_alone = True
+
     cap: Annotated[float, Gt(1), doc("Largest cohort as a multiple of the expected one, > 1.")]
+
+    def cohorts(self, users: Users) -> PoissonCohorts:
+        """Return cohorts of so many reports in the mean, and the cap."""
+        largest = math.ceil(self.cap * users.num_wanted)
+        return PoissonCohorts(users.population, users.num_wanted, min(largest, users.population))
 
     def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
         largest = int(np.ceil(self.cap * num_asked))
@@ -129,7 +202,7 @@ class PoissonSampler(Ranged, _Drawn):
 
 
 @dataclass(frozen=True)
-class CyclicSampler:
+class CyclicSampler(SeededSampler):
     """All clients in turn: each is in one of ``len(available) // num_asked`` groups.
 
     A group is asked as a whole, be it a client larger than what is asked for. A client's group
@@ -140,6 +213,15 @@ class CyclicSampler:
         >>> [CyclicSampler().sample(range(6), round_num=each, **how) for each in range(4)]
         [(1, 3), (2, 4), (0, 5), (1, 3)]
     """
+
+    draws_each_alone = True
+
+    def cohorts(self, users: Users) -> CyclicCohorts:
+        """Return groups of so many reports; where ids are missing, all users may be in one."""
+        num_groups = max(1, users.population // users.num_wanted)
+        even = -(-users.population // num_groups)
+        largest = users.population if users.has_gaps else even
+        return CyclicCohorts(users.population, users.num_wanted, largest)
 
     def sample(
         self,

@@ -10,7 +10,7 @@ from fedlearn.algorithms.metrics import require_name
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.per_client import PerClient
-from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler
+from fedlearn.algorithms.sampling import draws_each_alone
 from fedlearn.algorithms.settings import require_travels
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.building.completed import complete, furnished
@@ -160,8 +160,7 @@ def _deployed_privately(pieces: Deployment) -> Deployment:
             'privacy.reproducible is true, but privacy.mode is "distributed", and the clients of a '
             "deployment draw secret noise; leave it out"
         )
-    drawn_alone = isinstance(pieces.sampler, PoissonSampler | CyclicSampler)
-    if section.mode == "central" and not drawn_alone:
+    if section.mode == "central" and not draws_each_alone(pieces.sampler):
         raise ConfigError(
             f'cohort.sampling is "{pieces.config.cohort.sampling}", but clients come and go, and '
             "of few that are there each would be asked more often than is accounted for; set it to "

@@ -4,15 +4,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, UserCohorts
 from fedlearn.algorithms.objectives import why_not_by_example
-from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
+from fedlearn.algorithms.sampling import SeededSampler, Users, draws_each_alone
 from fedlearn.building.pieces import Deployment, Pieces, PiecesT
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.banded_matrix import optimal
-from fedlearn.privacy.events import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
 from fedlearn.privacy.plan import (
     BandedPlan,
     CentralPlan,
@@ -103,32 +103,29 @@ def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
     Of the clients that are there, asking some does not make it less likely that one is asked; nor
     is anybody hidden by it from who sees single updates.
     """
-    policy, mode = pieces.policy, pieces.config.privacy.mode
+    policy, mode, sampler = pieces.policy, pieces.config.privacy.mode, pieces.sampler
+    is_deployed, alone = isinstance(pieces, Deployment), draws_each_alone(sampler)
+    everybody = FixedCohorts(num_users, num_users)
     if pieces.asynchrony is not None:  # who is fast takes part in every round
-        return FixedCohorts(num_users, num_users)
-    is_poisson = isinstance(pieces.sampler, PoissonSampler)
-    is_fixed = mode == "distributed" or (mode == "example" and not is_poisson)
-    if mode == "local" or (isinstance(pieces, Deployment) and is_fixed):
+        return everybody
+    if mode == "local" or (is_deployed and (mode == "distributed" or not alone)):
         if policy.num_asked > num_users:
             raise ValueError(
                 f"privacy.num_users is {num_users}, but {policy.num_asked} clients are asked in a "
                 "round; raise it, or lower cohort.num_wanted or stragglers.over_selection"
             )
-        return FixedCohorts(num_users, num_users)
-    if isinstance(pieces.sampler, CyclicSampler):
-        num_groups = max(1, num_users // policy.num_wanted)
-        # The ids of clients that may enrol have gaps where others were revoked.
-        even = -(-num_users // num_groups)
-        largest = num_users if isinstance(pieces, Deployment) else even
-        return CyclicCohorts(num_users, policy.num_wanted, largest)
-    if isinstance(pieces.sampler, PoissonSampler):
-        largest = math.ceil(pieces.sampler.cap * policy.num_wanted)
-        return PoissonCohorts(num_users, policy.num_wanted, min(largest, num_users))
-    if isinstance(pieces.sampler, UniformSampler):
-        return FixedCohorts(num_users, policy.num_asked)
+        return everybody
+    if isinstance(sampler, SeededSampler):
+        users = Users(
+            population=num_users,
+            num_wanted=policy.num_wanted,
+            num_asked=policy.num_asked,
+            has_gaps=is_deployed,
+        )
+        return sampler.cohorts(users)
     raise ValueError(
-        f"what cohorts of {type(pieces.sampler).__name__} cost is not known; set cohort.sampling "
-        'to "poisson", "uniform" or "cyclic"'
+        f"what cohorts of {type(sampler).__name__} cost is not known; set cohort.sampling to "
+        '"poisson", "uniform" or "cyclic"'
     )
 
 

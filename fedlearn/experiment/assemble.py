@@ -15,12 +15,7 @@ from fedlearn.algorithms.aggregations import FullAggregation
 from fedlearn.algorithms.collecting import ChannelCollector, Collector, further_bytes
 from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.local import LocalWork
-from fedlearn.algorithms.sampling import (
-    CohortSampler,
-    CyclicSampler,
-    PoissonSampler,
-    UniformSampler,
-)
+from fedlearn.algorithms.sampling import CohortSampler, SeededSampler
 from fedlearn.algorithms.settings import own_classes, own_transforms, require_travels
 from fedlearn.build import Pieces, Simulation, server_task
 from fedlearn.core.clock import Clock
@@ -326,7 +321,7 @@ def _num_workers(
 
 def workers_used(simulation: Simulation, asked: int) -> int:
     """Return how many of the workers that were asked for have a client to train."""
-    if _is_ours(simulation.sampler):
+    if isinstance(simulation.sampler, SeededSampler):
         return min(asked, simulation.policy.num_asked)
     return min(asked, simulation.population.num_clients)  # a sampler of the user's may ask them all
 
@@ -639,11 +634,9 @@ def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
     given = simulation.sampler
     if simulation.privacy is not None:
         return SharedSampler(given, cluster)
-    return given if _is_ours(given) else SharedSampler(UserSampler(given), cluster)
-
-
-def _is_ours(sampler: CohortSampler) -> bool:
-    return isinstance(sampler, UniformSampler | PoissonSampler | CyclicSampler)
+    if isinstance(given, SeededSampler):
+        return given
+    return SharedSampler(UserSampler(given), cluster)
 
 
 def _behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.linalg import toeplitz
 from torch import Tensor, nn
 
+from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.sampling import whose_turn
 from fedlearn.build import Simulation, algorithm, around, simulation
@@ -35,7 +36,6 @@ from fedlearn.privacy.audit import (
     power,
 )
 from fedlearn.privacy.banded_matrix import optimal
-from fedlearn.privacy.events import Adjacency
 from fedlearn.privacy.plan import PrivacyPlan
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import ClientRows, Population, UnreadRows, unread_rows

@@ -8,20 +8,14 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from fedlearn.algorithms.cohorts import Adjacency, CyclicCohorts, PoissonCohorts, UserCohorts
 from fedlearn.build import Pieces
 from fedlearn.core.files import write_durably
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import aligned
 from fedlearn.experiment.plot import RUN_COLOURS
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
-from fedlearn.privacy.events import (
-    Adjacency,
-    Cohorts,
-    CyclicCohorts,
-    PoissonCohorts,
-    Spent,
-    UserCohorts,
-)
+from fedlearn.privacy.events import Cohorts, Spent
 from fedlearn.privacy.plan import PrivacyPlan
 
 #: By adjacency what two data sets differ by.

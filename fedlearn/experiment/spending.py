@@ -1,7 +1,7 @@
 """What has been spent of the privacy of a run's clients, by its record."""
 
+from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.config.privacy import PrivacySection
-from fedlearn.privacy.events import Adjacency
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.ledger import StoredLedger

@@ -32,14 +32,8 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from fedlearn.privacy.events import (
-    Cohorts,
-    Event,
-    ExampleCohorts,
-    FixedCohorts,
-    PoissonCohorts,
-    Spent,
-)
+from fedlearn.algorithms.cohorts import FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import Cohorts, Event, ExampleCohorts, Spent
 from fedlearn.privacy.gaussian import gaussian_epsilon, mixed_epsilon
 from fedlearn.privacy.replaced_user import WorstRounds, either_side_delta, losses_up_to
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.cohorts import CyclicCohorts
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.sampling import whose_turn
 from fedlearn.algorithms.strategy import State, Strategy
@@ -47,7 +48,6 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.privacy.banded_matrix import BandedMatrix
 from fedlearn.privacy.bounded_sum import EXACT, BoundedUpdates, Noise
-from fedlearn.privacy.events import CyclicCohorts
 
 _DIAGONALS, _TURN = "banded_diagonals", "banded_turn"
 _SUMS, _ESTIMATES = "banded_sums", "banded_estimates"

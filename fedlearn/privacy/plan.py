@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.algorithms.local import LocalUpdate, pieces_of
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -32,15 +33,7 @@ from fedlearn.privacy.bounded_sum import (
     NoisyMean,
     require_equal_mean,
 )
-from fedlearn.privacy.events import (
-    Cohorts,
-    CyclicCohorts,
-    Event,
-    ExampleCohorts,
-    FixedCohorts,
-    PoissonCohorts,
-    UserCohorts,
-)
+from fedlearn.privacy.events import Cohorts, Event, ExampleCohorts
 from fedlearn.privacy.secret import DrawnNoise, FixedCohortSampler, PoissonCohortSampler, Streams
 
 

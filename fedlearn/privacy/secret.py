@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.cohorts import FixedCohorts, PoissonCohorts
 from fedlearn.core.messages import ClientId
 from fedlearn.core.noise import SecretStream, discrete_gaussian
 from fedlearn.core.randomness import Seed
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError
-from fedlearn.privacy.events import FixedCohorts, PoissonCohorts
 
 
 class Streams(Protocol):

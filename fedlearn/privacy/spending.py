@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fedlearn.privacy.events import Adjacency
+from fedlearn.algorithms.cohorts import Adjacency
 
 #: By adjacency what is hidden.
 _HIDDEN = {

@@ -2,16 +2,9 @@
 
 from sqlalchemy import func, select, update
 
+from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts
 from fedlearn.core.clock import utc_now
-from fedlearn.privacy.events import (
-    Cohorts,
-    CyclicCohorts,
-    Event,
-    ExampleCohorts,
-    FixedCohorts,
-    PoissonCohorts,
-    Spent,
-)
+from fedlearn.privacy.events import Cohorts, Event, ExampleCohorts, Spent
 from fedlearn.privacy.ledger import Charge
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ChargeRow

@@ -10,12 +10,12 @@ import pytest
 from torch import Tensor, nn
 
 import fedlearn as fl
+from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.build import deployment
 from fedlearn.cli.app import main
 from fedlearn.config import load
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.spending import ledger_of, section_of
-from fedlearn.privacy.events import FixedCohorts
 from tests.e2e.noise import COHORT, POPULATION, has_scale, moved, simulated
 
 #: No step: what the model moves by is the noise alone.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.sampling import whose_turn
 from fedlearn.build import deployment
 from fedlearn.config import resolve_addresses
@@ -20,7 +21,7 @@ from fedlearn.experiment.progress import progress_to
 from fedlearn.experiment.simulate import run_config
 from fedlearn.experiment.site import Site as RunSite
 from fedlearn.experiment.spending import ledger_of, section_of, spending
-from fedlearn.privacy.events import Event, FixedCohorts
+from fedlearn.privacy.events import Event
 from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.rounds.records import RunStatus
 from tests.e2e.deployed import Site, site_in

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
@@ -28,7 +29,13 @@ from fedlearn.algorithms.objectives import (
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import EASGD, Scaffold
-from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
+from fedlearn.algorithms.sampling import (
+    CyclicSampler,
+    PoissonSampler,
+    SeededSampler,
+    UniformSampler,
+    Users,
+)
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.build import Simulation, around, simulation
 from fedlearn.building.private import with_privacy
@@ -904,8 +911,20 @@ class FirstClients:
         return tuple(available[:num_asked])
 
 
+class KnownFirstClients(FirstClients, SeededSampler):
+    """The same, which says that nobody is hidden by it."""
+
+    draws_each_alone = False
+
+    def cohorts(self, users: Users) -> FixedCohorts:
+        return FixedCohorts(users.population, users.population)
+
+
 def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
-    """Before, they were drawn and accounted for as uniform ones. Control: uniform cohorts."""
+    """Before, they were drawn and accounted for as uniform ones.
+
+    Controls: uniform cohorts, and a sampler that says how its cohorts count.
+    """
     privacy = {"mode": "central", "noise_multiplier": 1.0, "clip_norm": 1.0, "target_delta": 1e-3}
     uniform = _built({"privacy": privacy, "cohort": {"sampling": "uniform"}})
     algorithm = _built({"algorithm": {"weight_by_examples": False}}).algorithm
@@ -913,6 +932,9 @@ def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
     assert with_privacy(plain, 100).privacy is not None
     with pytest.raises(ConfigError, match="cohorts of FirstClients cost is not known"):
         with_privacy(replace(plain, sampler=FirstClients()), 100)
+    known = with_privacy(replace(plain, sampler=KnownFirstClients()), 100).privacy
+    assert known is not None
+    assert known.cohorts == FixedCohorts(100, 100)
 
 
 def test_a_loss_of_the_whole_batch_is_declared_in_the_file(user_file: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.experiment.comparison import (
@@ -22,7 +23,6 @@ from fedlearn.experiment.comparison import (
     summarize,
     time_unit,
 )
-from fedlearn.privacy.events import Adjacency
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 

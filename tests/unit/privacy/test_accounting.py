@@ -20,12 +20,13 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.integrate import quad
 from scipy.stats import norm
 
+from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts
 from fedlearn.privacy.accounting import (
     calibrated,
     epsilon_against_coordinator,
     epsilon_of_release,
 )
-from fedlearn.privacy.events import CyclicCohorts, Event, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import Event
 from fedlearn.privacy.gaussian import gaussian_epsilon
 
 DELTA = 1e-6

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, matrix
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAdam, FedAvg
@@ -19,7 +20,6 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip, AdaptivelyBounded, divided
 from fedlearn.privacy.bounded_sum import BoundedSum
-from fedlearn.privacy.events import FixedCohorts
 from fedlearn.privacy.plan import CentralPlan
 from fedlearn.privacy.secret import ReproducibleStreams
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedlearn.algorithms.cohorts import CyclicCohorts
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -25,7 +26,6 @@ from fedlearn.errors import ConfigError, StoreError
 from fedlearn.privacy.banded_matrix import BandedMatrix, optimal
 from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
 from fedlearn.privacy.bounded_sum import BoundedLane, BoundedSum, Noise, NoisyMean
-from fedlearn.privacy.events import CyclicCohorts
 from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
 from tests.unit.privacy.test_banded_matrix import explicit
 

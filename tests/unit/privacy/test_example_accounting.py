@@ -7,6 +7,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
+from fedlearn.algorithms.cohorts import FixedCohorts, PoissonCohorts, UserCohorts
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
@@ -20,14 +21,7 @@ from fedlearn.privacy.accounting import (
     epsilon_against_coordinator,
     epsilon_of_release,
 )
-from fedlearn.privacy.events import (
-    Event,
-    ExampleCohorts,
-    FixedCohorts,
-    PoissonCohorts,
-    Spent,
-    UserCohorts,
-)
+from fedlearn.privacy.events import Event, ExampleCohorts, Spent
 from fedlearn.privacy.plan import ExampleLevelPlan
 from fedlearn.privacy.secret import ReproducibleStreams
 

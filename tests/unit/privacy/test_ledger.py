@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from fedlearn.algorithms.cohorts import CyclicCohorts, PoissonCohorts
 from fedlearn.core.clock import VirtualClock
 from fedlearn.errors import BudgetExhausted
-from fedlearn.privacy.events import CyclicCohorts, Event, PoissonCohorts, Spent
+from fedlearn.privacy.events import Event, Spent
 from fedlearn.privacy.ledger import Budget, Charge, Charging
 
 EVENT = Event(PoissonCohorts(100, 10, 20), 1.0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlearn.algorithms.cohorts import CyclicCohorts, PoissonCohorts
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg, Scaffold
@@ -18,7 +19,6 @@ from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.banded_matrix import BandedMatrix, optimal
 from fedlearn.privacy.banded_noise import BandedUpdates
 from fedlearn.privacy.bounded_sum import BoundedSum
-from fedlearn.privacy.events import CyclicCohorts, PoissonCohorts
 from fedlearn.privacy.plan import BandedPlan, CentralPlan
 from fedlearn.privacy.secret import ReproducibleStreams
 

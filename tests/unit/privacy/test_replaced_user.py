@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from scipy.signal import fftconvolve
 from scipy.stats import norm
 
+from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.privacy.accounting import epsilon_of_release
-from fedlearn.privacy.events import Event, FixedCohorts
+from fedlearn.privacy.events import Event
 from fedlearn.privacy.replaced_user import (
     WorstRounds,
     odd_first_delta,

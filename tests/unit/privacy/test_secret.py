@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
+from fedlearn.algorithms.cohorts import FixedCohorts, PoissonCohorts
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.privacy.events import FixedCohorts, PoissonCohorts
 from fedlearn.privacy.secret import (
     DrawnNoise,
     FixedCohortSampler,

@@ -5,13 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.privacy.events import (
-    CyclicCohorts,
-    Event,
-    ExampleCohorts,
-    FixedCohorts,
-    PoissonCohorts,
-)
+from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import Event, ExampleCohorts
 from fedlearn.privacy.ledger import Charge
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database
