@@ -141,7 +141,7 @@ def check(
     data_dir: DataDir = None,
 ) -> None:
     """Print a configuration as it would run; run nothing."""
-    from fedlearn.build import algorithm, deployment, roster_draw, secure_plan
+    from fedlearn.assembly import algorithm, deployment, roster_draw, secure_plan
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load, render
     from fedlearn.config.data import NoData

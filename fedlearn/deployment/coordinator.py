@@ -22,7 +22,8 @@ from importlib.metadata import version
 import structlog
 import torch
 
-from fedlearn import build
+from fedlearn import assembly
+from fedlearn.assembly.reach import Identities, Reach, require_plain
 from fedlearn.config import Config
 from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock
@@ -40,7 +41,6 @@ from fedlearn.door.open_files import raise_max_open_files
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
-from fedlearn.experiment.assemble import Identities, Reach, require_plain
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
@@ -123,7 +123,7 @@ def coordinate(
             f'flower.client_apps is "{config.flower.client_apps}", but this coordinator serves '
             "fedlearn's clients over gRPC; leave it out, or run the app by `flwr run`"
         )
-    pieces = build.deployment(config, data_dir=places.addresses.data_dir)
+    pieces = assembly.deployment(config, data_dir=places.addresses.data_dir)
     if insecure:
         require_plain(pieces)
     coordinator = Coordinator(
@@ -175,7 +175,7 @@ class Coordinator:
     """
 
     places: Places
-    pieces: build.Deployment
+    pieces: assembly.Deployment
     _: KW_ONLY
     insecure: bool
     serve_on: bool

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import structlog
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.algorithms.stragglers import BelowMinimum
+from fedlearn.assembly.reach import Identities, Reach
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.config.pieces import built
 from fedlearn.deployment.flower_config import configuration, number
@@ -24,7 +25,6 @@ from fedlearn.deployment.record import (
     ensure_deployed,
 )
 from fedlearn.errors import ConfigError, StoreError, TooFewNodes
-from fedlearn.experiment.assemble import Identities, Reach
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
@@ -101,7 +101,7 @@ def run(
     config = configuration(federation.run_config, folder)
     site = Site(resolve_addresses(config, environ=environ), environ, interruption, progress)
     _require_no_eligibility(config)
-    pieces = build.deployment(config, data_dir=site.addresses.data_dir)
+    pieces = assembly.deployment(config, data_dir=site.addresses.data_dir)
     with site.database() as database, one_thread():
         name = config.name or begin(new_record(pieces, extra={}), database, seed=config.seed).name
         ensure_deployed(database, pieces, name=name, clock=interruption)

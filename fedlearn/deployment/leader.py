@@ -13,7 +13,9 @@ from pathlib import Path
 import structlog
 
 from fedlearn.algorithms.flight import Draw
-from fedlearn.build import Deployment
+from fedlearn.assembly import Deployment
+from fedlearn.assembly.reach import Reach
+from fedlearn.assembly.server_jobs import FOLDER, Place
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.interruption import Interruption
@@ -22,10 +24,8 @@ from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import DurableOpening, present_in
 from fedlearn.deployment.record import ForgettingStore, TellingStore, resume_round
 from fedlearn.deployment.rounds import KeptRun, run_over
-from fedlearn.experiment.assemble import Reach
 from fedlearn.experiment.privacy import promise, skip_lost_turns
 from fedlearn.experiment.progress import Progress, extend
-from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.cluster import Alone
 from fedlearn.store.journal import StoredJournal

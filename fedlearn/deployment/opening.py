@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fedlearn.algorithms.sampling import CohortSampler, without
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.build import Deployment
+from fedlearn.assembly import Deployment
 from fedlearn.core.clock import RealClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed

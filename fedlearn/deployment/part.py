@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.config import Config, load, resolve_addresses
 from fedlearn.core.features import Features
 from fedlearn.core.messages import ClientId
@@ -46,10 +46,10 @@ def part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
         dataset: Any = unread.dataset  # a map-style dataset, of torch's class or not
         examples, labels = Subset(dataset, unread.rows.tolist()), None
     return TorchTrainer.of(
-        build.model_factory(config, data),
+        assembly.model_factory(config, data),
         examples,
         labels,
         objective=config.loss.build(),
-        metrics=build.metrics(config.metrics),
+        metrics=assembly.metrics(config.metrics),
         device="cpu",
     )

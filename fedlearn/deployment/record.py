@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.algorithms.flight import PendingTask
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config import Config
@@ -28,7 +28,7 @@ _ATTEMPTS, _AGAIN_S = 20, 0.5
 
 
 def ensure_deployed(
-    database: Database, pieces: build.Deployment, *, name: str, clock: Clock
+    database: Database, pieces: assembly.Deployment, *, name: str, clock: Clock
 ) -> None:
     """Make the run called ``name`` and deploy it, unless that was done before.
 

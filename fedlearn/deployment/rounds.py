@@ -10,21 +10,15 @@ import torch
 from fedlearn.algorithms.collecting import ChannelCollector
 from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.sampling import without
-from fedlearn.build import Deployment
+from fedlearn.assembly import Deployment
+from fedlearn.assembly.plan import central_evaluator, initial_params, release_of, run_plan
+from fedlearn.assembly.reach import Reach, over_channel
+from fedlearn.assembly.server_jobs import Place
+from fedlearn.assembly.user_code import AfterRound, LoggedCallback
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.failing import NotedCollector
-from fedlearn.experiment.assemble import (
-    Reach,
-    central_evaluator,
-    initial_params,
-    over_channel,
-    release_of,
-    run_plan,
-)
-from fedlearn.experiment.server_training import Place
-from fedlearn.experiment.user_code import AfterRound, LoggedCallback
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Charges
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
@@ -112,7 +106,6 @@ def run_over(
         plan,
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         resumed=kept.resumed,
-        num_rounds=max(plan.num_rounds, kept.extended()),
         extended=kept.extended,
     )
     after_round = AfterRound(

@@ -1,6 +1,6 @@
 """Whether clients of the protocol before may take part in a run."""
 
-from fedlearn.build import Deployment
+from fedlearn.assembly import Deployment
 
 
 def reason_for_newest(pieces: Deployment) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.sampling import whose_turn
-from fedlearn.build import Simulation, algorithm, around, simulation
+from fedlearn.assembly import Simulation, algorithm, around, simulation
 from fedlearn.config import Config
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fedlearn.algorithms.cohorts import Adjacency, CyclicCohorts, PoissonCohorts, UserCohorts
-from fedlearn.build import Pieces
+from fedlearn.assembly import Pieces
 from fedlearn.core.files import write_durably
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import aligned

@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fedlearn import build
-from fedlearn.build import server_task
+from fedlearn import assembly
+from fedlearn.assembly import server_task
 from fedlearn.config import Config
 from fedlearn.core.files import write_durably
 from fedlearn.core.randomness import Seed
@@ -74,7 +74,7 @@ def outlook(config: Config, site: Site) -> Outlook:
         ConfigError: The model cannot be cut so, or followed without data.
         DataError: Data are missing.
     """
-    task = server_task(build.alone(config, data_dir=site.addresses.data_dir))
+    task = server_task(assembly.alone(config, data_dir=site.addresses.data_dir))
     task = replace(task, make_model=without_data(task.make_model))
     task.require_fitting()
     features, labels = task.stream.batch(range(1))

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fedlearn.build import Pieces, Simulation, deployment, simulation
+from fedlearn.assembly import Pieces, Simulation, deployment, simulation
 from fedlearn.config import Config
 from fedlearn.config.data import NoData
 from fedlearn.core.clock import Clock

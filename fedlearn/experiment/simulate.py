@@ -28,7 +28,11 @@ from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.torch_losses import as_objective
-from fedlearn.build import Pieces, Simulation, around, simulation
+from fedlearn.assembly import Pieces, Simulation, around, simulation
+from fedlearn.assembly.choices import device_of, resolve, workers_used
+from fedlearn.assembly.server_jobs import FOLDER, Place
+from fedlearn.assembly.simulated_plan import assemble
+from fedlearn.assembly.user_code import AfterRound
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import Devices
 from fedlearn.config.pieces import built
@@ -44,16 +48,13 @@ from fedlearn.experiment.arguments import (
     require_data,
     require_settings,
 )
-from fedlearn.experiment.assemble import assemble, device_of, resolve, workers_used
 from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import promise, skip_lost_turns, with_ledger
 from fedlearn.experiment.progress import Progress, extend, progress_to
 from fedlearn.experiment.recorded import ARGUMENT_DATA, config_of
 from fedlearn.experiment.run import Run, begin
-from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.site import Site
 from fedlearn.experiment.spending import spending
-from fedlearn.experiment.user_code import AfterRound
 from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
@@ -610,7 +611,7 @@ class _Part:
             charging=charging,
         )
         extended = partial(_extended, num_rounds, cluster)
-        plan = replace(plan, num_rounds=max(plan.num_rounds, extended()), extended=extended)
+        plan = replace(plan, extended=extended)
         after_round = AfterRound(cluster, progress, pieces.callbacks, pieces.make_model)
         train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
 

@@ -13,15 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedlearn import build
-from fedlearn.build import Pieces, server_task
+from fedlearn import assembly
+from fedlearn.assembly import Pieces, server_task
+from fedlearn.assembly.plan import central_evaluator, initial_params
+from fedlearn.assembly.server_jobs import divergence_explained
 from fedlearn.config import Config
 from fedlearn.core.distribution import split
 from fedlearn.core.files import disk_errors
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, StoreError
-from fedlearn.experiment.assemble import central_evaluator, initial_params
-from fedlearn.experiment.server_training import divergence_explained
 from fedlearn.experiment.site import Site
 from fedlearn.parallel.jobs import Folder, Job, digest_of, train
 from fedlearn.parallel.server_steps import with_state
@@ -98,7 +98,7 @@ def train_alone(
         ConfigError: What is asked does not fit the model, the data, or the training in the folder.
         FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
     """
-    pieces = build.alone(config, data_dir=site.addresses.data_dir)
+    pieces = assembly.alone(config, data_dir=site.addresses.data_dir)
     task = server_task(pieces)
     if not task.plan.num_steps:
         raise ConfigError(
@@ -147,7 +147,7 @@ def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | Non
         evaluate_every: As in :class:`Request`.
         patience: Likewise.
     """
-    pieces = build.alone(Config.from_json(config), data_dir=Path(data_dir))
+    pieces = assembly.alone(Config.from_json(config), data_dir=Path(data_dir))
     return _with_evaluation(server_task(pieces), pieces, every=evaluate_every, patience=patience)
 
 

@@ -108,7 +108,7 @@ class Release(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """The pieces of a round; built once by :mod:`fedlearn.build`.
+    """The pieces of a round; built once by :mod:`fedlearn.assembly`.
 
     Attributes:
         draw: Draws the clients to ask.

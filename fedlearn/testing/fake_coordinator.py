@@ -14,7 +14,7 @@ from fedlearn.algorithms.collecting import collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.building.secure import require_summable
+from fedlearn.assembly.secure import require_summable
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.core.collecting import Status

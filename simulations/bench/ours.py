@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import fedlearn as fl
 from fedlearn.algorithms import noised_gradients
-from fedlearn.build import around
+from fedlearn.assembly import around
 from fedlearn.config import Addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId

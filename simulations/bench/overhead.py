@@ -27,13 +27,14 @@ import fedlearn as fl
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.recipes import Algorithm
-from fedlearn.build import Simulation, around
+from fedlearn.assembly import Simulation, around
+from fedlearn.assembly.choices import resolve
+from fedlearn.assembly.simulated_plan import assemble
+from fedlearn.assembly.user_code import AfterRound
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.experiment.simulate import config_around, new_record
-from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.run import train
 from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.simulation.engine import Engine

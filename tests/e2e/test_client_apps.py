@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import fedlearn.client
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import load
 from fedlearn.core.clock import VirtualClock

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.cohorts import FixedCohorts
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.cli.app import main
 from fedlearn.config import load
 from fedlearn.errors import ConfigError, RoundError

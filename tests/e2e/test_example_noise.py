@@ -9,7 +9,7 @@ from torch import nn
 
 import fedlearn as fl
 from fedlearn.algorithms.noised_gradients import NoisedGradients
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.cli.app import main
 from fedlearn.config import load
 from fedlearn.errors import ConfigError, EngineError

@@ -19,7 +19,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fedlearn import build
+from fedlearn import assembly
+from fedlearn.assembly.reach import Reach
+from fedlearn.assembly.server_jobs import Place
 from fedlearn.client.flower import Node
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
@@ -27,8 +29,6 @@ from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainReq
 from fedlearn.core.params import Params
 from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.rounds import KeptRun, run_over
-from fedlearn.experiment.assemble import Reach
-from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.session.session import ClientSession
@@ -246,7 +246,7 @@ def replayed(
     """Return the model of the same run in memory, replies in the order in which they came."""
     folder = APP / "federation"
     config = configuration(run_config, folder)
-    pieces = build.deployment(config, data_dir=folder)
+    pieces = assembly.deployment(config, data_dir=folder)
     arrival_s = {
         (record.round_num, participation.client_id): participation.duration_s
         if participation.status is Status.REPORTED
@@ -371,7 +371,7 @@ def assert_equals_plain(stored: StoredRun) -> None:
     config: dict[str, Scalar] = {"config": "run.toml", "num-rounds": NUM_SECURE_ROUNDS}
     expected = replayed(stored.rounds(), config | {"overrides": PLAIN}, num_nodes=NUM_SECURE_NODES)
     folder = APP / "federation"
-    pieces = build.deployment(
+    pieces = assembly.deployment(
         configuration(config | {"overrides": SECURE}, folder), data_dir=folder
     )
     plan, layout = pieces.secure, Params.of(pieces.make_model()).layout

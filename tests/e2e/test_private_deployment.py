@@ -12,7 +12,7 @@ import torch
 
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.sampling import whose_turn
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId

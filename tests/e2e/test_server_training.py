@@ -14,12 +14,12 @@ from torch import nn
 
 import fedlearn as fl
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.build import Simulation, around, server_task
+from fedlearn.assembly import Simulation, around, server_task
+from fedlearn.assembly.plan import initial_params
 from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, Diverged
-from fedlearn.experiment.assemble import initial_params
 from fedlearn.experiment.comparison import Summary
 from fedlearn.parallel.optimizers import AdamKin
 from fedlearn.rounds.records import RoundRecord, RunRecord

@@ -19,6 +19,8 @@ import structlog
 from torch import Tensor
 
 from fedlearn.algorithms.collecting import Collector
+from fedlearn.assembly import simulated_plan
+from fedlearn.assembly.reach import Identities, Reach, over_channel
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.flower import client_app
 from fedlearn.client.home import Home
@@ -28,8 +30,6 @@ from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.coordinator import enrolled_keys
-from fedlearn.experiment import assemble
-from fedlearn.experiment.assemble import Identities, Reach, over_channel
 from fedlearn.identity.identity import Identity
 from fedlearn.simulation.sessions import SessionCollector, SessionsKept
 from fedlearn.store.patience import Patience
@@ -72,7 +72,7 @@ def placed(c: Configuration, make_trainer: MakeTrainer, folder: Path) -> Iterato
             if c.place == "flower"
             else stack.enter_context(members(make_trainer, folder))
         )
-        stack.enter_context(patch.object(assemble, "_sessions", clients.sessions))
+        stack.enter_context(patch.object(simulated_plan, "_sessions", clients.sessions))
         yield
 
 
@@ -90,7 +90,7 @@ class Nodes:
         self.grid = LocalGrid(VirtualClock(), app, nodes)
 
     def sessions(self, simulation: Any, *_: object) -> tuple[Channel, Collector]:
-        """Return a channel to them, and what collects: as :func:`assemble._sessions` does."""
+        """Return a channel to them, and what collects: as :func:`simulated_plan._sessions` does."""
         run_id = run_id_of(self.grid.context(FIRST_NODE))
         channel = FlowerChannel(
             grid=self.grid,
@@ -124,7 +124,7 @@ class Members:
     homes: Sequence[Home]
 
     def sessions(self, simulation: Any, *_: object) -> tuple[Channel, Collector]:
-        """Return a channel to them, and what collects: as :func:`assemble._sessions` does."""
+        """Return a channel to them, and what collects: as :func:`simulated_plan._sessions` does."""
         channel = self.local.door.channel()
         patiently = Patience(
             clock=SystemClock(), give_up_s=LONG_S, log=structlog.get_logger(__name__)

@@ -20,7 +20,7 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.build import deployment, simulation
+from fedlearn.assembly import deployment, simulation
 from fedlearn.client.flower import client_app
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions

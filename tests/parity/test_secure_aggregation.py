@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.algorithms.aggregations import LaneSums, SumAggregation, WeightedMean
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.recipes import FedAvg, FedMedian
 from fedlearn.algorithms.strategy import Bounded, State, Stepped, Strategy, Wrapped
+from fedlearn.assembly.choices import resolve
+from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Participations, Status
@@ -26,7 +28,6 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, RoundError
-from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.experiment.simulate import config_around
 from fedlearn.rounds.round import run_round
 from fedlearn.simulation.behaviour import DeviceRound
@@ -51,7 +52,7 @@ MIDDLE = 2.5
 def trained(*overrides: str) -> tuple[Tensor, float]:
     """Return the model after two rounds, and how far one round's mean may be off."""
     config = load(None, overrides=[*EVERYONE, *overrides])
-    pieces = build.simulation(config, data_dir=Path())
+    pieces = assembly.simulation(config, data_dir=Path())
     resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
     cpu = torch.device("cpu")
     plan, params = assemble(resolved, Alone(), device=cpu, clock=SystemClock())
@@ -123,7 +124,7 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
         "stragglers": stragglers,
         "devices": {"kind": "python", "factory": "argument:devices"},
     }
-    pieces = build.around(
+    pieces = assembly.around(
         config_around(settings, source="here"),
         make_model=lambda: nn.Linear(5, 3),
         objective=fl.CrossEntropy(),
@@ -181,7 +182,7 @@ def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None
     for variant in variants:
         overrides = [ON, *variant, *PRECISE, *EVERYONE_BUT_CLIP, tight]
         config = load(None, overrides=overrides)
-        pieces = build.simulation(config, data_dir=Path())
+        pieces = assembly.simulation(config, data_dir=Path())
         resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         before = plan.round.init(params)
@@ -199,7 +200,7 @@ def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> Non
     for variant in ([MEMORY], [MODULAR, "engine.executor=sequential"]):
         weighting = f"algorithm.weight_by_examples={by_examples}"
         config = load(None, overrides=[ON, *variant, *PRECISE, *EVERYONE, weighting])
-        pieces = build.simulation(config, data_dir=Path())
+        pieces = assembly.simulation(config, data_dir=Path())
         resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         rows = run_round(plan.round.init(params), plan.round, attempt=0).collected.participations
@@ -214,7 +215,7 @@ def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> Non
 def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
     """They are failures, as where a session ends; control: enough are reports."""
     config = load(None, overrides=[ON, MODULAR, *EVERYONE])
-    pieces = build.simulation(config, data_dir=Path())
+    pieces = assembly.simulation(config, data_dir=Path())
     resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
     assert resolved.secure is not None
     layout = Layout.of(resolved.make_model())
@@ -243,7 +244,7 @@ def test_a_clip_that_deployed_clients_refuse_is_refused() -> None:
         config = load(None, overrides=[ON, MODULAR, f"secure_aggregation.clip_norm={clip}"])
         context = pytest.raises(ConfigError, match="max_clip") if is_refused else nullcontext()
         with context:
-            build.simulation(config, data_dir=Path())
+            assembly.simulation(config, data_dir=Path())
 
 
 @pytest.mark.slow
@@ -257,7 +258,7 @@ def test_both_ways_to_simulate_count_the_same_updates_as_clipped(
     for variant in ([MEMORY], [MODULAR, "engine.executor=sequential"]):
         clip = f"secure_aggregation.clip_norm={clip_norm}"
         config = load(None, overrides=[ON, *variant, *PRECISE, *EVERYONE[:2], clip])
-        pieces = build.simulation(config, data_dir=Path())
+        pieces = assembly.simulation(config, data_dir=Path())
         resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         collected = run_round(plan.round.init(params), plan.round, attempt=0).collected
@@ -270,8 +271,8 @@ def test_both_ways_to_simulate_count_the_same_updates_as_clipped(
 def test_the_engine_without_a_choice_is_refused_with_the_remedy() -> None:
     """The choice is explicit; control: with it, the same configuration is built."""
     with pytest.raises(ConfigError, match='simulate_as to "modular_sum"'):
-        build.simulation(load(None, overrides=[ON]), data_dir=Path())
-    pieces = build.simulation(load(None, overrides=[ON, MODULAR]), data_dir=Path())
+        assembly.simulation(load(None, overrides=[ON]), data_dir=Path())
+    pieces = assembly.simulation(load(None, overrides=[ON, MODULAR]), data_dir=Path())
     assert pieces.secure is not None
 
 
@@ -341,7 +342,7 @@ def test_a_rule_of_ones_own_is_refused_when_the_run_is_built(
 ) -> None:
     """Its methods would not be called, whether it is the strategy's or that of one inside."""
     config = load(None, overrides=[ON, *where])
-    pieces = build.simulation(config, data_dir=Path())
+    pieces = assembly.simulation(config, data_dir=Path())
     assert pieces.secure is not None, "the control"
     plain = FedAvg(pieces.algorithm.local)
     own = replace(plain, aggregation=rule)
@@ -374,7 +375,7 @@ class Turns(Wrapped):
 def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> None:
     """It is not computed as if it were the first one."""
     config = load(None, overrides=[ON, *where, *EVERYONE])
-    pieces = build.simulation(config, data_dir=Path())
+    pieces = assembly.simulation(config, data_dir=Path())
     plain = FedAvg(pieces.algorithm.local)
     unweighted = FedAvg(pieces.algorithm.local, weight_by_examples=False)
     for later in (
@@ -393,9 +394,9 @@ def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> 
 def test_a_rule_that_must_see_each_update_is_refused() -> None:
     """Only a weighted mean is a function of the sum."""
     config = load(None, overrides=[ON, MODULAR])
-    pieces = build.simulation(config, data_dir=Path())
+    pieces = assembly.simulation(config, data_dir=Path())
     local = pieces.algorithm.local
     with pytest.raises(ConfigError, match="must see each update"):
-        build.secure_plan(config, pieces.policy, FedMedian(local))
+        assembly.secure_plan(config, pieces.policy, FedMedian(local))
     off = replace(pieces, config=load(None, overrides=[]))
-    assert build.secure_plan(off.config, off.policy, FedMedian(local)) is None
+    assert assembly.secure_plan(off.config, off.policy, FedMedian(local)) is None

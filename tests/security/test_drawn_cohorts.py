@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.config import load
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, Failure, SecureReply, SecureTermsRequest, TrainRequest
@@ -230,7 +230,7 @@ def asked(
     return decode(reply)
 
 
-def deployed(path: Path, *more: str) -> build.Deployment:
+def deployed(path: Path, *more: str) -> assembly.Deployment:
     overrides = [
         "secure_aggregation.mode=complete",
         f"secure_aggregation.roster={path}",
@@ -238,7 +238,7 @@ def deployed(path: Path, *more: str) -> build.Deployment:
         "stragglers.over_selection=1",
         *more,
     ]
-    return build.deployment(load(None, overrides=overrides), data_dir=path.parent)
+    return assembly.deployment(load(None, overrides=overrides), data_dir=path.parent)
 
 
 def test_without_a_roster_nobody_is_drawn_and_a_missing_one_is_named(tmp_path: Path) -> None:

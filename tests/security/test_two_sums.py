@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA
+from fedlearn.assembly.choices import resolve
+from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.rounds.round import RoundPlan
 from fedlearn.simulation.cluster import Alone
 
@@ -48,7 +49,7 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
             "client.batch_size=all",  # the same update in whatever round
         ],
     )
-    pieces = build.simulation(config, data_dir=Path())
+    pieces = assembly.simulation(config, data_dir=Path())
     resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
     plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
     state = plan.round.init(params)

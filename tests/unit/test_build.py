@@ -37,8 +37,8 @@ from fedlearn.algorithms.sampling import (
     Users,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.build import Simulation, around, simulation
-from fedlearn.building.private import with_privacy
+from fedlearn.assembly import Simulation, around, simulation
+from fedlearn.assembly.private import with_privacy
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.called import user_call
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES

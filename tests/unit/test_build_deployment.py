@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fedlearn.build import Deployment, deployment, simulation
+from fedlearn.assembly import Deployment, deployment, simulation
 from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
 from fedlearn.door.eligibility import Requirements

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.cli.app import main
 from fedlearn.client.home import Home
 from fedlearn.config import ClientConfig, load, load_client

@@ -21,7 +21,7 @@ import yaml
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.cli.app import app
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import Config, load, resolve_addresses

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlearn import build
+from fedlearn import assembly
+from fedlearn.assembly.plan import initial_params
 from fedlearn.client.home import Home
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure
-from fedlearn.experiment.assemble import initial_params
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, run_round
@@ -187,7 +187,7 @@ def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor,
     The bound: a sum of n values is off by at most n steps, a mean by that times W over the sum of
     weights; a float32 by an ulp each time that it is rounded, which both runs do.
     """
-    pieces = build.deployment(site.config, data_dir=Path())
+    pieces = assembly.deployment(site.config, data_dir=Path())
     plan = pieces.secure
     assert plan is not None
     sessions = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.server.strategy.aggregate import aggregate_median
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.algorithms.lanes import Updates
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.config import load
@@ -62,6 +62,6 @@ def test_secure_aggregation_is_refused_when_it_is_built(tmp_path: Path) -> None:
     """The coordinator sees no update but the sum."""
     asked = ("algorithm.name=fedmedian", "engine.transport=memory")
     secure = "secure_aggregation.mode=complete"
-    build.simulation(load(None, overrides=asked), data_dir=tmp_path)
+    assembly.simulation(load(None, overrides=asked), data_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"CoordinateMedian must see each .*fl.WeightedMean"):
-        build.simulation(load(None, overrides=(*asked, secure)), data_dir=tmp_path)
+        assembly.simulation(load(None, overrides=(*asked, secure)), data_dir=tmp_path)

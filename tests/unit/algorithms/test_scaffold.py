@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
@@ -306,9 +306,9 @@ ASKED = (
 def test_secure_aggregation_needs_a_bound_of_the_control(tmp_path: Path) -> None:
     """A vector without one does not fit into fixed point."""
     with pytest.raises(ConfigError, match="control"):
-        build.simulation(load(None, overrides=ASKED), data_dir=tmp_path)
+        assembly.simulation(load(None, overrides=ASKED), data_dir=tmp_path)
     bounded = (*ASKED, "algorithm.control_bound=10.0")
-    assert build.simulation(load(None, overrides=bounded), data_dir=tmp_path).secure is not None
+    assert assembly.simulation(load(None, overrides=bounded), data_dir=tmp_path).secure is not None
 
 
 def test_a_trainer_of_ones_own_that_knows_no_control_is_refused() -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fedlearn.assembly.choices import device_of
 from fedlearn.core.gpus import own_gpu
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.assemble import device_of
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.interruption import Interruption
@@ -37,13 +37,13 @@ def places(config: Config) -> Places:
 
 
 @pytest.fixture
-def pieces(config: Config) -> build.Deployment:
+def pieces(config: Config) -> assembly.Deployment:
     """Of that run."""
-    return build.deployment(config, data_dir=Path("nowhere"))
+    return assembly.deployment(config, data_dir=Path("nowhere"))
 
 
 @pytest.fixture
-def database(places: Places, pieces: build.Deployment) -> Iterator[Database]:
+def database(places: Places, pieces: assembly.Deployment) -> Iterator[Database]:
     """With the run."""
     with places.database() as database:
         ensure_deployed(database, pieces, name=places.run_name, clock=SystemClock())
@@ -65,7 +65,7 @@ class StoppedAsItLeads(Interruption):
 
 
 def test_a_standby_that_is_told_to_stop_as_it_takes_over_lets_go_of_the_lease(
-    places: Places, pieces: build.Deployment, database: Database
+    places: Places, pieces: assembly.Deployment, database: Database
 ) -> None:
     """The next one need not wait for it to be silent."""
     holder = Lease(database, places.run_name, holder="first", ttl_s=60.0, clock=SystemClock())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock

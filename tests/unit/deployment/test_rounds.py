@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn import build
-from fedlearn.build import Deployment
+from fedlearn import assembly
+from fedlearn.assembly import Deployment
 from fedlearn.config import load
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.rounds import _invited
@@ -34,7 +34,7 @@ class There:
 
 def pieces(*overrides: str) -> Deployment:
     config = load(None, overrides=["stragglers.over_selection=1.0", *overrides])
-    return build.deployment(config, data_dir=Path())
+    return assembly.deployment(config, data_dir=Path())
 
 
 @pytest.mark.parametrize(("num_there", "asked"), [(30, 20), (12, 12)])

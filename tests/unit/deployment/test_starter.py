@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.config import ClientConfig, Section, load
 from fedlearn.deployment.starter import OF_OTHERS, starter, write_starter
 from fedlearn.errors import DeploymentError

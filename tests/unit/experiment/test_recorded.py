@@ -11,7 +11,7 @@ import pytest
 import torch
 from sqlalchemy import update
 
-from fedlearn.build import deployment
+from fedlearn.assembly import deployment
 from fedlearn.config import Config, from_mapping, load, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.record import ensure_deployed

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedlearn.assembly.user_code import UserDevices
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.user_code import UserDevices
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn import build
+from fedlearn import assembly
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.local import LocalSgd
@@ -122,9 +122,9 @@ def test_what_a_coordinator_refuses_is_refused_before_anybody_is_asked(
     with pytest.raises(ConfigError) as refused:
         fake_coordinator.train_securely(MODEL, strategy)
     config = load(None, overrides=["secure_aggregation.mode=complete", "engine.transport=memory"])
-    policy = build.simulation(config, data_dir=Path()).policy
+    policy = assembly.simulation(config, data_dir=Path()).policy
     with pytest.raises(ConfigError) as real:
-        build.secure_plan(config, policy, strategy)
+        assembly.secure_plan(config, policy, strategy)
     assert str(refused.value) in str(real.value)
 
 

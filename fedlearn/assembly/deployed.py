@@ -13,12 +13,12 @@ from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import draws_each_alone
 from fedlearn.algorithms.settings import require_travels
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.building.completed import complete, furnished
-from fedlearn.building.pieces import Deployment
-from fedlearn.building.private import with_privacy
-from fedlearn.building.secure import roster_draw
-from fedlearn.building.server_training import own_population
-from fedlearn.building.training import training_of
+from fedlearn.assembly.completed import complete, furnished
+from fedlearn.assembly.pieces import Deployment
+from fedlearn.assembly.private import with_privacy
+from fedlearn.assembly.secure import roster_draw
+from fedlearn.assembly.server_training import own_population
+from fedlearn.assembly.training import training_of
 from fedlearn.config.data import NoData
 from fedlearn.config.pieces import built
 from fedlearn.config.tree import Config

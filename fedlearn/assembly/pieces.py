@@ -13,7 +13,7 @@ from fedlearn.algorithms.round_settings import RoundSettings, in_round
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.building.secure import secure_plan
+from fedlearn.assembly.secure import secure_plan
 from fedlearn.config.pieces import built
 from fedlearn.config.tree import Config, EarlyStoppingSection
 from fedlearn.core.distribution import NUM_CLIENTS, Direction, split

@@ -7,8 +7,8 @@ from fedlearn.algorithms.asynchronous import require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.strategy import Bounded
-from fedlearn.building.pieces import PiecesT
-from fedlearn.building.server_training import server_task
+from fedlearn.assembly.pieces import PiecesT
+from fedlearn.assembly.server_training import server_task
 from fedlearn.config.pieces import built
 from fedlearn.core.messages import Scalar
 from fedlearn.errors import ConfigError

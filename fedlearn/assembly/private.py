@@ -7,7 +7,7 @@ from typing import Any
 from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, UserCohorts
 from fedlearn.algorithms.objectives import why_not_by_example
 from fedlearn.algorithms.sampling import SeededSampler, Users, draws_each_alone
-from fedlearn.building.pieces import Deployment, Pieces, PiecesT
+from fedlearn.assembly.pieces import Deployment, Pieces, PiecesT
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError

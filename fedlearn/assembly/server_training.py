@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.sampling import UniformSampler
-from fedlearn.building.pieces import ALONE, Pieces
-from fedlearn.building.training import training_of
+from fedlearn.assembly.pieces import ALONE, Pieces
+from fedlearn.assembly.training import training_of
 from fedlearn.config.data import NoData
 from fedlearn.config.tree import Config
 from fedlearn.core.features import tensors_of

@@ -14,11 +14,11 @@ from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.building.completed import complete, furnished
-from fedlearn.building.pieces import ALONE, Simulation
-from fedlearn.building.private import with_privacy
-from fedlearn.building.server_training import set_apart
-from fedlearn.building.training import training_of
+from fedlearn.assembly.completed import complete, furnished
+from fedlearn.assembly.pieces import ALONE, Simulation
+from fedlearn.assembly.private import with_privacy
+from fedlearn.assembly.server_training import set_apart
+from fedlearn.assembly.training import training_of
 from fedlearn.client.policy import SecureAggregationPolicy
 from fedlearn.config.tree import Config
 from fedlearn.core.messages import Scalar

@@ -10,9 +10,11 @@ from typing import Literal, TypeAlias
 
 import structlog
 
-from fedlearn import build
 from fedlearn.algorithms.strategy import Strategy, Wrapped
-from fedlearn.build import Pieces, server_task
+from fedlearn.assembly.deployed import deployment
+from fedlearn.assembly.pieces import Pieces
+from fedlearn.assembly.server_training import server_task
+from fedlearn.assembly.simulated import simulation
 from fedlearn.config import Config
 from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.errors import Diverged
@@ -26,7 +28,7 @@ from fedlearn.training.trainer import UNATTENDED
 #: What a configuration is read as: other processes make the same task of it.
 Kind: TypeAlias = Literal["simulation", "deployment"]
 
-_TASK = "fedlearn.experiment.server_training:task_of"
+_TASK = "fedlearn.assembly.server_jobs:task_of"
 #: Of a run's own training, in the folder of the run.
 FOLDER = "training"
 
@@ -45,8 +47,8 @@ def task_of(kind: Kind, config: str, data_dir: str) -> Task:
         data_dir: Where data sets lie that it names without a path.
     """
     make: Mapping[str, Callable[..., Pieces]] = {
-        "simulation": build.simulation,
-        "deployment": build.deployment,
+        "simulation": simulation,
+        "deployment": deployment,
     }
     return server_task(make[kind](Config.from_json(config), data_dir=Path(data_dir)))
 

@@ -1,0 +1,28 @@
+"""From a configuration to a run that can start: the only registry of names.
+
+First its pieces (:func:`simulation`, :func:`deployment`), then its plan
+(:mod:`fedlearn.assembly.plan`).
+"""
+
+from fedlearn.assembly.deployed import deployment
+from fedlearn.assembly.pieces import Deployment, Pieces, Simulation
+from fedlearn.assembly.secure import roster_draw, secure_plan
+from fedlearn.assembly.server_training import alone, server_task
+from fedlearn.assembly.simulated import around, simulation
+from fedlearn.assembly.training import algorithm, metrics, model_factory
+
+__all__ = [
+    "Deployment",
+    "Pieces",
+    "Simulation",
+    "algorithm",
+    "alone",
+    "around",
+    "deployment",
+    "metrics",
+    "model_factory",
+    "roster_draw",
+    "secure_plan",
+    "server_task",
+    "simulation",
+]

@@ -1,0 +1,324 @@
+"""What is automatic in a simulation: device, workers, executor; and what its user is told."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from fedlearn.algorithms.aggregations import FullAggregation
+from fedlearn.algorithms.local import LocalWork
+from fedlearn.algorithms.sampling import SeededSampler
+from fedlearn.assembly.pieces import Pieces, Simulation
+from fedlearn.assembly.plan import initial_params, release_of
+from fedlearn.assembly.server_training import server_task
+from fedlearn.core.clock import Clock
+from fedlearn.core.features import tensors_of
+from fedlearn.core.gpus import own_gpu
+from fedlearn.core.messages import ClientId
+from fedlearn.core.model_factory import ModelFactory
+from fedlearn.core.params import Params
+from fedlearn.errors import EngineError
+from fedlearn.simulation.choice import (
+    Choice,
+    ExecutorKind,
+    Job,
+    choose,
+    named,
+)
+from fedlearn.simulation.cluster import Alone, can_fork, under_torchrun
+from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffers
+from fedlearn.simulation.engine import by_client
+from fedlearn.simulation.partition import client_text
+from fedlearn.simulation.population import CheckedExamples, client_names
+from fedlearn.training.example_gradients import batch_statistics
+from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.resident import Precision
+
+#: Clients that a note lists.
+_LISTED = 20
+
+
+#: A job of fewer floating-point operations is done before a second worker has started.
+_SMALL_JOB_FLOP = 2e12
+
+
+def resolve(
+    simulation: Simulation, *, clock: Clock, environ: Mapping[str, str], cache_dir: Path
+) -> Simulation:
+    """Return the simulation with a decision for every ``auto`` of the engine's settings.
+
+    Its notes say what was decided why, and which dtypes are not float32's or float64's alone.
+
+    Args:
+        simulation: The pieces.
+        clock: Real time, for the probe.
+        environ: Tells whether torchrun has started workers.
+        cache_dir: Where probes are remembered.
+
+    Raises:
+        ConfigError: Noise does not fit the model, or the coordinator's own training does not, or
+            there are fewer GPUs than processes.
+        DataError: A feature is beyond the range of the model's floats.
+        EngineError: The engine cannot do what the configuration asks.
+    """
+    engine = simulation.config.engine
+    device = device_of(engine.device, environ)
+    params = initial_params(simulation, device)
+    if _has_noisy_updates(simulation) and params.layout.statistics:
+        simulation = _holding_buffers(simulation, params)
+        params = initial_params(simulation, device)
+    release_of(simulation, params, Alone(), has_sessions=False)  # raises where noise does not fit
+    if simulation.config.coordinator.training.is_on:
+        server_task(simulation).require_fitting()
+    num_workers, why_workers = _num_workers(simulation, params, environ)
+    choice = _executor(simulation, params, num_workers, clock, cache_dir)
+    settings = engine.model_copy(
+        update={
+            "device": device.type,
+            "num_workers": num_workers,
+            "executor": choice.kind.value,
+            "block_size": choice.block_size,
+        }
+    )
+    config = simulation.config.model_copy(update={"engine": settings})
+    workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
+    notes = [
+        *_asked(simulation),
+        *_trained_centrally(simulation),
+        f"device {device.type}, {workers}: {why_workers}",
+        f"{_how(choice)} (engine.executor {choice.kind}): {choice.reason}",
+    ]
+    if isinstance(simulation.algorithm.aggregation, FullAggregation):
+        wanted = simulation.policy.num_wanted
+        kept_mib = wanted * params.vector.nbytes / (1 << 20)
+        rule = type(simulation.algorithm.aggregation).__name__
+        notes.append(f"{rule} needs all {wanted} updates of a round at once: {kept_mib:.0f} MiB")
+    notes += [*_names(simulation), *_inputs(simulation, params, num_workers)]
+    notes += _single_examples(simulation)
+    if (dtypes := params.layout.dtypes()) is not None:
+        notes.append(f"the model {dtypes}")
+    return replace(simulation, config=config, notes=tuple(notes))
+
+
+def _names(simulation: Simulation) -> tuple[str, ...]:
+    """Return which client is which, where the data name the clients."""
+    population = simulation.population
+    names = client_names(population)
+    if names is None:
+        return ()
+    first, last = (client_text(each, names) for each in (0, population.num_clients - 1))
+    is_number = first.endswith(" 0") and last.endswith(f" {population.num_clients - 1}")
+    return () if is_number else (f"clients have names, from {first} to {last}: data.names",)
+
+
+def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[str, ...]:
+    """Return which integers reach the model as floats.
+
+    Raises:
+        DataError: A feature is beyond the range of the model's floats.
+    """
+    test, population = simulation.test, simulation.population
+    usual = all(each.dtype == torch.float32 for each in tensors_of(test.features))
+    if usual or simulation.make_trainer is not None:
+        return ()
+    inputs = job_of(simulation, params, num_workers).resident_model().inputs
+    inputs.require_range(test.features, what="the test set")
+    if isinstance(population, CheckedExamples):
+        inputs.require_range(population.features, what="the clients' data")
+    note = inputs.note(test.features)
+    return () if note is None else (note,)
+
+
+def _has_noisy_updates(pieces: Pieces) -> bool:
+    """Whether noise is added to whole updates, not to the gradients of examples."""
+    return pieces.privacy is not None and not pieces.privacy.hides_examples
+
+
+def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
+    """Return the simulation with the buffers frozen that training does not change."""
+    try:
+        names = constant_buffers(
+            simulation.make_model,
+            simulation.objective,
+            population=simulation.population,
+            params=params,
+        )
+    except Exception:  # noqa: BLE001 - the user's code; what is wrong with it shows in training
+        return simulation
+    if not names:
+        return simulation
+    holding = HoldingBuffers(simulation.make_model, names)
+    return replace(simulation, make_model=ModelFactory.of(holding))
+
+
+def _single_examples(simulation: Simulation) -> Iterator[str]:
+    """Yield a warning if the last batch of some clients is one example of a layer's statistics."""
+    with untouched(torch.default_generator):
+        layer = batch_statistics(simulation.make_model().train())
+    if layer is None or simulation.make_trainer is not None:
+        return
+    population = simulation.population
+    client_ids = np.arange(population.num_clients)
+    locals_ = simulation.algorithm.locals_for(cast("list[ClientId]", client_ids.tolist()))
+    last = by_client(LocalWork.last_batch, locals_, population.num_examples(client_ids))
+    found = np.flatnonzero(last == 1)
+    if found.size:
+        names = client_names(population)
+        listed = ", ".join(client_text(each, names) for each in found[:_LISTED].tolist())
+        more = f" and {found.size - _LISTED} more" if found.size > _LISTED else ""
+        yield (
+            f"{found.size} of {population.num_clients} clients have a last batch of one example, "
+            f"which {layer} may not train on: {listed}{more}; set client.drop_last, or another "
+            "client.batch_size"
+        )
+
+
+def _how(choice: Choice) -> str:
+    """Return how clients train, as a user thinks of it."""
+    if choice.kind is ExecutorKind.SEQUENTIAL:
+        return "clients train one at a time"
+    return f"clients train {choice.block_size} at once"
+
+
+def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
+    """Return on whose examples the coordinator trains by itself, if it does."""
+    section, own = simulation.config.coordinator.training, simulation.own
+    if not section.is_on:
+        return ()
+    if own is None:
+        return (f"the coordinator trains on files of its own: {', '.join(section.files)}",)
+    num_examples = int(own.num_examples(np.arange(own.num_clients)).sum())
+    left = simulation.population.num_clients
+    whose = f"{own.num_clients} clients, which are set aside: {left} clients are left"
+    return (f"the coordinator trains on {num_examples} examples of {whose}",)
+
+
+def _asked(simulation: Simulation) -> tuple[str, ...]:
+    """Return who is asked and waited for, where that is not the main job's to say."""
+    config, policy = simulation.config, simulation.policy
+    if (asynchrony := simulation.asynchrony) is not None:
+        text = (
+            f"asynchronous: {asynchrony.concurrency} of {simulation.population.num_clients} "
+            f"clients train at a time, {asynchrony.buffer_size} updates make a round"
+        )
+        return (text,)
+    if config.data.source == "digits" or config.centralized:
+        return ()
+    population = simulation.population.num_clients
+    has_deadline = math.isfinite(policy.deadline_s)
+    deadline = f"deadline {policy.deadline_s:g} s" if has_deadline else "no deadline"
+    cohort = f"cohort {policy.num_asked} of {population} clients"
+    why = "stragglers and drop-outs are asked for, not given"
+    return (f"{cohort}, {deadline}, {config.devices.kind} devices: {why}",)
+
+
+def device_of(name: str, environ: Mapping[str, str]) -> torch.device:
+    """Return the device ``name`` for this process: under torchrun each has a GPU of its own.
+
+    Raises:
+        EngineError: There is no such device.
+        ConfigError: There are fewer GPUs than processes.
+    """
+    gpu = None if name == "cpu" else own_gpu(environ)
+    if name == "cuda" and gpu is None:
+        raise EngineError(
+            'engine.device is "cuda", but torch sees no CUDA device; use "auto" or "cpu"'
+        )
+    return gpu or torch.device("cpu")
+
+
+def _num_workers(
+    simulation: Simulation, params: Params, environ: Mapping[str, str]
+) -> tuple[int, str]:
+    config, on_gpu = simulation.config, params.vector.is_cuda
+    asked, started = config.engine.num_workers, under_torchrun(environ)
+    if started is not None:
+        if asked not in ("auto", started):
+            raise EngineError(
+                f"engine.num_workers is {asked}, but torchrun has started {started} processes; "
+                "leave it out"
+            )
+        return started, "started by torchrun"
+    if asked not in ("auto", 1) and on_gpu:
+        raise EngineError(
+            f"engine.num_workers is {asked}, but workers cannot share a GPU; start the run "
+            f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
+        )
+    if asked != "auto":
+        used = workers_used(simulation, asked)
+        if used < asked:
+            return used, f"{asked} were asked for, but a round has {used} clients to train"
+        return asked, "as configured"
+    if config.engine.transport == "memory":
+        return 1, "sessions in this process"
+    if on_gpu:
+        return 1, "one GPU; torchrun spreads a run over several"
+    if _job_flop(simulation, params) < _SMALL_JOB_FLOP:
+        return 1, "the job is small"
+    if not can_fork():
+        return 1, "workers do not share data on this system; ask for them: engine.num_workers"
+    return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one a core"
+
+
+def workers_used(simulation: Simulation, asked: int) -> int:
+    """Return how many of the workers that were asked for have a client to train."""
+    if isinstance(simulation.sampler, SeededSampler):
+        return min(asked, simulation.policy.num_asked)
+    return min(asked, simulation.population.num_clients)  # a sampler of the user's may ask them all
+
+
+def _job_flop(simulation: Simulation, params: Params) -> float:
+    """Return the floating-point operations of all local training, for dense layers."""
+    config, population = simulation.config, simulation.population
+    sample = torch.arange(min(64, population.num_clients)).numpy()
+    mean_examples = float(population.num_examples(sample).mean())
+    examples = mean_examples * simulation.algorithm.local.work.epochs
+    return 6.0 * params.num_elements * examples * simulation.policy.num_wanted * config.num_rounds
+
+
+def _executor(
+    simulation: Simulation, params: Params, num_workers: int, clock: Clock, cache_dir: Path
+) -> Choice:
+    engine = simulation.config.engine
+    if engine.transport == "memory":
+        reason = "real client sessions train one at a time"
+        return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
+    job = job_of(simulation, params, num_workers)
+    if engine.executor == "auto":
+        choice = choose(job, clock=clock, cache_dir=cache_dir)
+    else:
+        choice = named(job, ExecutorKind(engine.executor))
+    if engine.block_size != "auto":
+        if job.make_trainer is not None and engine.block_size > 1:
+            raise EngineError(
+                f"engine.block_size is {engine.block_size}, but the clients have trainers of their "
+                "own, which train one at a time; leave it out"
+            )
+        return replace(choice, block_size=engine.block_size)
+    # Blocks of one size: a worker's share in as few as fit the cache.
+    share = -(-simulation.policy.num_wanted // num_workers)
+    num_blocks = -(-share // choice.block_size)
+    return replace(choice, block_size=-(-share // num_blocks))
+
+
+def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
+    """Return what the executor is chosen by and made for."""
+    config = simulation.config
+    return Job(
+        make_model=simulation.make_model,
+        objective=simulation.objective,
+        metrics=simulation.metrics,
+        local=simulation.algorithm.local,
+        told=simulation.algorithm.tell(simulation.algorithm.init(params)),
+        population=simulation.population,
+        params=params,
+        precision=Precision(config.engine.precision),
+        num_clients=simulation.policy.num_wanted * config.num_rounds // num_workers,
+        seed=simulation.seed,
+        make_trainer=simulation.make_trainer,
+    )

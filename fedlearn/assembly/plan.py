@@ -1,0 +1,156 @@
+"""The plan of a run, simulated or deployed, from its pieces."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fedlearn.algorithms.collecting import Collector
+from fedlearn.algorithms.flight import Draw
+from fedlearn.assembly.pieces import Pieces
+from fedlearn.assembly.server_jobs import Place, with_server_steps
+from fedlearn.assembly.user_code import SharedNoise
+from fedlearn.core.clock import Clock
+from fedlearn.core.features import moved
+from fedlearn.core.params import Layout, Params
+from fedlearn.errors import ConfigError, SettingsRefused
+from fedlearn.rounds.distributed_noise import DistributedMean
+from fedlearn.rounds.evaluation import Evaluator, Evaluators
+from fedlearn.rounds.opening import (
+    ChargedDraw,
+    Charges,
+)
+from fedlearn.rounds.round import Release, RoundPlan
+from fedlearn.rounds.run import RunPlan
+from fedlearn.simulation.cluster import Cluster
+from fedlearn.simulation.evaluation import (
+    CentralEvaluator,
+)
+from fedlearn.simulation.sources import Examples
+from fedlearn.training.example_gradients import require_separable
+from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.resident import ResidentModel
+
+
+def initial_params(pieces: Pieces, device: torch.device) -> Params:
+    """Return the global model before the first round: a function of the seed alone."""
+    generator_devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=generator_devices):
+        torch.manual_seed(pieces.seed.derive("model").value)
+        params = Params.of(pieces.make_model())
+    constants = {name: value.to(device) for name, value in params.constants.items()}
+    return Params(params.layout, params.vector.to(device), constants)
+
+
+def run_plan(
+    pieces: Pieces,
+    *,
+    draw: Draw,
+    collector: Collector,
+    evaluators: Sequence[Evaluator],
+    clock: Clock,
+    place: Place | None = None,
+    release: Release | None = None,
+    charging: Charges | None = None,
+) -> RunPlan:
+    """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name.
+
+    With ``charging``, each round is charged before anybody is asked.
+    """
+    if charging is not None:
+        each_attempt = pieces.staleness is None
+        draw = ChargedDraw(inner=draw, charges=charging, each_attempt=each_attempt)
+    return RunPlan(
+        round=RoundPlan(
+            draw=draw,
+            policy=pieces.policy,
+            collector=collector,
+            strategy=with_server_steps(pieces, pieces.algorithm, place),
+            seed=pieces.seed,
+            release=release,
+            by_round=pieces.by_round,
+            is_retried=pieces.asynchrony is None,
+        ),
+        evaluator=Evaluators(evaluators),
+        evaluate_every=pieces.config.evaluation.every_rounds,
+        early_stopping=pieces.early_stopping(),
+        num_rounds=pieces.config.num_rounds,
+        checkpoint_every_s=pieces.config.store.checkpoint_every_s,
+        clock=clock,
+        standing=dict if charging is None else charging.standing,
+    )
+
+
+def release_of(
+    pieces: Pieces, params: Params, cluster: Cluster, *, has_sessions: bool
+) -> Release | None:
+    """Return what becomes of the aggregates of a run before anybody looks at them.
+
+    Args:
+        pieces: Of the run.
+        params: Of the model.
+        cluster: The processes that share the work.
+        has_sessions: Whether there are clients that add their noise themselves.
+
+    Raises:
+        ConfigError: Noise does not fit the model, the model couples examples that it is to hide,
+            or it has running statistics.
+    """
+    plan = pieces.privacy
+    if plan is None:
+        return None
+    if plan.hides_examples:
+        _require_separable(pieces)
+    else:
+        _require_no_statistics(pieces, params.layout)
+    noise = SharedNoise(plan.noise, cluster)
+    try:
+        if not pieces.config.privacy.is_distributed:
+            return plan.release(pieces.algorithm, params.layout, noise)
+        secure = pieces.secure
+        assert secure is not None  # building it would have failed
+        secure.lanes(params.layout)  # raises
+        return DistributedMean(secure, plan.num_wanted, None if has_sessions else noise)
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f'privacy.mode is "{pieces.config.privacy.mode}": {error}') from error
+
+
+def _require_separable(pieces: Pieces) -> None:
+    """Raise ConfigError if the model couples the examples of a batch, before a client refuses."""
+    with untouched(torch.default_generator):
+        model = pieces.make_model().train()  # a layer may stay in evaluation mode
+    try:
+        require_separable(model, pieces.objective)
+    except SettingsRefused as error:
+        raise ConfigError(f'privacy.mode is "example": {error}') from error
+
+
+def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
+    """Refuse running statistics: a few numbers that noise would drown, and make negative.
+
+    Raises:
+        ConfigError: The model has some.
+    """
+    if layout.statistics:
+        names = ", ".join(repr(spec.name) for spec in layout.statistics[:2])
+        more = len(layout.statistics) - 2
+        raise ConfigError(
+            f'privacy.mode is "{pieces.config.privacy.mode}", but clients would send running '
+            f"statistics with noise: {names}{f' and {more} more' if more > 0 else ''}; noise makes "
+            "a variance negative. Use GroupNorm or LayerNorm, or freeze them: momentum=0, or a "
+            "layer that stays in evaluation mode. A buffer that training does not change is frozen "
+            "as nn.Parameter(value, requires_grad=False)"
+        )
+
+
+def central_evaluator(
+    test: Examples, model: ResidentModel, cluster: Cluster, *, batch_size: int
+) -> CentralEvaluator:
+    """Return what measures the model on a test set that no client holds."""
+    device = model.vector_P.device
+    return CentralEvaluator(
+        model=model,
+        features=moved(test.features, device),
+        labels=test.labels.to(device),
+        batch_size=batch_size,
+        cluster=cluster,
+    )

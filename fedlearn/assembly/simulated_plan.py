@@ -1,0 +1,189 @@
+"""The plan of a simulation in one of its processes: engine or sessions, and evaluators."""
+
+import math
+
+import torch
+
+from fedlearn.algorithms.collecting import Collector, further_bytes
+from fedlearn.algorithms.sampling import CohortSampler, SeededSampler
+from fedlearn.algorithms.settings import own_classes, own_transforms, require_travels
+from fedlearn.assembly.choices import job_of
+from fedlearn.assembly.pieces import Simulation
+from fedlearn.assembly.plan import central_evaluator, initial_params, release_of, run_plan
+from fedlearn.assembly.reach import Identities, Reach, over_channel
+from fedlearn.assembly.server_jobs import Place
+from fedlearn.assembly.user_code import SharedSampler, UserDevices, UserSampler
+from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.secret_bytes import SecretBytes
+from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
+from fedlearn.rounds.opening import (
+    Charges,
+    SampledOpening,
+)
+from fedlearn.rounds.run import RunPlan
+from fedlearn.secagg.terms import RUN_BYTES
+from fedlearn.simulation.behaviour import Behaviour, ClientBehaviour, Instant
+from fedlearn.simulation.choice import (
+    ExecutorKind,
+    Job,
+    make_executor,
+)
+from fedlearn.simulation.cluster import Cluster
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.evaluation import (
+    ClientEvaluator,
+    ReadOnce,
+    evaluated_clients,
+)
+from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
+from fedlearn.simulation.sessions import (
+    SessionCollector,
+    SessionsKept,
+    SimulatedSessions,
+    trainers_on,
+)
+from fedlearn.training.resident import ResidentModel
+from fedlearn.transport.base import Channel
+from fedlearn.transport.memory import MemoryChannel
+
+
+def assemble(
+    simulation: Simulation,
+    cluster: Cluster,
+    *,
+    device: torch.device,
+    clock: Clock,
+    charging: Charges | None = None,
+    place: Place | None = None,
+) -> tuple[RunPlan, Params]:
+    """Return the plan of a resolved run in this process of ``cluster``, and the initial model.
+
+    With ``charging``, each round is charged before it is opened. ``place`` is where the
+    coordinator's own training takes place.
+    """
+    params = initial_params(simulation, device)
+    job = job_of(simulation, params, cluster.world_size)
+    model = job.resident_model()
+    channel: MemoryChannel | None = None
+    if simulation.config.engine.transport == "memory":
+        channel, collector = _sessions(simulation, model, _behaviour(simulation, cluster))
+    else:
+        collector = _engine(simulation, job, cluster)
+    sampled = SampledOpening(
+        sampler=_sampler(simulation, cluster),
+        available=collector.available,
+        seed=simulation.seed,
+    )
+    has_flight = simulation.staleness is not None
+    plan = run_plan(
+        simulation,
+        draw=sampled.draw if has_flight else sampled.draw_cohort,
+        charging=charging,
+        collector=collector,
+        place=place,
+        release=release_of(simulation, params, cluster, has_sessions=channel is not None),
+        evaluators=_evaluators(simulation, model, cluster, channel),
+        clock=clock,
+    )
+    return plan, params
+
+
+def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
+    """Return who is asked; our own samplers are the same in every process by the seed alone."""
+    given = simulation.sampler
+    if simulation.privacy is not None:
+        return SharedSampler(given, cluster)
+    if isinstance(given, SeededSampler):
+        return given
+    return SharedSampler(UserSampler(given), cluster)
+
+
+def _behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
+    """Return what the devices do; ours are the same in every process by the seed alone."""
+    given = simulation.behaviour
+    return given if isinstance(given, Behaviour | Instant) else UserDevices(given, cluster)
+
+
+def _sessions(
+    simulation: Simulation, model: ResidentModel, behaviour: ClientBehaviour
+) -> tuple[MemoryChannel, Collector]:
+    """Return the channel to real client sessions, and what collects their updates."""
+    population, strategy, plan = simulation.population, simulation.algorithm, simulation.secure
+    simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
+    locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])
+    require_travels(locals_, strategy.transforms)
+    sessions = SimulatedSessions(
+        population,
+        behaviour,
+        simulation.make_trainer or trainers_on(model, local_updates=own_classes(locals_)),
+        work=strategy.local.work,
+        further_bytes=further_bytes(strategy, model.layout),
+        identities=simulated,
+        transforms=own_transforms(strategy.transforms),
+        dtype=model.layout.dtype,
+    )
+    channel = sessions.channel()
+    identities = None
+    if simulated is not None:
+        identities = Identities(
+            run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
+            signer=simulated.coordinator[0],
+            directory=lambda: simulated,
+            sends_directory=False,
+        )
+    collector = over_channel(simulation, Reach(channel=channel, identities=identities))
+    is_told = plan is not None and plan.noise_multiplier is None
+    return channel, SessionCollector(
+        inner=collector,
+        sessions=SessionsKept(channel),
+        bounded=sessions.bounded if is_told else None,
+    )
+
+
+def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
+    config, plan, summing = simulation.config, simulation.secure, None
+    if plan is not None:  # to be simulated as a sum, or building it would have failed
+        seed = simulation.seed.derive("rounding")
+        summing = ModularSum(plan=plan, layout=job.params.layout, seed=seed)
+    assert isinstance(config.engine.block_size, int)  # resolved
+    return Engine(
+        population=simulation.population,
+        behaviour=_behaviour(simulation, cluster),
+        executor=make_executor(job, ExecutorKind(config.engine.executor)),
+        policy=simulation.policy,
+        cluster=cluster,
+        block_size=config.engine.block_size,
+        summing=summing,
+        staleness=simulation.staleness,
+    )
+
+
+def _evaluators(
+    simulation: Simulation, model: ResidentModel, cluster: Cluster, channel: Channel | None
+) -> list[Evaluator]:
+    config, population = simulation.config, simulation.population
+    batch_size = config.evaluation.batch_size
+    central = central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
+    num_clients = config.evaluation.num_clients
+    if not num_clients or config.centralized:
+        return [central]
+    sample = evaluated_clients(population.num_clients, num_clients, simulation.seed)
+    if channel is None:
+        of_clients: Evaluator = ClientEvaluator(
+            model=model,
+            population=ReadOnce(population),
+            client_ids=sample,
+            batch_size=batch_size,
+            cluster=cluster,
+        )
+    else:
+        cohort = [ClientId(client_id) for client_id in sample.tolist()]
+        of_clients = ChannelEvaluator(
+            channel=channel,
+            cohort=lambda _: cohort,
+            directions=simulation.directions,
+            deadline_s=math.inf,
+        )
+    return [central, of_clients]
