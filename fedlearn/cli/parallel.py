@@ -24,8 +24,6 @@ from fedlearn.errors import ConfigError
 
 app = typer.Typer()
 
-#: Processes of one machine: beyond, its cores are measured, not a network.
-_MOST_PROCESSES = 64
 #: There are no rounds, so that they ask more clients than there are is no matter.
 _NOBODY_IS_ASKED = ("cohort.num_wanted=auto", "stragglers.min_reports=half")
 
@@ -162,65 +160,5 @@ def memory(
     else:
         found = outlook_of(parameters, num_bytes, config)
     typer.echo(json_text(found.facts()) if as_json else found.render())
-    if output is not None:
-        picture(found, output)
-
-
-@app.command(
-    epilog=examples(
-        "collectives",
-        "collectives --processes 3 --numbers 10 --numbers 10_000_000",
-        "collectives --mbit-per-s 100 --output all-reduce.png",
-    )
-)
-def collectives(
-    *,
-    processes: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            max=_MOST_PROCESSES,
-            metavar="P",
-            help="How many take part; may be repeated. Without it, 2, 4 and 8.",
-        ),
-    ] = None,
-    numbers: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="How many each of them has; may be repeated. Without it, a million.",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="K", help="Times to run each; medians count.")
-    ] = 3,
-    mbit_per_s: Annotated[
-        float,
-        typer.Option(metavar="X", help="Of each process of the emulated network, each way."),
-    ] = 400.0,
-    as_json: Json = False,
-    output: Output = None,
-) -> None:
-    """Measure what an all-reduce costs in bytes and time, beside its formulas.
-
-    Four methods: naive, manager, ring, and the library's. Processes of this machine are
-    started for it; with --output, the result is drawn as PNG, too.
-    """
-    from fedlearn.experiment.collectives import costs, picture
-    from fedlearn.experiment.comparison import json_text
-    from fedlearn.parallel.all_reduce_costs import Settings
-
-    asked = tuple(dict.fromkeys(numbers or (1_000_000,)))
-    try:
-        settings = Settings(numbers=asked, repeats=repeats, mbit_per_s=mbit_per_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    found = costs(settings, world_sizes=sorted(set(processes or (2, 4, 8))))
-    if as_json:
-        for each in found.facts():
-            typer.echo(json_text(each))
-    else:
-        typer.echo(found.render())
     if output is not None:
         picture(found, output)

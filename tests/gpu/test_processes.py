@@ -20,6 +20,7 @@ from fedlearn.testing import FakeCoordinator
 from tests.processes import LONG_S, Launcher
 
 _SHORT = timedelta(seconds=60)
+CLASSICS = Path(__file__).parents[2] / "simulations" / "parallel_classics"
 
 TRAINER = """
 import torch
@@ -77,7 +78,7 @@ ALL_REDUCES = """
     import os
     import torch
     import torch.distributed as dist
-    from fedlearn.parallel.collectives import METHODS, Messages
+    from all_reduce import METHODS, Messages
     from fedlearn.parallel.worker import join
 
     device = join()
@@ -106,6 +107,7 @@ def test_every_all_reduce_adds_up_on_gpus(
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     done = subprocess.run(
         [sys.executable, *torchrun, script],
+        env={**os.environ, "PYTHONPATH": str(CLASSICS)},
         capture_output=True,
         text=True,
         timeout=300,

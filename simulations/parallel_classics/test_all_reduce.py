@@ -1,4 +1,4 @@
-"""All-reduce in four ways: sums, the bytes of each rank beside the formulas, and the command."""
+"""All-reduce in four ways: sums, the bytes of each rank beside the formulas, and the script."""
 
 import json
 import os
@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from fedlearn.cli.app import main
-from fedlearn.core.clock import VirtualClock
-from fedlearn.errors import ConfigError, EngineError
-from fedlearn.experiment.collectives import Costs, picture
-from fedlearn.parallel.all_reduce_costs import Measured, Settings, measure
-from fedlearn.parallel.collectives import (
+from all_reduce import (
     METHODS,
     AllReduce,
     Cost,
@@ -32,16 +25,18 @@ from fedlearn.parallel.collectives import (
     ring,
     ring_cost,
 )
+from all_reduce_costs import Measured, Settings, main, measure, picture, render
+from tcp_counters import open_sockets, sent_bytes
+from torch import Tensor
+
+from fedlearn.core.clock import VirtualClock
+from fedlearn.errors import ConfigError, EngineError
 from fedlearn.parallel.local_world import in_processes
-from fedlearn.parallel.tcp_counters import open_sockets, sent_bytes
 
 LIMIT_S = 60.0
 SIZES = (0, 1, 2, 3, 10, 1000)
 DTYPES = (torch.float32, torch.float64)
 OWN = [method for method in METHODS if method.is_own]
-
-# The command configures logging, which is to stay as it was.
-pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def values_of(rank: int, num_numbers: int, dtype: torch.dtype) -> Tensor:
@@ -192,16 +187,8 @@ def test_a_method_whose_sum_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyP
     def forgetful(values: Tensor, messages: Messages) -> Tensor:
         return naive(values, messages) - values
 
-    wrong = Method(
-        name="forgetful",
-        done="",
-        run=forgetful,
-        cost=naive_cost,
-        sent="",
-        busiest="",
-        in_sequence="",
-    )
-    monkeypatch.setattr("fedlearn.parallel.all_reduce_costs.METHODS", (wrong,))
+    wrong = Method(name="forgetful", run=forgetful, cost=naive_cost)
+    monkeypatch.setattr("all_reduce_costs.METHODS", (wrong,))
     settings = Settings(numbers=(5,), repeats=1, mbit_per_s=1e4)
     with pytest.raises(EngineError, match="forgetful: the sum of 5 numbers is wrong"):
         measure(settings, world_size=2)
@@ -289,7 +276,7 @@ def test_sockets_that_were_there_are_left_out() -> None:
         assert none_of_them is None
 
 
-# ---- Results and the command --------------------------------------------------------------
+# ---- Results and the script ---------------------------------------------------------------
 
 
 def measured(method: Method, world_size: int, *, carried: bool = True) -> Measured:
@@ -308,14 +295,13 @@ def measured(method: Method, world_size: int, *, carried: bool = True) -> Measur
     )
 
 
-def made_up(*, carried: bool = True) -> Costs:
-    settings = Settings(numbers=(1000,), repeats=1, mbit_per_s=100.0)
+def made_up(*, carried: bool = True) -> list[Measured]:
     cases = product((2, 4), METHODS)
-    return Costs(settings, tuple(measured(each, size, carried=carried) for size, each in cases))
+    return [measured(each, size, carried=carried) for size, each in cases]
 
 
 def test_a_table_has_what_was_measured_beside_its_formula() -> None:
-    lines = made_up().render().splitlines()
+    lines = render(made_up()).splitlines()
     rows = [line.split() for line in lines if line[:1] in "24" and line[1:2] == " "]
     assert rows[0] == ["2", "naive", *["0.008"] * 2, *["0.004"] * 2, "1", "2.0", "20.0", "0.3"]
     assert rows[5] == ["4", "manager", *["0.024"] * 2, *["0.012"] * 2, "3", "2.0", "20.0", "1.9"]
@@ -324,7 +310,7 @@ def test_a_table_has_what_was_measured_beside_its_formula() -> None:
 
 
 def test_where_the_kernel_does_not_tell_the_table_has_a_dash() -> None:
-    text = made_up(carried=False).render()
+    text = render(made_up(carried=False))
     row = next(line.split() for line in text.splitlines() if line.startswith("2  library"))
     assert row == ["2", "library", "-", "0.008", "-", "0.004", "-", "2.0", "-", "0.3"]
     assert "nobody counts its bytes here" in text
@@ -333,15 +319,16 @@ def test_where_the_kernel_does_not_tell_the_table_has_a_dash() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("carried", [True, False])
 def test_a_picture_is_drawn(tmp_path: Path, *, carried: bool) -> None:
-    path = picture(made_up(carried=carried), tmp_path / "costs.png")
+    path = tmp_path / "costs.png"
+    picture(made_up(carried=carried), path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_the_command_measures_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_script_measures_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "costs.png"
-    wanted = "--processes 2 --processes 1 --numbers 1000 --repeats 1 --mbit-per-s 1000 --json"
-    assert main(["collectives", *wanted.split(), "--output", str(path)]) == 0
+    wanted = "--processes 2 1 --numbers 1000 --repeats 1 --mbit-per-s 1000 --json"
+    main([*wanted.split(), "--output", str(path)])
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     names = [method.name for method in METHODS]
     assert [(each["processes"], each["method"]) for each in told] == [*product((1, 2), names)]
@@ -352,8 +339,8 @@ def test_the_command_measures_and_draws(capsys: pytest.CaptureFixture[str], tmp_
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["collectives", "--processes", "2", "--numbers", "10", "--repeats", "1"]) == 0
+def test_the_script_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--processes", "2", "--numbers", "10", "--repeats", "1"])
     printed = capsys.readouterr().out
     assert "n = 10 of float32" in printed
     assert "2     ring" in printed
@@ -362,10 +349,10 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--processes", "0"], "'--processes': 0 is not in the range 1<=x<=64"),
-        (["--processes", "65"], "'--processes': 65 is not in the range 1<=x<=64"),
-        (["--numbers", "0"], "'--numbers': 0 is not in the range x>=1"),
-        (["--repeats", "0"], "'--repeats': 0 is not in the range x>=1"),
+        (["--processes", "0"], "--processes: 0 is out of range; give a number from 1 to 64"),
+        (["--processes", "65"], "--processes: 65 is out of range; give a number from 1 to 64"),
+        (["--numbers", "0"], "--numbers: 0 is out of range; give a number >= 1"),
+        (["--repeats", "0"], "--repeats: 0 is out of range; give a number >= 1"),
         (["--mbit-per-s", "0"], "mbit_per_s is 0.0; give a finite number > 0"),
         (["--mbit-per-s", "nan"], "mbit_per_s is nan; give a finite number > 0"),
         (["--mbit-per-s", "1e-5"], "the limit is 3600 s; measure fewer numbers"),
@@ -374,7 +361,8 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_measured_is_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
-    assert main(["collectives", *arguments]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
     assert told in capsys.readouterr().err
 
 

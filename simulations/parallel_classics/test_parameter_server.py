@@ -1,12 +1,14 @@
 """A parameter server is SGD, FedSGD, FedBuff or FedAsync, as its consistency says."""
 
 import heapq
+import re
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from parameter_server import NUM_GRADIENTS, NUM_WORKERS, ParameterServer, main, serve, work
 from torch import Tensor
 
 from fedlearn.algorithms.asynchronous import Buffered
@@ -14,12 +16,10 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAsync, FedAvg, FedBuff
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
 from fedlearn.parallel.local_world import in_processes
-from fedlearn.parallel.parameter_server import ParameterServer, serve, work
 from fedlearn.simulation.engine import Engine
 from tests.unit.algorithms import test_scaffold as quadratics
 from tests.unit.simulation import test_buffers as buffers
 
-NUM_WORKERS = 4
 RATE = 0.1
 #: Of the quadratics sum_j a_j (x_j - b_j)^2 / 2 of each worker.
 A, B = quadratics.A, quadratics.B
@@ -186,3 +186,14 @@ def test_the_bound_drops_what_is_staler() -> None:
     _, bound = by_virtual_time(buffer_size=1, num_steps=60, rule=staleness(most=4))
     assert max(free.ages) > 4 >= max(bound.ages)
     assert bound.num_dropped > 0 == free.num_dropped
+
+
+@pytest.mark.slow
+def test_the_script_tells_each_consistency(capsys: pytest.CaptureFixture[str]) -> None:
+    """All workers want the same weights, so each training ends near them."""
+    main()
+    strong, ages, *others = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"strong: .*: 100 steps of 4, distance \d.*", strong)
+    assert ages == f"  gradients by staleness: 0: {NUM_GRADIENTS}; dropped: 0"
+    for line in (strong, *others[::2]):
+        assert float(line.rpartition(" ")[2]) < 0.1

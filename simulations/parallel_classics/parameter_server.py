@@ -1,7 +1,11 @@
 r"""A parameter server: what a coordinator of federated learning is, by single gradients.
 
-A reference, to compare with. Workers pull the weights, compute a gradient at them, and push it;
-the server, one worker at a time, adds gradients up and steps. How strongly all see the same weights
+    python simulations/parallel_classics/parameter_server.py
+
+Starts a server and four workers as processes, and trains a small regression once for each
+consistency: it prints the staleness of gradients and the distance to the solution. Workers pull the
+weights, compute a gradient at them, and push it; the server, one worker at a time, adds gradients
+up and steps. How strongly all see the same weights
 is said by two numbers, the buffer size :math:`K` and the bound on staleness:
 
 ======================================= =============================================
@@ -22,13 +26,15 @@ References:
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedlearn.algorithms.staleness import Staleness
+from fedlearn.algorithms.staleness import Staleness, StalenessWeight
+from fedlearn.parallel.local_world import in_processes
 
 #: The server's rank; all others are workers.
 _SERVER = 0
@@ -134,3 +140,73 @@ def work(gradient_at: Callable[[Tensor], Tensor], *, like: Tensor) -> Tensor:
 
 def _tell(worker: int, weights: Tensor, *, is_over: bool) -> None:
     dist.send(torch.cat([weights, weights.new_tensor([float(is_over)])]), worker)
+
+
+# ---- The script ---------------------------------------------------------------------------
+
+NUM_WORKERS = 4
+NUM_GRADIENTS = 400
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training has come to.
+
+    Attributes:
+        distance: From the weights to the solution.
+        ages: How many gradients had which staleness.
+        num_dropped: Gradients that were too stale.
+    """
+
+    distance: float
+    ages: dict[int, int]
+    num_dropped: int
+
+
+def train(*, buffer_size: int, max_staleness: int) -> Trained:
+    """Train a regression in processes, by as many gradients whatever the buffer's size is.
+
+    Each worker has a hundred examples of one line, so all of them want the same weights.
+    """
+    staleness = Staleness(
+        max_staleness=max_staleness,
+        staleness_weight=StalenessWeight.POLYNOMIAL,
+        staleness_exponent=0.5,
+        staleness_hinge=0,
+    )
+    zero, solution = torch.zeros(10), torch.linspace(-1.0, 1.0, 10)
+
+    def body() -> Trained | None:
+        rank = dist.get_rank()
+        if rank:
+            features = torch.randn(100, 10, generator=torch.Generator().manual_seed(rank))
+            work(lambda weights: features.T @ (features @ (weights - solution)) / 100, like=zero)
+            return None
+        server = ParameterServer(
+            zero, learning_rate=0.1, buffer_size=buffer_size, staleness=staleness
+        )
+        serve(server, num_steps=NUM_GRADIENTS // buffer_size)
+        distance = float((server.weights - solution).norm())
+        return Trained(distance, dict(server.ages), server.num_dropped)
+
+    trained, *_ = in_processes(body, world_size=NUM_WORKERS + 1, timeout_s=120.0)
+    assert trained is not None  # rank 0 is the server
+    return trained
+
+
+def main() -> None:
+    """Train with each consistency, and print what came of it."""
+    for name, buffer_size, max_staleness in (
+        ("strong: waits for all workers", NUM_WORKERS, 0),
+        ("bounded staleness: waits for two", 2, 2),
+        ("weak: waits for nobody", 1, 1000),
+    ):
+        trained = train(buffer_size=buffer_size, max_staleness=max_staleness)
+        steps = sum(trained.ages.values()) // buffer_size
+        print(f"{name}: {steps} steps of {buffer_size}, distance {trained.distance:.2g}")
+        ages = ", ".join(f"{age}: {count}" for age, count in sorted(trained.ages.items()))
+        print(f"  gradients by staleness: {ages}; dropped: {trained.num_dropped}")
+
+
+if __name__ == "__main__":
+    main()

@@ -301,61 +301,20 @@ class Method:
 
     Attributes:
         name: In a word.
-        done: What is done, in a few.
-        run: Returns the sum of all ranks' vectors, of which it leaves this rank's as it is.
+        run: Returns the sum of the vectors of all ranks; this rank's own is not changed.
         cost: Of n numbers and p processes.
-        sent: What all send together, as text.
-        busiest: What the rank that sends the most sends, as text.
-        in_sequence: What follows each other, as text.
         is_own: Whether its messages can be counted and paced: not the library's.
     """
 
     name: str
-    done: str
     run: AllReduce
     cost: Callable[[int, int], Cost]
-    sent: str
-    busiest: str
-    in_sequence: str
     is_own: bool = True
 
 
 METHODS = (
-    Method(
-        name="naive",
-        done="everyone sends to everyone",
-        run=naive,
-        cost=naive_cost,
-        sent="p(p-1)n",
-        busiest="(p-1)n",
-        in_sequence="(p-1)n",
-    ),
-    Method(
-        name="manager",
-        done="rank 0 adds, and sends back",
-        run=manager,
-        cost=manager_cost,
-        sent="2(p-1)n",
-        busiest="(p-1)n",
-        in_sequence="2(p-1)n",
-    ),
-    Method(
-        name="ring",
-        done="parts go round twice",
-        run=ring,
-        cost=ring_cost,
-        sent="2(p-1)n",
-        busiest="2(p-1)n/p",
-        in_sequence="2(p-1)n/p",
-    ),
-    Method(
-        name="library",
-        done="torch.distributed, here gloo",
-        run=library,
-        cost=ring_cost,
-        sent="2(p-1)n",
-        busiest="2(p-1)n/p",
-        in_sequence="2(p-1)n/p",
-        is_own=False,
-    ),
+    Method(name="naive", run=naive, cost=naive_cost),
+    Method(name="manager", run=manager, cost=manager_cost),
+    Method(name="ring", run=ring, cost=ring_cost),
+    Method(name="library", run=library, cost=ring_cost, is_own=False),
 )

@@ -1,0 +1,419 @@
+"""What an all-reduce costs on this machine, in bytes and time, beside its formula.
+
+    python simulations/parallel_classics/all_reduce_costs.py
+
+Starts processes on this machine and runs the four methods of ``all_reduce.py`` in them. Each is run
+over loopback, and over an emulated network with a line out and a line in for each process. The
+library's messages are counted by the kernel, and cannot be emulated.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from all_reduce import METHODS, Cost, Messages, Method, PacedMessages
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from tcp_counters import open_sockets, sent_bytes
+from torch import Tensor
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.files import write_durably
+from fedlearn.core.ranges import Count, Positive, Ranged
+from fedlearn.errors import ConfigError, EngineError, StoreError
+from fedlearn.experiment.comparison import aligned
+from fedlearn.experiment.plot import RUN_COLOURS
+from fedlearn.parallel.local_world import in_processes
+
+#: Numbers are float32.
+NUMBER_BYTES = 4
+#: Processes of one machine: beyond, its cores are measured, not a network.
+MOST_PROCESSES = 64
+_BYTES_PER_S = 1e6 / 8  # of a Mbit/s
+#: Beyond what the formulas say: processes start, share cores, add.
+_SPARE_S, _SPARE_FACTOR = 120.0, 10.0
+#: What the formulas may say of one world: an hour.
+_LONGEST_S = 3600.0
+_MB, _MS = 1e6, 1e-3
+_BAR = 0.2
+_STROKE: Mapping[str, Any] = {  # Any: matplotlib's keywords
+    "color": "#222222",
+    "markersize": 18,
+    "markeredgewidth": 1.5,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Ranged):
+    """What is measured.
+
+    Attributes:
+        numbers: How many numbers each process has, >= 1; one all-reduce each.
+        repeats: How often each is timed, >= 1; medians count.
+        mbit_per_s: Of each line of the emulated network.
+    """
+
+    numbers: tuple[int, ...]
+    repeats: Count
+    mbit_per_s: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One method with so many processes and numbers.
+
+    Attributes:
+        method: Which.
+        world_size: Processes, p.
+        num_numbers: Numbers of each process, n.
+        mbit_per_s: Of each line of the emulated network.
+        sent_P: Bytes that each rank has sent, as its own messages count, without headers;
+            ``None``: they are the library's.
+        num_sent_P: Messages that each rank has sent; ``None`` likewise.
+        carried_P: Bytes that each rank has sent as the kernel counts, with headers and what holds
+            the ranks together; ``None``: it does not.
+        seconds: From when all ranks begin until the last one has the sum, over loopback.
+        paced_seconds: The same over the emulated network; ``None``: the library knows none.
+    """
+
+    method: Method
+    world_size: int
+    num_numbers: int
+    mbit_per_s: float
+    sent_P: tuple[int, ...] | None
+    num_sent_P: tuple[int, ...] | None
+    carried_P: tuple[int, ...] | None
+    seconds: float
+    paced_seconds: float | None
+
+    @property
+    def cost(self) -> Cost:
+        """What the formula says, in numbers."""
+        return self.method.cost(self.num_numbers, self.world_size)
+
+    @property
+    def known_sent(self) -> tuple[int, ...] | None:
+        """Bytes that each rank has sent: as counted, or else as the kernel counts."""
+        return self.carried_P if self.sent_P is None else self.sent_P
+
+    @property
+    def formula_sent(self) -> tuple[int, ...]:
+        """Bytes that each rank sends, as the formula says."""
+        return tuple(NUMBER_BYTES * numbers for numbers in self.cost.sent_P)
+
+    @property
+    def formula_seconds(self) -> float:
+        """What the formula says of the emulated network."""
+        return _seconds(self.cost, self.mbit_per_s)
+
+    def facts(self) -> dict[str, object]:
+        """Return it as JSON values; what is not known is null."""
+        return {
+            "method": self.method.name,
+            "processes": self.world_size,
+            "numbers": self.num_numbers,
+            "mbit_per_s": self.mbit_per_s,
+            "sent_bytes": self.sent_P,
+            "sent_messages": self.num_sent_P,
+            "kernel_sent_bytes": self.carried_P,
+            "formula_sent_bytes": self.formula_sent,
+            "loopback_s": self.seconds,
+            "emulated_s": self.paced_seconds,
+            "formula_s": self.formula_seconds,
+        }
+
+
+# ---- Measuring ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfRank:
+    """What one rank has seen of one method."""
+
+    sent: int
+    num_sent: int
+    carried: int | None
+    seconds: tuple[float, ...]
+    paced_seconds: tuple[float, ...]
+
+
+def measure(settings: Settings, *, world_size: int) -> list[Measured]:
+    """Measure every method in a world of so many processes, which is started for it.
+
+    Raises:
+        ConfigError: It would take hours.
+        EngineError: A process failed or died, or all took much longer than the formulas say; or a
+            sum is wrong.
+    """
+    cases = [(method, num_numbers) for num_numbers in settings.numbers for method in METHODS]
+    expected_s = settings.repeats * sum(
+        _seconds(method.cost(n, world_size), settings.mbit_per_s) for method, n in cases
+    )
+    if expected_s > _LONGEST_S:
+        raise ConfigError(
+            f"with {world_size} processes, {settings.repeats} repeats at {settings.mbit_per_s:g} "
+            f"Mbit/s take {expected_s:.3g} s, the limit is {_LONGEST_S:g} s; measure fewer numbers "
+            "or repeats, or a faster network"
+        )
+    inherited = open_sockets()
+    by_rank = in_processes(
+        lambda: [_of_rank(*case, settings, inherited=inherited) for case in cases],
+        world_size=world_size,
+        timeout_s=_SPARE_S + _SPARE_FACTOR * expected_s,
+    )
+    return [
+        _measured(*case, settings, of_ranks)
+        for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True)
+    ]
+
+
+def _seconds(cost: Cost, mbit_per_s: float) -> float:
+    return cost.in_sequence * NUMBER_BYTES / (mbit_per_s * _BYTES_PER_S)
+
+
+def _measured(
+    method: Method, num_numbers: int, settings: Settings, of_ranks: Sequence[_OfRank]
+) -> Measured:
+    carried_P = [each.carried for each in of_ranks if each.carried is not None]
+    return Measured(
+        method=method,
+        world_size=len(of_ranks),
+        num_numbers=num_numbers,
+        mbit_per_s=settings.mbit_per_s,
+        sent_P=tuple(each.sent for each in of_ranks) if method.is_own else None,
+        num_sent_P=tuple(each.num_sent for each in of_ranks) if method.is_own else None,
+        carried_P=tuple(carried_P) if len(carried_P) == len(of_ranks) else None,
+        seconds=_median([each.seconds for each in of_ranks]),
+        paced_seconds=_median([each.paced_seconds for each in of_ranks]) if method.is_own else None,
+    )
+
+
+def _median(seconds_PK: Sequence[Sequence[float]]) -> float:
+    """Return the median over K repeats of the slowest of P ranks."""
+    slowest_K: list[float] = [max(seconds_P) for seconds_P in zip(*seconds_PK, strict=True)]
+    return statistics.median(slowest_K)
+
+
+def _of_rank(
+    method: Method, num_numbers: int, settings: Settings, *, inherited: AbstractSet[int]
+) -> _OfRank:
+    """Run one method in a rank: once to count and check, then to time."""
+    values, total = _values(num_numbers)
+    messages = Messages()
+    dist.barrier()
+    before = sent_bytes(without=inherited)
+    found = method.run(values, messages)
+    dist.barrier()
+    after = sent_bytes(without=inherited)
+    if not torch.equal(found, total):
+        raise EngineError(f"{method.name}: the sum of {num_numbers} numbers is wrong")
+    clock = SystemClock()
+    bytes_per_s = settings.mbit_per_s * _BYTES_PER_S
+    paced_seconds = []
+    if method.is_own:
+        for _ in range(settings.repeats):
+            paced = PacedMessages(bytes_per_s=bytes_per_s, clock=clock)
+            paced_seconds.append(_timed(method, values, paced))
+    return _OfRank(
+        sent=messages.sent * values.element_size(),
+        num_sent=messages.num_sent,
+        carried=None if before is None or after is None else after - before,
+        seconds=tuple(_timed(method, values, Messages()) for _ in range(settings.repeats)),
+        paced_seconds=tuple(paced_seconds),
+    )
+
+
+def _timed(method: Method, values: Tensor, messages: Messages) -> float:
+    """Return how long this rank took, once all were there."""
+    dist.barrier()
+    clock = SystemClock()
+    began_s = clock.now_s()
+    method.run(values, messages)
+    return clock.now_s() - began_s
+
+
+def _values(num_numbers: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's numbers and the sum over all ranks: whole, so sums are exact."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pattern = torch.arange(num_numbers, dtype=torch.int32) % 1009
+    values = (pattern * (rank + 1)).float()
+    total = (pattern * (world_size * (world_size + 1) // 2)).float()
+    return values, total
+
+
+# ---- The table and the picture ------------------------------------------------------------
+
+
+def render(measured: Sequence[Measured]) -> str:
+    """Return a table for each number of numbers, as text."""
+    return "\n\n".join([*map(_table, _by_numbers(measured)), *_notes(measured)])
+
+
+def _by_numbers(measured: Sequence[Measured]) -> list[list[Measured]]:
+    sizes = dict.fromkeys(each.num_numbers for each in measured)
+    return [[each for each in measured if each.num_numbers == size] for size in sizes]
+
+
+def _table(measured: Sequence[Measured]) -> str:
+    num_numbers, rate = measured[0].num_numbers, f"{measured[0].mbit_per_s:g} Mbit/s"
+    header = (
+        *("p", "method", "all send", "formula", "one sends", "formula", "messages"),
+        *("loopback", rate, "formula"),
+    )
+    size = _mb(NUMBER_BYTES * num_numbers)
+    title = f"n = {num_numbers:,} of float32, {size} MB; bytes in MB, times in ms"
+    return f"{title}\n{aligned([header, *map(_row, measured)], values_right=True)}"
+
+
+def _notes(measured: Sequence[Measured]) -> Iterator[str]:
+    if any(each.carried_P is not None for each in measured):
+        yield "library: bytes as the kernel counts them, with headers; it cannot be emulated."
+    else:
+        yield "library: nobody counts its bytes here, and it cannot be emulated."
+
+
+def _row(each: Measured) -> tuple[str, ...]:
+    sent_P, formula_P = each.known_sent, each.formula_sent
+    return (
+        str(each.world_size),
+        each.method.name,
+        "-" if sent_P is None else _mb(sum(sent_P)),
+        _mb(sum(formula_P)),
+        "-" if sent_P is None else _mb(max(sent_P)),
+        _mb(max(formula_P)),
+        "-" if each.num_sent_P is None else str(max(each.num_sent_P)),
+        _ms(each.seconds),
+        "-" if each.paced_seconds is None else _ms(each.paced_seconds),
+        _ms(each.formula_seconds),
+    )
+
+
+def _mb(num_bytes: int) -> str:
+    """Return bytes in MB, to four digits at most.
+
+    Example:
+        >>> [_mb(num_bytes) for num_bytes in (0, 12, 4_000_432, 120_000_000)]
+        ['0', '1.2e-05', '4', '120']
+    """
+    return f"{num_bytes / _MB:.4g}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds / _MS:.1f}"
+
+
+def picture(measured: Sequence[Measured], path: Path) -> None:
+    """Draw times and bytes by processes as a PNG; a file that is there is replaced.
+
+    A row for each number of numbers: bars are measured, and a stroke is what the formula says.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    tables = _by_numbers(measured)
+    size = (11, 0.6 + 4.2 * len(tables))
+    figure = Figure(figsize=size, dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(tables), 2, squeeze=False)
+    for (times, sent), table in zip(rows, tables, strict=True):
+        _draw(times, table, of=lambda each: (each.paced_seconds, each.formula_seconds), unit=_MS)
+        _draw(sent, table, of=_busiest, unit=_MB)
+        times.set_ylabel(f"time at {table[0].mbit_per_s:g} Mbit/s (ms)")
+        sent.set_ylabel("sent by the busiest process (MB)")
+        times.set_title(f"{table[0].num_numbers:,} numbers of float32", loc="left")
+    content = BytesIO()
+    figure.savefig(content, format="png")
+    write_durably(path, content.getvalue(), raises=StoreError)
+
+
+def _busiest(each: Measured) -> tuple[float | None, float]:
+    sent_P = each.known_sent
+    return None if sent_P is None else max(sent_P), max(each.formula_sent)
+
+
+def _draw(
+    axes: Axes,
+    measured: Sequence[Measured],
+    *,
+    of: Callable[[Measured], tuple[float | None, float]],
+    unit: float,
+) -> None:
+    """Draw a group of bars for each number of processes, where there is something to measure."""
+    sizes = sorted({each.world_size for each in measured})
+    for place, (colour, method) in enumerate(zip(RUN_COLOURS, METHODS, strict=False)):
+        shown = [each for each in measured if each.method == method and of(each)[0] is not None]
+        if not shown:
+            continue
+        at = [sizes.index(each.world_size) + _BAR * (place - 1.5) for each in shown]
+        values, formulas = zip(*map(of, shown), strict=True)
+        heights = [value / unit for value in values]
+        axes.bar(at, heights, 0.9 * _BAR, color=colour, label=method.name)
+        axes.plot(at, [value / unit for value in formulas], "_", **_STROKE)
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.set_xlabel("processes")
+    axes.grid(visible=True, axis="y", color="#dddddd")
+    axes.set_axisbelow(True)
+    stroke = Line2D([], [], linestyle="", marker="_", **_STROKE, label="formula")
+    axes.legend(handles=[*axes.get_legend_handles_labels()[0], stroke], frameon=False)
+
+
+# ---- The script ---------------------------------------------------------------------------
+
+
+def _whole(*, most: float = math.inf) -> Callable[[str], int]:
+    """Return what reads a whole number from 1 to ``most`` for argparse."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if not 1 <= value <= most:
+            limits = ">= 1" if most == math.inf else f"from 1 to {most}"
+            raise argparse.ArgumentTypeError(f"{value} is out of range; give a number {limits}")
+        return value
+
+    return read
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure what is asked for, and print or draw it."""
+    parser = argparse.ArgumentParser(description="Measure all-reduces beside their formulas.")
+    add = parser.add_argument
+    add("--processes", type=_whole(most=MOST_PROCESSES), nargs="+", default=[2, 4, 8], metavar="P")
+    add("--numbers", type=_whole(), nargs="+", default=[1_000_000], metavar="N", help="of each")
+    add("--repeats", type=_whole(), default=3, metavar="K", help="of which medians count")
+    add("--mbit-per-s", type=float, default=400.0, metavar="X", help="of the emulated network")
+    add("--json", action="store_true", help="print an object a measurement")
+    add("--output", type=Path, metavar="FILE", help="draw the result as PNG, too")
+    given = parser.parse_args(words)
+    try:
+        settings = Settings(
+            numbers=tuple(dict.fromkeys(given.numbers)),
+            repeats=given.repeats,
+            mbit_per_s=given.mbit_per_s,
+        )
+        by_world = [measure(settings, world_size=p) for p in sorted(set(given.processes))]
+    except (ConfigError, ValueError) as error:
+        parser.error(str(error))
+    measured = list(chain.from_iterable(by_world))
+    if given.json:
+        for each in measured:
+            print(json.dumps(each.facts()))
+    else:
+        print(render(measured))
+    if given.output is not None:
+        picture(measured, given.output)
+
+
+if __name__ == "__main__":
+    main()
