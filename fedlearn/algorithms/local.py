@@ -168,14 +168,16 @@ class LocalWork(Ranged):
 
 
 class Affine(NamedTuple):
-    """A step of the form ``x <- keep * x + scale * gradient + pull * model``.
+    """A step of the form ``x <- keep * x + scale * gradient + pull * model + shift * drift``.
 
-    The model is the global one, which clients are told under :data:`MODEL`.
+    The model is the global one, which clients are told under :data:`MODEL`. The drift is the
+    client's own, the same in all steps of a round; an update that has one is :class:`Drifting`.
     """
 
     keep: float
     scale: float
     pull: float = 0.0
+    shift: float = 0.0
 
 
 @runtime_checkable
@@ -233,6 +235,25 @@ class LocalUpdate(Protocol):
             told: As for :meth:`step`.
             num_steps: Steps that each client has taken: [K], of the dtype of ``x``.
         """
+
+
+@runtime_checkable
+class Drifting(Protocol):
+    """A local update whose short cut adds something of each client's to every step."""
+
+    def drift(self, memory: Memory, *, told: Memory) -> Sequence[Tensor]:
+        """Return what is added, along the parameters: [K, ...] each; asked after ``begin``."""
+
+    def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
+        """Bring ``memory`` to where so many steps would have: [K]; all had every gradient."""
+
+
+def drift_of(local: LocalUpdate) -> Drifting:
+    """Return the update that has the drift: this one, or one inside it."""
+    while isinstance(local, Around) and not isinstance(local, Drifting):
+        local = local.inner
+    assert isinstance(local, Drifting)  # whose step has a shift
+    return local
 
 
 def short_cut(local: LocalUpdate) -> Callable[[Moment], Affine | None] | None:

@@ -23,7 +23,15 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from fedlearn.algorithms.local import Around, LocalUpdate, Memory, Moment, Tensors, short_cut
+from fedlearn.algorithms.local import (
+    Affine,
+    Around,
+    LocalUpdate,
+    Memory,
+    Moment,
+    Tensors,
+    short_cut,
+)
 from fedlearn.algorithms.transforms import norms
 from fedlearn.core.noise import SecretStream, add_discrete_gaussian, largest_sample
 from fedlearn.core.ranges import Positive, Ranged
@@ -203,7 +211,8 @@ class NoisedGradients(Ranged, Around):
         is_one = len(set(sizes_K)) == 1 and all(
             a.dtype == b.dtype for a, b in zip(x, sums, strict=True)
         )
-        if affine is None or affine.keep != 1.0 or affine.pull or not is_one:
+        is_scaled = affine is not None and affine == Affine(1.0, affine.scale)
+        if affine is None or not is_scaled or not is_one:
             noised = self.noised(sums, sizes_K, like=x)
             self.inner.step(x, noised, memory, told=told, moment=moment)
             return

@@ -34,7 +34,7 @@ class Proximal(Ranged, Around):
         if inner is None or (rule := inner(moment)) is None:
             return None
         force = rule.scale * self.proximal
-        return Affine(rule.keep + force, rule.scale, rule.pull - force)
+        return rule._replace(keep=rule.keep + force, pull=rule.pull - force)
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment

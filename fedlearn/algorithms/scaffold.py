@@ -21,6 +21,7 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Over
 from fedlearn.algorithms.local import (
+    Affine,
     Around,
     LocalSgd,
     Memory,
@@ -80,6 +81,22 @@ class ControlVariates(Around):
             _COUNTS: MemorySpec(over=Over.TENSORS, is_kept=False),
         }
 
+    def affine(self, moment: Moment) -> Affine:
+        """Return the step; raises ValueError as :meth:`step` does."""
+        _require_constant_rate(moment)
+        assert isinstance(self.inner, LocalSgd)  # checked when this was made
+        rate = self.inner.learning_rate
+        return Affine(keep=1.0, scale=-rate, shift=-rate)
+
+    def drift(self, memory: Memory, *, told: Memory) -> list[Tensor]:
+        """Return :math:`c - c_i`."""
+        return sums(told[_CONTROL], memory[_CONTROL], factor=-1.0)
+
+    def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
+        """Count a gradient of each tensor in each step."""
+        for count_K1 in memory[_COUNTS]:
+            count_K1.add_(num_steps[:, None])
+
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
@@ -88,14 +105,10 @@ class ControlVariates(Around):
         Raises:
             ValueError: A wrapper around this one has changed the rate.
         """
-        if moment.rate != 1.0:
-            raise ValueError(
-                f"a local update around ControlVariates multiplies the learning rate by "
-                f"{moment.rate}, but SCAFFOLD's is constant; leave the rate as it is"
-            )
+        _require_constant_rate(moment)
         torch._foreach_add_(list(memory[_COUNTS]), 1.0)
-        drift = sums(told[_CONTROL], memory[_CONTROL], factor=-1.0)
-        self.inner.step(x, sums(grads, drift, factor=1.0), memory, told=told, moment=moment)
+        directions = sums(grads, self.drift(memory, told=told), factor=1.0)
+        self.inner.step(x, directions, memory, told=told, moment=moment)
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
@@ -107,9 +120,12 @@ class ControlVariates(Around):
             x, *told_here, memory[_CONTROL], memory[_COUNTS], strict=True
         ):
             shape = (-1, *[1] * (y.dim() - 1))
-            missed = (1.0 - count_K1[:, 0] / num_steps).to(y).view(shape)
+            missed = 1.0 - count_K1[:, 0] / num_steps
             steps = (num_steps * self.inner.learning_rate).view(shape)
-            changes.append((x_0 - y) / steps - c + missed * (c - c_i))
+            change = torch.sub(x_0, y).div_(steps).sub_(c)
+            if missed.any():
+                change += missed.to(y).view(shape) * (c - c_i)
+            changes.append(change)
         changes = self._scale_to_bound(changes)
         for c_i, change in zip(memory[_CONTROL], changes, strict=True):
             c_i.add_(change)
@@ -128,6 +144,14 @@ class ControlVariates(Around):
         # A little below the bound, so that rounding does not make it longer.
         scale_K = ((1.0 - 1e-6) * self.control_bound / squares_K.sqrt()).clamp(max=1.0)
         return [each * scale_K.view(-1, *[1] * (each.dim() - 1)) for each in changes]
+
+
+def _require_constant_rate(moment: Moment) -> None:
+    if moment.rate != 1.0:
+        raise ValueError(
+            f"a local update around ControlVariates multiplies the learning rate by {moment.rate}, "
+            "but SCAFFOLD's is constant; leave the rate as it is"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

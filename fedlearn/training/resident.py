@@ -651,7 +651,7 @@ class Training:
         is_whole = len(own) == len(grads)
         moment = Moment(self._round_num, self.num_steps)
         affine = None if self._short_cut is None else self._short_cut(moment)
-        if affine is not None and affine.keep == 1.0 and not affine.pull:
+        if affine is not None and affine.keep == 1.0 and not (affine.pull or affine.shift):
             reached = self._model.trainable if is_whole else _reached(self._model.trainable, grads)
             torch._foreach_add_(reached, own, alpha=affine.scale)
             return

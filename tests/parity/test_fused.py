@@ -13,9 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlearn.algorithms.lanes import LaneSpec
-from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Memory, MemorySpec, Tensors
+from fedlearn.algorithms.local import (
+    Around,
+    LocalSgd,
+    LocalUpdate,
+    Memory,
+    MemorySpec,
+    Tensors,
+    pieces_of,
+)
 from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.core.features import only
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
@@ -126,6 +135,7 @@ def work_for(
         device=CPU,
     )
     kept = torch.randn(len(sizes), params.layout.size, dtype=dtype) * 0.01
+    is_controlled = any(isinstance(piece, ControlVariates) for piece in pieces_of(local))
     return Work(
         params=params,
         local=local,
@@ -136,8 +146,8 @@ def work_for(
         round_num=2,
         seed=Seed(seed),
         rows_K=np.split(chosen, offsets[1:-1]),
-        told={},
-        kept={"velocity": kept} if any(spec.is_kept for spec in local.memory.values()) else {},
+        told={"control": kept.flip(1).mean(0)} if is_controlled else {},
+        kept={name: kept for name, spec in local.memory.items() if spec.is_kept},
     )
 
 
@@ -161,16 +171,18 @@ def fused_executor(model: str, work: Work) -> FusedExecutor:
 
 
 def difference(one: Trained, other: Trained) -> float:
-    """Return the largest difference of any delta, loss or velocity."""
+    """Return the largest difference of any delta, loss, lane or thing kept."""
     found = [
         (one.deltas_KP - other.deltas_KP).abs().max().item(),
         float(np.abs(one.losses_K - other.losses_K).max()),
     ]
-    assert one.kept.keys() == other.kept.keys()
-    found += [(one.kept[name] - other.kept[name]).abs().max().item() for name in one.kept]
+    for own, others in ((one.kept, other.kept), (one.lanes, other.lanes)):
+        assert own.keys() == others.keys()
+        found += [(own[name] - others[name]).abs().max().item() for name in own]
     return max(found)
 
 
+CONTROLLED = ControlVariates(inner=replace(PLAIN, epochs=2), control_bound=None)
 RULES: dict[str, LocalUpdate] = {
     "plain": PLAIN,
     "epochs": replace(PLAIN, epochs=3),
@@ -179,6 +191,9 @@ RULES: dict[str, LocalUpdate] = {
     "weight decay": replace(PLAIN, weight_decay=0.3),
     "momentum": replace(PLAIN, momentum=0.7, epochs=2),
     "proximal": Proximal(inner=replace(PLAIN, epochs=2), proximal=0.5),
+    "control variates": CONTROLLED,
+    "control variates, bounded": replace(CONTROLLED, control_bound=0.3),
+    "control variates, pulled": Proximal(inner=CONTROLLED, proximal=0.5),
     "kept velocity": replace(PLAIN, momentum=0.7, keep_momentum=True),
     "everything": Proximal(
         inner=replace(PLAIN, momentum=0.5, weight_decay=0.1, keep_momentum=True, epochs=2),
@@ -224,7 +239,7 @@ def test_any_ragged_block_equals_the_reference_in_float64(
 
 def changed(rule: LocalUpdate, wrong: Callable[[LocalSgd], LocalSgd]) -> LocalUpdate:
     """Return the rule with another SGD in it."""
-    if isinstance(rule, Proximal):
+    if isinstance(rule, Around):
         return replace(rule, inner=changed(rule.inner, wrong))
     assert isinstance(rule, LocalSgd)
     return wrong(rule)
@@ -249,6 +264,16 @@ def test_the_comparison_would_notice_a_wrong_update(
     work = work_for("mlp", changed(known, wrong), num_examples=[9, 5], dtype=torch.float32)
     trained = fused_executor("mlp", work).train(work)
     assert difference(trained, by_reference("mlp", right)) > 1e-5
+
+
+@pytest.mark.parametrize("what", ["told", "kept"])
+def test_the_comparison_would_notice_another_control(what: str) -> None:
+    """The server's, or a client's own, that is wrong by a hundredth."""
+    work = work_for("mlp", CONTROLLED, num_examples=[9, 5], dtype=torch.float32)
+    wrong = {what: {"control": getattr(work, what)["control"] * 1.01}}
+    other = replace(work, told=wrong.get("told", work.told), kept=wrong.get("kept", work.kept))
+    trained = fused_executor("mlp", work).train(other)
+    assert difference(trained, by_reference("mlp", work)) > 1e-5
 
 
 @pytest.mark.parametrize("model", ["mlp", "pooled cnn"])

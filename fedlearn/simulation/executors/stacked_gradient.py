@@ -176,7 +176,7 @@ class StepResult(NamedTuple):
             value.copy_(self.statistics[name])
         affine_at = short_cut(local)
         affine = None if affine_at is None else affine_at(moment)
-        if affine is not None:
+        if affine is not None and not affine.shift:
             # Multiplying and stepping at once reads and writes the weights only once.
             for (name, own), model in zip(stack.trainable.items(), told[MODEL], strict=True):
                 if name in self.factors:

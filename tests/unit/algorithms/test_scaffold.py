@@ -15,12 +15,16 @@ from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import Kept, stacked
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import (
+    MODEL,
     Around,
     LocalSgd,
+    LocalUpdate,
     Moment,
     along_trainable,
+    drift_of,
     new_memory,
     report_of,
+    short_cut,
 )
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.proximal import Proximal
@@ -167,6 +171,30 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     expected = torch.stack(gradients).mean(0)
     torch.testing.assert_close(reported.kept["control"], expected)
     torch.testing.assert_close(reported.lanes["control"], expected - own)
+
+
+@pytest.mark.parametrize("pull", [None, 0.3])
+def test_the_short_cut_is_the_step(pull: float | None) -> None:
+    """Executors may take either; also with a wrapper around it."""
+    own: LocalUpdate = scaffold().local
+    local = own if pull is None else Proximal(inner=own, proximal=pull)
+    x, grad, model, server, client = (
+        torch.tensor([each]).double()
+        for each in ([1.0, -3.0], [0.3, 0.2], [0.5, 2.0], [0.1, 0.4], [-0.2, 0.6])
+    )
+    told, memory = {MODEL: [model], "control": [server]}, new_memory(local, [x], kept={})
+    memory["control"][0].copy_(client)
+    short, moment = short_cut(local), Moment(2, 0)
+    assert short is not None
+    taken = short(moment)
+    assert taken is not None
+    (drift,) = drift_of(local).drift(memory, told=told)
+    expected = taken.keep * x + taken.scale * grad + taken.pull * model + taken.shift * drift
+    local.step([x], [grad], memory, told=told, moment=moment)
+    torch.testing.assert_close(x, expected)
+    counted = new_memory(local, [x], kept={})
+    drift_of(local).count_steps(counted, num_steps=torch.ones(1).double())
+    assert counted["num_gradients"] == memory["num_gradients"]
 
 
 @pytest.mark.parametrize("bound", [0.5, 1e6, None])

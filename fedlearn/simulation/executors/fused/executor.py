@@ -21,6 +21,7 @@ from fedlearn.algorithms.local import (
     Memory,
     Moment,
     along_trainable,
+    drift_of,
     has_report,
     new_memory,
     report_of,
@@ -131,11 +132,22 @@ class FusedExecutor:
         work.local.begin(params, memory, told=told)
         stack.refresh(num_clients)
         rules = _rules(work)
+        has_drift = rules is not None and any(rule.shift for rule in rules)
+        drifting = drift_of(work.local) if has_drift else None
         losses_K = _train(
-            work, workspace, memory, draws, told=told, rules=rules, objective=self._objective
+            work,
+            workspace,
+            memory,
+            draws,
+            told=told,
+            rules=rules,
+            drift=() if drifting is None else drifting.drift(memory, told=told),
+            objective=self._objective,
         )
-        reports = has_report(work.local)
-        if rules is not None and reports:
+        if drifting is not None:
+            drifting.count_steps(memory, num_steps=work.num_steps())
+        is_settled = rules is None or has_report(work.local)
+        if rules is not None and is_settled:
             stack.settle(num_clients)
         draws.fill(memory, REPORT)
         report = report_of(
@@ -146,10 +158,8 @@ class FusedExecutor:
             num_steps=work.num_steps(),
             layout=work.params.layout,
         )
-        if rules is None or reports:  # else the copies are ahead of the rows
-            stack.refresh(num_clients)
         return Trained(
-            deltas_KP=stack.deltas(start, num_clients=num_clients),
+            deltas_KP=stack.deltas(start, num_clients=num_clients, is_settled=is_settled),
             lanes=report.lanes,
             losses_K=losses_K,
             num_examples_K=work.num_examples(),
@@ -180,6 +190,7 @@ def _train(
     *,
     told: Memory,
     rules: Sequence[Affine] | None,
+    drift: Sequence[Tensor],
     objective: Objective,
 ) -> NDArray[np.float64]:
     """Train the clients in ``workspace``; return their mean losses, each before its step."""
@@ -214,8 +225,11 @@ def _train(
                 moment=Moment(work.round_num, step),
             )
             stack.refresh(num_clients)
-        elif rules[step].pull:
+            continue
+        if rules[step].pull:
             stack.pull(work.params.vector, num_clients=num_clients, by=rules[step].pull)
+        if rules[step].shift:
+            stack.shift(drift, num_clients=num_clients, by=rules[step].shift)
     own_TKB = likelihoods_TKB
     if weights_TKB is not plan.weights_TKB:
         counts_TK1 = torch.from_numpy(plan.counts_TK).to(weights_TKB).unsqueeze(2)

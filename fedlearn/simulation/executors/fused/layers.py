@@ -6,7 +6,7 @@ channels last in memory. An operator may overwrite the activation and the gradie
 given where the layers around it do not need them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -85,8 +85,28 @@ class Stack:
         for name, value in self._layout.views(model_P).items():
             self._values[name][:num_clients].add_(value, alpha=by)
 
-    def deltas(self, start: Tensor, *, num_clients: int) -> Tensor:
-        """Return local minus what :meth:`load` was given, in the rows' memory."""
+    def shift(self, drift: Sequence[Tensor], *, num_clients: int, by: float) -> None:
+        """Add a multiple of what is each client's own to the first ones.
+
+        Args:
+            drift: As :meth:`params` returns it, for as many clients or more.
+            num_clients: The first ones.
+            by: The multiple.
+        """
+        drifts = self._layout.views(drift[0].flatten(1)).values() if len(drift) == 1 else drift
+        for value, own in zip(self._values.values(), drifts, strict=True):
+            value[:num_clients].add_(own[:num_clients], alpha=by)
+
+    def deltas(self, start: Tensor, *, num_clients: int, is_settled: bool) -> Tensor:
+        """Return local minus what :meth:`load` was given, in the rows' memory.
+
+        Args:
+            start: As for :meth:`load`.
+            num_clients: The first ones.
+            is_settled: Whether the rows have the models; else the copies do, where there are some.
+        """
+        if is_settled:
+            return self._params_KP[:num_clients].sub_(start)
         for name, value in self._layout.views(start).items():
             rows = self._rows[name][:num_clients]
             torch.sub(self._values[name][:num_clients], value, out=rows)
