@@ -15,6 +15,7 @@ from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.core.user_lines import describe_error
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.bounded_sum import Noise
 from fedlearn.rounds.records import RoundRecord
@@ -225,7 +226,7 @@ class LoggedCallback:
                 "callback_failed",
                 callback=type(self.callback).__name__,
                 round=record.round_num + 1,
-                error=f"{type(error).__name__}: {error}",
+                error=describe_error(error),
             )
             return False
 

@@ -27,11 +27,12 @@ from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.links import take_link
 from fedlearn.client.loading import find_modules_here
 from fedlearn.client.options import CHANGES, OPTIONS, RuntimeOptions
-from fedlearn.client.places import place_of, told_while_it_lasts
+from fedlearn.client.patience import told_while_it_lasts
 from fedlearn.client.process import STUCK
 from fedlearn.client.signals import signals_call
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.logs import configure_logs
+from fedlearn.core.user_lines import user_line
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
 from fedlearn.session.faults import in_users_code
 
@@ -78,7 +79,7 @@ class _Application:
 
     def tell_crash(self, error: BaseException) -> None:
         """Report the crash's type and place, but not its message, which may contain data."""
-        words = f"{type(error).__name__} at {place_of(error.__traceback__)}"
+        words = f"{type(error).__name__} at {user_line(error)}"
         self.tell(AgentEvent(kind=EventKind.CRASHED, message=words))
         sys.excepthook(type(error), error, error.__traceback__)
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from fedlearn.core.user_lines import describe_error
 from fedlearn.errors import ConfigError, EngineError, FedlearnError
 from fedlearn.parallel import checkpoints
 from fedlearn.parallel.engine import Engine
@@ -54,10 +55,10 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         if _would_come_again(error):
-            _write_whole(folder.failure, f"{EngineError.__name__}\n{_describe(error)}")
+            _write_whole(folder.failure, f"{EngineError.__name__}\n{describe_error(error)}")
             sys.exit(1)
         if not folder.error.exists():  # of the ranks that fail then, the first has the cause
-            _write_whole(folder.error, _describe(error))
+            _write_whole(folder.error, describe_error(error))
         raise
     dist.destroy_process_group()
     end()
@@ -76,20 +77,8 @@ def _would_come_again(error: Exception) -> bool:
     """
     if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
         return False
-    waits = any(part in _frames(error)[-1].filename for part in _WAITING)
+    waits = any(part in traceback.extract_tb(error.__traceback__)[-1].filename for part in _WAITING)
     return not (isinstance(error, RuntimeError) and waits)
-
-
-def _describe(error: Exception) -> str:
-    """Return an error with the line of the user's code that it comes from, if there is one."""
-    not_own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    own = [each for each in _frames(error) if not each.filename.startswith(not_own)]
-    place = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
-    return f"{place}{type(error).__name__}: {error}"
-
-
-def _frames(error: Exception) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
 
 
 def train_as_rank(

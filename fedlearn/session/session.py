@@ -29,6 +29,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.randomness import Seed
+from fedlearn.core.user_lines import describe_error
 from fedlearn.errors import (
     AggregationAborted,
     Cancelled,
@@ -47,7 +48,7 @@ from fedlearn.secagg.plan import request_hash
 from fedlearn.secagg.releases import PastReleases
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
-from fedlearn.session.faults import described, is_failure
+from fedlearn.session.faults import is_failure
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile, Pins
 from fedlearn.session.results import evaluate_reply, train_reply
@@ -205,7 +206,7 @@ class ClientSession:
         trace = {"exception": "".join(lines)} if lines else {}
         log = structlog.get_logger(__name__)
         log.warning("request_failed", client_id=self.client_id, error=repr(error), **trace)
-        self.on_failure(described(error))
+        self.on_failure(describe_error(error))
 
     def _take_part(
         self, request: SecureRequest, kept: KeptState, control: TaskControl

@@ -937,7 +937,7 @@ def test_waking_an_agent_starts_a_process_that_has_crashed_again(
     ("trainer", "words"),
     [
         ("without_data", "PART is not set"),
-        ("without_library", "ModuleNotFoundError at {file}:{line} in without_library"),
+        ("without_library", "ModuleNotFoundError at {file}:{line}, in without_library"),
     ],
 )
 def test_the_application_hears_why_the_trainer_cannot_be_made(

@@ -157,8 +157,8 @@ def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path
     ("fault", "kind", "message"),
     [
         ("refuse", DataError, "^the examples of step 3 cannot be read; mend the file$"),
-        ("bug", EngineError, r"^\S+trainings\.py, line \d+, in batch: KeyError: 'age'$"),
-        ("shapes", EngineError, r"^\S+trainings\.py, line \d+, in batch: RuntimeError: mat1 and"),
+        ("bug", EngineError, r"^\S+trainings\.py:\d+, in batch: KeyError: 'age'$"),
+        ("shapes", EngineError, r"^\S+trainings\.py:\d+, in batch: RuntimeError: mat1 and"),
         ("nan", Diverged, "^the loss is nan after step 4; lower the learning rate"),
     ],
 )

@@ -1,6 +1,5 @@
 """Where the user's code went wrong."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from fedlearn.client.loading import make_trainer
 from fedlearn.errors import DataError, DeploymentError
-from fedlearn.session.faults import described, in_users_code
+from fedlearn.session.faults import in_users_code
 
 SOURCE = """import os
 import torch
@@ -43,24 +42,6 @@ def test_the_users_own_line_is_named(
         make_trainer(f"{file}:{name}")
     assert str(caught.value).startswith(f"{file}{words}")
     assert caught.value.__cause__ is not None
-
-
-def test_without_a_line_of_the_users_the_librarys_is_named() -> None:
-    """As where data of a wrong shape go through a model of torch's."""
-    compiled = compile("json.loads('')", "<string>", "exec")
-    with pytest.raises(json.JSONDecodeError) as caught:
-        exec(compiled, {"json": json})  # noqa: S102 - code without a file
-    library = caught.tb
-    while library.tb_next is not None:  # to the innermost, past this test's own frame
-        library = library.tb_next
-    assert described(caught.value.with_traceback(library)).startswith(f"{json.decoder.__file__}:")
-
-
-def test_without_any_line_there_are_the_words_alone() -> None:
-    """A syntax error names its own place."""
-    assert described(SyntaxError("invalid syntax (trainer.py, line 3)")) == (
-        "SyntaxError: invalid syntax (trainer.py, line 3)"
-    )
 
 
 def test_an_error_with_a_remedy_passes() -> None:

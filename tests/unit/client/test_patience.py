@@ -1,24 +1,9 @@
-"""Where the user's code is, in what an application is told."""
+"""What an application is told while the user's code does not return."""
 
-import json
 import queue
 
-import pytest
-
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.places import place_of, told_while_it_lasts
-
-
-def failing() -> None:
-    json.loads("none")  # fails in the standard library
-
-
-def test_a_failure_is_placed_in_the_users_code() -> None:
-    """Not in the library that it calls."""
-    with pytest.raises(ValueError, match="Expecting value") as failed:
-        failing()
-    line = failing.__code__.co_firstlineno + 1
-    assert place_of(failed.value.__traceback__) == f"{__file__}:{line} in failing"
+from fedlearn.client.patience import told_while_it_lasts
 
 
 def test_what_does_not_come_back_is_told_with_its_place_and_what_does_is_not() -> None:

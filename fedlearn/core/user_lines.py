@@ -1,0 +1,117 @@
+"""The line of the user's own code that an error comes from, or that a thread has reached.
+
+The user's own code is what is neither fedlearn nor installed: scripts, notebook cells, and projects
+that are installed in editable mode. The standard library and everything in a ``site-packages`` are
+libraries.
+"""
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_FEDLEARN = Path(__file__).resolve().parents[1]
+_STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+#: Folders of installed packages, in whichever environment; the second name is Debian's.
+_INSTALLED = {"site-packages", "dist-packages"}
+#: What cells of notebooks and lines of a prompt have for a file name.
+_TYPED = ("<ipython-input", "<python-input", "<stdin", "<console>")
+
+
+class _Owner(IntEnum):
+    """Whose code a line is; the higher, the more likely the user can mend it there."""
+
+    FEDLEARN = 0
+    LIBRARY = 1
+    USER = 2
+
+
+class _Line(NamedTuple):
+    owner: _Owner
+    place: str
+
+
+def user_line(where: BaseException | FrameType | None) -> str | None:
+    """Return file, line and function of the innermost line of the user's own code.
+
+    Without any it is the innermost line of a library, else of fedlearn; ``None``: there is none.
+
+    An error that the user's code did not raise itself comes from further in: from the error that
+    it was raised from, or from the first error of its group.
+
+    Args:
+        where: An error that was raised, or the innermost frame of a thread.
+
+    Example:
+        >>> user_line(ValueError("never raised")) is None
+        True
+    """
+    lines = _lines_of_thread(where) if isinstance(where, FrameType) else _lines_of(where, set())
+    innermost = max(reversed(lines), key=lambda line: line.owner, default=None)
+    return None if innermost is None else innermost.place
+
+
+def describe_error(error: BaseException) -> str:
+    """Return where an error comes from, its type and its message: for this device alone.
+
+    Example:
+        >>> describe_error(KeyError("PART"))
+        "KeyError: 'PART'"
+    """
+    words = f"{type(error).__name__}: {error}".removesuffix(": ")
+    place = user_line(error)
+    return words if place is None else f"{place}: {words}"
+
+
+def _lines_of_thread(frame: FrameType) -> list[_Line]:
+    return list(_lines(traceback.walk_stack(frame)))[::-1]
+
+
+def _lines_of(error: BaseException | None, seen: set[int]) -> list[_Line]:
+    """Return the lines that an error has passed, outermost first; none of those ``seen``."""
+    if error is None or id(error) in seen:  # `raise error from error` is possible
+        return []
+    seen.add(id(error))
+    lines = list(_lines(traceback.walk_tb(error.__traceback__)))
+    if isinstance(error, SyntaxError) and error.filename:  # no frame has reached that line
+        lines += _classified(error.filename, f"{error.filename}:{error.lineno}")
+    if lines and lines[-1].owner is _Owner.USER:
+        return lines
+    members = error.exceptions[::-1] if isinstance(error, BaseExceptionGroup) else ()
+    for inner in (error.__cause__, *members):
+        lines += _lines_of(inner, seen)
+    return lines
+
+
+def _lines(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
+    for frame, number in walk:
+        filename, function = frame.f_code.co_filename, frame.f_code.co_name
+        place = f"{filename}:{number}, in {function}"
+        # A command line's code; what dataclasses generate belongs to a module that has a file.
+        if filename == "<string>" and "__file__" not in frame.f_globals:
+            yield _Line(_Owner.USER, place)
+        else:
+            yield from _classified(filename, place)
+
+
+def _classified(filename: str, place: str) -> list[_Line]:
+    """Return a line with its owner; none for generated code, and for the import system."""
+    if filename.startswith(_TYPED):
+        return [_Line(_Owner.USER, place)]
+    if filename.startswith("<"):
+        return []
+    # Some tools link packages into site-packages, so the path that was imported counts, too.
+    paths = {Path(filename), Path(filename).resolve()}
+    if any(path.is_relative_to(_FEDLEARN) for path in paths):
+        return [_Line(_Owner.FEDLEARN, place)]
+    if any(_is_library(path) for path in paths):
+        return [_Line(_Owner.LIBRARY, place)]
+    return [_Line(_Owner.USER, place)]
+
+
+def _is_library(path: Path) -> bool:
+    is_installed = not _INSTALLED.isdisjoint(part.lower() for part in path.parts)
+    return is_installed or any(path.is_relative_to(folder) for folder in _STANDARD)
