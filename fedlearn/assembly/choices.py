@@ -319,6 +319,7 @@ def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
         params=params,
         precision=Precision(config.engine.precision),
         num_clients=simulation.policy.num_wanted * config.num_rounds // num_workers,
+        num_together=-(-simulation.policy.num_wanted // num_workers),
         seed=simulation.seed,
         make_trainer=simulation.make_trainer,
     )

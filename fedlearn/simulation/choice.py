@@ -1,9 +1,10 @@
 """Which executor trains the clients: what fits, what is fastest, and why.
 
 A plain chain of layers takes the fused executor. For any other model a short probe times the
-stacked executor against the sequential one on real clients; a long run pays for compiling. The
-probe is remembered, so that the same job on the same machine chooses alike, and the choice is
-recorded with the run, so that a resumed one keeps it.
+stacked executor against the sequential one on real clients; a long run pays for compiling. In a run
+that is long enough, blocks of several sizes are timed as well, for a hundredth of its time. What
+was measured is remembered, so that the same job on the same machine chooses alike, and the choice
+is recorded with the run, so that a resumed one keeps it.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import nn
 
 from fedlearn.algorithms.lanes import Lanes
@@ -44,10 +46,21 @@ from fedlearn.simulation.population import Population, readable_client, spread_c
 from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 
+_SECONDS = TypeAdapter(dict[str, FiniteFloat])
 #: A run that takes longer than this without compiling is worth compiling for, in seconds.
 _WORTH_COMPILING_S = 60.0
 #: Clients that are trained by way of trial.
 _PROBE_CLIENTS = 16
+#: Part of a run's time that measuring block sizes may take.
+_MEASURING = 0.01
+#: What the usual size of a block is multiplied by, to find a faster one.
+_SIZES = (1.0, 0.5, 0.25, 2.0)
+#: How often a block is trained to measure it: once to warm up.
+_TIMES = 3
+#: How many times as long another one takes, at a guess.
+_SLOWER = 4.0
+#: How much faster another executor must be than the usual one, to take its place.
+_CLEARLY = 1.1
 
 
 class ExecutorKind(StrEnum):
@@ -73,6 +86,7 @@ class Job:
         params: The initial model, on the device where training happens.
         precision: Of forward and backward passes.
         num_clients: Clients trained in the whole run by each worker: cohort x rounds / workers.
+        num_together: Clients that a worker trains in a round, so that no block is larger.
         seed: The run's.
         make_trainer: Makes clients' trainers where the user brings them; else ``None``.
     """
@@ -86,6 +100,7 @@ class Job:
     params: Params
     precision: Precision
     num_clients: int
+    num_together: int
     seed: Seed
     make_trainer: MakeTrainer | None = None
 
@@ -176,16 +191,21 @@ def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
     if isinstance(trial, str):
         return _choice(job, ExecutorKind.SEQUENTIAL, trial)
     not_fused = _objection(job, ExecutorKind.FUSED, trial)
+    path = cache_dir / f"{_fingerprint(job)}.json"
     if not_fused is None:
-        return _choice(job, ExecutorKind.FUSED, "the model calls its layers one after another")
+        usual = _choice(job, ExecutorKind.FUSED, "the model calls its layers one after another")
+        return _tuned(job, usual, clock, path)
     if (not_stacked := _objection(job, ExecutorKind.VMAP, trial)) is not None:
         return _choice(job, ExecutorKind.SEQUENTIAL, not_stacked)
     try:
-        speed = _measured(job, clock, cache_dir / f"{_fingerprint(job)}.json")
+        speed = _measured(job, clock, path)
     except EngineError as error:
         _require_trainable(job)
         return _choice(job, ExecutorKind.SEQUENTIAL, str(error))
-    return _fastest(job, speed, trial, not_fused)
+    fastest = _fastest(job, speed, trial, not_fused)
+    if fastest.kind is not ExecutorKind.VMAP:
+        return fastest
+    return _tuned(job, fastest, clock, path.with_suffix(".blocks.json"))
 
 
 def named(job: Job, kind: ExecutorKind) -> Choice:
@@ -313,6 +333,60 @@ def _fastest(job: Job, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
     return _choice(job, kind, measured)
 
 
+def _tuned(job: Job, usual: Choice, clock: Clock, path: Path) -> Choice:
+    """Return the choice with the fastest block of a few, if the run is long enough to measure them.
+
+    All sizes of a block give the same model, to the bit. Sequential training takes the place of
+    blocks only if it is clearly faster: it rounds otherwise.
+    """
+    seconds = _remembered(path)
+    if not seconds:
+        seconds = _timed_blocks(job, usual, clock)
+        if seconds:
+            _remember(path, seconds)
+    rivals = {name: each for name, each in seconds.items() if not name.startswith(usual.kind.value)}
+    own = {name: each for name, each in seconds.items() if name not in rivals}
+    if not own:
+        return usual
+    best = min(own, key=own.__getitem__)
+    for name, each in rivals.items():
+        best = name if _CLEARLY * each < seconds[best] else best
+    kind, size = best.split()
+    listed = ", ".join(f"{name}: {1e6 * each:.3g}" for name, each in seconds.items())
+    reason = f"{usual.reason}; microseconds an example here, by clients at once: {listed}"
+    return Choice(kind=ExecutorKind(kind), block_size=int(size), reason=reason)
+
+
+def _timed_blocks(job: Job, usual: Choice, clock: Clock) -> dict[str, float]:
+    """Return seconds an example by executor and size of block; empty: there is no time for it.
+
+    An executor or a client that fails ends it: then the usual block is as good as any.
+    """
+    most = min(job.num_together, job.population.num_clients)
+    usual_size = min(usual.block_size, most)
+    sizes = dict.fromkeys(min(max(1, round(usual_size * each)), most) for each in _SIZES)
+    candidates = [(usual.kind, size) for size in sizes]
+    candidates.insert(1, (ExecutorKind.SEQUENTIAL, 1))
+    left, found = _MEASURING * job.num_clients, dict[str, float]()  # in clients, at the usual speed
+    executors = dict[ExecutorKind, Executor]()
+    for kind, size in candidates:
+        cost = _TIMES * size * (1.0 if kind is usual.kind else _SLOWER)
+        if cost > left:
+            if not found:
+                break  # there is nothing to compare with
+            continue
+        left -= cost
+        client_ids = spread_clients(job.population, size)
+        num_examples = job.local.work.num_processed(job.population.num_examples(client_ids)).sum()
+        try:
+            executor = executors.setdefault(kind, make_executor(job, kind))
+            seconds = _seconds(executor, job.work(client_ids), clock)
+        except (DataError, EngineError):
+            return {}
+        found[f"{kind.value} {size}"] = seconds * size / int(num_examples)
+    return found if len(found) > 1 else {}
+
+
 def _chain(job: Job) -> Chain:
     if isinstance(job.local, NoisedGradients):
         raise EngineError("each example's gradient is clipped, and it has those of batches alone")
@@ -342,17 +416,28 @@ def _measured(job: Job, clock: Clock, path: Path) -> _Speed:
     Raises:
         EngineError: An executor cannot train them.
     """
+    found = _remembered(path)
+    if found.keys() == set(_Speed._fields):
+        return _Speed(**found)
+    speed = _probe(job, clock)
+    _remember(path, speed._asdict())
+    return speed
+
+
+def _remembered(path: Path) -> dict[str, float]:
+    """Return the seconds that an earlier run has measured, by name; empty: none, or damaged."""
     try:
-        entry = json.loads(path.read_text())
-        return _Speed(float(entry["sequential_s"]), float(entry["stacked_s"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        speed = _probe(job, clock)  # there is none, or it is damaged
+        return _SECONDS.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return {}
+
+
+def _remember(path: Path, seconds: Mapping[str, float]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(speed._asdict()))
+        path.write_text(json.dumps(seconds))
     except OSError:
         pass  # a read-only home: the next run measures again
-    return speed
 
 
 def _probe(job: Job, clock: Clock) -> _Speed:
@@ -385,7 +470,7 @@ def _seconds(executor: Executor, work: Work, clock: Clock) -> float:
         EngineError: The executor cannot train them.
     """
     times = []
-    for _ in range(3):
+    for _ in range(_TIMES):
         started_s = clock.now_s()
         try:
             executor.train(work)
@@ -408,5 +493,6 @@ def _fingerprint(job: Job) -> str:
         job.params.layout,
         job.local,
         job.objective,
+        job.num_together,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()

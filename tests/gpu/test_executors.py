@@ -74,6 +74,7 @@ def job_of(
         params=Params(params.layout, params.vector.to(device), constants),
         precision=Precision.FLOAT32,
         num_clients=30,
+        num_together=30,
         seed=Seed(5),
     )
 

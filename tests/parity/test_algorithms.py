@@ -99,6 +99,7 @@ def engine(
         params=params,
         precision=Precision.FLOAT32,
         num_clients=len(flower.SIZES),
+        num_together=len(flower.SIZES),
         seed=Seed(5),
     )
     return Engine(

@@ -129,6 +129,7 @@ class Simulation:
             params=initial(),
             precision=Precision.FLOAT32,
             num_clients=30,
+            num_together=30,
             seed=Seed(5),
         )
         engine = Engine(

@@ -87,6 +87,7 @@ def run(
         params=params,
         precision=Precision.FLOAT32,
         num_clients=30,
+        num_together=30,
         seed=Seed(5),
     )
     executor = Counting(make_executor(job, kind))

@@ -195,6 +195,7 @@ def job(local: LocalUpdate, make: Callable[[], nn.Module]) -> Job:
         params=Params.of(make()),
         precision=Precision.FLOAT32,
         num_clients=len(SIZES),
+        num_together=len(SIZES),
         seed=Seed(5),
     )
 

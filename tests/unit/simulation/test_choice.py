@@ -3,7 +3,7 @@
 import json
 import random  # noqa: TID251 - a user's model draws from it
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -99,6 +99,7 @@ def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
         params=Params.of(make_model()),
         precision=Precision.FLOAT32,
         num_clients=100,
+        num_together=100,
         seed=Seed(0),
     )
     return replace(made, **changes)
@@ -111,6 +112,55 @@ def test_a_chain_of_layers_is_fused_without_a_probe(tmp_path: Path) -> None:
     assert "layers one after another" in choice.reason
     assert choice.block_size >= 1
     assert not list(tmp_path.iterdir())
+
+
+#: Seconds that each of three trainings of four, one, two and one client takes: warm, then timed.
+_BLOCKS = {"fused 4": 4.0, "sequential 1": 3.0, "fused 2": 0.5, "fused 1": 2.0}
+
+
+def ticking(seconds: Mapping[str, float]) -> Ticking:
+    """Return a clock by which blocks take so long, after a first time that is much longer."""
+    return Ticking(*(part for each in seconds.values() for part in (99.0, each, 2 * each)))
+
+
+def test_in_a_long_run_the_fastest_block_is_found(tmp_path: Path) -> None:
+    """In seconds an example; what was measured is told, and remembered without a clock."""
+    long = job(chain, num_clients=3300, num_together=4)
+    choice = choose(long, clock=ticking(_BLOCKS), cache_dir=tmp_path)
+    assert (choice.kind, choice.block_size) == (ExecutorKind.FUSED, 2)
+    assert "fused 4: " in choice.reason
+    assert "sequential 1: " in choice.reason
+    assert choose(long, clock=Ticking(), cache_dir=tmp_path) == choice
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:-9])  # damaged: it is measured anew
+    others = _BLOCKS | {"fused 2": 50.0}
+    assert choose(long, clock=ticking(others), cache_dir=tmp_path).block_size == 4
+
+
+@pytest.mark.parametrize(
+    ("sequential_s", "kind"), [(0.95, ExecutorKind.FUSED), (0.5, ExecutorKind.SEQUENTIAL)]
+)
+def test_one_at_a_time_takes_the_place_of_blocks_only_if_it_is_clearly_faster(
+    tmp_path: Path, sequential_s: float, kind: ExecutorKind
+) -> None:
+    """It rounds otherwise, and a measurement has noise. All clients have 8 examples."""
+    alike = job(chain, num_clients=3300, num_together=4)
+    sizes = [8, 8, 8, 8]
+    partition = Partition(np.arange(32), np.cumsum([0, *sizes]))
+    assert isinstance(alike.population, ArrayPopulation)
+    alike = replace(alike, population=replace(alike.population, partition=partition))
+    seconds = {"fused 4": 4.0, "sequential 1": sequential_s, "fused 2": 9.0, "fused 1": 9.0}
+    assert choose(alike, clock=ticking(seconds), cache_dir=tmp_path).kind is kind
+
+
+def test_measuring_takes_a_hundredth_of_a_run(tmp_path: Path) -> None:
+    """Three times four clients of 1200; without time for a second size nothing is remembered."""
+    for num_clients, clock in ((1199, Ticking()), (1200, ticking({"fused 4": 4.0}))):
+        choice = choose(
+            job(chain, num_clients=num_clients, num_together=4), clock=clock, cache_dir=tmp_path
+        )
+        assert "microseconds" not in choice.reason
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_no_objection() -> None:
