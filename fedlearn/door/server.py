@@ -193,6 +193,7 @@ class Door:
             files=self._files,
             objection=self._objection,
             stall_timeout_s=self.settings.stall_timeout_s,
+            chunk_bytes=wire.download_chunk_bytes(self.beat_s),
             counters=self.counters,
             clock=self.clock,
         )

@@ -47,8 +47,6 @@ _STALL_TIMEOUT_S = 60.0
 _WELCOME_S = 15.0
 #: Between two looks at whether the coordinator is silent.
 _TICK_S = 1.0
-#: Seconds that a chunk of a download takes on the slowest connection: beats wait behind it.
-_SLOW_S = 30.0
 #: gRPC's own status, for which the coordinator's is waited for.
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 _LOOK_S, _NUM_LOOKS = 0.01, 100
@@ -161,24 +159,11 @@ class DoorSession:
         beat_s, life = self.welcome.beat_s, self._life
         if not 0.0 < beat_s < math.inf:
             await asyncio.Event().wait()
-        tick_s = min(_TICK_S, beat_s)
-        while True:
-            limit_s = life.limit_s(wire.MISSED_BEATS * beat_s)
-            if life.num_ticks * tick_s >= limit_s:
-                raise ConnectionError(f"the coordinator has been silent for {limit_s:.3g} s")
+        tick_s, limit_s = min(_TICK_S, beat_s), wire.MISSED_BEATS * beat_s
+        while life.num_ticks * tick_s < limit_s:
             await asyncio.sleep(tick_s)
             life.num_ticks += 1
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """A download under way.
-
-    Attributes:
-        missing: Bytes that have not come yet.
-    """
-
-    missing: int
+        raise ConnectionError(f"the coordinator has been silent for {limit_s:.3g} s")
 
 
 @dataclass
@@ -186,35 +171,10 @@ class _Life:
     """What shows that the other end of a connection lives.
 
     Attributes:
-        num_ticks: Since something came.
-        downloads: Those under way.
+        num_ticks: Since something came, in any call: beats wait behind the chunks of a download.
     """
 
     num_ticks: int = 0
-    downloads: list[_Transfer] = field(default_factory=list)
-
-    def limit_s(self, beats_s: float) -> float:
-        """Return how long the other end may be silent.
-
-        A download explains a longer silence, up to :data:`_SLOW_S`, but only as long as its next
-        chunk takes on a slow connection. A small model on a frozen coordinator explains none.
-
-        Args:
-            beats_s: How long it may be silent where nothing is downloaded.
-        """
-        num_bytes = sum(min(each.missing, wire.CHUNK_BYTES) for each in self.downloads)
-        slow_s = _SLOW_S * num_bytes / wire.CHUNK_BYTES
-        return max(beats_s, min(_SLOW_S, beats_s + slow_s))
-
-    @contextmanager
-    def downloading(self, num_bytes: int) -> Iterator[_Transfer]:
-        """Count a download of so many bytes while the block runs."""
-        transfer = _Transfer(num_bytes)
-        self.downloads.append(transfer)
-        try:
-            yield transfer
-        finally:
-            self.downloads.remove(transfer)
 
 
 class DoorConnection:
@@ -381,8 +341,7 @@ class DoorConnection:
         """Write what the coordinator sends from ``offset`` on to the end of ``path``."""
         with _local(path):
             stream = path.open("ab")
-        downloading = self._life.downloading(num_bytes - offset)
-        with stream, downloading as transfer, self._call("Download") as call:
+        with stream, self._call("Download") as call:
             await call.write(wire_pb2.DownloadRequest(digest=digest, offset=offset))
             await call.end_writing()
             while chunk := await call.read(wire_pb2.Chunk, patiently=False):
@@ -392,7 +351,6 @@ class DoorConnection:
                         f"{self._address} sent a chunk of {len(chunk.data)} bytes that ends at "
                         f"{offset} of {num_bytes}"
                     )
-                transfer.missing = num_bytes - offset
                 with _local(path):
                     stream.write(chunk.data)
                     stream.flush()  # here, where a full disk is reported as such

@@ -16,7 +16,7 @@ MESSAGE_VERSIONS: Mapping[int, int] = {3: 5, 2: 4}
 #: The newest of them. A side that only speaks older ones is spoken to in the one before.
 PROTOCOL = max(MESSAGE_VERSIONS)
 
-#: Bytes of a request or reply in one chunk.
+#: Most bytes of a request or reply in one chunk.
 CHUNK_BYTES = 512 << 10
 
 #: Largest request or reply that travels inside the session's stream.
@@ -40,12 +40,33 @@ KEEPALIVE_S, KEEPALIVE_ANSWER_S = 18, 8
 #: Beats that may be missing until a coordinator is taken for dead.
 MISSED_BEATS = 3
 
+#: Bytes a second over which a client hears a coordinator with beats often enough in a download.
+SLOWEST_BYTES_PER_S = 16 << 10
+
 #: Full names of the services' methods.
 DOOR = "fedlearn.v1.Door"
 ENROLMENT = "fedlearn.v1.Enrolment"
 
 
-def bytes_field(number: int, data: bytes) -> bytes:
+def download_chunk_bytes(beat_s: float) -> int:
+    """Return the size of a download's chunks, which beats wait behind.
+
+    Large chunks cost less processor time. But while one arrives, a client hears nothing else, and
+    after :data:`MISSED_BEATS` it leaves.
+
+    Args:
+        beat_s: Seconds between two beats; 0: there are none.
+
+    Example:
+        >>> download_chunk_bytes(3.0), download_chunk_bytes(0.0)
+        (147456, 524288)
+    """
+    if beat_s == 0.0:
+        return CHUNK_BYTES
+    return min(CHUNK_BYTES, int(MISSED_BEATS * beat_s * SLOWEST_BYTES_PER_S))
+
+
+def bytes_field(number: int, data: bytes | memoryview) -> bytes:
     """Return the serialised message that has one field, of bytes, with a number below 16.
 
     For the chunks of a transfer: protobuf's own serialisation grows a buffer step by step,

@@ -11,6 +11,7 @@ from fedlearn.rounds.updates import Fold
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.server import Advertising
 from fedlearn.store.runs import StoredRun
+from fedlearn.transport import wire
 from tests.e2e.survival.ballots import STAGE
 from tests.processes import Change, Function
 
@@ -101,6 +102,11 @@ def note(name: str, *values: object) -> None:
         stream.write(" ".join(map(str, values)) + "\n")
 
 
+def send_large_chunks(_: Function) -> Function:
+    """Send a model in as large chunks as a coordinator without beats."""
+    return lambda _: wire.CHUNK_BYTES
+
+
 # ruff: noqa: SLF001 (what is changed is within)
 FORGET_REPLIES = Change(spool._recovered, forget_replies)
 COUNT_TWICE = Change(DoorExchange.next, count_twice)
@@ -108,5 +114,6 @@ ADD_TWICE = Change(Fold.add, add_twice)
 SHARE_LOG = Change(spool._make_own, share_log)
 DAWDLE = Change(DoorChannel._remaining_s, dawdle)
 LINGER = Change(StoredRun.load, linger)
+SEND_LARGE_CHUNKS = Change(wire.download_chunk_bytes, send_large_chunks)
 NOTE_ADVERTS = Change(Advertising.receive, note_adverts)
 NOTE_RELEASES = Change(SecureClient.release, note_releases)

@@ -30,7 +30,7 @@ class Proxy:
     """Stands between a client and a coordinator.
 
     Attributes:
-        target: ``host:port`` of the coordinator.
+        target: ``host:port`` of the coordinator; to be set before the first connection.
         bytes_per_s: Of each connection and direction.
         freezes: Whether a trip lets nothing pass any more; otherwise it cuts all connections
             and takes no others.
@@ -73,10 +73,10 @@ class Proxy:
         self._thaw.set()
 
     def _accept(self) -> None:
-        host, _, port = self.target.rpartition(":")
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                host, _, port = self.target.rpartition(":")
                 if self.tripped.is_set():
                     client.close()
                     continue

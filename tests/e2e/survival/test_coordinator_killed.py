@@ -25,7 +25,7 @@ PHASES = [
     Crash("journaled, nothing sent", StoredJournal.open, "after"),
     Crash("logs opened, nothing sent", ReplyLog.__init__, "after"),
     Crash("sent", Exchanges.open, "after"),
-    Crash("in the middle of a download", Transfers._write_chunk, "after", 3),
+    Crash("in the middle of a download", Transfers._write_chunks, "after", 3),
     Crash("clients train", Exchanges.progressed, "after", 2),
     Crash("in the middle of an upload", PartialUpload.write, "after", 3),
     Crash("upload complete, not logged", PartialUpload.finish, "after", 2),

@@ -12,8 +12,17 @@ from fedlearn.core.clock import SystemClock
 from tests.addresses import free_addresses
 from tests.e2e.survival import ballots
 from tests.e2e.survival import test_late_updates as late_updates
-from tests.e2e.survival.changes import ADD_TWICE, SHARE_LOG
-from tests.e2e.survival.harness import RUN, Miscounted, VotingSite, audit, reporters, stalls
+from tests.e2e.survival.changes import ADD_TWICE, SEND_LARGE_CHUNKS, SHARE_LOG
+from tests.e2e.survival.harness import (
+    LARGE,
+    RUN,
+    Miscounted,
+    VotingSite,
+    audit,
+    reporters,
+    stalls,
+)
+from tests.e2e.survival.network import Proxy
 from tests.processes import LONG_S, Change, Process, until
 
 pytestmark = pytest.mark.slow
@@ -22,6 +31,11 @@ pytestmark = pytest.mark.slow
 _TTL_S = 4.0
 #: After the last beat; and the deadline is some time after that.
 _TAKEOVER_S, _DEADLINE_S = _TTL_S + 3.4, 16.0
+
+#: So that a model of 4 MB takes some seconds.
+_BYTES_PER_S = 1e6
+#: A model of 0.6 MB, and a connection on which 512 KiB take longer than a client bears silence.
+_SLOW_BALLAST, _SLOW_BYTES_PER_S = 150_000, 48e3
 
 
 @pytest.fixture
@@ -32,13 +46,20 @@ def site(site: VotingSite, postgresql_url: str) -> VotingSite:
 
 
 def two(
-    site: VotingSite, *, num_rounds: int, changes: Sequence[Change] = (), **settings: Any
+    site: VotingSite,
+    *,
+    num_rounds: int,
+    changes: Sequence[Change] = (),
+    way_to_first: Proxy | None = None,
+    **settings: Any,
 ) -> tuple[Process, Process]:
     """Start a coordinator that leads and one that stands by; clients know both."""
     site.configure(num_rounds=num_rounds, lease_ttl_s=_TTL_S, **settings)
-    elsewhere = free_addresses(2)
+    elsewhere, address = free_addresses(2), site.config.coordinator.address
+    if way_to_first is not None:
+        way_to_first.target, address = address, way_to_first.address
     # The second comes first: clients that look for a coordinator need not wait for a frozen one.
-    site.reconfigure(public_addresses=(elsewhere[0], site.config.coordinator.address))
+    site.reconfigure(public_addresses=(elsewhere[0], address))
     first = site.serving()
     keys = ("address", "http_address")
     listening = [f"--set=coordinator.{k}={v}" for k, v in zip(keys, elsewhere, strict=True)]
@@ -71,8 +92,7 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
     The control: were the log of replies one file for both, the sleeper would close it on top
     of a reply that the other one has acknowledged, and a third would not find that.
     """
-    settings = {"deadline_s": _DEADLINE_S, "min_reports": 1}
-    first, second = two(site, num_rounds=1, changes=changes, **settings)
+    first, second = two(site, num_rounds=1, changes=changes, deadline_s=_DEADLINE_S, min_reports=1)
     clock = SystemClock()
     with site.holding(2):
         with site.holding(1):
@@ -119,6 +139,55 @@ def test_a_round_goes_on_soon_after_its_leader_stands_still(site: VotingSite) ->
     assert took_s < _TTL_S + 10.0 + stalled.seconds
     assert second.wait() == 0, second.tail()
     audit(site)
+
+
+@pytest.mark.parametrize("way", ["download", "upload"])
+def test_a_transfer_goes_on_elsewhere_soon_after_its_leader_stands_still(
+    site: VotingSite, way: str
+) -> None:
+    """However large the model: half of it has come, or its update has been sent by half."""
+    site.hurries = False
+    with Proxy("", bytes_per_s=_BYTES_PER_S, freezes=True).running() as proxy:
+        first, second = two(site, num_rounds=1, num_clients=1, way_to_first=proxy)
+        counted = proxy.down if way == "download" else proxy.up
+        counted.trips_at = 4 * LARGE // 2
+        clock = SystemClock()
+        (client,) = site.populate()
+        with stalls() as stalled:
+            until(proxy.tripped.is_set, within_s=40, told=client.tail)
+            first.send(signal.SIGSTOP)
+            stopped_s = clock.now_s()
+            assert site.trained(0) == ([] if way == "download" else [0])
+            until(lambda: len(site.rounds()) > 0, told=client.tail)
+            took_s = clock.now_s() - stopped_s
+    assert took_s < _TTL_S + 10.0 + stalled.seconds
+    assert second.wait() == 0, second.tail()
+    audit(site)
+    assert site.trained(0) == [0]
+
+
+@pytest.mark.parametrize("changes", [(), (SEND_LARGE_CHUNKS,)], ids=["", "control"])
+def test_a_leader_behind_a_slow_connection_is_not_taken_for_dead(
+    site: VotingSite, changes: tuple[Change, ...]
+) -> None:
+    """A model takes longer than a client bears silence; each chunk of it takes less.
+
+    The control: one chunk takes longer, and the client leaves once and again.
+    """
+    site.configure(num_rounds=1, num_clients=1, ballast=_SLOW_BALLAST, lease_ttl_s=_TTL_S)
+    first = site.serving(changes=changes)
+    target = site.config.coordinator.address
+    with Proxy(target, bytes_per_s=_SLOW_BYTES_PER_S).running() as proxy:
+        site.reconfigure(public_addresses=(proxy.address,))
+        (client,) = site.populate()
+        if changes:
+            until(lambda: client.tail().count("has been silent") >= 1, told=client.tail)
+            assert site.trained(0) == []
+            return
+        assert first.wait() == 0, first.tail()
+    audit(site)
+    assert site.trained(0) == [0]
+    assert "silent" not in client.tail()
 
 
 def check_model(site: VotingSite) -> None:

@@ -232,6 +232,7 @@ class Site:
         *,
         clock: RealClock | None = None,
         pace: Pace | None = None,
+        beat_s: float = 0.0,
     ) -> Door:
         door = Door(
             settings,
@@ -243,6 +244,7 @@ class Site:
             is_leader=lambda: self.is_leader,
             clock=clock or SystemClock(),
             pace=pace,
+            beat_s=beat_s,
         )
         door.start()
         self.doors.append(door)
@@ -1403,6 +1405,36 @@ def test_a_coordinator_that_was_taken_over_takes_no_request_away(
     assert not requests_on_disk(site)
     with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*try again later"):
         member.downloaded(task, tmp_path / "again")
+
+
+@pytest.mark.parametrize("beat_s", [0.0, 2.0])
+def test_a_download_comes_in_chunks_that_keep_no_beat_waiting_for_long(
+    site: Site, beat_s: float
+) -> None:
+    """In larger ones where there are no beats. Both from any offset, and complete."""
+    door = site.open(beat_s=beat_s)
+    (member,) = site.connected(door, 1)
+    request = train_request(size=500_000)
+    Collecting(door.channel(), [member], request)
+    content, task = encode(request), member.hear_task()
+
+    async def chunks(offset: int) -> list[bytes]:
+        async with grpc.aio.insecure_channel(member.address) as channel:
+            method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+                f"/{wire.DOOR}/Download"
+            )
+            call = method(metadata=((NAME_METADATA, member.name),))
+            asked = wire_pb2.DownloadRequest(digest=task.digest, offset=offset)
+            await call.write(asked.SerializeToString())
+            found = list[bytes]()
+            while isinstance(message := await call.read(), bytes):
+                found.append(wire_pb2.Chunk.FromString(message).data)
+            return found
+
+    for offset in (0, 12_345):
+        found = member.loop.call(chunks(offset)).result(WAIT_S)
+        assert b"".join(found) == content[offset:]
+        assert {len(each) for each in found[:-1]} == {wire.download_chunk_bytes(beat_s)}
 
 
 def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:

@@ -1183,6 +1183,17 @@ def test_a_coordinator_that_misses_its_beats_is_given_up() -> None:
     run(test)
 
 
+_BEAT_S = 0.05
+
+
+async def _promises_beats(door: Door, context: Context) -> None:
+    """Welcome a client, and say no more."""
+    await context.read()
+    welcome = Welcome(protocol=wire.PROTOCOL, beat_s=_BEAT_S)
+    await tell(context, FromCoordinator(welcome=welcome))
+    await asyncio.Event().wait()
+
+
 def test_a_coordinator_that_promises_no_beats_may_be_silent() -> None:
     async def test() -> None:
         async with (
@@ -1196,32 +1207,71 @@ def test_a_coordinator_that_promises_no_beats_may_be_silent() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("num_bytes", "is_given_up"), [(9, True), (len(CONTENT), False)])
-def test_a_download_explains_no_longer_silence_than_its_next_chunk_may_take(
-    tmp_path: Path, num_bytes: int, *, is_given_up: bool
-) -> None:
-    """Of a small model it takes no time on any connection: its coordinator stands still."""
-    welcome = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, beat_s=0.02))
+async def _stops_sending(door: Door, context: Context) -> None:
+    await tell(context, Chunk(data=CONTENT[:1000]))
+    await door.for_ever()
 
-    async def welcomes(door: Door, context: Context) -> None:
-        await context.read()
-        await tell(context, welcome)
-        await door.for_ever()
+
+async def _stops_reading(door: Door, context: Context) -> None:
+    await context.read()
+    await tell(context, UploadStatus(offset=0))
+    await door.for_ever()
+
+
+@pytest.mark.parametrize("way", ["download", "upload"])
+def test_a_coordinator_that_falls_silent_in_a_transfer_is_given_up_as_soon(
+    tmp_path: Path, way: str
+) -> None:
+    """However much is missing: its next chunk would not take longer on any connection."""
+    path, num_bytes = tmp_path / "content", 100 * wire.CHUNK_BYTES
+    if way == "upload":
+        with path.open("wb") as stream:
+            stream.truncate(num_bytes)
 
     async def test() -> None:
-        path = tmp_path / "request"
+        door = Door(session=_promises_beats, download=_stops_sending, upload=_stops_reading)
         async with (
-            serving(Door(session=welcomes, download=_silent)) as address,
+            serving(door) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
-            download = connection.download(DIGEST, num_bytes=num_bytes, path=path)
-            downloading = asyncio.create_task(download)
-            while not path.exists():
-                await asyncio.wait([downloading], timeout=0.001)
-            with pytest.raises(ConnectionError if is_given_up else TimeoutError):
-                await asyncio.wait_for(session.watch(), 1.0)
-            downloading.cancel()
-            await asyncio.gather(downloading, return_exceptions=True)
+            transfer: asyncio.Future[object] = asyncio.ensure_future(
+                connection.download(DIGEST, num_bytes=num_bytes, path=path)
+                if way == "download"
+                else connection.upload(Envelope(digest=DIGEST, num_bytes=num_bytes), path)
+            )
+            await door.waiting.wait()
+            with pytest.raises(ConnectionError, match=r"silent for 0\.15 s"):
+                await asyncio.wait_for(session.watch(), 5.0)
+            assert not transfer.done()
+            transfer.cancel()
+            await asyncio.gather(transfer, return_exceptions=True)
+
+    run(test)
+
+
+def test_chunks_that_come_in_place_of_beats_show_that_a_coordinator_lives(tmp_path: Path) -> None:
+    """Beats would wait behind them on a slow connection."""
+    num_chunks, chunk = 4 * wire.MISSED_BEATS, CONTENT[:1000]
+    content = num_chunks * chunk
+
+    async def sends_slowly(door: Door, context: Context) -> None:
+        for _ in range(num_chunks):
+            await asyncio.sleep(_BEAT_S)
+            await tell(context, Chunk(data=chunk))
+
+    async def test() -> None:
+        path = tmp_path / "content"
+        async with (
+            serving(Door(session=_promises_beats, download=sends_slowly)) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            watching = asyncio.create_task(session.watch())
+            await connection.download(blake3(content).digest(), num_bytes=len(content), path=path)
+            assert not watching.done()
+            with pytest.raises(ConnectionError, match="silent"):
+                await watching
+        assert path.read_bytes() == content
 
     run(test)

@@ -1,6 +1,8 @@
 """The short way of chunks past protobuf: the same bytes."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedlearn.transport import wire, wire_pb2
 
@@ -34,3 +36,11 @@ def test_a_chunk_is_what_protobuf_makes_of_it(size: int) -> None:
 def test_anything_else_is_left_to_protobuf(message: bytes) -> None:
     """The short way takes nothing that it would read otherwise."""
     assert wire.only_field(DATA, message) is None
+
+
+@given(beat_s=st.floats(min_value=4.0 / wire.MISSED_BEATS, max_value=1e6))
+def test_a_chunk_arrives_before_its_coordinator_is_taken_for_dead(beat_s: float) -> None:
+    """On the slowest connection as well; and no chunk is so small that it costs much."""
+    num_bytes = wire.download_chunk_bytes(beat_s)
+    assert num_bytes / wire.SLOWEST_BYTES_PER_S <= wire.MISSED_BEATS * beat_s
+    assert wire.CHUNK_BYTES / 8 <= num_bytes <= wire.CHUNK_BYTES
