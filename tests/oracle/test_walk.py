@@ -13,7 +13,7 @@ from tests.oracle.walk import judge, shrink
 #: The short walk: the first configurations, which cover most pairs of values.
 NUM_CONFIGURATIONS = 24
 #: It is divided among so many tests; a default run has one of them.
-NUM_PARTS = 3
+NUM_PARTS = 6
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
