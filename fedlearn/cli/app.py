@@ -199,8 +199,8 @@ def budget(
     """
     from fedlearn.cli.surroundings import has_runs, site
     from fedlearn.config import load
+    from fedlearn.core.json_values import json_text
     from fedlearn.errors import ConfigError
-    from fedlearn.experiment.comparison import json_text
     from fedlearn.experiment.privacy import built_on, spent_before
 
     config = load(experiment, overrides=overrides or ())
@@ -241,8 +241,8 @@ def audit(
     """
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load
+    from fedlearn.core.json_values import json_text
     from fedlearn.experiment.audit import audit as audited
-    from fedlearn.experiment.comparison import json_text
     from fedlearn.experiment.progress import progress_to
 
     config = load(experiment, overrides=overrides or ())

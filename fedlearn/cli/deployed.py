@@ -177,12 +177,12 @@ def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> N
     Without it, clients believe the keys that the coordinator tells them first.
     """
     from fedlearn.cli.tables import KEY_HEADER, key_row
-    from fedlearn.experiment.comparison import aligned
+    from fedlearn.experiment.layout import table_text
 
     path = output or Path("clients.roster")
     with _operator(config) as operator:
         clients = operator.roster(path).clients
-    typer.echo(aligned([KEY_HEADER, *(key_row(*each) for each in sorted(clients.items()))]))
+    typer.echo(table_text([KEY_HEADER, *(key_row(*each) for each in sorted(clients.items()))]))
     typer.echo(f"{path}: have each client's user compare its line with `fedlearn pins NAME` there,")
     typer.echo(
         "then hand it to all; `fedlearn join FILE --roster` believes these keys and no others, and "
@@ -410,7 +410,7 @@ def pins(
     from fedlearn.cli.tables import KEY_HEADER, key_row
     from fedlearn.core.messages import ClientId
     from fedlearn.deployment.known_keys import client_home, forget_pin, known_keys
-    from fedlearn.experiment.comparison import aligned
+    from fedlearn.experiment.layout import table_text
     from fedlearn.identity.lineage import fingerprint
     from fedlearn.identity.rosters import KnownKey
 
@@ -432,7 +432,7 @@ def pins(
     source = "the roster" if pins.roster else "the coordinator"
     places = ["this client", *[source] * len(pins.clients)]
     rows = [(*key_row(*each), place) for each, place in zip(keys, places, strict=True)]
-    typer.echo(aligned([(*KEY_HEADER, "from"), *rows]))
+    typer.echo(table_text([(*KEY_HEADER, "from"), *rows]))
 
 
 def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:

@@ -4,29 +4,21 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from textwrap import fill
 from typing import TypeAlias
 
 from fedlearn.cli.tables import client_text, how_text, missed_values
 from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.json_values import json_text, leaves
 from fedlearn.core.messages import ClientId
+from fedlearn.core.quantities import number_text
 from fedlearn.core.words import printable
-from fedlearn.experiment.comparison import (
-    Measured,
-    Summary,
-    aligned,
-    best_point,
-    json_text,
-    leaves,
-    number_text,
-    series,
-    staleness_text,
-    summarize,
-)
+from fedlearn.experiment.history import Measured, best_point, series
+from fedlearn.experiment.layout import facts_text, table_text
 from fedlearn.experiment.progress import measured, next_steps
 from fedlearn.experiment.run import Run
+from fedlearn.experiment.summary import Summary, staleness_text, summarize
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.checkpoints import CheckpointFile
 from fedlearn.store.registry import StoredRegistry
@@ -46,7 +38,7 @@ _OFF = ("off", "drop")
 
 def runs_table(histories: Sequence[Brief], *, width: int | None) -> str:
     """Return an aligned table, one line a run: name, status, rounds, best accuracy, created."""
-    return aligned([_HEADER, *map(_row, histories)], width=width)
+    return table_text([_HEADER, *map(_row, histories)], width=width)
 
 
 def _row(history: Brief) -> tuple[str, ...]:
@@ -87,22 +79,7 @@ def _best_accuracy(history: Brief) -> float | None:
 
 def run_page(run: Run, *, width: int | None) -> str:
     """Return everything about a run, a labelled fact a line, broken for a terminal's ``width``."""
-    facts = [(label, text) for label, text in _facts(run) if text]
-    labels = max(len(label) for label, _ in facts)
-    return "\n".join(_fact(f"{label:>{labels}}  ", text, width) for label, text in facts)
-
-
-def _fact(label: str, text: str, width: int | None) -> str:
-    if width is None or label.strip() in ("path", "next"):  # they must survive being copied
-        return f"{label}{text}"
-    return fill(
-        text,
-        width=max(width, len(label) + 20),
-        initial_indent=label,
-        subsequent_indent=" " * len(label),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return facts_text(_facts(run), width=width)
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:

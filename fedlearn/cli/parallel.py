@@ -90,8 +90,8 @@ def train(
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load
     from fedlearn.core.files import require_writable, write_durably
+    from fedlearn.core.json_values import json_text
     from fedlearn.errors import StoreError
-    from fedlearn.experiment.comparison import json_text
     from fedlearn.experiment.train import Request, train_alone
     from fedlearn.experiment.training_progress import training_progress
     from fedlearn.parallel.worker import end
@@ -150,7 +150,7 @@ def memory(
     """
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load
-    from fedlearn.experiment.comparison import json_text
+    from fedlearn.core.json_values import json_text
     from fedlearn.experiment.memory import outlook, outlook_of, picture
 
     config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])

@@ -7,9 +7,12 @@ from typing import Any
 
 from fedlearn.core.clock import utc
 from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.json_values import json_text
 from fedlearn.core.messages import ClientId
+from fedlearn.core.quantities import duration_text, number_text
 from fedlearn.core.words import printable
-from fedlearn.experiment.comparison import aligned, duration_text, headline, json_text, number_text
+from fedlearn.experiment.history import headline
+from fedlearn.experiment.layout import table_text
 from fedlearn.identity.lineage import fingerprint
 from fedlearn.identity.registry import Contact, EnrolledClient, InvitationRecord
 from fedlearn.identity.rosters import KnownKey
@@ -68,7 +71,7 @@ def members_table(members: Iterable[Mapping[str, Any]], *, now_unix_s: float) ->
     """Return a table of :func:`members`."""
     rows = [_member_row(each, now_unix_s=now_unix_s) for each in members]
     header = ("id", "name", "status", "tags", "last seen", "software", "examples", *_OF_ROUNDS)
-    return aligned([(*header, "enrolled", "certificate"), *rows])
+    return table_text([(*header, "enrolled", "certificate"), *rows])
 
 
 def _member_row(member: Mapping[str, Any], *, now_unix_s: float) -> tuple[str, ...]:  # Any: JSON
@@ -109,7 +112,7 @@ def key_row(client_id: ClientId, known: KnownKey) -> tuple[str, ...]:
 def rounds_table(rounds: Iterable[RoundSummary]) -> str:
     """Return a table of rounds."""
     header = ("round", "accuracy", "loss", *_OF_ROUNDS, "took", "outcome")
-    return aligned([header, *map(_round_row, rounds)])
+    return table_text([header, *map(_round_row, rounds)])
 
 
 def missed_values(
@@ -136,7 +139,7 @@ def missed_table(
         for round_num, ended in missed.items()
         for each in ended
     ]
-    return aligned([("round", "client", "was"), *rows])
+    return table_text([("round", "client", "was"), *rows])
 
 
 def client_text(client_id: ClientId, names: Mapping[ClientId, str]) -> str:

@@ -41,9 +41,9 @@ from fedlearn.door.open_files import raise_max_open_files
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
-from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
+from fedlearn.experiment.summary import summarize
 from fedlearn.identity.registry import Registry
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.records import RunStatus

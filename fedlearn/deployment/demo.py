@@ -25,15 +25,16 @@ from fedlearn.client.home import Home
 from fedlearn.config import Config, load, render, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
+from fedlearn.core.quantities import number_text
 from fedlearn.deployment import part
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places, require_coordinator_system
 from fedlearn.deployment.starter import starter
 from fedlearn.errors import DeploymentError
-from fedlearn.experiment.comparison import number_text, summarize
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import run_config
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import summarize
 from fedlearn.transport.grpc_client import enrol
 
 _NUM_CLIENTS = 5

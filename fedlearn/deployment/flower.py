@@ -25,11 +25,11 @@ from fedlearn.deployment.record import (
     ensure_deployed,
 )
 from fedlearn.errors import ConfigError, StoreError, TooFewNodes
-from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.simulate import new_record, outcome_told
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import summarize
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.records import RunStatus
 from fedlearn.simulation.cluster import one_thread

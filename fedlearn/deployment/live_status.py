@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
+from fedlearn.core.json_values import json_values
 from fedlearn.deployment.round_times import RoundTimes
 from fedlearn.door.counters import Histogram
-from fedlearn.experiment.comparison import json_values
 from fedlearn.rounds.records import RoundRecord
 
 if TYPE_CHECKING:  # who asks why a run waits does not wait for torch

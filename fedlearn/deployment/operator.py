@@ -13,11 +13,11 @@ from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.kinds import DISTILLATION
 from fedlearn.core.messages import ClientId, EvaluateRequest
+from fedlearn.core.quantities import number_text
 from fedlearn.core.words import printable
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
-from fedlearn.experiment.comparison import number_text
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.registry import Contact, check_name

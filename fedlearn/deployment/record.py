@@ -10,10 +10,10 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config import Config
 from fedlearn.config.tables import TABLES, Use
 from fedlearn.core.clock import Clock
+from fedlearn.core.json_values import leaves
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.errors import ConfigError, StoreError, StoreUnavailable
-from fedlearn.experiment.comparison import leaves
 from fedlearn.experiment.recorded import config_of
 from fedlearn.experiment.simulate import new_record
 from fedlearn.rounds.journal import RoundJournal

@@ -22,6 +22,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
+from fedlearn.experiment.layout import facts_text
 from fedlearn.experiment.simulate import run_pieces
 from fedlearn.experiment.site import Site
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
@@ -176,20 +177,20 @@ class Audit:
 
     def render(self) -> str:
         """Return it as text."""
-        return "\n".join(self._lines())
+        return facts_text(self._facts())
 
-    def _lines(self) -> Iterator[str]:
+    def _facts(self) -> Iterator[tuple[str, str]]:
         rounds = f"{self.num_rounds} rounds with all clients"
-        yield f"claimed   ε {self.claimed:.4g} of {rounds}, at δ {self.target_delta:g}"
-        yield f"guessed   {self.num_correct} of {self.num_pairs} pairs of canaries right"
+        yield "claimed", f"ε {self.claimed:.4g} of {rounds}, at δ {self.target_delta:g}"
+        yield "guessed", f"{self.num_correct} of {self.num_pairs} pairs of canaries right"
         shown = f"ε is at least {self.lower_bound:.3g}"
-        yield f"shown     {shown}, with {self.confidence:.4g} confidence"
+        yield "shown", f"{shown}, with {self.confidence:.4g} confidence"
         if self.is_refuted:
-            yield "REFUTED   the run does not keep its promise: do not release its models"
+            yield "REFUTED", "the run does not keep its promise: do not release its models"
             return
-        yield "          which does not contradict the claim; it is no proof of it either"
+        yield "", "which does not contradict the claim; it is no proof of it either"
         for name, odds in self.power.items():
-            yield f"power     {name} of the noise would have been refuted with odds of {odds:.3g}"
+            yield "power", f"{name} of the noise would have been refuted with odds of {odds:.3g}"
 
 
 def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -> Audit:

@@ -2,18 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from fedlearn.algorithms.cohorts import Adjacency, CyclicCohorts, PoissonCohorts, UserCohorts
 from fedlearn.assembly import Pieces
-from fedlearn.core.files import write_durably
-from fedlearn.errors import ConfigError, StoreError
-from fedlearn.experiment.comparison import aligned
-from fedlearn.experiment.plot import RUN_COLOURS
+from fedlearn.errors import ConfigError
+from fedlearn.experiment.figures import INK, RUN_COLOURS, label_axes, new_figure, write_png
+from fedlearn.experiment.layout import facts_text, table_text
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
 from fedlearn.privacy.events import Cohorts, Spent
 from fedlearn.privacy.plan import PrivacyPlan
@@ -94,23 +89,22 @@ class Outlook:
             (str(each.num_rounds), f"{each.epsilon:.4g}", f"{each.epsilon_with_cohorts:.4g}")
             for each in self.costs
         ]
-        return "\n".join([*self._promised(), "", aligned(rows, values_right=True)])
+        return f"{facts_text(self._promised())}\n\n{table_text(rows, values_right=True)}"
 
-    def _promised(self) -> Iterator[str]:
+    def _promised(self) -> Iterator[tuple[str, str]]:
         plan, cohorts = self.plan, self.plan.cohorts
-        yield f"mode       {plan.mode_text}"
-        yield f"sampling   {_sampling(cohorts)}"
+        yield "mode", plan.mode_text
+        yield "sampling", _sampling(cohorts)
         adjacency = plan.accounted.adjacency
-        yield f"adjacency  {adjacency}: {_TOLD_APART[adjacency]}"
-        yield f"clip       {plan.clip_text}"
-        yield f"noise      {plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
-        if (correlation := plan.correlation_text(self.costs[-1].num_rounds)) is not None:
-            yield f"bands      {correlation}"
-        yield f"delta      {self.target_delta:g}"
+        yield "adjacency", f"{adjacency}: {_TOLD_APART[adjacency]}"
+        yield "clip", plan.clip_text
+        yield "noise", f"{plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
+        yield "bands", plan.correlation_text(self.costs[-1].num_rounds) or ""
+        yield "delta", f"{self.target_delta:g}"
         if self.epsilon is not None:
-            yield f"budget     ε {self.epsilon:g} of the release"
+            yield "budget", f"ε {self.epsilon:g} of the release"
         if self.num_before:
-            yield f"before     {self.num_before} rounds were charged to these clients; they count"
+            yield "before", f"{self.num_before} rounds were charged to these clients; they count"
 
 
 def _sampling(cohorts: UserCohorts) -> str:
@@ -176,8 +170,7 @@ def picture(outlook: Outlook, path: Path) -> Path:
     Raises:
         StoreError: The file cannot be written.
     """
-    figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     rounds = [each.num_rounds for each in outlook.costs]
     lines = {
@@ -189,13 +182,7 @@ def picture(outlook: Outlook, path: Path) -> Path:
     for colour, (label, values) in zip(RUN_COLOURS, lines.items(), strict=False):
         axes.plot(rounds, values, marker="o", color=colour, label=label, drawstyle=style)
     if outlook.epsilon is not None:
-        axes.axhline(outlook.epsilon, color="#555555", linestyle="--", label="budget")
+        axes.axhline(outlook.epsilon, color=INK, linestyle="--", label="budget")
     axes.set_yscale("log")
-    axes.set_xlabel("round")
-    axes.set_ylabel(f"ε at δ = {outlook.target_delta:g}")
-    axes.legend()
-    axes.grid(visible=True, color="#dddddd")
-    content = BytesIO()
-    figure.savefig(content, format="png")
-    write_durably(path, content.getvalue(), raises=StoreError)
-    return path
+    label_axes(axes, "Privacy spent", "round", f"ε at δ = {outlook.target_delta:g}")
+    return write_png(figure, path)

@@ -2,23 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from io import BytesIO
 from pathlib import Path
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from fedlearn import assembly
 from fedlearn.assembly import server_task
 from fedlearn.config import Config
-from fedlearn.core.files import write_durably
+from fedlearn.core.quantities import size_text
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import ConfigError, StoreError
+from fedlearn.errors import ConfigError
+from fedlearn.experiment.figures import RUN_COLOURS, label_axes, new_figure, write_png
+from fedlearn.experiment.layout import table_text
 from fedlearn.experiment.site import Site
 from fedlearn.parallel.live_tensors import bytes_of
 from fedlearn.parallel.memory import KINDS, Counted, Memory, predict, without_data
 
-_GIB, _MIB = 2**30, 2**20
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -43,28 +41,17 @@ class Outlook:
     def render(self) -> str:
         """Return it as a table."""
         names = [*KINDS, "update", "peak"]
-        lines = [
-            f"the model's parameters: {size_text(self.storage)}; a process of {self.mesh}:",
-            "",
-            "".join([f"{'stage':>5}", *(f"{name.replace('_', ' '):>17}" for name in names)]),
-        ]
+        rows = [("stage", *(name.replace("_", " ") for name in names))]
         for at, each in enumerate(self.stages):
             sizes = [getattr(each, name) for name in names]
-            shown = ["?" if size is None else size_text(size) for size in sizes]
-            lines.append("".join([f"{at:>5}", *(f"{size:>17}" for size in shown)]))
-            if each.offloaded:
-                lines.append(f"      of these {size_text(each.host)} in the host's memory")
-        return "\n".join(lines)
-
-
-def size_text(size: int) -> str:
-    """Return bytes for a reader.
-
-    Example:
-        >>> size_text(3 * 2**20), size_text(350_000_000_000)
-        ('3.00 MiB', '325.96 GiB')
-    """
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.2f} MiB"
+            rows.append((str(at), *("?" if size is None else size_text(size) for size in sizes)))
+        hosts = [
+            f"stage {at}: {size_text(each.host)} of these in the host's memory"
+            for at, each in enumerate(self.stages)
+            if each.offloaded
+        ]
+        told = f"the model's parameters: {size_text(self.storage)}; a process of {self.mesh}:"
+        return "\n".join([told, "", table_text(rows, values_right=True), *hosts])
 
 
 def outlook(config: Config, site: Site) -> Outlook:
@@ -109,18 +96,13 @@ def picture(found: Outlook, path: Path) -> None:
     Raises:
         StoreError: The file cannot be written.
     """
-    figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     places = [f"stage {at}" for at in range(len(found.stages))]
     bottoms = [0.0] * len(places)
-    for name in KINDS:
+    for name, colour in zip(KINDS, RUN_COLOURS, strict=False):
         sizes = [(getattr(each, name) or 0) / _MIB for each in found.stages]
-        axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "))
+        axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "), color=colour)
         bottoms = [below + size for below, size in zip(bottoms, sizes, strict=True)]
-    axes.set_ylabel(f"MiB of a process of {found.mesh}")
-    axes.legend()
-    axes.grid(visible=True, axis="y", color="#dddddd")
-    content = BytesIO()
-    figure.savefig(content, format="png")
-    write_durably(path, content.getvalue(), raises=StoreError)
+    label_axes(axes, f"Memory of each process: {found.mesh}", "", "MiB")
+    write_png(figure, path)

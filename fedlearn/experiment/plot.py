@@ -1,50 +1,43 @@
-"""The curves of one run, or of several over each other: as a PNG, or as SVG for a page.
-
-Figures are built from matplotlib's objects, without pyplot: no figure is kept, and nothing
-of the caller's is restyled.
-"""
+"""The curves of one run, or of several over each other: as a PNG, or as panels of a page."""
 
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import numpy as np
-from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import ScalarFormatter
 
 from fedlearn.core.collecting import Status
-from fedlearn.core.files import write_durably
+from fedlearn.core.quantities import time_unit
 from fedlearn.core.words import printable
-from fedlearn.errors import StoreError
-from fedlearn.experiment.comparison import (
-    Counts,
+from fedlearn.experiment.figures import (
+    INK,
+    LARGE,
+    RUN_COLOURS,
+    SMALL,
+    Panel,
+    label_axes,
+    new_figure,
+    tell_column,
+    write_png,
+)
+from fedlearn.experiment.history import (
     History,
     Point,
     best_point,
     direction_of,
     drawn_metric,
     headed,
-    number_text,
     series,
-    staleness_text,
-    time_unit,
 )
+from fedlearn.experiment.summary import Counts, staleness_text
 from fedlearn.rounds.records import RoundRecord
 
-# Okabe and Ito's palette, told apart with any colour vision.
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 STATUS_COLOURS = {
     Status.REPORTED: "#0072B2",
     Status.LATE: "#E69F00",
@@ -54,19 +47,10 @@ STATUS_COLOURS = {
 #: By the least staleness that it stands for: darker is older.
 _AGE_COLOURS = {0: "#9ecae1", 1: "#6baed6", 2: "#3182bd", 4: "#08519c", 8: "#08306b"}
 
-_INK, _GRID, _SMALL, _NORMAL, _LARGE = "#222222", "#dddddd", 9, 10.5, 15
 _MARKED_POINTS = 40
 #: How many times longer than another a run is where both no longer fit one linear scale.
 _MUCH_LONGER = 20
 _NUM_BARS = 120
-_MOST_HOVERS = 150
-
-#: Draws on a panel of its own.
-Panel: TypeAlias = Callable[[Axes], None]
-
-_HOVER = "hover: "  # begins the id of what tells something when pointed at
-_ID = re.compile(r' id="(?!hover: )\w+_\d+"')  # of groups: the same in every drawing of a page
-_COLOUR = re.compile(r"(fill|stroke): #([0-9a-f]{6})")
 
 
 def plot(runs: Sequence[History], path: Path) -> Path:
@@ -77,20 +61,16 @@ def plot(runs: Sequence[History], path: Path) -> Path:
     Raises:
         StoreError: The file cannot be written.
     """
-    content = BytesIO()
-    draw(runs).savefig(content, format="png")
-    write_durably(path, content.getvalue(), raises=StoreError)
-    return path
+    return write_png(draw(runs), path)
 
 
 def draw(runs: Sequence[History]) -> Figure:
     """Return the figure of :func:`plot`: four panels, by rows and then columns."""
-    figure = Figure(figsize=(12, 8), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 8)
     for panel, axes in zip(panels(runs), figure.subplots(2, 2).flat, strict=True):
         panel(axes)
     names = ", ".join(printable(record.name) for record, _ in runs)
-    figure.suptitle(names, fontsize=_LARGE, fontweight="bold", color=_INK, parse_math=False)
+    figure.suptitle(names, fontsize=LARGE, fontweight="bold", color=INK, parse_math=False)
     return figure
 
 
@@ -106,76 +86,12 @@ def panels(runs: Sequence[History]) -> tuple[Panel, ...]:
     )
 
 
-def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
-    r"""Return a panel of this width and height as an SVG element for an HTML page.
-
-    Texts stay texts, in the page's font, and what :func:`tell` marked answers the pointer
-    without a script. Every colour ``#rrggbb`` is ``var(--rrggbb, #rrggbb)``: the page may
-    replace it, for a dark look. While it is written, matplotlib's settings of SVG are changed for
-    the process, so two threads must not do this at once.
-
-    Example:
-        >>> def panel(axes: Axes) -> None:
-        ...     axes.plot([1, 2], [3.0, 4.0], color="#0072B2", label="accuracy")
-        >>> drawing = svg(panel, inches=(4, 3))
-        >>> drawing.startswith("<svg "), drawing.endswith("</svg>")
-        (True, True)
-        >>> "<title>2: accuracy 4.0000</title>" in drawing, "var(--0072b2, #0072b2)" in drawing
-        (True, True)
-    """
-    figure = Figure(figsize=inches, layout="constrained", facecolor="none")
-    axes = figure.subplots()
-    axes.set_facecolor("none")
-    panel(axes)
-    _tell_values(axes)
-    written = StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedlearn"}):
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        canvas: Any = FigureCanvasSVG(figure)  # Any: its methods have no types
-        canvas.print_svg(written, metadata=nothing)  # savefig draws twice
-    text = written.getvalue()
-    text = _ID.sub("", text[text.index("<svg") :].rstrip())
-    text = re.sub(rf'<g id="{_HOVER}([^"]*)">', r'<g class="hover"><title>\1</title>', text)
-    return _COLOUR.sub(r"\1: var(--\2, #\2)", text)
-
-
-def tell(artist: Artist, text: str) -> None:
-    """Let :func:`svg` show ``text`` where somebody points at ``artist``."""
-    artist.set_gid(f"{_HOVER}{printable(text)}")
-
-
-def put(axes: Axes, shape: Rectangle) -> None:
-    """Add a shape inside the axes, which do not stretch for it, and are laid out without it."""
-    shape.set_in_layout(False)
-    axes.add_artist(shape)  # as no patch, whose extent would be looked at
-
-
-def _tell_values(axes: Axes) -> None:
-    """Tell the values of all named lines at a position, in invisible columns over them."""
-    told: dict[float, list[str]] = {}
-    for line in axes.get_lines():
-        name = str(line.get_label())
-        for x, y in () if name.startswith("_") else np.asarray(line.get_xydata()).tolist():
-            told.setdefault(x, []).append(f"{name} {number_text(y)}")
-    positions = sorted(told)[:: -(-len(told) // _MOST_HOVERS) or 1]
-    width = (positions[-1] - positions[0]) / max(1, len(positions) - 1) if positions else 0.0
-    for x in positions:
-        what = f"{axes.get_xlabel()} {x:g}: ".lstrip()
-        _tell_column(axes, x - (width or 1.0) / 2, width or 1.0, what + ", ".join(told[x]))
-
-
-def _tell_column(axes: Axes, left: float, width: float, text: str) -> None:
-    column = Rectangle((left, 0), width, 1, alpha=0.0, transform=axes.get_xaxis_transform())
-    tell(column, text)
-    put(axes, column)
-
-
 # ---- Panels -------------------------------------------------------------------------------
 
 
 def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
     """Draw the metric by round, with the spread over clients and the best value."""
-    keys: list[tuple[Line2D, str]] = []
+    keys: list[tuple[Artist, str]] = []
     for colour, name, (record, rounds) in _coloured(runs):
         low, median, high = (
             series(rounds, f"clients/{metric}_{part}") for part in ("p10", "p50", "p90")
@@ -193,21 +109,21 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
             keys.append((line, f"{name}best {best.value:.4f}"))
         if median:
             _curve(axes, median, colour, label="clients' median", style=":")
-    _finish(axes, f"{headed(metric)} by round", "round", _metric_label(metric), keys)
+    label_axes(axes, f"{headed(metric)} by round", "round", _metric_label(metric), keys)
     _widen(axes, [len(rounds) for _, rounds in runs])
     if axes.collections:
         about = "clients: 10th to 90th percentile, median dotted"
-        axes.set_title(about, fontsize=_SMALL, loc="right")
+        axes.set_title(about, fontsize=SMALL, loc="right")
 
 
 def _draw_losses(axes: Axes, *, runs: Sequence[History]) -> None:
     """Draw the evaluation loss, and dashed what the clients trained at."""
-    keys: list[tuple[Line2D, str]] = []
+    keys: list[tuple[Artist, str]] = []
     for colour, name, (_, rounds) in _coloured(runs):
         for metric, style, label in (("loss", "-", "evaluation"), ("train_loss", "--", "training")):
             if points := series(rounds, metric):
                 keys.append((_curve(axes, points, colour, label=label, style=style), name + label))
-    _finish(axes, "Loss by round", "round", "loss", keys)
+    label_axes(axes, "Loss by round", "round", "loss", keys)
     _widen(axes, [len(rounds) for _, rounds in runs])
 
 
@@ -215,13 +131,13 @@ def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None
     """Draw the metric against virtual time: what a deployment would wait for."""
     longest_s = max((rounds[-1].virtual_s for _, rounds in runs if rounds), default=0.0)
     unit, unit_s = time_unit(longest_s)
-    keys: list[tuple[Line2D, str]] = []
+    keys: list[tuple[Artist, str]] = []
     for colour, name, (_, rounds) in _coloured(runs):
         if points := series(rounds, metric):
             times = [point.virtual_s / unit_s for point in points]
             keys.append((_curve(axes, points, colour, label=metric, at=times), f"{name}{metric}"))
     title = f"{headed(metric)} by virtual time"
-    _finish(axes, title, f"virtual time ({unit})", _metric_label(metric), keys)
+    label_axes(axes, title, f"virtual time ({unit})", _metric_label(metric), keys)
     _widen(axes, [rounds[-1].virtual_s for _, rounds in runs if rounds])
 
 
@@ -244,9 +160,9 @@ def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
         last = start + len(group) - 1
         ended = (f"{num:.4g} {each.value}" for num, each in zip(mean, ended_so, strict=False))
         what = f"round {start if start == last else f'{start} to {last}'}: {', '.join(ended)}"
-        _tell_column(axes, start - 0.5, len(group), what)
+        tell_column(axes, start - 0.5, len(group), what)
     title = "Participation" if width == 1 else f"Participation, mean of {width} rounds"
-    _finish(axes, title, "round", "clients a round", [])
+    label_axes(axes, title, "round", "clients a round", [])
     _status_legend(axes)
 
 
@@ -272,9 +188,9 @@ def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
         start, last_num = each[0].round_num + 1, each[-1].round_num + 1
         which = f"round {start if start == last_num else f'{start} to {last_num}'}"
         told = f"{which}: {staleness_text(dict(sorted(total.items())))}"
-        _tell_column(axes, start - 0.5, len(each), told)
+        tell_column(axes, start - 0.5, len(each), told)
     title = "Staleness" if width == 1 else f"Staleness, mean of {width} rounds"
-    _finish(axes, title, "round", "updates a round", [])
+    label_axes(axes, title, "round", "updates a round", [])
     _status_legend(axes)
 
 
@@ -310,7 +226,7 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
     axes.set_yticks(rows, names, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
-    _finish(axes, "Participation", "share of clients asked (%)", "", [])
+    label_axes(axes, "Participation", "share of clients asked (%)", "", [])
     _status_legend(axes)
 
 
@@ -343,28 +259,6 @@ def _curve(
     return line
 
 
-def _finish(
-    axes: Axes, title: str, x_label: str, y_label: str, keys: Sequence[tuple[Line2D, str]]
-) -> None:
-    """Label a panel, and say so where it has nothing to show."""
-    axes.set_title(title, fontsize=_NORMAL + 1, fontweight="bold", loc="left", color=_INK)
-    axes.set_xlabel(x_label, fontsize=_NORMAL, color=_INK)
-    axes.set_ylabel(y_label, fontsize=_NORMAL, color=_INK)
-    axes.tick_params(labelsize=_SMALL, color=_GRID, labelcolor=_INK)
-    axes.grid(visible=True, color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if x_label == "round":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    if not axes.has_data():
-        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes, color="#777777")
-    if keys:
-        lines, labels = zip(*keys, strict=True)
-        legend = axes.legend(lines, labels, fontsize=_SMALL, frameon=False)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-
-
 def _widen(axes: Axes, lengths: Sequence[float]) -> None:
     """Let a run that is much shorter than another be seen: by a logarithmic scale."""
     shown = [length for length in lengths if length > 0]
@@ -374,7 +268,7 @@ def _widen(axes: Axes, lengths: Sequence[float]) -> None:
 
 
 def _status_legend(axes: Axes) -> None:
-    style = {"fontsize": _SMALL, "frameon": False, "columnspacing": 1.0, "handlelength": 1.2}
+    style = {"fontsize": SMALL, "frameon": False, "columnspacing": 1.0, "handlelength": 1.2}
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=5, **style)
 
 

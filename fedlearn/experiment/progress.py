@@ -16,18 +16,12 @@ from rich.text import Text
 
 from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Status
 from fedlearn.core.distribution import NUM_CLIENTS, sign
+from fedlearn.core.json_values import json_text
+from fedlearn.core.quantities import duration_text, number_text
 from fedlearn.core.words import printable
 from fedlearn.errors import OutputClosed
-from fedlearn.experiment.comparison import (
-    Counts,
-    Summary,
-    direction_of,
-    duration_text,
-    headline,
-    json_text,
-    leading_metric,
-    number_text,
-)
+from fedlearn.experiment.history import direction_of, headline, leading_metric
+from fedlearn.experiment.summary import Counts, Summary
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 _TOP_REASONS = 3

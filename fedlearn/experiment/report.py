@@ -26,17 +26,13 @@ from fedlearn.config import Config, render
 from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
+from fedlearn.core.quantities import duration_text, number_text
 from fedlearn.core.words import printable
 from fedlearn.errors import ConfigError, StoreError
-from fedlearn.experiment.comparison import (
-    Summary,
-    duration_text,
-    headline,
-    leading_metric,
-    number_text,
-    summarize,
-)
-from fedlearn.experiment.plot import STATUS_COLOURS, Panel, draw_staleness, panels, put, svg, tell
+from fedlearn.experiment.figures import Panel, put, svg, tell
+from fedlearn.experiment.history import headline, leading_metric
+from fedlearn.experiment.plot import STATUS_COLOURS, draw_staleness, panels
+from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
 

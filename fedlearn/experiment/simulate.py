@@ -39,6 +39,7 @@ from fedlearn.config.pieces import built
 from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import Clock, SystemClock, utc_now
+from fedlearn.core.json_values import leaves
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.model_factory import require_factory
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
@@ -48,13 +49,13 @@ from fedlearn.experiment.arguments import (
     require_data,
     require_settings,
 )
-from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import promise, skip_lost_turns, with_ledger
 from fedlearn.experiment.progress import Progress, extend, progress_to
 from fedlearn.experiment.recorded import ARGUMENT_DATA, config_of
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.site import Site
 from fedlearn.experiment.spending import spending
+from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TextIO
 
-from fedlearn.experiment.comparison import json_text
+from fedlearn.core.json_values import json_text
 from fedlearn.parallel.task import Progress
 
 

@@ -24,7 +24,7 @@ from torch import nn
 import fedlearn as fl
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.comparison import Summary
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import BootstrapPopulation

@@ -28,10 +28,10 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.noise import SecretStream
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import config_around, run_pieces
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.partition import Partition

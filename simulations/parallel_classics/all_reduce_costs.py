@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,15 @@ import torch
 import torch.distributed as dist
 from all_reduce import METHODS, Cost, Messages, Method, PacedMessages
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tcp_counters import open_sockets, sent_bytes
 from torch import Tensor
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.files import write_durably
 from fedlearn.core.ranges import Count, Positive, Ranged
-from fedlearn.errors import ConfigError, EngineError, StoreError
-from fedlearn.experiment.comparison import aligned
-from fedlearn.experiment.plot import RUN_COLOURS
+from fedlearn.errors import ConfigError, EngineError
+from fedlearn.experiment.figures import INK, RUN_COLOURS, label_axes, new_figure, write_png
+from fedlearn.experiment.layout import table_text
 from fedlearn.parallel.local_world import in_processes
 
 #: Numbers are float32.
@@ -49,7 +45,7 @@ _LONGEST_S = 3600.0
 _MB, _MS = 1e6, 1e-3
 _BAR = 0.2
 _STROKE: Mapping[str, Any] = {  # Any: matplotlib's keywords
-    "color": "#222222",
+    "color": INK,
     "markersize": 18,
     "markeredgewidth": 1.5,
 }
@@ -274,7 +270,7 @@ def _table(measured: Sequence[Measured]) -> str:
     )
     size = _mb(NUMBER_BYTES * num_numbers)
     title = f"n = {num_numbers:,} of float32, {size} MB; bytes in MB, times in ms"
-    return f"{title}\n{aligned([header, *map(_row, measured)], values_right=True)}"
+    return f"{title}\n{table_text([header, *map(_row, measured)], values_right=True)}"
 
 
 def _notes(measured: Sequence[Measured]) -> Iterator[str]:
@@ -323,19 +319,18 @@ def picture(measured: Sequence[Measured], path: Path) -> None:
         StoreError: The file cannot be written.
     """
     tables = _by_numbers(measured)
-    size = (11, 0.6 + 4.2 * len(tables))
-    figure = Figure(figsize=size, dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 0.6 + 4.2 * len(tables))
     rows = figure.subplots(len(tables), 2, squeeze=False)
     for (times, sent), table in zip(rows, tables, strict=True):
-        _draw(times, table, of=lambda each: (each.paced_seconds, each.formula_seconds), unit=_MS)
-        _draw(sent, table, of=_busiest, unit=_MB)
-        times.set_ylabel(f"time at {table[0].mbit_per_s:g} Mbit/s (ms)")
-        sent.set_ylabel("sent by the busiest process (MB)")
-        times.set_title(f"{table[0].num_numbers:,} numbers of float32", loc="left")
-    content = BytesIO()
-    figure.savefig(content, format="png")
-    write_durably(path, content.getvalue(), raises=StoreError)
+        title = f"{table[0].num_numbers:,} numbers of float32"
+        time = f"time at {table[0].mbit_per_s:g} Mbit/s (ms)"
+        _draw(times, table, of=_times, unit=_MS, title=title, label=time)
+        _draw(sent, table, of=_busiest, unit=_MB, title="", label="busiest process sends (MB)")
+    write_png(figure, path)
+
+
+def _times(each: Measured) -> tuple[float | None, float]:
+    return each.paced_seconds, each.formula_seconds
 
 
 def _busiest(each: Measured) -> tuple[float | None, float]:
@@ -349,6 +344,8 @@ def _draw(
     *,
     of: Callable[[Measured], tuple[float | None, float]],
     unit: float,
+    title: str,
+    label: str,
 ) -> None:
     """Draw a group of bars for each number of processes, where there is something to measure."""
     sizes = sorted({each.world_size for each in measured})
@@ -362,11 +359,9 @@ def _draw(
         axes.bar(at, heights, 0.9 * _BAR, color=colour, label=method.name)
         axes.plot(at, [value / unit for value in formulas], "_", **_STROKE)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_xlabel("processes")
-    axes.grid(visible=True, axis="y", color="#dddddd")
-    axes.set_axisbelow(True)
-    stroke = Line2D([], [], linestyle="", marker="_", **_STROKE, label="formula")
-    axes.legend(handles=[*axes.get_legend_handles_labels()[0], stroke], frameon=False)
+    stroke = Line2D([], [], linestyle="", marker="_", **_STROKE)
+    keys = [*zip(*axes.get_legend_handles_labels(), strict=True), (stroke, "formula")]
+    label_axes(axes, title, "processes", label, keys)
 
 
 # ---- The script ---------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from fedlearn.config import Config, from_mapping, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import resume, run_config
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.behaviour import DeviceRound
 

@@ -22,8 +22,8 @@ from fedlearn.cli.overview import run_object, run_page
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError
-from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.spending import ledger_of, section_of
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from tests.e2e.noise import has_scale, moved

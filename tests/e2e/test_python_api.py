@@ -14,9 +14,9 @@ from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError, CorruptCheckpoint, RoundError, RunHeld, StoreError
-from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import resume, run_config
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, sqlite_url
 from tests import records

@@ -20,7 +20,7 @@ from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, Diverged
-from fedlearn.experiment.comparison import Summary
+from fedlearn.experiment.summary import Summary
 from fedlearn.parallel.optimizers import AdamKin
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.simulation.pooled import PooledExamples, set_aside

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.experiment.comparison import Summary
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalResult, TrainContext

@@ -25,9 +25,9 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import run_config
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext

@@ -39,7 +39,7 @@ from fedlearn.errors import (
     StoreError,
     TooFewReports,
 )
-from fedlearn.experiment.comparison import Summary, summarize
+from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.rounds.records import RunStatus
 from tests.records import RUN
 

@@ -28,9 +28,9 @@ from fedlearn.errors import (
     StoreUnavailable,
     TooFewNodes,
 )
-from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import resume
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import deployment

@@ -24,11 +24,11 @@ from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import Aborted, ConfigError, DeploymentError, Fenced, StoreError
-from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.simulate import resume
 from fedlearn.experiment.site import Site as SimulationSite
+from fedlearn.experiment.summary import summarize
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.registry import Contact
 from fedlearn.identity.rosters import IdentityRoster

@@ -5,24 +5,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.experiment.comparison import (
-    Comparison,
-    Counts,
-    History,
-    Measure,
-    compare,
-    duration_text,
-    number_text,
-    series,
-    summarize,
-    time_unit,
-)
+from fedlearn.core.quantities import number_text
+from fedlearn.experiment.comparison import Comparison, Measure, compare
+from fedlearn.experiment.history import History, series
+from fedlearn.experiment.summary import Counts, summarize
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
@@ -313,12 +303,6 @@ def test_a_hostile_name_cannot_steer_the_terminal() -> None:
     assert "k\n" not in text
 
 
-@given(st.floats(0, 86400.0 * 99))
-def test_a_duration_fits_its_column(seconds: float) -> None:
-    """Eight characters hold any run up to a hundred days."""
-    assert len(duration_text(seconds)) <= 8
-
-
 @pytest.mark.parametrize(
     ("a", "b", "less", "better"),
     [
@@ -343,15 +327,6 @@ def test_a_series_leaves_out_what_was_not_measured() -> None:
     assert series(B[1], "accuracy")[2] == (4, 20.0, 0.7)
     assert [point.value for point in series(B[1], "train_loss")] == [0.7] * 5
     assert series(B[1], "f1") == []
-
-
-@pytest.mark.parametrize(
-    ("longest_s", "unit"),
-    [(0.0, "seconds"), (119.0, "seconds"), (120.0, "minutes"), (7200.0, "hours"), (1e6, "days")],
-)
-def test_time_is_in_a_unit_a_person_reads(longest_s: float, unit: str) -> None:
-    """No axis says 86,400 seconds."""
-    assert time_unit(longest_s)[0] == unit
 
 
 def test_what_was_spent_of_the_clients_stands_beside() -> None:

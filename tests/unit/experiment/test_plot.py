@@ -13,8 +13,9 @@ from matplotlib.image import imread
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
-from fedlearn.experiment.comparison import History
-from fedlearn.experiment.plot import draw, panels, plot, svg
+from fedlearn.experiment.figures import svg
+from fedlearn.experiment.history import History
+from fedlearn.experiment.plot import draw, panels, plot
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 

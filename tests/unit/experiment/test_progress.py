@@ -16,7 +16,6 @@ from rich.console import Console
 
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import (
     JsonProgress,
     PlainProgress,
@@ -25,6 +24,7 @@ from fedlearn.experiment.progress import (
     extend,
     progress_to,
 )
+from fedlearn.experiment.summary import summarize
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 #: Functions that may be called for a round, twice as many as are.

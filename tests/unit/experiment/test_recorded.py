@@ -14,9 +14,9 @@ from sqlalchemy import update
 from fedlearn.assembly import deployment
 from fedlearn.config import Config, from_mapping, load, resolve_addresses
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.json_values import leaves
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.comparison import leaves
 from fedlearn.experiment.progress import JsonProgress
 from fedlearn.experiment.recorded import config_of
 from fedlearn.experiment.simulate import resume, run_config

@@ -9,9 +9,9 @@ import pytest
 from fedlearn.config import load, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import FedlearnError, OutputClosed, Parked, RoundError
-from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import outcome_told, resolve_config
 from fedlearn.experiment.site import Site
+from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.lease import deploy
 from fedlearn.store.runs import Database, StoredRun, sqlite_url

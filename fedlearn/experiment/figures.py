@@ -1,0 +1,154 @@
+"""Figures in one look: new ones, labelled panels, and what writes them as PNG or SVG.
+
+Figures are built from matplotlib's objects, without pyplot: no figure is kept, and nothing
+of the caller's is restyled.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from fedlearn.core.files import write_durably
+from fedlearn.core.quantities import number_text
+from fedlearn.core.words import printable
+from fedlearn.errors import StoreError
+
+# Okabe and Ito's palette, told apart with any colour vision.
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+INK, SMALL, LARGE = "#222222", 9, 15
+_GRID, _NORMAL = "#dddddd", 10.5
+_MOST_HOVERS = 150
+
+#: Draws on a panel of its own.
+Panel: TypeAlias = Callable[[Axes], None]
+
+_HOVER = "hover: "  # begins the id of what tells something when pointed at
+_ID = re.compile(r' id="(?!hover: )\w+_\d+"')  # of groups: the same in every drawing of a page
+_COLOUR = re.compile(r"(fill|stroke): #([0-9a-f]{6})")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches."""
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_png(figure: Figure, path: Path) -> Path:
+    """Write a figure as the PNG ``path``, which is returned; a file that is there is replaced.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    content = BytesIO()
+    figure.savefig(content, format="png")
+    write_durably(path, content.getvalue(), raises=StoreError)
+    return path
+
+
+def label_axes(
+    axes: Axes,
+    title: str,
+    x_label: str,
+    y_label: str,
+    keys: Sequence[tuple[Artist, str]] | None = None,
+) -> None:
+    """Label a panel, and say so where it has nothing to show.
+
+    ``keys`` make the legend: without them, all that was drawn with a label.
+    """
+    if keys is None:
+        keys = list(zip(*axes.get_legend_handles_labels(), strict=True))
+    axes.set_title(title, fontsize=_NORMAL + 1, fontweight="bold", loc="left", color=INK)
+    axes.set_xlabel(x_label, fontsize=_NORMAL, color=INK)
+    axes.set_ylabel(y_label, fontsize=_NORMAL, color=INK)
+    axes.tick_params(labelsize=SMALL, color=_GRID, labelcolor=INK)
+    axes.grid(visible=True, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if x_label == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    if not axes.has_data():
+        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes, color="#777777")
+    if keys:
+        lines, labels = zip(*keys, strict=True)
+        legend = axes.legend(lines, labels, fontsize=SMALL, edgecolor="none")
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+
+def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
+    r"""Return a panel of this width and height as an SVG element for an HTML page.
+
+    Texts stay texts, in the page's font, and what :func:`tell` marked answers the pointer
+    without a script. Every colour ``#rrggbb`` is ``var(--rrggbb, #rrggbb)``: the page may
+    replace it, for a dark look. While it is written, matplotlib's settings of SVG are changed for
+    the process, so two threads must not do this at once.
+
+    Example:
+        >>> def panel(axes: Axes) -> None:
+        ...     axes.plot([1, 2], [3.0, 4.0], color="#0072B2", label="accuracy")
+        >>> drawing = svg(panel, inches=(4, 3))
+        >>> drawing.startswith("<svg "), drawing.endswith("</svg>")
+        (True, True)
+        >>> "<title>2: accuracy 4.0000</title>" in drawing, "var(--0072b2, #0072b2)" in drawing
+        (True, True)
+    """
+    figure = Figure(figsize=inches, layout="constrained", facecolor="none")
+    axes = figure.subplots()
+    axes.set_facecolor("none")
+    panel(axes)
+    _tell_values(axes)
+    written = StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedlearn"}):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        canvas: Any = FigureCanvasSVG(figure)  # Any: its methods have no types
+        canvas.print_svg(written, metadata=nothing)  # savefig draws twice
+    text = written.getvalue()
+    text = _ID.sub("", text[text.index("<svg") :].rstrip())
+    text = re.sub(rf'<g id="{_HOVER}([^"]*)">', r'<g class="hover"><title>\1</title>', text)
+    return _COLOUR.sub(r"\1: var(--\2, #\2)", text)
+
+
+def tell(artist: Artist, text: str) -> None:
+    """Let :func:`svg` show ``text`` where somebody points at ``artist``."""
+    artist.set_gid(f"{_HOVER}{printable(text)}")
+
+
+def put(axes: Axes, shape: Rectangle) -> None:
+    """Add a shape inside the axes, which do not stretch for it, and are laid out without it."""
+    shape.set_in_layout(False)
+    axes.add_artist(shape)  # as no patch, whose extent would be looked at
+
+
+def _tell_values(axes: Axes) -> None:
+    """Tell the values of all named lines at a position, in invisible columns over them."""
+    told: dict[float, list[str]] = {}
+    for line in axes.get_lines():
+        name = str(line.get_label())
+        for x, y in () if name.startswith("_") else np.asarray(line.get_xydata()).tolist():
+            told.setdefault(x, []).append(f"{name} {number_text(y)}")
+    positions = sorted(told)[:: -(-len(told) // _MOST_HOVERS) or 1]
+    width = (positions[-1] - positions[0]) / max(1, len(positions) - 1) if positions else 0.0
+    for x in positions:
+        what = f"{axes.get_xlabel()} {x:g}: ".lstrip()
+        tell_column(axes, x - (width or 1.0) / 2, width or 1.0, what + ", ".join(told[x]))
+
+
+def tell_column(axes: Axes, left: float, width: float, text: str) -> None:
+    """Let :func:`svg` show ``text`` over all of a panel's height, from ``left`` on."""
+    column = Rectangle((left, 0), width, 1, alpha=0.0, transform=axes.get_xaxis_transform())
+    tell(column, text)
+    put(axes, column)

@@ -1,0 +1,114 @@
+"""What a run measured, round by round: its metrics, and which of them it is judged by."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from fedlearn.core.distribution import Direction, sign, split
+from fedlearn.rounds.records import RoundRecord, RunRecord
+
+History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
+
+
+class Measured(Protocol):
+    """A finished round, with its participations or without."""
+
+    @property
+    def round_num(self) -> int:
+        """Index, from 0."""
+
+    @property
+    def virtual_s(self) -> float:
+        """Virtual seconds since the run began."""
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss of the reports."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured after it, by name."""
+
+
+class Point(NamedTuple):
+    """A metric after so many rounds and virtual seconds of a run; its value is finite."""
+
+    num_finished: int
+    virtual_s: float
+    value: float
+
+
+def headline(metrics: Mapping[str, float], name: str) -> float | None:
+    """Return the central metric, else its mean over clients, else ``None``: not measured."""
+    return metrics.get(name, metrics.get(f"clients/{name}_mean"))
+
+
+def series(rounds: Sequence[Measured], name: str) -> list[Point]:
+    """Return the finite values of a metric over a run; ``train_loss`` is one, too."""
+    values = (
+        (record, record.train_loss if name == "train_loss" else headline(record.metrics, name))
+        for record in rounds
+    )
+    return [
+        Point(record.round_num + 1, record.virtual_s, value)
+        for record, value in values
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def directions_of(record: RunRecord) -> dict[str, Direction]:
+    """Return by measure which way is better, as the run's objective and metrics declare it."""
+    python, sections = record.config.get("python"), record.config.get("metrics")
+    declared = dict(_mapping(_mapping(python).get("directions")))
+    for name, section in _mapping(sections).items():
+        declared[name] = _mapping(section).get("direction")
+    directions: dict[str, Direction] = {"accuracy": "max", "loss": "min"}
+    for name, direction in declared.items():
+        if direction == "max":
+            directions[name] = "max"
+        elif direction == "min":
+            directions[name] = "min"
+    return directions
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def direction_of(record: RunRecord, name: str) -> Direction | None:
+    """Return which way a metric of the record is better; ``None`` if nobody declared it."""
+    return directions_of(record).get(split(name)[0])
+
+
+def best_point(points: Sequence[Point], direction: Direction) -> Point | None:
+    """Return the first best value of a metric; ``None`` if it was never measured."""
+    return max(points, key=lambda point: sign(direction) * point.value, default=None)
+
+
+def configured_metric(record: RunRecord) -> str | None:
+    """Return the metric that the configuration says to watch, if it is one."""
+    metric = _mapping(record.config.get("early_stopping")).get("metric")
+    return metric if isinstance(metric, str) and direction_of(record, metric) else None
+
+
+def leading_metric(record: RunRecord) -> str:
+    """Return what is told beside the loss: the metric that the run watches, else ``accuracy``."""
+    configured = configured_metric(record)
+    return "accuracy" if configured in (None, "loss") else configured
+
+
+def drawn_metric(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
+    """Return what is drawn beside the loss: the first measured of what a reader may look for."""
+    names = (leading_metric(record), *directions_of(record))
+    further = (name for name in names if name != "loss" and series(rounds, name))
+    return next(further, "loss" if series(rounds, "loss") else "accuracy")
+
+
+def headed(metric: str) -> str:
+    """Return the name of a metric as a heading begins with it.
+
+    Example:
+        >>> headed("accuracy"), headed("AUC")
+        ('Accuracy', 'AUC')
+    """
+    return metric[:1].upper() + metric[1:]

@@ -1,0 +1,77 @@
+"""Text for a person: tables, and facts under labels. All commands lay theirs out here."""
+
+from collections.abc import Iterable, Sequence
+from textwrap import fill
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_GAP = 2  # between columns
+_LEAST_CHARACTERS = 6  # of a cell that is cut
+_BOUNDLESS = 10**6
+_LEAST_FACT_CHARACTERS = 20
+#: Facts that must survive being copied, and are broken nowhere.
+_UNBROKEN = ("path", "next")
+
+
+def table_text(
+    rows: Sequence[Sequence[str]], *, values_right: bool = False, width: int | None = None
+) -> str:
+    """Return columns under the header in the first row, a line a row, without borders.
+
+    All but the first are aligned to the right if so asked. Where a terminal has ``width`` columns,
+    the widest but the first are cut until a line fits; without it nothing is.
+
+    Example:
+        >>> print(table_text([("id", "name"), ("17", "clinic-a")]))
+        id  name
+        17  clinic-a
+        >>> print(table_text([("id", "name"), ("17", "clinic-a")], width=10))
+        id  name
+        17  clini…
+    """
+    grid, cells, least = Table.grid(padding=(0, 0, 0, _GAP), pad_edge=False), [], -_GAP
+    for place, column in enumerate(zip(*rows, strict=True)):
+        whole = max(map(cell_len, column))
+        # Of columns that may wrap rich narrows the widest first; no cell wraps for all that.
+        grid.add_column(justify="right" if place and values_right else "left", no_wrap=not place)
+        # A cell a column, of as many lines as there are rows: rich takes four times as long
+        # with a cell a value.
+        cells.append(Text("\n".join(column), no_wrap=True, overflow="ellipsis"))
+        least += _GAP + (min(whole, _LEAST_CHARACTERS) if place else whole)
+    grid.add_row(*cells)
+    # Neither the terminal nor the environment has a say in it.
+    console = Console(width=_BOUNDLESS, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(grid, width=None if width is None else max(width, least))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def facts_text(labelled: Iterable[tuple[str, str]], *, width: int | None = None) -> str:
+    """Return labelled texts, a line each, broken between words for a terminal of ``width`` columns.
+
+    Those that are empty are left out, and a path and a command stay whole.
+
+    Example:
+        >>> print(facts_text([("clip", "norm 1"), ("delta", "1e-05"), ("error", "")]))
+         clip  norm 1
+        delta  1e-05
+    """
+    shown = [(label, text) for label, text in labelled if text]
+    longest = max(len(label) for label, _ in shown)
+    return "\n".join(_fact(f"{label:>{longest}}  ", text, width) for label, text in shown)
+
+
+def _fact(label: str, text: str, width: int | None) -> str:
+    if width is None or label.strip() in _UNBROKEN:
+        return f"{label}{text}"
+    return fill(
+        text,
+        width=max(width, len(label) + _LEAST_FACT_CHARACTERS),
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

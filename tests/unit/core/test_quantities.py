@@ -1,0 +1,22 @@
+"""Durations as a person reads them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlearn.core.quantities import duration_text, time_unit
+
+
+@given(st.floats(0, 86400.0 * 99))
+def test_a_duration_fits_its_column(seconds: float) -> None:
+    """Eight characters hold any run up to a hundred days."""
+    assert len(duration_text(seconds)) <= 8
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "unit"),
+    [(0.0, "seconds"), (119.0, "seconds"), (120.0, "minutes"), (7200.0, "hours"), (1e6, "days")],
+)
+def test_time_is_in_a_unit_a_person_reads(longest_s: float, unit: str) -> None:
+    """No axis says 86,400 seconds."""
+    assert time_unit(longest_s)[0] == unit
