@@ -17,6 +17,7 @@ from fedlearn.assembly.pieces import Pieces, Simulation
 from fedlearn.assembly.plan import initial_params, release_of
 from fedlearn.assembly.server_training import server_task
 from fedlearn.core.clock import Clock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.features import tensors_of
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.messages import ClientId
@@ -30,7 +31,7 @@ from fedlearn.simulation.choice import (
     choose,
     named,
 )
-from fedlearn.simulation.cluster import Alone, can_fork, under_torchrun
+from fedlearn.simulation.cluster import can_fork, under_torchrun
 from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffers
 from fedlearn.simulation.engine import by_client
 from fedlearn.simulation.partition import client_text

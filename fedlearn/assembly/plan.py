@@ -10,6 +10,7 @@ from fedlearn.assembly.pieces import Pieces
 from fedlearn.assembly.server_jobs import Place, with_server_steps
 from fedlearn.assembly.user_code import SharedNoise
 from fedlearn.core.clock import Clock
+from fedlearn.core.cluster import Cluster
 from fedlearn.core.features import moved
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import ConfigError, SettingsRefused
@@ -21,7 +22,6 @@ from fedlearn.rounds.opening import (
 )
 from fedlearn.rounds.round import Release, RoundPlan
 from fedlearn.rounds.run import RunPlan
-from fedlearn.simulation.cluster import Cluster
 from fedlearn.simulation.evaluation import (
     CentralEvaluator,
 )

@@ -16,13 +16,13 @@ from fedlearn.assembly.pieces import Pieces
 from fedlearn.assembly.server_training import server_task
 from fedlearn.assembly.simulated import simulation
 from fedlearn.config import Config
+from fedlearn.core.cluster import Cluster
 from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.errors import Diverged
 from fedlearn.parallel.distillation import Distilling, Watch
 from fedlearn.parallel.jobs import Control, Job, train
 from fedlearn.parallel.server_steps import ServerSteps, Trains
 from fedlearn.parallel.task import Progress, Task, TrainingState
-from fedlearn.simulation.cluster import Cluster
 from fedlearn.training.trainer import UNATTENDED
 
 #: What a configuration is read as: other processes make the same task of it.

@@ -14,6 +14,7 @@ from fedlearn.assembly.reach import Identities, Reach, over_channel
 from fedlearn.assembly.server_jobs import Place
 from fedlearn.assembly.user_code import SharedSampler, UserDevices, UserSampler
 from fedlearn.core.clock import Clock
+from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.secret_bytes import SecretBytes
@@ -30,7 +31,6 @@ from fedlearn.simulation.choice import (
     Job,
     make_executor,
 )
-from fedlearn.simulation.cluster import Cluster
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import (
     ClientEvaluator,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -21,7 +22,6 @@ from fedlearn.privacy.bounded_sum import Noise
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
-from fedlearn.simulation.cluster import Cluster
 
 
 @dataclass(frozen=True)

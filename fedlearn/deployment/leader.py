@@ -16,6 +16,7 @@ from fedlearn.algorithms.flight import Draw
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.reach import Reach
 from fedlearn.assembly.server_jobs import FOLDER, Place
+from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.interruption import Interruption
@@ -27,7 +28,6 @@ from fedlearn.deployment.rounds import KeptRun, run_over
 from fedlearn.experiment.privacy import promise, skip_lost_turns
 from fedlearn.experiment.progress import Progress, extend
 from fedlearn.rounds.records import RunRecord
-from fedlearn.simulation.cluster import Alone
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease
 from fedlearn.store.masked_sum import MaskedSumFile

@@ -16,6 +16,7 @@ from fedlearn.assembly.reach import Reach, over_channel
 from fedlearn.assembly.server_jobs import Place
 from fedlearn.assembly.user_code import AfterRound, LoggedCallback
 from fedlearn.core.clock import Clock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.failing import NotedCollector
@@ -25,7 +26,6 @@ from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.rounds.run import ResumedRound, RunState, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
-from fedlearn.simulation.cluster import Alone
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 

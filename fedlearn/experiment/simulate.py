@@ -39,6 +39,7 @@ from fedlearn.config.pieces import built
 from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import Clock, SystemClock, utc_now
+from fedlearn.core.cluster import Cluster
 from fedlearn.core.json_values import leaves
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.model_factory import require_factory
@@ -60,7 +61,7 @@ from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
 from fedlearn.simulation.behaviour import ClientBehaviour
-from fedlearn.simulation.cluster import Cluster, launch, one_thread
+from fedlearn.simulation.cluster import launch, one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.store.retention import Retention

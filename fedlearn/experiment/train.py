@@ -18,6 +18,7 @@ from fedlearn.assembly import Pieces, server_task
 from fedlearn.assembly.plan import central_evaluator, initial_params
 from fedlearn.assembly.server_jobs import divergence_explained
 from fedlearn.config import Config
+from fedlearn.core.cluster import Alone
 from fedlearn.core.distribution import split
 from fedlearn.core.files import disk_errors
 from fedlearn.core.params import Params
@@ -27,7 +28,7 @@ from fedlearn.parallel.jobs import Folder, Job, digest_of, train
 from fedlearn.parallel.server_steps import with_state
 from fedlearn.parallel.task import Evaluation, Progress, Task, TrainingState
 from fedlearn.parallel.worker import train_as_rank
-from fedlearn.simulation.cluster import Alone, under_torchrun
+from fedlearn.simulation.cluster import under_torchrun
 from fedlearn.store.holding import held
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.trainer import UNATTENDED

@@ -21,9 +21,9 @@ from torch import Tensor
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.transforms import Transform
+from fedlearn.core.cluster import Alone
 from fedlearn.errors import DeploymentError, EngineError, ProcessesParted, SettingsRefused
 from fedlearn.parallel.local_world import in_forks
-from fedlearn.training.lockstep import ALONE
 from fedlearn.training.torch_trainer import Take, TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -104,7 +104,7 @@ class Hogwild:
         if not self._is_shared:
             self._trainer.share_memory(tensors)
             self._is_shared = True
-        return self._trainer.train_with(ALONE, tensors, context=context, turns=self._by_turns)
+        return self._trainer.train_with(Alone(), tensors, context=context, turns=self._by_turns)
 
     def evaluate(
         self, tensors: Mapping[str, Tensor], *, control: TaskControl = UNATTENDED

@@ -9,7 +9,6 @@ many, and add up through torch.distributed.
 """
 
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -24,103 +23,23 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from pickle import PickleError
 from tempfile import TemporaryDirectory
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.forking import Link, exit_with_parent, fork
 from fedlearn.core.gpus import local_rank
 from fedlearn.errors import EngineError
+from fedlearn.parallel.group import world
 from fedlearn.simulation.shared_memory import SharedRows
 
 ResultT = TypeVar("ResultT")
 
 #: Longest wait for another process in one all-reduce: a worker that is merely slow is no error.
 _TIMEOUT = timedelta(hours=2)
-
-
-class Cluster(Protocol):
-    """The processes of a simulation, seen from one of them."""
-
-    @property
-    def rank(self) -> int:
-        """Which process this is, from 0; rank 0 owns the store and the terminal."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, in place.
-
-        Raises:
-            EngineError: Another process is gone.
-        """
-
-    def broadcast(self, value: ResultT | None) -> ResultT:
-        """Return, in every process, the value that rank 0 has."""
-
-
-def gathered(value: ResultT, cluster: Cluster) -> list[ResultT]:
-    """Return what every process has, in the order of their ranks; it travels pickled.
-
-    Raises:
-        EngineError: Another one is gone.
-    """
-    if cluster.world_size == 1:
-        return [value]
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = torch.zeros(cluster.world_size, dtype=torch.float64)
-    sizes[cluster.rank] = len(mine)
-    cluster.all_reduce([sizes])
-    parts = torch.zeros(int(sizes.sum()), dtype=torch.float64).split(sizes.long().tolist())
-    parts[cluster.rank].copy_(mine)
-    cluster.all_reduce(parts)
-    # Bytes of processes of one user, as in `broadcast`.
-    return [pickle.loads(part.byte().numpy().tobytes()) for part in parts]  # noqa: S301
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A simulation in a single process."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors as they are: the sum over one process."""
-
-    def broadcast(self, value: ResultT | None) -> ResultT:
-        """Return the value."""
-        assert value is not None  # rank 0 has one
-        return value
-
-
-@dataclass(frozen=True)
-class ProcessGroup:
-    """Processes joined by torch.distributed: gloo on CPU, NCCL on CUDA."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Add the tensors up over all processes: one message, whatever their number."""
-        packed = _pack(tensors)
-        try:
-            dist.all_reduce(packed)
-        except RuntimeError as error:
-            raise _lost(self.rank, error) from error
-        _unpack(packed, tensors)
-
-    def broadcast(self, value: ResultT | None) -> ResultT:
-        """Return rank 0's value; it travels pickled, among processes of one user."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        received = box[0]
-        assert received is not None  # rank 0 has one
-        return received
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,33 +107,6 @@ def _lost(rank: int, error: Exception) -> EngineError:
     )
 
 
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors as one vector of the first one's dtype, on its device.
-
-    A float64 among float32 becomes two numbers, its rounded value and the remainder.
-    """
-    like, parts = tensors[0], []
-    for tensor in tensors:
-        flat = tensor.flatten().to(like.device)
-        rounded = flat.to(like.dtype)
-        parts.append(rounded)
-        if flat.dtype != like.dtype:
-            rest = flat - rounded.to(flat.dtype)  # of an infinite value NaN, which would spoil it
-            parts.append(torch.where(rest.isfinite(), rest, 0.0).to(like.dtype))
-    return torch.cat(parts)
-
-
-def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write what :func:`_pack` made of tensors of these shapes back into them."""
-    start = 0
-    for tensor in tensors:
-        total = torch.zeros((), dtype=tensor.dtype, device=packed.device)
-        for _ in range(1 if tensor.dtype == packed.dtype else 2):
-            total = total + packed[start : start + tensor.numel()].to(tensor.dtype)
-            start += tensor.numel()
-        tensor.copy_(total.view(tensor.shape))
-
-
 def launch(
     body: Callable[[Cluster], ResultT],
     *,
@@ -263,7 +155,7 @@ def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) 
             torch.cuda.set_device(local_rank(environment))
     dist.init_process_group(backend, timeout=_TIMEOUT)
     try:
-        return body(ProcessGroup(dist.get_rank(), dist.get_world_size()))
+        return body(world())
     finally:
         dist.destroy_process_group()
 

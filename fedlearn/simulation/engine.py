@@ -29,13 +29,13 @@ from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_onl
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import Transform, last_clip, transformed
+from fedlearn.core.cluster import Cluster, gathered
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError, UnusableResult
 from fedlearn.session.faults import is_failure, reason_for
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
-from fedlearn.simulation.cluster import Cluster, gathered
 from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Apart, Executor, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor

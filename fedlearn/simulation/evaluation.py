@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.core.cluster import Cluster, gathered
 from fedlearn.core.distribution import distribution
 from fedlearn.core.features import Features, cut, moved, tensors_of
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.session.faults import is_failure, reason_for
-from fedlearn.simulation.cluster import Cluster, gathered
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
 from fedlearn.training.resident import Measured, ResidentModel
 

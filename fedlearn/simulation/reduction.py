@@ -17,10 +17,10 @@ from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, me
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds, refusal
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, matrix
 from fedlearn.algorithms.transforms import is_clipped
+from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.soundness import MAX_DELTA, is_sound
-from fedlearn.simulation.cluster import Cluster
 
 #: Part of a bound up to which no rounding of a norm matters.
 _CLEARLY = 0.99

@@ -8,48 +8,14 @@ clipped gradient need know nothing of it.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from fedlearn.core.cluster import Cluster
 from fedlearn.errors import ProcessesParted
-
-
-class Processes(Protocol):
-    """The processes that share a training, seen from one of them."""
-
-    @property
-    def rank(self) -> int:
-        """Which one this is, from 0."""
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-
-    def all_reduce(self, values: Tensor) -> None:
-        """Replace values by their sum over all processes, in place: the same bits in each.
-
-        Raises:
-            ProcessesParted: Another one is gone.
-        """
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A training in one process."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def all_reduce(self, values: Tensor) -> None:
-        """Leave the values as they are: the sum over one process."""
-
-
-#: It holds nothing, so one is enough.
-ALONE = Alone()
 
 
 def share(size: int, *, rank: int, world_size: int) -> slice:
@@ -77,7 +43,7 @@ class Lockstep:
         dtype: In which sums are taken, at least float32.
     """
 
-    def __init__(self, processes: Processes, like: Sequence[Tensor], *, dtype: torch.dtype) -> None:
+    def __init__(self, processes: Cluster, like: Sequence[Tensor], *, dtype: torch.dtype) -> None:
         self.processes, self._like = processes, like
         self._sizes = [value.numel() for value in like]
         # Gradients, which of them there are, loss, weight, and whether a process leaves.
@@ -98,7 +64,7 @@ class Lockstep:
             return
         self._sums[-1] = 1.0
         with suppress(ProcessesParted):  # the error that is being raised says more
-            self.processes.all_reduce(self._sums)
+            self.processes.all_reduce([self._sums])
 
     def summed(
         self, grads: Sequence[Tensor | None], loss: Tensor, *, weight: Tensor | float
@@ -132,7 +98,7 @@ class Lockstep:
         return sums, rest[0].to(loss.dtype, copy=True), rest[1].clone()
 
     def _add_up(self) -> None:
-        self.processes.all_reduce(self._sums)
+        self.processes.all_reduce([self._sums])
         if bool(self._sums[-1] > 0.0):
             raise ProcessesParted(
                 f"process {self.processes.rank + 1} of {self.processes.world_size} goes on with "

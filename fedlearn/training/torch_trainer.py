@@ -28,6 +28,7 @@ from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.settings import settings_names, update_from
 from fedlearn.algorithms.torch_losses import as_objective
 from fedlearn.algorithms.transforms import Transform
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.features import Features
 from fedlearn.core.messages import Settings
 from fedlearn.core.params import Params
@@ -37,7 +38,7 @@ from fedlearn.errors import CallError, DataError, ModelMismatch
 from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import share_key, step_keys, step_seed
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData, evaluation_batches
-from fedlearn.training.lockstep import ALONE, Lockstep, Processes, share
+from fedlearn.training.lockstep import Lockstep, share
 from fedlearn.training.resident import Part, Precision, ResidentModel, Training, weighted_mean
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -284,11 +285,11 @@ class TorchTrainer:
             ModelMismatch: The tensors are those of another model.
             DataError: The dataset's items are not pairs.
         """
-        return self.train_with(ALONE, tensors, context=context)
+        return self.train_with(Alone(), tensors, context=context)
 
     def train_with(
         self,
-        processes: Processes,
+        processes: Cluster,
         tensors: Mapping[str, Tensor],
         *,
         context: TrainContext,
@@ -403,7 +404,7 @@ class TorchTrainer:
         training: Training,
         work: LocalWork,
         context: TrainContext,
-        processes: Processes,
+        processes: Cluster,
         turns: Turns,
     ) -> tuple[Tensor, list[int]]:
         """Take the steps that are left; return each step's loss, [steps], and examples."""
@@ -454,7 +455,7 @@ class TorchTrainer:
         *,
         size: int,
         control: TaskControl,
-        processes: Processes,
+        processes: Cluster,
     ) -> Iterator[Part]:
         """Read this process's share of a batch, part by part, each of which is shared.
 

@@ -32,11 +32,12 @@ from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.assembly.user_code import AfterRound
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.simulate import config_around, new_record
 from fedlearn.rounds.run import train
-from fedlearn.simulation.cluster import Alone, one_thread
+from fedlearn.simulation.cluster import one_thread
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.base import Executor, Trained, Work
 from fedlearn.simulation.population import ClientRows, Population

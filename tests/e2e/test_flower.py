@@ -24,6 +24,7 @@ from fedlearn.assembly.reach import Reach
 from fedlearn.assembly.server_jobs import Place
 from fedlearn.client.flower import Node
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainRequest
 from fedlearn.core.params import Params
@@ -32,7 +33,6 @@ from fedlearn.deployment.rounds import KeptRun, run_over
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.session.session import ClientSession
-from fedlearn.simulation.cluster import Alone
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.memory import MemoryChannel
 from tests.addresses import free_addresses

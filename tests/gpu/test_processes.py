@@ -56,7 +56,7 @@ def test_one_process_adds_up_by_nccl(gpu: torch.device, tmp_path: Path) -> None:
     assert backend_for({0: str(gpu)}) == "nccl"
     group = group_of(tmp_path / "met", 0, 1, backend="nccl", device=gpu)
     values = torch.arange(5.0, device=gpu, dtype=torch.float64)
-    group.all_reduce(values)
+    group.all_reduce([values])
     assert values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
@@ -67,7 +67,7 @@ def test_two_that_share_a_gpu_add_up_by_gloo(gpu: torch.device, tmp_path: Path) 
     def summed(rank: int) -> list[float]:
         group = group_of(tmp_path / "met", rank, 2, backend="gloo", device=gpu)
         values = torch.full((3,), float(rank + 1), device=gpu)
-        group.all_reduce(values)
+        group.all_reduce([values])
         return values.tolist()
 
     with ThreadPoolExecutor(2) as pool:

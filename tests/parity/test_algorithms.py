@@ -19,11 +19,12 @@ from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import EASGD, FedAvg, FedMedian, Scaffold
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.transforms import ClippedUpdates
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
-from fedlearn.simulation.cluster import Alone, Cluster, launch
+from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
 from fedlearn.training.resident import Precision
 from tests.parity import test_flower as flower

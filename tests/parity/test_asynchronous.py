@@ -26,6 +26,7 @@ from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -40,7 +41,7 @@ from fedlearn.rounds.round import (
 from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, train
 from fedlearn.simulation.behaviour import Behaviour, LognormalBandwidth
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
-from fedlearn.simulation.cluster import Alone, Cluster, launch
+from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation

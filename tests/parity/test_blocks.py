@@ -13,13 +13,13 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.cluster import Alone
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import Instant
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.base import Executor, Trained, Work
 from fedlearn.simulation.partition import Partition

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier
+from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.settings import settings_of
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError, SettingsRefused
+from fedlearn.parallel.group import joined
 from fedlearn.simulation.sources import Examples
-from fedlearn.training.lockstep import ALONE, Processes
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalResult, TrainContext
 
@@ -133,7 +135,7 @@ DENSE_OBJECTIVE = CrossEntropy(class_weights=WEIGHTS)
 
 
 def trained_by(
-    trainer: TorchTrainer, start: dict[str, Tensor], local: LocalUpdate, processes: Processes
+    trainer: TorchTrainer, start: dict[str, Tensor], local: LocalUpdate, processes: Cluster
 ) -> LocalResult:
     context = TrainContext(
         client_id=ClientId(0), round_num=0, settings=settings_of(local, ()), seed=Seed(0), state={}
@@ -141,37 +143,30 @@ def trained_by(
     return trainer.train_with(processes, start, context=context)
 
 
-class Threads:
-    """One of two processes that share a training, as a thread."""
-
-    def __init__(self, rank: int, barrier: Barrier, sent: dict[int, Tensor]) -> None:
-        self.rank, self.world_size = rank, 2
-        self._barrier, self._sent = barrier, sent
-
-    def all_reduce(self, values: Tensor) -> None:
-        self._sent[self.rank] = values.clone()
-        self._barrier.wait()
-        total = self._sent[0] + self._sent[1]
-        self._barrier.wait()
-        values.copy_(total)
-
-
-def test_a_batch_that_is_cut_or_shared_is_the_same_batch() -> None:
+def test_a_batch_that_is_cut_or_shared_is_the_same_batch(tmp_path: Path) -> None:
     """By accumulation and by two processes, whose shares do not weigh the same."""
     data, start = examples(16, LENGTH), dense().state_dict()
-    barrier, sent = Barrier(2), dict[int, Tensor]()
     whole = trained_by(
-        TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE), start, LOCAL, ALONE
+        TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE), start, LOCAL, Alone()
     )
     cut = TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE, gradient_accumulation=3)
 
     def share(rank: int) -> LocalResult:
         trainer = TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE)
-        return trained_by(trainer, start, LOCAL, Threads(rank, barrier, sent))
+        group = joined(
+            tmp_path / "met",
+            backend="gloo",
+            rank=rank,
+            world_size=2,
+            device=torch.device("cpu"),
+            meeting=timedelta(minutes=1),
+            timeout=timedelta(minutes=1),
+        )
+        return trained_by(trainer, start, LOCAL, group)
 
     with ThreadPoolExecutor(2) as pool:
         shared = list(pool.map(share, range(2)))
-    for found in (trained_by(cut, start, LOCAL, ALONE), *shared):
+    for found in (trained_by(cut, start, LOCAL, Alone()), *shared):
         for name, value in whole.tensors.items():
             torch.testing.assert_close(found.tensors[name], value)
             assert not torch.equal(value, start[name])
@@ -184,7 +179,7 @@ def test_an_example_whose_gradient_is_clipped_has_the_mean_loss_of_its_positions
     start = {name: value.clone() for name, value in model.state_dict().items()}
     local = replace(LOCAL, epochs=1)
     rule = NoisedGradients(inner=local, example_clip_norm=clip_norm, example_noise_multiplier=1e-9)
-    found = trained_by(TorchTrainer.of(dense, features, labels), start, rule, ALONE)
+    found = trained_by(TorchTrainer.of(dense, features, labels), start, rule, Alone())
     parameters = list(model.parameters())
     for x, y in zip(features.split(4), labels.split(4), strict=True):
         totals = [torch.zeros_like(each) for each in parameters]
@@ -202,7 +197,7 @@ def test_an_example_whose_gradient_is_clipped_has_the_mean_loss_of_its_positions
         torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=1e-6)
     weighted = TorchTrainer.of(dense, features, labels, objective=DENSE_OBJECTIVE)
     with pytest.raises(SettingsRefused, match="leave class_weights out"):
-        trained_by(weighted, start, rule, ALONE)
+        trained_by(weighted, start, rule, Alone())
 
 
 @pytest.mark.parametrize("label", [-1, -99, NUM_CLASSES])

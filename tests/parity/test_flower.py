@@ -24,6 +24,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import decode
 from fedlearn.core.collecting import Status
 from fedlearn.core.features import only
@@ -45,7 +46,6 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.choice import Job
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition

@@ -15,9 +15,10 @@ from fedlearn.algorithms.collecting import collect_from
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
-from fedlearn.simulation.cluster import Alone, Cluster, launch
+from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.stacked import why_not_compiled
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on

@@ -23,6 +23,7 @@ from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
@@ -31,7 +32,6 @@ from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.simulate import config_around
 from fedlearn.rounds.round import run_round
 from fedlearn.simulation.behaviour import DeviceRound
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.secure import ModularSum
 
 MEMORY = "engine.transport=memory"

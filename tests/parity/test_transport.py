@@ -14,6 +14,7 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import Algorithm, FedAdam, FedAvg, FedAvgM, FedProx
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Status
 from fedlearn.core.features import only
 from fedlearn.core.params import Params
@@ -25,7 +26,6 @@ from fedlearn.simulation.behaviour import (
     Behaviour,
     LognormalBandwidth,
 )
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition

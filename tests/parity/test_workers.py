@@ -21,6 +21,7 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvgM
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.cluster import Cluster
 from fedlearn.core.collecting import Status
 from fedlearn.core.features import only
 from fedlearn.core.params import Params
@@ -31,7 +32,7 @@ from fedlearn.simulation.behaviour import (
     Behaviour,
     LognormalBandwidth,
 )
-from fedlearn.simulation.cluster import Cluster, launch
+from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import CentralEvaluator, ClientEvaluator
 from fedlearn.simulation.executors.sequential import SequentialExecutor

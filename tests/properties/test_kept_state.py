@@ -24,6 +24,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -35,7 +36,6 @@ from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.rounds.run import EarlyStopping, RunPlan, train
 from fedlearn.session.secure import KeptState
 from fedlearn.simulation.behaviour import DeviceRound
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.sessions import (

@@ -14,9 +14,9 @@ from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.rounds.round import RoundPlan
-from fedlearn.simulation.cluster import Alone
 
 #: The victim, and a client of the attacker's that takes its place: who joins twice can do that.
 VICTIM, ATTACKER, OTHERS = 0, 6, (1, 2, 3, 4, 5)

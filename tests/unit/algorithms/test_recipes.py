@@ -24,13 +24,13 @@ from fedlearn.algorithms.recipes import (
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.server_optimizers import SecondMoment, ServerAdaptive
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.cluster import Alone
 from fedlearn.core.features import only
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.simulation.behaviour import Instant
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition

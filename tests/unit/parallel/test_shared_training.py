@@ -4,12 +4,13 @@ Threads stand for the processes where no process has to end: each has a model of
 add up through the very group that processes do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -27,15 +28,19 @@ from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import Cancelled, ProcessesParted
 from fedlearn.parallel.group import joined
-from fedlearn.training.lockstep import ALONE, Processes, share
+from fedlearn.training.lockstep import share
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalResult, TrainContext, Unattended
 
+ResultT = TypeVar("ResultT")
+
+ALONE = Alone()
 #: Relative to the largest weight, by dtype.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 #: Batches of 8, 8, 8 and 5, each in parts of 4 at most; or one of 29.
@@ -69,14 +74,11 @@ def context(local: LocalUpdate, told: Mapping[str, Tensor] | None = None) -> Tra
     )
 
 
-Train = Callable[[Processes], LocalResult]
-
-
-def together(folder: Path, world_size: int, train: Train) -> list[LocalResult]:
+def together(folder: Path, world_size: int, body: Callable[[Cluster], ResultT]) -> list[ResultT]:
     """Return what each of so many processes gets."""
     file = folder / f"met-{world_size}-{len(list(folder.iterdir()))}"
 
-    def run(rank: int) -> LocalResult:
+    def run(rank: int) -> ResultT:
         group = joined(
             file,
             backend="gloo",
@@ -86,7 +88,7 @@ def together(folder: Path, world_size: int, train: Train) -> list[LocalResult]:
             meeting=_SHORT,
             timeout=_SHORT,
         )
-        return train(group)
+        return body(group)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(run, range(world_size)))
@@ -103,7 +105,7 @@ def trainer_of(dtype: torch.dtype = torch.float64, *, num_parts: int = 2) -> Tor
 
 def trained(
     local: LocalUpdate,
-    processes: Processes = ALONE,
+    processes: Cluster = ALONE,
     *,
     dtype: torch.dtype = torch.float64,
     num_parts: int = 2,
@@ -189,7 +191,7 @@ class Broken:
         is_weighted: Whether each counts as much as it has rows.
     """
 
-    inner: Processes
+    inner: Cluster
     adds_up: bool = True
     is_weighted: bool = True
 
@@ -201,13 +203,17 @@ class Broken:
     def world_size(self) -> int:
         return self.inner.world_size
 
-    def all_reduce(self, values: Tensor) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Leave out the sum, or take a mean of the processes' own means."""
         if not self.is_weighted:
             rows = share(NUM_EXAMPLES, rank=self.rank, world_size=self.world_size)
-            values.mul_(NUM_EXAMPLES / (rows.stop - rows.start) / self.world_size)
+            for each in tensors:
+                each.mul_(NUM_EXAMPLES / (rows.stop - rows.start) / self.world_size)
         if self.adds_up:
-            self.inner.all_reduce(values)
+            self.inner.all_reduce(tensors)
+
+    def broadcast(self, value: ResultT | None) -> ResultT:
+        return self.inner.broadcast(value)
 
 
 @pytest.mark.parametrize("broken", [{"adds_up": False}, {"is_weighted": False}])
@@ -216,7 +222,7 @@ def test_a_sum_that_is_none_is_told_from_one(tmp_path: Path, broken: dict[str, b
     local = replace(SGD, batch_size=None)
     alone = trained(local, num_parts=1)
 
-    def run(group: Processes) -> LocalResult:
+    def run(group: Cluster) -> LocalResult:
         return trained(local, Broken(group, **broken), num_parts=1)
 
     assert gap(together(tmp_path, 2, run)[0], alone) > 1e-4
@@ -265,7 +271,7 @@ def test_a_parameter_has_a_gradient_if_it_has_one_anywhere(tmp_path: Path) -> No
     local = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1, momentum=0.5, weight_decay=0.5)
 
     def run(
-        trainer: Callable[[], TorchTrainer], tensors: Mapping[str, Tensor], group: Processes
+        trainer: Callable[[], TorchTrainer], tensors: Mapping[str, Tensor], group: Cluster
     ) -> LocalResult:
         return trainer().train_with(group, tensors, context=context(local))
 
@@ -300,7 +306,7 @@ class CalledOff(Unattended):
 def test_who_leaves_a_training_takes_the_others_out(tmp_path: Path, nth: int) -> None:
     """Within a batch, also the one that has nothing to do in it; and they may train again."""
 
-    def run(group: Processes) -> LocalResult:
+    def run(group: Cluster) -> LocalResult:
         called_off = context(replace(SGD, batch_size=2))
         if group.rank == 0:
             called_off = replace(called_off, control=CalledOff(nth))
@@ -314,7 +320,7 @@ def test_who_leaves_a_training_takes_the_others_out(tmp_path: Path, nth: int) ->
 def test_a_process_that_is_gone_is_no_reason_to_wait(tmp_path: Path) -> None:
     """The others hear of it at their next sum."""
 
-    def run(group: Processes) -> LocalResult:
+    def run(group: Cluster) -> LocalResult:
         if group.rank == 0:
             with pytest.raises(ProcessesParted, match="process 1 of 2 lost another one"):
                 trained(SGD, group)
@@ -324,3 +330,25 @@ def test_a_process_that_is_gone_is_no_reason_to_wait(tmp_path: Path) -> None:
     began_s = clock.now_s()
     together(tmp_path, 2, run)
     assert clock.now_s() - began_s < _SHORT.total_seconds()
+
+
+def test_what_the_first_process_broadcasts_reaches_all(tmp_path: Path) -> None:
+    """Whatever its size; the others need not know it."""
+    value = {"cohort": tuple(range(1000))}
+    heard = together(tmp_path, 3, lambda group: group.broadcast(value if group.rank == 0 else None))
+    assert heard == [value] * 3
+
+
+def test_several_tensors_are_added_up_at_once(tmp_path: Path) -> None:
+    """Of any shapes and dtypes, and a view, each in place."""
+
+    def run(group: Cluster) -> list[list[float]]:
+        view = torch.full((2, 3), group.rank + 1.0)[:, 1]
+        number = torch.tensor(0.1 + group.rank, dtype=torch.float64)
+        group.all_reduce([view, number])
+        group.all_reduce([view])
+        return [view.tolist(), [float(number)]]
+
+    for view, number in together(tmp_path, 2, run):
+        assert view == [6.0, 6.0]
+        assert number == pytest.approx([1.2], rel=1e-6)  # it travels as two float32

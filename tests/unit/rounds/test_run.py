@@ -19,6 +19,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import State, Stepped
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.distribution import Direction
@@ -35,7 +36,6 @@ from fedlearn.simulation.behaviour import (
     Behaviour,
     LognormalBandwidth,
 )
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition

@@ -18,6 +18,7 @@ from fedlearn.algorithms.recipes import FedAvg, FedAvgM
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -25,7 +26,6 @@ from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import unsound
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import DeviceRound
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.population import BootstrapPopulation

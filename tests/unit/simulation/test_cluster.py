@@ -17,12 +17,8 @@ import pytest
 import torch
 
 import fedlearn
-from fedlearn.simulation.cluster import (
-    Alone,
-    launch,
-    one_thread,
-    under_torchrun,
-)
+from fedlearn.core.cluster import Alone
+from fedlearn.simulation.cluster import launch, one_thread, under_torchrun
 from tests.processes import Launcher
 
 PRELUDE = """
@@ -220,11 +216,11 @@ def test_a_group_keeps_values_that_another_dtype_cannot_hold(run: Run) -> None:
     done = run(
         """
         import torch.distributed as dist
-        from fedlearn.simulation.cluster import ProcessGroup
+        from fedlearn.parallel.group import world
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         losses = torch.tensor([0.1, float("inf"), 1e300, float("nan")], dtype=torch.float64)
-        ProcessGroup(0, 1).all_reduce([torch.zeros(2), losses])
+        world().all_reduce([torch.zeros(2), losses])
         say(losses=[repr(loss) for loss in losses.tolist()])
         dist.destroy_process_group()
         """

@@ -24,13 +24,13 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded
+from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import is_sound, unsound
 from fedlearn.simulation.behaviour import DeviceRound
-from fedlearn.simulation.cluster import Alone, ProcessGroup
 from fedlearn.simulation.engine import Engine, deal, shared
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.population import BootstrapPopulation
@@ -319,7 +319,7 @@ def test_workers_share_what_their_clients_kept() -> None:
 def test_clients_are_dealt_to_workers_by_size(world_size: int) -> None:
     """Each client to one worker, largest first, no worker far behind another."""
     steps = np.random.default_rng(0).lognormal(2.0, 1.0, 40).astype(np.int64) + 1
-    shares = [deal(steps, ProcessGroup(rank, world_size)) for rank in range(world_size)]
+    shares = [deal(steps, Alone(rank, world_size)) for rank in range(world_size)]
     assert sorted(np.concatenate(shares).tolist()) == list(range(40))
     loads = [int(steps[share].sum()) for share in shares]
     assert max(loads) - min(loads) <= int(steps.max())

@@ -12,10 +12,10 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.lanes import DELTA, Lanes, LaneSpec, Updates
 from fedlearn.algorithms.median import CoordinateMedian
+from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.soundness import unsound
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
 
 PARAMS = Params.of(nn.Linear(2, 1))

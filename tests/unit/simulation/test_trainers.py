@@ -14,11 +14,11 @@ from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation.behaviour import Instant
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.trainers import MakeTrainer, TrainerExecutor
 from fedlearn.simulation.partition import Partition

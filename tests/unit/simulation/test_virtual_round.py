@@ -16,6 +16,7 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
@@ -23,7 +24,6 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import unsound
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.population import BootstrapPopulation
 from fedlearn.simulation.virtual_round import DROPPED_OUT
