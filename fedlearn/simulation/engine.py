@@ -532,7 +532,7 @@ def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
     Longest processing time first: each client goes to the worker with least to do.
 
     Example:
-        >>> from fedlearn.simulation.cluster import Alone
+        >>> from fedlearn.core.cluster import Alone
         >>> deal(np.array([1, 5, 2, 4]), Alone()).tolist()
         [1, 3, 2, 0]
 
