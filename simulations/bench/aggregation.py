@@ -1,24 +1,37 @@
-"""Our aggregation of network updates beside Flower's and numpy's: paired ratios.
+"""How fast does a coordinator aggregate updates, beside Flower's function and numpy?
 
-    python simulations/bench/aggregation.py --flower-python PATH
+    python simulations/bench/aggregation.py --flower-python PYTHON
 
-Encoded updates reach a collector one after another, and all competitors run in turn, several
-times over; a ratio compares runs of the same turn. Flower's own function runs in its own
-interpreter, on records that are already in its memory. Beside the times stands the fraction
-of the machine's read bandwidth, measured in the same turn: an update must be read once.
+Encoded updates reach a collector one after another, which decodes, validates and adds them up.
+Flower's own function runs in its own process, on records that are already in its memory. Beside the
+times stands the share of the machine's read bandwidth: an update must be read once.
 """
 
 import argparse
 import math
 import resource
 import statistics
-import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
+from harness import (
+    Action,
+    Row,
+    add_flower,
+    flower_python,
+    in_turn,
+    options,
+    parse,
+    ratio,
+    report,
+    started,
+    timed,
+)
 from torch import nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
@@ -27,7 +40,6 @@ from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, TrainReply
@@ -39,14 +51,8 @@ from fedlearn.transport.base import Arrival, as_reply
 NUM_DISTINCT = 4
 MEAN = WeightedMean(by_examples=True)
 STRATEGY = FedAvg(LocalSgd(epochs=1, batch_size=10, learning_rate=0.1))
-NOTES = {
-    "fedlearn": "decode, validate, aggregate",
-    "fedlearn, reduction": "deltas that are decoded and validated",
-    "numpy": "sum of w * x, from arrays in memory",
-    "flower": "aggregate_arrayrecords",
-}
 
-#: Reads a line, aggregates, writes the seconds; ends with its standard input.
+#: Reads a line, aggregates, writes its seconds; ends with its standard input.
 FLOWER_PEER = """
 import sys
 from time import perf_counter
@@ -67,7 +73,7 @@ records = [
 for _ in sys.stdin:
     started = perf_counter()
     aggregate_arrayrecords(records, "num-examples")
-    print(perf_counter() - started, flush=True)
+    print(f'{{"seconds": {perf_counter() - started}}}', flush=True)
 """
 
 
@@ -200,130 +206,59 @@ def numpy_mean(slab_RP: torch.Tensor, *, updates: int) -> None:
     total /= np.float32(updates * (updates + 1) / 2)
 
 
-@dataclass(frozen=True)
-class Flower:
-    """Flower's function, warm in its own interpreter.
-
-    Attributes:
-        process: Answers each line with seconds.
-    """
-
-    process: subprocess.Popen[str]
-
-    def seconds(self) -> float:
-        """Aggregate once.
-
-        Raises:
-            SystemExit: Its process is gone; what it wrote stands on standard error.
-        """
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("Flower's process ended; has its interpreter flwr 1.41?")
-        return float(line)
-
-
-def start_flower(arguments: argparse.Namespace) -> Flower:
-    """Start Flower's process; it makes its records before it answers the first line."""
-    sizes = (arguments.updates, arguments.size, arguments.tensors, NUM_DISTINCT)
-    command = [arguments.flower_python, "-c", FLOWER_PEER, *map(str, sizes)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    return Flower(process)
-
-
-def timed(clock: SystemClock, action: Callable[[], object]) -> float:
-    """Return how long ``action`` takes, in seconds."""
-    started = clock.now_s()
-    action()
-    return clock.now_s() - started
-
-
-def read_bytes_per_s(clock: SystemClock, tensor: torch.Tensor) -> float:
-    """Return the read bandwidth: the best of ten sums over ``tensor``."""
-    return tensor.nbytes / min(timed(clock, lambda: float(tensor.sum())) for _ in range(10))
-
-
 def resident_mb() -> float:
     """Return the highest resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def print_table(
-    seconds: Mapping[str, list[float]], bandwidths: list[float], *, num_bytes: int
-) -> None:
-    """Print medians, paired ratios and shares of the read bandwidth."""
-    others = [name for name in ("flower", "numpy") if name in seconds]
-    header = "".join(f"{'x ' + name:>10}" for name in others)
-    print(f"{'':22}{'ms':>8}{'GB/s':>8}{'% of read':>11}{header}")
-    for name, times in seconds.items():
-        rates = [num_bytes / each for each in times]
-        share = statistics.median(100 * r / b for r, b in zip(rates, bandwidths, strict=True))
-        ratios = [
-            statistics.median(o / t for o, t in zip(seconds[other], times, strict=True))
-            for other in others
-        ]
-        columns = "".join(f"{ratio:10.2f}" for ratio in ratios)
-        milliseconds, gigabytes = 1e3 * statistics.median(times), statistics.median(rates) / 1e9
-        print(f"{name:22}{milliseconds:8.0f}{gigabytes:8.1f}{share:11.0f}{columns}   {NOTES[name]}")
-    print(f"read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s")
-
-
-def compare(arguments: argparse.Namespace) -> None:
-    """Run everyone in turn and print the table."""
-    torch.set_num_threads(arguments.threads)
+def rows(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Row]:
+    """Run everyone in turn."""
     params = model(arguments.size, tensors=arguments.tensors)
+    slab_bytes, num_bytes = arguments.slab_mb << 20, 4 * params.layout.size * arguments.updates
     updates = [encoded(params, i + 1) for i in range(NUM_DISTINCT)]
-    collector = collector_of(Replay(updates, arguments.updates), slab_bytes=arguments.slab_mb << 20)
+    collector = collector_of(Replay(updates, arguments.updates), slab_bytes=slab_bytes)
     before_mb = resident_mb()
     collect(collector, params)
-    print(
-        f"{arguments.updates} updates of {arguments.size} float32 in {arguments.tensors} tensors, "
-        f"{torch.get_num_threads()} threads, a slab of {arguments.slab_mb} MB: peak RSS "
-        f"{resident_mb():.0f} MB, {resident_mb() - before_mb:.0f} MB of it for the collection"
-    )
-    num_rows = max(1, (arguments.slab_mb << 20) // (4 * params.layout.size))
+    yield Row("collection", "memory that it adds, MB", resident_mb() - before_mb)
+    num_rows = max(1, slab_bytes // (4 * params.layout.size))
     slab_RP = torch.randn(min(num_rows, arguments.updates), params.layout.size)
-    clock = SystemClock()
-    seconds: dict[str, list[float]] = {}
-    bandwidths = []
-    flower = start_flower(arguments) if arguments.flower_python else None
-    actions: dict[str, Callable[[], float]] = {
-        "fedlearn": lambda: timed(clock, lambda: collect(collector, params)),
-        "fedlearn, reduction": lambda: timed(
-            clock, lambda: reduce_slabs(slab_RP, params, updates=arguments.updates)
-        ),
-        "numpy": lambda: timed(clock, lambda: numpy_mean(slab_RP, updates=arguments.updates)),
+    reduce = partial(reduce_slabs, slab_RP, params, updates=arguments.updates)
+    actions: dict[str, Action] = {
+        "reading once": lambda: num_bytes / slab_RP.nbytes * timed(slab_RP.sum),
+        "fedlearn": partial(timed, partial(collect, collector, params)),
+        "fedlearn, decoded before": partial(timed, reduce),
+        "numpy": partial(timed, partial(numpy_mean, slab_RP, updates=arguments.updates)),
     }
-    if flower is None:
-        print("flower is left out: --flower-python names no interpreter with flwr 1.41")
-    else:
-        actions["flower"] = flower.seconds
-    for action in actions.values():  # warm
-        action()
-    for _ in range(arguments.turns):
-        bandwidths.append(read_bytes_per_s(clock, slab_RP))
-        for name, action in actions.items():
-            seconds.setdefault(name, []).append(action())
-    print_table(seconds, bandwidths, num_bytes=4 * params.layout.size * arguments.updates)
-    if flower is not None and flower.process.stdin is not None:
-        flower.process.stdin.close()
-        flower.process.wait()
+    if (python := flower_python(arguments)) is not None:
+        sizes = (arguments.updates, arguments.size, arguments.tensors, NUM_DISTINCT)
+        flower = stack.enter_context(started([python, "-c", FLOWER_PEER, *map(str, sizes)]))
+        actions["flower"] = lambda: float(flower.ask("aggregate")["seconds"])
+    found = in_turn(actions, turns=arguments.turns, warmup=1)
+    for name, seconds in found.items():
+        yield Row("aggregation", f"{name}, ms", 1e3 * statistics.median(seconds))
+        rate = num_bytes / statistics.median(seconds) / 1e9
+        yield Row("aggregation", f"{name}, GB/s", rate)
+    for name in ("fedlearn", "fedlearn, decoded before"):
+        for other in ("flower", "numpy", "reading once"):
+            if other in found:
+                times = ratio(found[other], found[name])
+                yield Row("aggregation", f"{name}, times as fast as {other}", times)
 
 
 def main() -> None:
     """Parse the arguments and compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, turns=7)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--size", type=int, default=10_000_000, help="elements of an update")
     parser.add_argument("--tensors", type=int, default=10, help="tensors of an update")
     parser.add_argument("--slab-mb", type=int, default=400)
-    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="more spin on a busy machine")
-    parser.add_argument("--flower-python", help="of an environment with flwr 1.41")
-    compare(parser.parse_args())
+    add_flower(parser)
+    small = {"turns": 1, "updates": 10, "size": 100_000, "slab_mb": 2, "without_flower": True}
+    arguments = parse(parser, check=small)
+    torch.set_num_threads(arguments.threads)
+    with ExitStack() as stack:
+        report(rows(arguments, stack), arguments)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Our engine beside Flower's Ray simulation, pfl-research and a bare loop: paired ratios.
+"""Is our engine faster than Flower's simulation, pfl-research and a bare loop?
 
-    python simulations/bench/compare.py
+    python simulations/bench/compare.py --peers-dir ../shared/peers
 
-Every competitor runs the same clients, model, seeds and arithmetic, in turn, several times
-over; a ratio compares runs of the same turn, so a machine that slows down slows all. The
-weights after one round are compared as well: who computes something else does not count.
-(Over many rounds ReLU and max-pool kinks make roundings grow.) Beside the
-rates stands the fraction of the machine's own matrix-multiplication limit, the best of those
-measured at the beginning of each turn.
+Every competitor runs the same clients, model, seeds and arithmetic, in whole programs by turns. The
+weights after one round are compared as well: who computes something else does not count. (Over many
+rounds, kinks of ReLU and max-pool make roundings grow.) The scripts that drive the peers are not
+part of this repository. With ``--private``, rounds have central differential privacy, ours and
+pfl-research's.
 """
 
 import argparse
@@ -17,24 +16,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from ours import load_workload
+from harness import HERE, Row, in_turn, options, parse, part, ratio, report, timed
+from parts.ours import load_workload
 from torch.utils.flop_counter import FlopCounterMode
 
-HERE = Path(__file__).parent
 #: Largest difference of the weights after a round, relative to the largest weight, that still
 #: is the same arithmetic in another order.
 TOLERANCE = 1e-5
-_REQUIREMENTS = {
-    "flower": ("torch", "flwr[simulation]==1.41.*"),
-    "pfl": ("torch", "pfl[pytorch]==0.6.0"),
-}
+_REQUIREMENTS = {"flower": "flwr[simulation]==1.41.*", "pfl": "pfl[pytorch]==0.6.0"}
+_LIMIT = "matmul limit"
 
 
 @dataclass(frozen=True)
@@ -54,82 +52,76 @@ class Competitor:
 
 def competitors(arguments: argparse.Namespace) -> list[Competitor]:
     """Return who runs, ours first."""
-    peers, procs = Path(arguments.peers_dir), str(arguments.procs)
-    ours = (sys.executable, str(HERE / "ours.py"), "--procs", procs)
-    pfl = (str(peer_python("pfl", arguments)), str(peers / "peer_pfl.py"), "--procs", procs)
-    bare = (sys.executable, str(peers / "peer_naive.py"), "--procs", procs, "--threads", "1")
-    flower = (str(peer_python("flower", arguments)), str(peers / "peer_flower.py"))
-    everyone = [
-        Competitor("fedlearn (auto)", ours),
-        Competitor("fedlearn (compiled)", (*ours, "--executor", "compiled")),
-        Competitor("fedlearn (sequential)", (*ours, "--executor", "sequential")),
-        Competitor("bare loop", bare),
-        Competitor("pfl", (*pfl, "--threads", "1")),
-        Competitor("flower", flower, has_our_cohorts=False),
-    ]
+    peers, procs = arguments.peers_dir, ("--procs", str(arguments.procs))
+    ours, one = (*part("ours"), *procs), ("--threads", "1")
+    if arguments.private:
+        pfl = (peer_python("pfl", arguments), str(HERE / "parts" / "private_pfl.py"), *procs, *one)
+        everyone = [Competitor("fedlearn", (*ours, "--private")), Competitor("pfl", pfl)]
+    else:
+        pfl = (peer_python("pfl", arguments), str(peers / "peer_pfl.py"), *procs, *one)
+        bare = (sys.executable, str(peers / "peer_naive.py"), *procs, *one)
+        flower = (peer_python("flower", arguments), str(peers / "peer_flower.py"))
+        everyone = [
+            Competitor("fedlearn", ours),
+            Competitor("fedlearn (compiled)", (*ours, "--executor", "compiled")),
+            Competitor("fedlearn (sequential)", (*ours, "--executor", "sequential")),
+            Competitor("bare loop", bare),
+            Competitor("pfl", pfl),
+            Competitor("flower", flower, has_our_cohorts=False),
+        ]
     return [each for each in everyone if each.name not in arguments.without]
 
 
-def peer_python(name: str, arguments: argparse.Namespace) -> Path:
+def peer_python(name: str, arguments: argparse.Namespace) -> str:
     """Return the interpreter of a peer's own environment; make it if there is none."""
     given = getattr(arguments, f"{name}_python")
-    if given:
-        return Path(given)
+    if given or name in arguments.without:
+        return given or ""
     folder = Path.home() / ".cache" / "fedlearn" / "bench" / name
     python = folder / "bin" / "python"
-    if not python.exists() and name not in arguments.without:
+    if not python.exists():
         print(f"making an environment for {name} in {folder} (once, some minutes)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        requirements = [f"torch=={torch.__version__.split('+')[0]}", *_REQUIREMENTS[name][1:]]
+        requirements = [f"torch=={torch.__version__.split('+')[0]}", _REQUIREMENTS[name]]
         subprocess.run([str(python), "-m", "pip", "install", "-q", *requirements], check=True)
-    return python
+    return str(python)
 
 
-def run(
+def clients_per_s(
     competitor: Competitor, workload: list[str], weights: Path, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Run one competitor once and return its JSON line.
+) -> float:
+    """Run one competitor once and return its rate.
 
     Raises:
         SystemExit: It failed; its standard error is shown.
     """
-    environ = dict(os.environ, PEERS_DIR=str(arguments.peers_dir))
     completed = subprocess.run(
         [*competitor.command, *workload, "--save", str(weights)],
         capture_output=True,
         text=True,
         check=False,
         timeout=arguments.timeout_s,
-        env=environ,
+        env=os.environ | {"PEERS_DIR": str(arguments.peers_dir), "PYTHONPATH": str(HERE)},
     )
     lines = [line for line in completed.stdout.splitlines() if line.startswith('{"peer"')]
     if not lines:
         raise SystemExit(f"{competitor.name} failed:\n{completed.stdout}\n{completed.stderr}")
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    result: dict[str, Any] = json.loads(lines[-1])  # Any: JSON of the peers
+    return float(result["clients_per_s"])
 
 
 def peak_flop_per_s() -> float:
     """Return the machine's float32 matrix-multiplication rate with all cores, the best of 20."""
     torch.set_num_threads(os.cpu_count() or 1)
     a, b, out = torch.randn(2048, 2048), torch.randn(2048, 2048), torch.empty(2048, 2048)
-    best_s = min(_seconds(a, b, out) for _ in range(20))
-    return 2.0 * 2048**3 / best_s
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
-    from time import perf_counter  # noqa: PLC0415, TID251 - a benchmark measures real time
-
-    started = perf_counter()
-    torch.mm(a, b, out=out)
-    return perf_counter() - started
+    return 2.0 * 2048**3 / min(timed(lambda: torch.mm(a, b, out=out)) for _ in range(20))
 
 
 def flop_per_client(model: str, arguments: argparse.Namespace) -> float:
     """Return the operations of forward and backward passes over a client's examples."""
-    workload = load_workload(Path(arguments.peers_dir))
-    net, batch = workload.make_model(model, 0), arguments.samples
-    features = torch.zeros(batch, *workload.SHAPE[model])
+    workload = load_workload(arguments.peers_dir)
+    net = workload.make_model(model, 0)
+    features = torch.zeros(arguments.samples, *workload.SHAPE[model])
     with FlopCounterMode(display=False) as counter:
         net(features).sum().backward()
     return float(counter.get_total_flops() * int(arguments.epochs))
@@ -145,31 +137,36 @@ def distance(left: Path, right: Path) -> float:
     return float(np.abs(flat[0] - flat[1]).max() / np.abs(flat[1]).max())
 
 
-def compare(model: str, arguments: argparse.Namespace) -> None:
-    """Run everyone in turn on one model and print the table."""
-    rates: dict[str, list[float]] = {}
-    peaks = []
-    with tempfile.TemporaryDirectory() as folder:
-        apart = _apart(model, Path(folder), arguments)
-        for turn in range(arguments.turns):
-            peaks.append(peak_flop_per_s())
-            for competitor in competitors(arguments):
-                workload = _workload(model, arguments.rounds, arguments.warmup, arguments)
-                result = run(competitor, workload, Path(folder) / "weights.npz", arguments)
-                rates.setdefault(competitor.name, []).append(result["clients_per_s"])
-                print(f"  turn {turn + 1} {json.dumps(result)}", file=sys.stderr, flush=True)
-    _print_table(model, rates, peaks, apart, flop_per_client(model, arguments))
-
-
-def _apart(model: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return how far each model is from ours after one round of the same clients."""
-    workload, weights = _workload(model, 1, 0, arguments), []
-    everyone = [each for each in competitors(arguments) if each.has_our_cohorts]
-    for index, competitor in enumerate(everyone):
-        weights.append(folder / f"{index}.npz")
-        run(competitor, workload, weights[-1], arguments)
-    names = [each.name for each in everyone]
-    return {name: distance(file, weights[0]) for name, file in zip(names, weights, strict=True)}
+def compare(model: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Run everyone in turn on one model."""
+    everyone = competitors(arguments)
+    workload = _workload(model, arguments.rounds, arguments.warmup, arguments)
+    rates = in_turn(
+        {
+            _LIMIT: peak_flop_per_s,
+            **{
+                each.name: partial(clients_per_s, each, workload, folder / "w.npz", arguments)
+                for each in everyone
+            },
+        },
+        turns=arguments.turns,
+    )
+    peak, flop = max(rates.pop(_LIMIT)), flop_per_client(model, arguments)
+    for name, found in rates.items():
+        yield Row(model, f"{name}, clients/s", statistics.median(found))
+        yield Row(model, f"  {_LIMIT}, %", 100 * statistics.median(found) * flop / peak)
+        for other in ("flower", "pfl", "bare loop"):
+            if name.startswith("fedlearn") and other in rates:
+                yield Row(model, f"  times {other}", ratio(found, rates[other]))
+    if arguments.private:  # everyone has noise of its own
+        return
+    workload = _workload(model, 1, 0, arguments)
+    first, *others = [each for each in everyone if each.has_our_cohorts]
+    clients_per_s(first, workload, folder / "ours.npz", arguments)
+    for each in others:
+        clients_per_s(each, workload, folder / "theirs.npz", arguments)
+        apart = distance(folder / "theirs.npz", folder / "ours.npz")
+        yield Row(model, f"{each.name}, weights differ by", apart, at_most=TOLERANCE)
 
 
 def _workload(model: str, rounds: int, warmup: int, arguments: argparse.Namespace) -> list[str]:
@@ -181,35 +178,10 @@ def _workload(model: str, rounds: int, warmup: int, arguments: argparse.Namespac
     ]
 
 
-def _print_table(
-    model: str,
-    rates: Mapping[str, list[float]],
-    peaks: list[float],
-    apart: Mapping[str, float],
-    flop: float,
-) -> None:
-    print(f"\n{model}: clients/s, paired ratios (median over turns), same maths, matmul limit")
-    others = [name for name in ("flower", "pfl", "bare loop") if name in rates]
-    header = "".join(f"{'x ' + name:>12}" for name in others)
-    print(f"{'':24}{'clients/s':>12}{header}{'% of limit':>12}{'weights differ':>16}")
-    for name, values in rates.items():
-        ratios = [
-            statistics.median(ours / theirs for ours, theirs in zip(values, rates[o], strict=True))
-            for o in others
-        ]
-        share = 100 * statistics.median(values) * flop / max(peaks)
-        columns = "".join(f"{ratio:12.2f}" for ratio in ratios)
-        verdict = "own cohorts"
-        if name in apart:
-            verdict = f"{apart[name]:.1e}" + ("" if apart[name] < TOLERANCE else " NOT THE SAME")
-        print(f"{name:24}{statistics.median(values):12.1f}{columns}{share:12.1f}{verdict:>16}")
-
-
 def main() -> None:
-    """Parse the arguments and compare on each model."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Compare on each model."""
+    parser = options(__doc__, turns=3)
     parser.add_argument("--models", nargs="+", default=["mlp", "mlp784", "cnn", "cifarcnn"])
-    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--clients", type=int, default=1000)
@@ -217,15 +189,23 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--ragged", action="store_true")
+    parser.add_argument("--private", action="store_true", help="ours and pfl, with noise")
     parser.add_argument("--procs", type=int, default=os.cpu_count())
     parser.add_argument("--timeout-s", type=float, default=1800.0)
-    parser.add_argument("--peers-dir", default="../shared/peers")
+    parser.add_argument("--peers-dir", type=Path, default=Path("../shared/peers"))
     parser.add_argument("--flower-python", help="of an environment with flwr[simulation]")
     parser.add_argument("--pfl-python", help="of an environment with pfl[pytorch]")
     parser.add_argument("--without", nargs="*", default=[], help="competitors to leave out")
-    arguments = parser.parse_args()
-    for model in arguments.models:
-        compare(model, arguments)
+    without = ["flower", "pfl", "fedlearn (compiled)", "fedlearn (sequential)"]
+    small = {"models": ["mlp"], "turns": 1, "rounds": 2, "procs": 1, "without": without}
+    arguments = parse(parser, check=small)
+    arguments.peers_dir = arguments.peers_dir.resolve()
+    if arguments.check and not arguments.peers_dir.exists():
+        print(f"skipped: {arguments.peers_dir} does not exist")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for model in arguments.models:
+            report(compare(model, arguments, Path(folder)), arguments)
 
 
 if __name__ == "__main__":

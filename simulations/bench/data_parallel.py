@@ -1,11 +1,9 @@
-"""Our data-parallel training beside plain `torchrun` with DDP, on the same model and batches.
+"""Is our data-parallel training as fast as plain ``torchrun`` with DDP?
 
     python simulations/bench/data_parallel.py
-    python simulations/bench/data_parallel.py --processes 4 --turns 5
 
-Whole programs by turns, each with processes of its own. Rates are those that each tells of its
-steps after the first few, and the median ratio of a turn stands in the last line: 0.97 is what it
-should not fall below. The plain program, `plain_ddp.py`, shares no code with ours.
+Whole programs by turns, on the same model and batches. Each tells the rate of its steps after the
+first few. The plain program, ``parts/plain_ddp.py``, shares no code with ours but the model.
 """
 
 import argparse
@@ -14,9 +12,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+from harness import HERE, Row, in_turn, options, parse, ratio, report
 from torch import nn
 
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -31,7 +32,6 @@ from fedlearn.parallel.task import Progress, Task
 from fedlearn.training.local_data import TensorData
 from fedlearn.training.trainer import UNATTENDED
 
-HERE = Path(__file__).parent
 #: Steps of one figure, and figures that do not count: memory is touched for the first time.
 _EVERY, _WARMUP = 20, 2
 _EXAMPLES, _INPUTS, _WIDTH, _OUTPUTS = 4096, 256, 1024, 10
@@ -100,30 +100,38 @@ def plain(arguments: argparse.Namespace) -> float:
     """Return the examples a second of DDP under torchrun."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={arguments.processes}", str(HERE / "plain_ddp.py")),
+        *(f"--nproc-per-node={arguments.processes}", "-m", "parts.plain_ddp"),
         *(str(arguments.batch_size), str(arguments.steps), str(_EVERY)),
     ]
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback() or ""}
+    environ = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": loopback() or "",
+        "PYTHONPATH": str(HERE),
+    }
     done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
     return statistics.median([float(line) for line in done.stdout.split()][_WARMUP:])
 
 
+def rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Run both programs in turn."""
+    programs = {"fedlearn": partial(ours, arguments), "plain": partial(plain, arguments)}
+    found = in_turn(programs, turns=arguments.turns)
+    for name, rates in found.items():
+        yield Row("training", f"{name}, examples/s", statistics.median(rates))
+    times = ratio(found["fedlearn"], found["plain"])
+    yield Row("training", "times plain", times, at_least=0.97)
+
+
 def main() -> None:
-    """Parse the arguments, and print a line a turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Parse the arguments and measure."""
+    parser = options(__doc__, turns=3)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--turns", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parse(parser, check={"turns": 1, "steps": 60})
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
-    ratios = []
-    for _ in range(arguments.turns):
-        mine, theirs = ours(arguments), plain(arguments)
-        ratios.append(mine / theirs)
-        print(f"fedlearn {mine:8.0f}/s   plain {theirs:8.0f}/s   {ratios[-1]:.3f} x", flush=True)
-    print(f"median {statistics.median(ratios):.3f} x")
+    report(rows(arguments), arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one coordinator holds: clients, messages, memory and bytes, each beside its target.
+"""What can one coordinator hold: clients, messages, memory and bytes?
 
     python simulations/bench/door.py
 
@@ -16,24 +16,30 @@ times ``--memory-mb``).
 
 import argparse
 import asyncio
-import importlib.util
-import json
-import operator
-import os
 import statistics
-import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-import door_plain
 import torch
-from door_clients import Bulky, Inline, connected, encoded_update, enrol
-from door_flower import Flower
-from door_processes import Process, raise_file_limit, started
+from harness import (
+    Process,
+    Row,
+    add_flower,
+    flower_python,
+    options,
+    parse,
+    part,
+    raise_file_limit,
+    ratio,
+    report,
+    started,
+)
+from parts import plain_stream
+from parts.door_clients import Bulky, Inline, connected, encoded_update, enrol
+from parts.superlink import Flower
+from parts.watch import Memory, cpu_s, watched
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.transport.content import digest_of
@@ -42,44 +48,12 @@ from fedlearn.transport.content import digest_of
 _TENSORS, _LARGE_TENSORS = 4, 10
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        part: Which part measured it.
-        what: What was measured, with its unit.
-        value: The figure.
-        at_most: Its target, if it is to be small.
-        at_least: Its target, if it is to be large.
-    """
-
-    part: str
-    what: str
-    value: float
-    at_most: float | None = None
-    at_least: float | None = None
-
-    def text(self) -> str:
-        """Return the line."""
-        target, verdict = "", ""
-        if self.at_most is not None:
-            target, verdict = f"<= {self.at_most:g}", _verdict(met=self.value <= self.at_most)
-        if self.at_least is not None:
-            target, verdict = f">= {self.at_least:g}", _verdict(met=self.value >= self.at_least)
-        return f"{self.part:11}{self.what:58}{self.value:>12.5g}{target:>10}  {verdict}".rstrip()
-
-
-def _verdict(*, met: bool) -> str:
-    return "met" if met else "MISSED"
-
-
-def coordinator(
-    folder: Path, arguments: argparse.Namespace, *options: str
-) -> AbstractContextManager[Process]:
-    """Run a coordinator for the clients that are listed in ``folder``."""
-    usual = ("--folder", str(folder), "--threads", str(arguments.threads))
-    return started("door_coordinator.py", *usual, *options)
+@contextmanager
+def coordinator(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[Process, str, int]]:
+    """Run a coordinator for the clients in ``folder``; yield it, its address and its pid."""
+    command = part("door_coordinator", f"--folder={folder}", f"--threads={arguments.threads}")
+    with started(command) as process:
+        yield process, str(process.hear()["address"]), process.popen.pid
 
 
 async def in_rounds(process: Process, *, num: int, cohort: int) -> list[float]:
@@ -95,118 +69,88 @@ async def in_rounds(process: Process, *, num: int, cohort: int) -> list[float]:
     return seconds
 
 
-async def measure_connected(folder: Path, arguments: argparse.Namespace) -> list[Row]:
+async def measure_connected(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Row]:
     """Connect many clients, leave them idle for a while, and run rounds with all of them."""
     clock, num = SystemClock(), arguments.clients
     clients = enrol(num, folder)
-    rows = list[Row]()
-
-    def note(what: str, value: float, **target: float) -> None:
-        rows.append(Row("connected", what, value, **target))
-
-    with coordinator(folder, arguments) as process:
+    with coordinator(folder, arguments) as (process, address, pid):
         answer = Inline(arguments.size, tensors=_TENSORS)
-        before, cpu_s, started_s = process.memory(), process.cpu_s(), clock.now_s()
-        async with connected(clients, process.greeting["address"], answer):
-            available = await asyncio.to_thread(process.ask, "wait", num=num)
-            connect_s, connect_cpu_s = clock.now_s() - started_s, process.cpu_s() - cpu_s
-            note("clients", available["available"])
-            note("seconds to connect all", connect_s)
-            note("coordinator's CPU for one connection, ms", 1e3 * connect_cpu_s / num)
-            note("memory for one idle client, kB", 1e3 * (process.memory() - before).rss / num)
-            cpu_s, started_s = process.cpu_s(), clock.now_s()
+        before, used_s, began_s = Memory.of(pid), cpu_s(pid), clock.now_s()
+        async with connected(clients, address, answer):
+            await asyncio.to_thread(process.ask, "wait", num=num)
+            yield Row("connected", f"seconds to connect {num} clients", clock.now_s() - began_s)
+            each_ms = 1e3 * (cpu_s(pid) - used_s) / num
+            yield Row("connected", "coordinator's CPU for one connection, ms", each_ms)
+            each_kb = 1e3 * (Memory.of(pid) - before).rss / num
+            yield Row("connected", "memory for one idle client, kB", each_kb)
+            used_s, began_s = cpu_s(pid), clock.now_s()
             await asyncio.sleep(arguments.idle_s)
-            idle = (process.cpu_s() - cpu_s) / (clock.now_s() - started_s)
-            note("CPU of all idle clients, % of one core", 100 * idle)
-            note("CPU for one idle client, microseconds a second", 1e6 * idle / num)
+            idle = (cpu_s(pid) - used_s) / (clock.now_s() - began_s)
+            yield Row("connected", "CPU of all idle clients, % of one core", 100 * idle)
             process.ask("load", size=arguments.size, tensors=_TENSORS)
-            cpu_s = process.cpu_s()
-            with process.watched() as peak:
+            used_s = cpu_s(pid)
+            with watched(pid) as peak:
                 seconds = await in_rounds(process, num=arguments.rounds, cohort=num)
             middle_s = statistics.median(seconds)
-            note("overhead of a round with all, s", middle_s, at_most=5.0)
-            note("overhead of the slowest of these rounds, s", max(seconds))
-            note("updates a second", num / middle_s)
-            share = (process.cpu_s() - cpu_s) / (arguments.rounds * num)
-            note("coordinator's CPU for one update, ms", 1e3 * share)
-            note("highest memory in a round, MB", peak.memory.rss)
-    return rows
+            yield Row("connected", "overhead of a round with all, s", middle_s, at_most=5.0)
+            yield Row("connected", "updates a second", num / middle_s)
+            each_ms = 1e3 * (cpu_s(pid) - used_s) / (arguments.rounds * num)
+            yield Row("connected", "coordinator's CPU for one update, ms", each_ms)
+            yield Row("connected", "highest memory in a round, MB", peak.memory.rss)
 
 
-async def measure_messages(folder: Path, arguments: argparse.Namespace) -> list[Row]:
+async def measure_messages(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Row]:
     """Run small rounds with a few clients, and the same on a stock SuperLink."""
     num = arguments.nodes
     clients = enrol(num, folder)
-    with coordinator(folder, arguments) as process:
+    with coordinator(folder, arguments) as (process, address, _):
         answer = Inline(arguments.size, tensors=_TENSORS)
-        async with connected(clients, process.greeting["address"], answer):
+        async with connected(clients, address, answer):
             await asyncio.to_thread(process.ask, "wait", num=num)
             process.ask("load", size=arguments.size, tensors=_TENSORS)
             seconds = await in_rounds(process, num=arguments.message_rounds, cohort=num)
     ours = num / statistics.median(seconds)
-    rows = [Row("messages", f"answers a second, {num} clients", ours)]
-    flower_python = _flower_python(arguments)
-    if flower_python is None:
-        print("Flower is left out: there is no flwr here; see --flower-python", file=sys.stderr)
-        return rows
-    flower = Flower(flower_python.parent, folder)
+    yield Row("messages", f"answers a second, {num} clients", ours)
+    if (python := flower_python(arguments)) is None:
+        return
     # The first round is a warm-up, which needs some seconds more.
     _, *theirs_s = await asyncio.to_thread(
-        flower.seconds, nodes=num, rounds=1 + arguments.flower_rounds, size=arguments.size
+        Flower(python.parent, folder).seconds,
+        nodes=num,
+        rounds=1 + arguments.flower_rounds,
+        size=arguments.size,
     )
     theirs = num / statistics.median(theirs_s)
-    return [
-        *rows,
-        Row("messages", f"answers a second, SuperLink with {num} SuperNodes", theirs),
-        Row("messages", "ratio", ours / theirs, at_least=20.0),
-    ]
+    yield Row("messages", f"answers a second, SuperLink with {num} SuperNodes", theirs)
+    yield Row("messages", "times Flower", ours / theirs, at_least=20.0)
 
 
-def _flower_python(arguments: argparse.Namespace) -> Path | None:
-    """Return the interpreter that has Flower; ``None``: it is to be left out, or missing."""
-    if arguments.flower_rounds == 0:
-        return None
-    if arguments.flower_python:
-        return Path(arguments.flower_python)
-    return Path(sys.executable) if importlib.util.find_spec("flwr") else None
-
-
-async def measure_memory(folder: Path, arguments: argparse.Namespace) -> list[Row]:
+async def measure_memory(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Row]:
     """Have many clients send an update of a large model in one round."""
     size, num = arguments.memory_mb * 250_000, arguments.memory_clients
     clients = enrol(num, folder)
     # Whoever is not first in the round uploads while others are folded in.
-    answer = _bulky(
-        folder,
-        encoded_update(size, tensors=_LARGE_TENSORS, round_num=0),
-        at_once=arguments.at_once,
-        downloads=True,
-    )
-    rows = list[Row]()
-
-    def note(what: str, value: float, **target: float) -> None:
-        rows.append(Row("memory", what, value, **target))
-
-    with coordinator(folder, arguments) as process:
-        async with connected(clients, process.greeting["address"], answer):
+    update = encoded_update(size, tensors=_LARGE_TENSORS, round_num=0)
+    answer = bulky(folder, update, at_once=arguments.at_once, downloads=True)
+    with coordinator(folder, arguments) as (process, address, pid):
+        async with connected(clients, address, answer):
             await asyncio.to_thread(process.ask, "wait", num=num)
-            empty = process.memory()
             model_mb = process.ask("load", size=size, tensors=_LARGE_TENSORS)["num_bytes"] / 1e6
-            idle = process.memory()
-            with process.watched() as peak:
+            idle = Memory.of(pid)
+            with watched(pid) as peak:
                 (seconds,) = await in_rounds(process, num=1, cohort=num)
             added = peak.memory - idle
-    note("model, MB", model_mb)
-    note(f"seconds of a round with {num} clients, {arguments.at_once} at a time", seconds)
-    note("idle memory, MB, the model included", idle.rss)
-    note("highest memory over idle, models", added.rss / model_mb, at_most=4.0)
-    note("  in no file, models", added.anon / model_mb)
-    note("  pages of files, models", added.file / model_mb)
-    note("  and over idle without the model", (peak.memory - empty).rss / model_mb)
-    return rows
+    yield Row("memory", "model, MB", model_mb)
+    what = f"seconds of a round with {num} clients, {arguments.at_once} at a time"
+    yield Row("memory", what, seconds)
+    yield Row("memory", "idle memory, MB, the model included", idle.rss)
+    yield Row("memory", "highest memory over idle, models", added.rss / model_mb, at_most=4.0)
+    yield Row("memory", "  in no file, models", max(0.0, added.anon / model_mb))
+    yield Row("memory", "  pages of files, models", max(0.0, added.file / model_mb))
 
 
-def _bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bulky:
+def bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bulky:
+    """Return clients that upload ``content``."""
     path = folder / "update"
     path.write_bytes(content)
     return Bulky(
@@ -218,58 +162,34 @@ def _bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bu
     )
 
 
-async def measure_upload(folder: Path, arguments: argparse.Namespace) -> list[Row]:
-    """Send a large update through the door and through a plain stream, in turn.
-
-    Both with TLS, as every door that another machine can reach, and both without.
-    """
+async def measure_upload(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Row]:
+    """Send a large update through the door and through a plain stream, in turn."""
     (client,) = enrol(1, folder)
-    assert client.credentials is not None
     content = encoded_update(arguments.upload_mb << 18, tensors=1, round_num=0)
-    num_bytes = len(content)
-    answer = _bulky(folder, content, at_once=1, downloads=False)
-    async with AsyncExitStack() as stack:
-        plain = stack.enter_context(started("door_plain.py", "--folder", str(folder)))
-        uploads: dict[str, Callable[[], Awaitable[float]]] = {}
-        for which, tls, ca_pem in (
-            ("tls", "TLS", client.credentials.ca_pem),
-            ("insecure", "no TLS", None),
-        ):
-            options = () if ca_pem else ("--insecure",)
-            process = stack.enter_context(coordinator(folder, arguments, *options))
-            sender = client if ca_pem else replace(client, credentials=None)
-            await stack.enter_async_context(
-                connected([sender], process.greeting["address"], answer)
-            )
+    num_bytes, ca_pem = len(content), client.credentials.ca_pem
+    answer = bulky(folder, content, at_once=1, downloads=False)
+    door, plain = list[float](), list[float]()
+    with (
+        started(part("plain_stream", str(folder))) as stream,
+        coordinator(folder, arguments) as (process, address, _),
+    ):
+        elsewhere = str(stream.hear()["address"])
+        async with connected([client], address, answer):
             await asyncio.to_thread(process.ask, "wait", num=1)
-            uploads[f"the door, {tls}"] = partial(_through_the_door, process, answer, num_bytes)
-            uploads[f"plain gRPC stream, {tls}"] = partial(
-                door_plain.upload, plain.greeting[which], ca_pem=ca_pem, num_bytes=num_bytes
-            )
-        for upload in uploads.values():  # warm
-            await upload()
-        rates: dict[str, list[float]] = {name: [] for name in uploads}
-        for _ in range(arguments.turns):
-            for name, upload in uploads.items():
-                rates[name].append(num_bytes / 1e6 / await upload())
-    rows = [
-        Row("upload", f"{name}, MB/s", statistics.median(found)) for name, found in rates.items()
-    ]
-    for tls, at_least in (("TLS", 50.0), ("no TLS", None)):
-        ours, theirs = rates[f"the door, {tls}"], rates[f"plain gRPC stream, {tls}"]
-        percent = 100 * statistics.median(map(operator.truediv, ours, theirs))
-        rows.append(Row("upload", f"the door, % of the stream, {tls}", percent, at_least=at_least))
-    return rows
+            for _ in range(1 + arguments.turns):
+                # A reply may be twice its request.
+                await asyncio.to_thread(process.ask, "receive", num=1, size=num_bytes // 8)
+                door.append(num_bytes / 1e6 / await answer.upload_s.get())
+                seconds = await plain_stream.upload(elsewhere, ca_pem=ca_pem, num_bytes=num_bytes)
+                plain.append(num_bytes / 1e6 / seconds)
+    # The first turn was to warm up.
+    yield Row("upload", "the door, MB/s", statistics.median(door[1:]))
+    yield Row("upload", "a plain gRPC stream, MB/s", statistics.median(plain[1:]))
+    percent = 100 * ratio(door[1:], plain[1:])
+    yield Row("upload", "the door, % of the stream", percent, at_least=50.0)
 
 
-async def _through_the_door(process: Process, answer: Bulky, num_bytes: int) -> float:
-    """Have the client upload; return the seconds until its receipt."""
-    # A reply may be twice its request.
-    await asyncio.to_thread(process.ask, "receive", num=1, size=num_bytes // 8)
-    return await answer.upload_s.get()
-
-
-_PARTS: Mapping[str, Callable[[Path, argparse.Namespace], Awaitable[list[Row]]]] = {
+_PARTS: Mapping[str, Callable[[Path, argparse.Namespace], AsyncIterator[Row]]] = {
     "connected": measure_connected,
     "messages": measure_messages,
     "memory": measure_memory,
@@ -277,21 +197,20 @@ _PARTS: Mapping[str, Callable[[Path, argparse.Namespace], Awaitable[list[Row]]]]
 }
 
 
-async def measure(arguments: argparse.Namespace) -> list[Row]:
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Run the parts one after the other."""
-    rows = list[Row]()
-    for part in arguments.parts:
-        print(f"{part} …", file=sys.stderr, flush=True)
+
+    async def of_part(name: str, folder: str) -> list[Row]:
+        return [row async for row in _PARTS[name](Path(folder), arguments)]
+
+    for name in arguments.parts:
         with tempfile.TemporaryDirectory(prefix="fedlearn-bench-", dir=arguments.dir) as folder:
-            rows += await _PARTS[part](Path(folder), arguments)
-    return rows
+            yield from asyncio.run(of_part(name, folder))
 
 
 def main() -> None:
     """Parse the arguments, measure, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, turns=15)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--clients", type=int, default=2000)
     parser.add_argument("--size", type=int, default=10_000, help="elements of the small model")
@@ -299,26 +218,29 @@ def main() -> None:
     parser.add_argument("--idle-s", type=float, default=60.0, help="a ping comes every 30 s")
     parser.add_argument("--nodes", type=int, default=4, help="clients beside Flower")
     parser.add_argument("--message-rounds", type=int, default=200)
-    parser.add_argument("--flower-rounds", type=int, default=5, help="0 leaves Flower out")
-    parser.add_argument("--flower-python", help="of an environment with flwr 1.41")
+    parser.add_argument("--flower-rounds", type=int, default=5)
     parser.add_argument("--memory-mb", type=int, default=100, help="the large model")
     parser.add_argument("--memory-clients", type=int, default=100)
     parser.add_argument("--at-once", type=int, default=4, help="clients that move a large model")
     parser.add_argument("--upload-mb", type=int, default=100, help="an upload, MiB")
-    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="more spin on a busy machine")
     parser.add_argument("--dir", help="where the coordinator's files go; a disk, not memory")
-    parser.add_argument("--json", action="store_true", help="print rows, not a table")
-    arguments = parser.parse_args()
+    add_flower(parser)
+    small = {
+        "turns": 1,
+        "clients": 20,
+        "rounds": 2,
+        "idle_s": 1.0,
+        "message_rounds": 5,
+        "memory_mb": 4,
+        "memory_clients": 4,
+        "upload_mb": 4,
+        "without_flower": True,
+    }
+    arguments = parse(parser, check=small)
     raise_file_limit()
     torch.set_num_threads(arguments.threads)
-    load = os.getloadavg()[0]
-    rows = asyncio.run(measure(arguments))
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
-    print("\n".join(row.text() for row in rows))
-    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores")
+    report(measure(arguments), arguments)
 
 
 if __name__ == "__main__":

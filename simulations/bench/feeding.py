@@ -1,59 +1,92 @@
-"""How fast a training is fed from Parquet, beside a bare scan of the same file.
+"""How fast is a training, and a round of a simulation, fed from Parquet?
 
     python simulations/bench/feeding.py
 
-Writes examples of one kilobyte in row groups of 10,000, and reads passes of them in turn: pyarrow's
-own scan, which neither shuffles nor makes batches of tensors, and our stream, without and with
-processes that read ahead. Prints examples a second, and of each turn the ratio to the scan beside
-it: at least 0.5 without processes is wanted.
+stream  examples a second of our stream, shuffled and in batches, without and with processes that
+        read ahead, beside pyarrow's bare scan of the same file
+rounds  a simulated round of ten clients of 200 examples, beside the same from memory; each client
+        was asked once before the rounds that are timed
+
+Examples have a kilobyte; they are written in row groups of 10,000. Other programs cost processes
+more than threads, so the ratio of processor times is printed as well.
 """
 
 import argparse
 import os
+import statistics
 import tempfile
-from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import torch
+from harness import Row, in_turn, options, parse, ratio, report, timed
+from numpy.typing import NDArray
+from parts.rounds import Stopwatch
+from torch import nn
 
+import fedlearn as fl
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.parallel.prefetching import read_ahead
 from fedlearn.parallel.table_stream import TableFiles
 
 _WIDTH = 256  # float32: 1,024 bytes
-_ROW_GROUP = 10_000
-_BATCH = 256
-_PASSES = 3
+_ROW_GROUP, _BATCH, _PASSES = 10_000, 256, 3
+_PER_CLIENT, _COHORT = 200, 10
 
 
-def _write(path: Path, num_examples: int) -> None:
-    generator = np.random.default_rng(0)
-    kind = pa.list_(pa.float32(), _WIDTH)
-    schema = pa.schema([("x", kind), ("y", pa.int64())])
-    with pq.ParquetWriter(path, schema) as file:
-        for _ in range(num_examples // _ROW_GROUP):
-            flat = pa.array(generator.normal(size=_ROW_GROUP * _WIDTH).astype(np.float32))
-            columns = [
-                pa.FixedSizeListArray.from_arrays(flat, type=kind),
-                pa.array(generator.integers(0, 10, _ROW_GROUP)),
-            ]
-            file.write_table(pa.table(columns, schema=schema), row_group_size=_ROW_GROUP)
+def write(path: Path, num_examples: int) -> None:
+    """Write examples, clients one after another."""
+    with pq.ParquetWriter(path, _table(1, first=0).schema) as file:
+        for first in range(0, num_examples, _ROW_GROUP):
+            size = min(_ROW_GROUP, num_examples - first)
+            file.write_table(_table(size, first=first), row_group_size=_ROW_GROUP)
 
 
-def _scan(path: Path) -> int:
-    return sum(batch.num_rows for batch in pyarrow.dataset.dataset(path).to_batches())
+def _table(num_examples: int, *, first: int) -> pa.Table:
+    generator = np.random.default_rng(first)
+    flat = pa.array(generator.normal(size=num_examples * _WIDTH).astype(np.float32))
+    return pa.table(
+        {
+            "user": np.arange(first, first + num_examples) // _PER_CLIENT,
+            "x": pa.FixedSizeListArray.from_arrays(flat, _WIDTH),
+            "y": generator.integers(0, 10, num_examples),
+        }
+    )
 
 
-def _read(files: TableFiles, *, num_workers: int, clock: SystemClock) -> float:
+# ---- A stream -----------------------------------------------------------------------------
+
+
+def scan(path: Path) -> int:
+    """Read the columns as they are, and return how many rows there were."""
+    table = pyarrow.dataset.dataset(path)
+    return sum(batch.num_rows for batch in table.to_batches(columns=["x", "y"]))
+
+
+def scanned_per_s(path: Path) -> float:
+    """Return the examples a second of some bare scans."""
+    num_read = 0
+
+    def read() -> None:
+        nonlocal num_read
+        num_read = sum(scan(path) for _ in range(_PASSES))
+
+    seconds = timed(read)
+    return num_read / seconds
+
+
+def read_per_s(files: TableFiles, *, num_workers: int) -> float:
     """Read passes and return examples a second, after a quarter: processes have started then."""
-    stream = files.stream(seed=Seed(0))
+    stream, clock = files.stream(seed=Seed(0)), SystemClock()
     num_steps = _PASSES * len(stream) // _BATCH
     with read_ahead(
         stream,
@@ -70,55 +103,151 @@ def _read(files: TableFiles, *, num_workers: int, clock: SystemClock) -> float:
         return num_read / (clock.now_s() - began_s)
 
 
-def _processor_ratio(path: Path, files: TableFiles) -> float:
-    """Return the processor time of a scan over that of reading as many examples without workers.
-
-    It hardly hangs on what else the machine does.
-    """
+def processor_ratio(path: Path, files: TableFiles) -> float:
+    """Return the processor time of a scan over that of reading as many examples in batches."""
     before = os.times()
     stream = files.stream(seed=Seed(0))
     for start in range(0, len(stream), _BATCH):
         stream.batch(range(start, min(start + _BATCH, len(stream))))
     between = os.times()
-    _scan(path)
+    scan(path)
     after = os.times()
-    ours, scan = (
+    ours, bare = (
         (end.user + end.system) - (start.user + start.system)
         for start, end in ((before, between), (between, after))
     )
-    return scan / ours
+    return bare / ours
+
+
+def stream(path: Path, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Read the file in turn."""
+    files = TableFiles(
+        path=path,
+        label_column="y",
+        feature_columns=("x",),
+        window_bytes=arguments.window_mb << 20,
+    )
+    scan(path)  # the file is in the system's memory from here on
+    names = {f"{num_workers} workers": num_workers for num_workers in arguments.workers}
+    found = in_turn(
+        {
+            "bare scan": partial(scanned_per_s, path),
+            **{name: partial(read_per_s, files, num_workers=num) for name, num in names.items()},
+            "processor time of the scan over ours": partial(processor_ratio, path, files),
+        },
+        turns=arguments.turns,
+    )
+    scans, processor = found.pop("bare scan"), "processor time of the scan over ours"
+    yield Row("stream", "bare scan, examples/s", statistics.median(scans))
+    yield Row("stream", processor, statistics.median(found.pop(processor)))
+    for name, rates in found.items():
+        yield Row("stream", f"{name}, examples/s", statistics.median(rates))
+        at_least = None if names[name] else 0.5
+        yield Row("stream", f"{name}, times the scan", ratio(rates, scans), at_least=at_least)
+
+
+# ---- Rounds -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnceThenAtRandom:
+    """Asks each client once, in order, and then any."""
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        """Return the next ones, or any."""
+        first = round_num * num_asked
+        if first < len(available):
+            return tuple(available[first : first + num_asked])
+        drawn = np.random.default_rng(round_num).choice(len(available), num_asked, replace=False)
+        return tuple(ClientId(int(each)) for each in drawn)
+
+
+def in_memory(path: Path, test_path: Path) -> fl.FederatedData:
+    """Return the same clients, read at once."""
+
+    def arrays(table: pa.Table) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        flat = table["x"].combine_chunks().values.to_numpy()
+        return flat.reshape(-1, _WIDTH), table["y"].to_numpy()
+
+    table = pq.read_table(path)
+    features, labels = arrays(table)
+    return fl.from_arrays(
+        features,
+        labels,
+        partition=fl.Natural(),
+        groups=table["user"].to_numpy(),
+        test=arrays(pq.read_table(test_path)),
+        seed=0,
+    )
+
+
+def round_s(data: fl.FederatedData, runs_dir: Path, *, num_timed: int) -> float:
+    """Return the median seconds of a round after each client was asked once."""
+    first_pass = -(-data.population.num_clients // _COHORT)
+    run = fl.simulate(
+        lambda: nn.Linear(_WIDTH, 10),
+        data,
+        fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=20, learning_rate=0.01)),
+        sampler=OnceThenAtRandom(),
+        progress=Stopwatch(),
+        num_rounds=first_pass + num_timed,
+        cohort={"num_wanted": _COHORT},
+        evaluation={"every_rounds": 0, "clients": 0},
+        engine={"num_workers": 1, "executor": "fused"},
+        store={"runs_dir": runs_dir},
+    )
+    # The last round evaluates.
+    return statistics.median(record.seconds for record in run.history[first_pass:-1])
+
+
+def rounds(path: Path, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Simulate in turn."""
+    test_path = path.with_name("test.parquet")
+    write(test_path, 1000)
+    sources = {
+        "from Parquet": fl.from_parquet(
+            path, test_path=test_path, client="user", label="y", features=["x"]
+        ),
+        "from memory": in_memory(path, test_path),
+    }
+    runs_dir = path.with_name("runs")
+    found = in_turn(
+        {
+            name: partial(round_s, data, runs_dir, num_timed=arguments.rounds)
+            for name, data in sources.items()
+        },
+        turns=min(2, arguments.turns),
+    )
+    for name, seconds in found.items():
+        yield Row("rounds", f"{name}, ms", 1e3 * statistics.median(seconds))
+    times = ratio(found["from Parquet"], found["from memory"])
+    yield Row("rounds", "from Parquet, times from memory", times, at_most=3.0)
 
 
 def main() -> None:
-    """Write, read in turn, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=200_000)
-    parser.add_argument("--turns", type=int, default=5)
+    """Write, and measure the parts that are asked for."""
+    measures = {"stream": stream, "rounds": rounds}
+    parser = options(__doc__, turns=5)
+    parser.add_argument("--parts", nargs="+", choices=measures, default=list(measures))
+    parser.add_argument("--examples", type=int, default=200_000, help="2,250,000 are 2.3 GB")
     parser.add_argument("--window-mb", type=int, default=64)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4])
-    args = parser.parse_args()
-    clock = SystemClock()
+    parser.add_argument("--rounds", type=int, default=200, help="that are timed")
+    small = {"turns": 1, "examples": 20_000, "workers": [0, 1], "rounds": 10}
+    arguments = parse(parser, check=small)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.parquet"
-        _write(path, args.examples)
-        files = TableFiles(
-            path=path,
-            label_column="y",
-            feature_columns=None,
-            window_bytes=args.window_mb << 20,
-        )
-        _scan(path)  # the file is in the system's memory from here on
-        ratios: dict[str, list[float]] = defaultdict(list)
-        for _ in range(args.turns):
-            for num_workers in args.workers:
-                began_s = clock.now_s()
-                bare = sum(_scan(path) for _ in range(_PASSES)) / (clock.now_s() - began_s)
-                rate = _read(files, num_workers=num_workers, clock=clock)
-                ratios[f"{num_workers} workers"].append(rate / bare)
-                print(f"{num_workers} workers: {rate:9,.0f} examples/s, bare scan {bare:9,.0f}")
-            ratios["processor time, batch by batch"].append(_processor_ratio(path, files))
-    for name, each in ratios.items():
-        print(f"{name}: ratio {median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
+        write(path, arguments.examples)
+        rows = (row for name in arguments.parts for row in measures[name](path, arguments))
+        report(rows, arguments)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,25 @@
-"""What a round costs beside the work that a bare loop does too.
-
-That is the round loop, sampling, the devices' behaviour, validation, the server's step, the
-store and progress, beside fetching a block's examples, training it and adding up its deltas.
+"""What does a round cost beside the work that a bare loop does too?
 
     python simulations/bench/overhead.py
 
-Runs the small MLP (64-200-10, 50 of 1,000 clients a round, 50 examples, batch 10, E = 1) with
-a stopwatch around the executor, and prints the share of the rounds' time that is not spent
-training. One worker, so that nothing hides behind another process.
+That is the round loop, sampling, the devices' behaviour, validation, the server's step, the store
+and progress, beside fetching a block's examples, training it and adding up its deltas. A stopwatch
+around the executor times the small MLP, 50 of 1,000 clients a round, once with ideal devices and
+once with stragglers. One worker, so that nothing hides behind another process.
 """
 
-import argparse
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from harness import Row, options, parse, report
 from numpy.typing import NDArray
-from ours import Stopwatch
-from torch import Tensor, nn
+from parts.rounds import LOCAL, MODELS, Stopwatch, federated
+from torch import Tensor
 
 import fedlearn as fl
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
@@ -103,6 +101,7 @@ class Stopwatches:
         return self.aggregation.finalize(state)
 
 
+_COHORT = 50
 DEVICES: Mapping[str, Mapping[str, object]] = {
     "ideal": {
         "stragglers": {"over_selection": 1.0, "deadline_s": "none"},
@@ -117,51 +116,38 @@ DEVICES: Mapping[str, Mapping[str, object]] = {
 
 def pieces(num_rounds: int, devices: str) -> Simulation:
     """Return the small MLP on 1,000 clients of 50 examples."""
-    torch.manual_seed(0)
-    features, labels = torch.randn(50_000, 64), torch.randint(0, 10, (50_000,))
-    data = fl.from_arrays(
-        features, labels, partition=fl.Iid(num_clients=1000), test_fraction=0.001, seed=0
-    )
+    make_model, shape = MODELS["mlp"]
     settings = {
         "num_rounds": num_rounds,
-        "cohort": {"num_wanted": 50},
+        "cohort": {"num_wanted": _COHORT},
         **DEVICES[devices],
         "evaluation": {"every_rounds": 0, "clients": 0},
         "engine": {"num_workers": 1},
     }
-    local = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.05)
     return around(
         config_around(settings, source="the benchmark"),
-        make_model=lambda: nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 10)),
+        make_model=make_model,
         objective=fl.CrossEntropy(),
-        data=data,
-        algorithm=fl.FedAvg(local),
+        data=federated(1000, shape=shape),
+        algorithm=fl.FedAvg(LOCAL),
         data_dir=Path(),
     )
 
 
-def main() -> None:
-    """Run with ideal devices, and with stragglers, and print the shares."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=600)
-    arguments = parser.parse_args()
-    for devices in DEVICES:
-        measure(arguments.rounds, devices)
-
-
-def measure(rounds: int, devices: str) -> None:
-    """Run once and print the share."""
-    clock = SystemClock()
-    progress = Stopwatch(clock)
+def measure(num_rounds: int, devices: str) -> Iterator[Row]:
+    """Run once, and tell how much of a round is not work."""
+    clock, progress = SystemClock(), Stopwatch()
     with tempfile.TemporaryDirectory() as folder, one_thread():
         runs_dir = Path(folder)
         resolved = resolve(
-            pieces(rounds, devices), clock=clock, environ=os.environ, cache_dir=runs_dir / "cache"
+            pieces(num_rounds, devices),
+            clock=clock,
+            environ=os.environ,
+            cache_dir=runs_dir / "cache",
         )
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=clock)
-        engine = plan.round.collector
+        engine, strategy = plan.round.collector, plan.round.strategy
         assert isinstance(engine, Engine)
-        strategy = plan.round.strategy
         assert isinstance(strategy, Algorithm)
         assert isinstance(strategy.aggregation, WeightedMean)
         timed = Stopwatches(engine.population, engine.executor, strategy.aggregation, clock)
@@ -172,17 +158,21 @@ def measure(rounds: int, devices: str) -> None:
             stored = database.create_named(new_record(resolved, extra={}), seed=Seed(0))
             progress.start(stored.record, stored.path, resolved.notes)
             after_round = AfterRound(Alone(), progress.round, (), resolved.make_model)
-            started = clock.now_s()
+            started_s = clock.now_s()
             train(plan, params, checkpoint=None, store=stored, after_round=after_round)
-            seconds = clock.now_s() - started
-    work = timed.work_s
-    print(
-        f"{devices} devices: {rounds} rounds in {seconds:.2f} s, "
-        f"{rounds * 50 / seconds:.0f} clients/s; fetching, training and adding up "
-        f"{work:.2f} s; the rest is "
-        f"{100 * (seconds - work) / seconds:.1f} % of a round, "
-        f"{1e6 * (seconds - work) / rounds:.0f} us"
-    )
+            seconds = clock.now_s() - started_s
+    rest_s = seconds - timed.work_s
+    yield Row(devices, "clients/s", num_rounds * _COHORT / seconds)
+    yield Row(devices, "overhead, % of a round", 100 * rest_s / seconds)
+    yield Row(devices, "overhead, microseconds a round", 1e6 * rest_s / num_rounds)
+
+
+def main() -> None:
+    """Run with ideal devices, and with stragglers."""
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=600)
+    arguments = parse(parser, check={"rounds": 20})
+    report((row for each in DEVICES for row in measure(arguments.rounds, each)), arguments)
 
 
 if __name__ == "__main__":

@@ -1,105 +1,144 @@
-"""Central differential privacy beside the plain simulation: round by round.
+"""What does differential privacy cost in time?
 
     python simulations/bench/private.py
-    python simulations/bench/private.py --level example [--without-noise]
-    python simulations/bench/private.py --beside pfl
 
-Whole rounds on both sides, with store, validation and progress, on the same clients; the private
-side clips, sums integers, draws discrete Gaussian noise and charges its ledger on top. The two are
-let through by turns, one round each; the median ratio of neighbouring rounds stands in the table,
-in seconds: 1.3 is what it should not exceed.
+client   rounds with central privacy of each client, beside plain ones: clip, noise and ledger
+example  the same with privacy of each example, whose gradients are clipped one by one, with noise
+         and without: all is done but drawing it
+noise    millions of samples a second of the discrete Gaussian on one core, beside numpy's normal
+         and beside the cipher that they are drawn from
 
-With `--level example` the private side is that of single examples, whose gradients are clipped and
-have noise in each step. Without noise none is drawn or added, and all else is done as with it: the
-clip, and sums that are cut to the grid of the noise. That should not exceed 2.
-
-Beside pfl-research, both are private: whole programs by turns, and the median ratio of their rates.
+``compare.py --private`` sets private rounds beside pfl-research's.
 """
 
 import argparse
-import os
 import statistics
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
 
-from compare import Competitor, peer_python, run
-from gate import Gated
-from sequential import pair
+import numpy as np
+from harness import Row, in_turn, options, parse, ratio, report, timed
+from numpy.typing import NDArray
+from parts.rounds import LOCAL, MODELS, round_seconds
 
-HERE = Path(__file__).parent
-#: Rounds before those that count: both sides touch their memory for the first time.
-_WARMUP = 3
+import fedlearn as fl
+from fedlearn.algorithms import noised_gradients
+from fedlearn.core.noise import SecretStream, WordT, discrete_gaussian
+from fedlearn.core.secret_bytes import SecretBytes
 
-
-def ratios(model: str, arguments: argparse.Namespace) -> list[float]:
-    """Return the private side's seconds over the plain one's, per pair of rounds."""
-    num_rounds = _WARMUP + arguments.rounds
-    command = [
-        *(sys.executable, str(HERE / "ours.py"), "--model", model, "--warmup", "0"),
-        *("--rounds", str(num_rounds + 1), "--cohort", str(arguments.cohort)),
-        *("--procs", str(arguments.procs), "--executor", arguments.executor),
-        *("--level", arguments.level),
-    ]
-    quiet = ["--without-noise"] if arguments.without_noise else []
-    environ = {**os.environ, "PEERS_DIR": str(arguments.peers_dir)}
-    programs: list[Gated] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for name, more in (("private", ["--private", *quiet]), ("plain", [])):
-                programs.append(
-                    Gated((*command, *more), name=name, folder=Path(folder), environ=environ)
-                )
-            rounds = [pair(programs, turn) for turn in range(num_rounds)]
-        finally:
-            for program in programs:
-                program.close()
-    return [private_s / plain_s for private_s, plain_s in rounds[_WARMUP:]]
+_PRIVACY = {"clip_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-6}
+_SIGMAS = (1.0, 1e3, 1e6, 1e9)
 
 
-def beside_pfl(model: str, arguments: argparse.Namespace) -> list[float]:
-    """Return by turn our rate over pfl-research's, of private rounds both."""
-    python = str(peer_python("pfl", arguments))
-    competitors = [
-        Competitor("fedlearn", (sys.executable, str(HERE / "ours.py"), "--private")),
-        Competitor("pfl", (python, str(HERE / "private_pfl.py"), "--threads", "1")),
-    ]
-    workload = ["--model", model, "--rounds", str(arguments.rounds)]
-    workload += ["--cohort", str(arguments.cohort), "--procs", str(arguments.procs)]
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(arguments.turns):
-            ours, theirs = (
-                run(each, workload, Path(folder) / "weights.npz", arguments)["clients_per_s"]
-                for each in competitors
-            )
-            found.append(ours / theirs)
-    return found
+def no_noise(
+    numbers: NDArray[np.int32] | NDArray[np.int64], *, sigma: float, source: SecretStream
+) -> None:
+    """Leave numbers as they are, which else had samples added."""
+
+
+def round_s(
+    model: str, mode: str, arguments: argparse.Namespace, *, is_noised: bool = True
+) -> float:
+    """Simulate, and return the median seconds of a round."""
+    silent = mock.patch.object(noised_gradients, "add_discrete_gaussian", no_noise)
+    with nullcontext() if is_noised else silent:
+        seconds = round_seconds(
+            fl.FedAvg(LOCAL, weight_by_examples=False),
+            model=model,
+            num_rounds=arguments.rounds,
+            cohort={"num_wanted": arguments.cohort, "sampling": "poisson"},
+            stragglers={"over_selection": 1.0, "deadline_s": "none"},
+            devices={"kind": "ideal"},
+            engine={"num_workers": 1, "executor": arguments.executor, "device": "cpu"},
+            privacy={"mode": mode, **_PRIVACY} if mode != "none" else {},
+        )
+    return statistics.median(seconds)
+
+
+def client(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Set rounds that are private by client beside plain ones."""
+    for model in arguments.models:
+        rounds = {mode: partial(round_s, model, mode, arguments) for mode in ("none", "central")}
+        found = in_turn(rounds, turns=arguments.turns)
+        yield Row("client", f"{model}, plain, ms a round", 1e3 * statistics.median(found["none"]))
+        times = ratio(found["central"], found["none"])
+        yield Row("client", f"{model}, private, times plain", times, at_most=1.3)
+
+
+def example(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Set rounds that are private by example beside plain ones of the same executor."""
+    for model in arguments.models:
+        found = in_turn(
+            {
+                "plain": partial(round_s, model, "none", arguments),
+                "clip": partial(round_s, model, "example", arguments, is_noised=False),
+                "private": partial(round_s, model, "example", arguments),
+            },
+            turns=arguments.turns,
+        )
+        times = ratio(found["clip"], found["plain"])
+        yield Row("example", f"{model}, without noise, times plain", times, at_most=2.0)
+        times = ratio(found["private"], found["plain"])
+        yield Row("example", f"{model}, private, times plain", times)
+
+
+class Counted(SecretStream):
+    """A stream that counts what is taken from it."""
+
+    num_bytes = 0
+
+    def words(self, dtype: type[WordT], num: int) -> NDArray[WordT]:
+        """Return ``num`` uniform words."""
+        self.num_bytes += num * np.dtype(dtype).itemsize
+        return super().words(dtype, num)
+
+
+def draw(sigma: float, size: int) -> None:
+    """Draw samples."""
+    discrete_gaussian(sigma, size, source=SecretStream.fresh())
+
+
+def read(num_bytes: int) -> None:
+    """Read the source alone, some at a time, as sampling does."""
+    source, num = SecretStream.fresh(), 1 << 12
+    for _ in range(num_bytes // (8 * num)):
+        source.words(np.uint64, num)
+
+
+def noise(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Draw noise, read as many bytes of its source, and draw numpy's, which can be predicted."""
+    size, numbers = arguments.samples, np.random.default_rng(0)
+    for sigma in _SIGMAS:
+        counted = Counted(SecretBytes(bytes(32)))
+        discrete_gaussian(sigma, size, source=counted)
+        works: dict[str, Callable[[], object]] = {
+            "samples": partial(draw, sigma, size),
+            "the source alone": partial(read, counted.num_bytes),
+            "numpy's normal": partial(numbers.normal, size=size),
+        }
+        actions = {name: partial(timed, work) for name, work in works.items()}
+        found = in_turn(actions, turns=arguments.turns)
+        for name, seconds in found.items():
+            rate = size / statistics.median(seconds) / 1e6
+            at_least = 10.0 if name == "samples" else None
+            yield Row("noise", f"sigma {sigma:g}, {name}, millions/s", rate, at_least=at_least)
 
 
 def main() -> None:
-    """Parse the arguments and print a line a model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["mlp", "mlp784", "cnn"])
+    """Measure the parts that are asked for."""
+    measures = {"client": client, "example": example, "noise": noise}
+    parser = options(__doc__, turns=5)
+    parser.add_argument("--parts", nargs="+", choices=measures, default=list(measures))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--cohort", type=int, default=50)
-    parser.add_argument("--procs", type=int, default=1)
     parser.add_argument("--executor", default="auto")
-    parser.add_argument("--peers-dir", default="../shared/peers", type=Path)
-    parser.add_argument("--level", choices=["client", "example"], default="client")
-    parser.add_argument("--without-noise", action="store_true", help="with --level example")
-    parser.add_argument("--beside", choices=["plain", "pfl"], default="plain")
-    parser.add_argument("--turns", type=int, default=5, help="of whole programs, beside pfl")
-    parser.add_argument("--pfl-python", help="of an environment with pfl[pytorch]")
-    parser.add_argument("--timeout-s", type=float, default=1800.0)
-    arguments = parser.parse_args()
-    arguments.peers_dir, arguments.without = arguments.peers_dir.resolve(), []
-    name, measure = "x " + arguments.beside, ratios if arguments.beside == "plain" else beside_pfl
-    print(f"{'':10}{name:>12}{'quartiles':>16}{'pairs':>8}")
-    for model in arguments.models:
-        found = measure(model, arguments)
-        low, middle, high = statistics.quantiles(found, n=4)
-        print(f"{model:10}{middle:12.2f}{f'{low:.2f} to {high:.2f}':>16}{len(found):8}", flush=True)
+    parser.add_argument("--samples", type=int, default=1_000_000, help="of noise")
+    small = {"turns": 1, "models": ["mlp"], "rounds": 3, "cohort": 10, "samples": 50_000}
+    arguments = parse(parser, check=small)
+    report((row for name in arguments.parts for row in measures[name](arguments)), arguments)
 
 
 if __name__ == "__main__":

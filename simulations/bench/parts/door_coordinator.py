@@ -1,7 +1,7 @@
 """A coordinator in a process of its own, told on standard input what to do.
 
-The process under measurement of ``door.py``: the real door, channel, collector and round, and
-nothing else. It reads one JSON object a line and answers each with one.
+The process under measurement of ``door.py`` and ``pace.py``: the real door, channel, collector and
+round, and nothing else. It reads one JSON object a line and answers each with one.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.door.authority import Authority
+from fedlearn.door.pace import Pace
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -36,7 +37,7 @@ from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport.base import ask_once
 
-#: Where ``door.py`` leaves the certificate authority and the list of clients.
+#: Where ``enrol`` leaves the certificate authority and the list of clients.
 AUTHORITY, CLIENTS = "authority", "clients.json"
 
 
@@ -91,10 +92,12 @@ class Coordinator:
     """What the process can be told to do.
 
     Attributes:
+        door: The real one.
         channel: To the clients.
         clock: Real time.
     """
 
+    door: Door
     channel: DoorChannel
     clock: SystemClock
     _params: Params | None = field(default=None, init=False)
@@ -144,6 +147,28 @@ class Coordinator:
         self.channel.forget(self._next_round)
         return {"received": received}
 
+    def look(self) -> dict[str, object]:
+        """Return what the door says of itself, and how long it took to say so."""
+        begin_s = self.clock.now_s()
+        status = self.door.status()
+        took_s = self.clock.now_s() - begin_s
+        known = ("check_in_rate", "loop_late_seconds", "check_in_seconds", "connected")
+        counted = {"check_ins": self.door.counters.check_ins, "paced": self.door.counters.paced}
+        return {name: status.get(name) for name in known} | counted | {"took_s": took_s}
+
+
+@dataclass(eq=False)
+class Unsteered(Pace):
+    """Lets everybody in, and has them come back as they like."""
+
+    def admits(self) -> bool:
+        """Return that it may."""
+        return True
+
+    def after_s(self, least_s: float, *, client_id: ClientId | None = None) -> float:
+        """Return half to one and a half times that."""
+        return least_s * (0.5 + self.jitter.random())
+
 
 def serve(coordinator: Coordinator) -> None:
     """Do what standard input says until it ends."""
@@ -152,6 +177,7 @@ def serve(coordinator: Coordinator) -> None:
         "load": coordinator.load,
         "rounds": coordinator.rounds,
         "receive": coordinator.receive,
+        "look": coordinator.look,
     }
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)  # Any: the arguments of one of ours
@@ -162,29 +188,40 @@ def main() -> None:
     """Open the door, say where it is, and serve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--insecure", action="store_true", help="plaintext")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--stay", type=int, help="how many may; without it, all, unsteered")
+    parser.add_argument("--come-back-s", type=float, default=4.0)
+    parser.add_argument("--share", type=float, default=0.5, help="of a core for check-ins")
+    parser.add_argument("--unsteered", action="store_true")
     arguments = parser.parse_args()
-    folder, clock = arguments.folder, SystemClock()
+    folder, clock, stay = arguments.folder, SystemClock(), arguments.stay
     structlog.configure(  # standard output is for answers
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
     )
     torch.set_num_threads(arguments.threads)
     clients = json.loads((folder / CLIENTS).read_text())
+    steering = Unsteered if arguments.unsteered else Pace
     door = Door(
-        DoorSettings(address="127.0.0.1:0", max_connected=len(clients)),
+        DoorSettings(
+            address="127.0.0.1:0",
+            max_connected=stay or len(clients),
+            come_back_s=arguments.come_back_s,
+        ),
         registry=registry_of(clients, clock),
         run_id="0" * 32,
-        spool_dir=folder / ("spool-insecure" if arguments.insecure else "spool"),
-        authority=None if arguments.insecure else Authority(folder / AUTHORITY, host_names=()),
+        spool_dir=folder / "spool",
+        authority=Authority(folder / AUTHORITY, host_names=()),
         eligible=lambda _client, _told: True,
         is_leader=lambda: True,
         clock=clock,
+        pace=steering(clock, share=arguments.share) if stay else None,
     )
     door.start()
+    if stay:
+        door.want(stay)
     print(json.dumps({"address": door.address}), flush=True)
-    serve(Coordinator(channel=door.channel(), clock=clock))
+    serve(Coordinator(door=door, channel=door.channel(), clock=clock))
     door.stop(grace_s=0.0)
 
 

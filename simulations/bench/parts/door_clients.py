@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from door_coordinator import AUTHORITY, CLIENTS, model
+from parts.door_coordinator import AUTHORITY, CLIENTS, model
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.codec import encode
@@ -31,13 +31,13 @@ class Client:
         client_id: Its number.
         name: What it is called.
         identity: Its keys.
-        credentials: For mutual TLS; ``None``: plaintext.
+        credentials: For mutual TLS.
     """
 
     client_id: int
     name: str
     identity: Identity
-    credentials: Credentials | None
+    credentials: Credentials
 
     def envelope(
         self, key: wire_pb2.TaskKey, *, digest: bytes, num_bytes: int

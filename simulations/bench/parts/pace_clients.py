@@ -2,7 +2,7 @@
 
 They share no code with the product: HTTP/2, gRPC and protobuf are written here by hand, as far as a
 client needs them that says hello, hears a welcome, and comes back when it is told. So they are also
-a second reading of ``docs/reference/wire.md``. Run as a script, they take what to do as a JSON line
+a second reading of ``docs/reference/wire.md``. Run as a module, they take what to do as a JSON line
 on standard input and print what came of it.
 """
 
@@ -42,24 +42,22 @@ def _literal(name: str, value: str) -> bytes:
     return b"".join((b"\0", bytes([len(name)]), name.encode(), bytes([len(value)]), value.encode()))
 
 
-def call(method: str, message: bytes, *, stream: int, name: str = "", ends: bool) -> bytes:
+def call(method: str, message: bytes, *, stream: int, ends: bool) -> bytes:
     """Return the frames of a call of the door with its first message.
 
     Args:
         method: Of the door.
         message: Serialised.
         stream: Odd, higher than the last one of the connection.
-        name: Who calls, without TLS.
         ends: Whether no further message comes.
     """
     headers = {
         ":method": "POST",
-        ":scheme": "http" if name else "https",
+        ":scheme": "https",
         ":path": f"/fedlearn.v1.Door/{method}",
         ":authority": SERVER_NAME,
         "content-type": "application/grpc",
         "te": "trailers",
-        **({"fedlearn-client": name} if name else {}),
     }
     block = b"".join(_literal(*each) for each in headers.items())
     data = b"\0" + struct.pack(">I", len(message)) + message
@@ -126,10 +124,10 @@ class Connection(asyncio.Protocol):
             if kind == _GOAWAY or (stream == 1 and is_end) or self.come_back_s is not None:
                 self._close()
 
-    async def ask(self, method: str, message: bytes, *, stream: int, name: str) -> None:
+    async def ask(self, method: str, message: bytes, *, stream: int) -> None:
         """Make a call and wait until it has ended, however it ends."""
         ended = self._asked[stream] = asyncio.Event()
-        self.transport.write(call(method, message, stream=stream, name=name, ends=True))
+        self.transport.write(call(method, message, stream=stream, ends=True))
         await ended.wait()
         del self._asked[stream]
 
@@ -182,7 +180,7 @@ class Plan:
         address: Of the coordinator.
         clients: How many they are.
         seconds: For so long.
-        keys: The folder of their certificates and keys; empty: no TLS.
+        keys: The folder of their certificates and keys.
     """
 
     address: str
@@ -191,17 +189,15 @@ class Plan:
     keys: str
 
 
-def tls(keys: str, number: int) -> ssl.SSLContext | None:
+def tls(keys: str, number: int) -> ssl.SSLContext:
     """Return what a client shows, and whom it believes."""
-    if not keys:
-        return None
     context = ssl.create_default_context(cafile=f"{keys}/ca.pem")
     context.load_cert_chain(f"{keys}/client-{number}.pem", f"{keys}/client-{number}.key")
     context.set_alpn_protocols(["h2"])
     return context
 
 
-async def connect(address: str, first: bytes, context: ssl.SSLContext | None) -> Connection:
+async def connect(address: str, first: bytes, context: ssl.SSLContext) -> Connection:
     """Connect and send what is said first."""
     host, _, port = address.rpartition(":")
     _, connection = await asyncio.get_running_loop().create_connection(
@@ -209,7 +205,7 @@ async def connect(address: str, first: bytes, context: ssl.SSLContext | None) ->
         host,
         int(port),
         ssl=context,
-        server_hostname=SERVER_NAME if context else None,
+        server_hostname=SERVER_NAME,
     )
     return connection
 
@@ -242,10 +238,7 @@ class Crowd:
         """Have all of them come at once, and then as they are told."""
         contexts = [tls(self._plan.keys, number) for number in range(self._plan.clients)]
         self.found.begin_s = asyncio.get_running_loop().time()
-        tasks = [
-            asyncio.create_task(self._keep_coming(number, context))
-            for number, context in enumerate(contexts)
-        ]
+        tasks = [asyncio.create_task(self._keep_coming(context)) for context in contexts]
         await asyncio.wait(tasks, timeout=self._plan.seconds)
         for task in tasks:
             task.cancel()
@@ -253,9 +246,8 @@ class Crowd:
         failures = [each for each in done if not isinstance(each, asyncio.CancelledError)]
         assert not failures, failures[0]
 
-    async def _keep_coming(self, number: int, context: ssl.SSLContext | None) -> None:
-        loop, name = asyncio.get_running_loop(), f"client-{number}"
-        hello = call("Session", HELLO, stream=1, name="" if self._plan.keys else name, ends=False)
+    async def _keep_coming(self, context: ssl.SSLContext) -> None:
+        loop, hello = asyncio.get_running_loop(), call("Session", HELLO, stream=1, ends=False)
         bound_s = 0.0
         while True:
             begin_s = loop.time()
@@ -283,9 +275,11 @@ class Crowd:
 
 def main() -> None:
     """Do what standard input says."""
-    crowd = Crowd(Plan(**json.loads(sys.stdin.readline())))
+    words = json.loads(sys.stdin.readline())
+    assert words.pop("do") == "come"
+    crowd = Crowd(Plan(**words))
     asyncio.run(crowd.run())
-    print(json.dumps(vars(crowd.found)))
+    print(json.dumps(vars(crowd.found)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The work of one client and of the server in Flower's SecAgg+, with Flower's own functions.
 
-Run by ``secagg.py`` in an interpreter that has flwr 1.41: it reads a line, does the part that
-the line names, and answers with JSON: seconds of processor time, and bytes of upload. The
+Run by ``secagg.py`` in an interpreter that has flwr 1.41: it reads a JSON line, does the part that
+it names, and answers with one: seconds of processor time, and bytes of upload. The
 functions are called in the order of ``secaggplus_mod`` and ``SecAggPlusWorkflow``, whose messages
 and records are left out. Who is not measured is not computed: the one client's shares stand for
 everybody's, which costs the server the same.
@@ -198,7 +198,7 @@ def main() -> None:
     }
     for line in sys.stdin:
         before_s, clock_s = process_time(), perf_counter()
-        num_bytes = parts[line.strip()]()
+        num_bytes = parts[json.loads(line)["do"]]()
         answer = {
             "seconds": process_time() - before_s,
             "clock_s": perf_counter() - clock_s,

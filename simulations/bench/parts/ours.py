@@ -13,26 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-from gate import gated
 from numpy.typing import NDArray
+from parts.rounds import Stopwatch
 
 import fedlearn as fl
-from fedlearn.algorithms import noised_gradients
 from fedlearn.assembly import around
 from fedlearn.config import Addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.core.noise import SecretStream
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import config_around, run_pieces
 from fedlearn.experiment.site import Site
-from fedlearn.experiment.summary import Summary
-from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
@@ -64,29 +58,6 @@ class PeersSampler:
         return tuple(ClientId(client_id) for client_id in chosen.tolist())
 
 
-class Stopwatch:
-    """A progress that notes when each round ended, and writes the lines a log would get."""
-
-    def __init__(self, clock: SystemClock) -> None:
-        self.clock, self.ends_s = clock, [clock.now_s()]
-        self._lines = PlainProgress(Path(os.devnull).open("w"))  # noqa: SIM115 - open until exit
-
-    def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Note the start."""
-        self._lines.start(record, path, notes)
-        self.notes = notes
-        self.ends_s = [self.clock.now_s()]
-
-    def round(self, record: RoundRecord) -> None:
-        """Note the end of a round."""
-        self._lines.round(record)
-        self.ends_s.append(self.clock.now_s())
-
-    def end(self, summary: Summary) -> None:
-        """Write the last lines."""
-        self._lines.end(summary)
-
-
 def load_workload(peers_dir: Path) -> ModuleType:
     """Return the common block of the peers: data, models, cohorts, report."""
     spec = importlib.util.spec_from_file_location("peer_naive", peers_dir / "peer_naive.py")
@@ -94,7 +65,7 @@ def load_workload(peers_dir: Path) -> ModuleType:
         raise SystemExit(f"{peers_dir} has no peer_naive.py; pass --peers-dir")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return gated(module)
+    return module
 
 
 def federated(workload: ModuleType, arguments: argparse.Namespace) -> FederatedData:
@@ -109,12 +80,6 @@ def federated(workload: ModuleType, arguments: argparse.Namespace) -> FederatedD
     return FederatedData(population=population, test=test)
 
 
-def no_noise(
-    numbers: NDArray[np.int32] | NDArray[np.int64], *, sigma: float, source: SecretStream
-) -> None:
-    """Leave numbers as they are, which else had samples added."""
-
-
 def main() -> None:
     """Run the workload and print one JSON line."""
     peers_dir = Path(os.environ.get("PEERS_DIR", "../shared/peers"))
@@ -123,10 +88,7 @@ def main() -> None:
     def extra(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--procs", type=int, default=1)
         parser.add_argument("--executor", default="auto")
-        parser.add_argument("--block", type=int, default=0)
         parser.add_argument("--private", action="store_true")
-        parser.add_argument("--level", choices=["client", "example"], default="client")
-        parser.add_argument("--without-noise", action="store_true")
 
     arguments: Any = workload.parse(extra)  # the peers' own namespace
     settings = {
@@ -136,21 +98,15 @@ def main() -> None:
         "stragglers": {"over_selection": 1.0, "deadline_s": "none"},
         "devices": {"kind": "ideal"},
         "evaluation": {"every_rounds": 0, "clients": 0},
-        "engine": {
-            "executor": arguments.executor,
-            "num_workers": arguments.procs,
-            "block_size": arguments.block or "auto",
-        },
+        "engine": {"executor": arguments.executor, "num_workers": arguments.procs},
     }
     if arguments.private:  # the cohorts are the peers': what is measured is clip, noise and ledger
         settings["privacy"] = {
-            "mode": "central" if arguments.level == "client" else "example",
+            "mode": "central",
             "clip_norm": 1.0,
             "noise_multiplier": 1.0,
             "target_delta": 1e-6,
         }
-    if arguments.without_noise:  # by example, what is left is the clip, on the same grid
-        mock.patch.object(noised_gradients, "add_discrete_gaussian", no_noise).start()
     config = config_around(settings, source="the benchmark")
     local = fl.LocalSgd(
         epochs=arguments.epochs,
@@ -167,11 +123,10 @@ def main() -> None:
         data_dir=peers_dir,
     )
     pieces = replace(pieces, sampler=PeersSampler(workload, arguments))
-    clock = SystemClock()
-    progress = Stopwatch(clock)
+    progress = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         addresses = Addresses(store_url=None, runs_dir=Path(folder), data_dir=peers_dir)
-        run = run_pieces(pieces, Site(addresses, dict(os.environ), clock, progress))
+        run = run_pieces(pieces, Site(addresses, dict(os.environ), SystemClock(), progress))
         trained = run.load_model(best=False)
     seconds = np.diff(progress.ends_s)
     workload.report(

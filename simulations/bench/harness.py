@@ -1,0 +1,230 @@
+"""What the benchmarks share: options, turns, ratios, the table, and processes that answer lines.
+
+Each script measures its subjects in turn, so that a machine that slows down slows all of them. A
+ratio compares figures of the same turn, and the median over the turns is printed.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.transport.grpc_environment import prepare_for_grpc
+
+# gRPC reads this when it is imported, which is later: or each client that leaves writes a line.
+prepare_for_grpc(os.environ, verbosity="ERROR")
+
+HERE = Path(__file__).parent
+
+Action = Callable[[], float]
+#: By action its figures, one a turn.
+Figures = dict[str, list[float]]
+
+
+# ---- Options ------------------------------------------------------------------------------
+
+
+def options(doc: str, *, turns: int = 0) -> argparse.ArgumentParser:
+    """Return a parser with the options of every script.
+
+    Args:
+        doc: The docstring of the script.
+        turns: Default of ``--turns``; 0: the script has no turns.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if turns:
+        parser.add_argument("--turns", type=int, default=turns, help="medians are over these")
+    parser.add_argument("--json", action="store_true", help="print a JSON line a figure")
+    parser.add_argument("--check", action="store_true", help="run briefly: does it work at all?")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, *, check: Mapping[str, object]) -> argparse.Namespace:
+    """Parse the command line; with ``--check``, the sizes in ``check`` are the defaults."""
+    if "--check" in sys.argv[1:]:
+        parser.set_defaults(**check)
+    return parser.parse_args()
+
+
+def add_flower(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where Flower is."""
+    parser.add_argument("--flower-python", type=Path, help="of an environment with flwr 1.41")
+    parser.add_argument("--without-flower", action="store_true")
+
+
+def flower_python(arguments: argparse.Namespace) -> Path | None:
+    """Return the interpreter that has Flower; ``None``: it is to be left out, or missing."""
+    if arguments.without_flower:
+        return None
+    if arguments.flower_python or importlib.util.find_spec("flwr"):
+        return Path(arguments.flower_python or sys.executable)
+    print("Flower is left out: there is no flwr here; see --flower-python", file=sys.stderr)
+    return None
+
+
+# ---- Turns and figures --------------------------------------------------------------------
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that ``action`` takes."""
+    clock = SystemClock()
+    started_s = clock.now_s()
+    action()
+    return clock.now_s() - started_s
+
+
+def in_turn(
+    actions: Mapping[str, Action], *, turns: int, warmup: int = 0
+) -> dict[str, list[float]]:
+    """Run all actions in every turn, and return the figures of each by turn.
+
+    Who begins alternates, and the turns of the warm-up do not count.
+    """
+    figures: Figures = {name: [] for name in actions}
+    for turn in range(-warmup, turns):
+        for name in list(actions)[:: -1 if turn % 2 else 1]:
+            value = actions[name]()
+            if turn >= 0:
+                figures[name].append(value)
+                print(f"turn {turn + 1}: {name} {value:.5g}", file=sys.stderr, flush=True)
+    return figures
+
+
+def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> float:
+    """Return the median of the ratios by turn."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=False))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        part: Which part measured it.
+        what: What was measured, with its unit.
+        value: The figure.
+        at_most: Its target, if it is to be small.
+        at_least: Its target, if it is to be large.
+    """
+
+    part: str
+    what: str
+    value: float
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def text(self) -> str:
+        """Return the line."""
+        target, verdict = "", ""
+        if self.at_most is not None:
+            target, verdict = f"<= {self.at_most:g}", _verdict(met=self.value <= self.at_most)
+        if self.at_least is not None:
+            target, verdict = f">= {self.at_least:g}", _verdict(met=self.value >= self.at_least)
+        return f"{self.part:13}{self.what:58}{self.value:>12.5g}{target:>10}  {verdict}".rstrip()
+
+
+def _verdict(*, met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def report(rows: Iterable[Row], arguments: argparse.Namespace) -> None:
+    """Print each row as soon as it is there; with ``--check``, sizes are too small for targets.
+
+    Raises:
+        SystemExit: Nothing was measured, or a figure is not a number of zero or more.
+    """
+    found = list[Row]()
+    for measured in rows:
+        row = replace(measured, at_most=None, at_least=None) if arguments.check else measured
+        found.append(row)
+        print(json.dumps(asdict(row)) if arguments.json else row.text(), flush=True)
+    wrong = [row.what for row in found if not (math.isfinite(row.value) and row.value >= 0.0)]
+    if wrong or not found:
+        raise SystemExit(f"no figure of: {', '.join(wrong) or 'anything'}")
+
+
+# ---- Processes ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Process:
+    """A program that answers each JSON line on its standard input with one.
+
+    Attributes:
+        popen: The process.
+    """
+
+    popen: "subprocess.Popen[str]"
+
+    def ask(self, do: str, **arguments: object) -> dict[str, Any]:  # Any: JSON of a script of ours
+        """Tell it what to do and return its answer.
+
+        Raises:
+            SystemExit: It has ended; what it wrote stands on standard error.
+        """
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.popen.stdin.flush()
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        """Return the next line that it says.
+
+        Raises:
+            SystemExit: It has ended.
+        """
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            raise SystemExit(f"a process of the benchmark has ended: {self.popen.args!r}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def started(command: Sequence[str | Path]) -> Iterator[Process]:
+    """Run a program that answers lines until the context is left."""
+    popen = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environ(), text=True
+    )
+    try:
+        yield Process(popen)
+    finally:
+        assert popen.stdin is not None
+        popen.stdin.close()
+        try:
+            popen.wait(timeout=20.0)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait()
+        assert popen.stdout is not None
+        popen.stdout.close()
+
+
+def part(name: str, *words: str) -> list[str]:
+    """Return the command of a module in ``parts``, in this environment."""
+    return [sys.executable, "-m", f"parts.{name}", *words]
+
+
+def _environ() -> dict[str, str]:
+    # As in the files in ``server/``, threads share their free memory.
+    return os.environ | {"MALLOC_ARENA_MAX": "2", "PYTHONPATH": str(HERE)}
+
+
+def raise_file_limit() -> None:
+    """Allow this process and its children as many open files as the system lets them have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

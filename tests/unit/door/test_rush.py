@@ -1,0 +1,85 @@
+"""A rush of more clients than gRPC keeps by itself: each of them is told when to come back."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.door.server import Door, DoorSettings
+from fedlearn.identity.identity import Identity
+from fedlearn.testing.registry import FreshRegistry
+from fedlearn.transport import wire, wire_pb2
+
+#: Calls that gRPC holds by itself before it drops some: 1,000.
+NUM_CONNECTIONS, PER_CONNECTION = 160, 8
+
+
+async def rush(address: str) -> Counter[str]:
+    """Have all say hello at once; count what each is told, or the status of its call."""
+    hello = wire_pb2.FromClient(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, software="rush"))
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    channels = [grpc.aio.insecure_channel(address, options) for _ in range(NUM_CONNECTIONS)]
+    begin = asyncio.Event()
+
+    async def come(channel: grpc.aio.Channel, number: int) -> str:
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            "/fedlearn.v1.Door/Session"
+        )
+        await begin.wait()
+        call = method(metadata=(("fedlearn-client", f"client-{number}"),))
+        try:
+            await call.write(hello.SerializeToString())
+            while isinstance(data := await call.read(), bytes):
+                told = str(wire_pb2.FromCoordinator.FromString(data).WhichOneof("what"))
+                if told in ("welcome", "come_back"):
+                    return told
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass
+        metadata = dict(await call.trailing_metadata())
+        return "come_back" if "fedlearn-come-back-s" in metadata else (await call.code()).name
+
+    await asyncio.gather(*(channel.channel_ready() for channel in channels))
+    coming = [
+        asyncio.create_task(come(channel, PER_CONNECTION * number + place))
+        for number, channel in enumerate(channels)
+        for place in range(PER_CONNECTION)
+    ]
+    await asyncio.sleep(0)
+    begin.set()
+    told = Counter(await asyncio.gather(*coming))
+    await asyncio.gather(*(channel.close() for channel in channels))
+    return told
+
+
+@pytest.mark.slow
+def test_of_a_rush_everybody_is_told_when_to_come(tmp_path: Path) -> None:
+    registry, clock = FreshRegistry(SystemClock()), SystemClock()
+    num = NUM_CONNECTIONS * PER_CONNECTION
+    for number in range(num):
+        name = f"client-{number}"
+        registry.redeem(
+            name,
+            registry.invite(name, tags=(), valid_s=600.0),
+            identity_key=Identity.create().public_key,
+            certify=lambda client_id: (b"", f"{client_id:064x}", "2999-01-01T00:00:00Z"),
+        )
+    door = Door(
+        DoorSettings(address="127.0.0.1:0", max_connected=100, come_back_s=4.0),
+        registry=registry,
+        run_id="0" * 32,
+        spool_dir=tmp_path,
+        authority=None,
+        eligible=lambda _client, _told: True,
+        is_leader=lambda: True,
+        clock=clock,
+    )
+    door.start()
+    try:
+        told = asyncio.run(rush(door.address))
+    finally:
+        door.stop(grace_s=0.0)
+    assert told.keys() <= {"welcome", "come_back"}
+    assert told.total() == num
