@@ -24,7 +24,7 @@ from fedlearn.core.files import disk_errors
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.site import Site
-from fedlearn.parallel.jobs import Folder, Job, digest_of, train
+from fedlearn.parallel.jobs import Folder, Job, digest_of, read_job, train
 from fedlearn.parallel.server_steps import with_state
 from fedlearn.parallel.task import Evaluation, Progress, Task, TrainingState
 from fedlearn.parallel.worker import train_as_rank
@@ -167,10 +167,10 @@ def _require_same_decay(job: Job, task: Task) -> None:
     Raises:
         ConfigError: The training that is there decays to another end.
     """
-    path, decay = Folder(job.folder).job, task.plan.rate.decay
-    if decay == "none" or not path.exists():
+    decay, earlier = task.plan.rate.decay, read_job(Folder(job.folder))
+    if decay == "none" or earlier is None:
         return
-    before = json.loads(path.read_text())["until"]
+    before = earlier.get("until")
     if before != job.until:
         raise ConfigError(
             f'coordinator.training.decay is "{decay}", and in the training in {job.folder} the '

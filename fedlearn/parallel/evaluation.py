@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
-from fedlearn.core.files import disk_errors, write_durably
+from fedlearn.core.files import write_durably
+from fedlearn.core.json_files import read_json
 from fedlearn.errors import StoreError
 from fedlearn.parallel.engine import Engine, tensors_of
 from fedlearn.parallel.task import Evaluation, TrainingState
@@ -19,6 +21,9 @@ from fedlearn.parallel.task import Evaluation, TrainingState
 class _Row(NamedTuple):
     step: int
     value: float  # of the metric that is watched
+
+
+_ROWS = TypeAdapter(list[_Row])
 
 
 class Watch:
@@ -107,10 +112,12 @@ class Watch:
         return patience is not None and len(since) >= patience
 
     def _read(self) -> list[_Row]:
-        if self._folder is None or not _rows_path(self._folder).exists():
+        if self._folder is None:
             return []
-        with disk_errors(self._folder, raises=StoreError):
-            return [_Row(*row) for row in json.loads(_rows_path(self._folder).read_text())]
+        remedy = "remove the training's folder to train anew"
+        path = _rows_path(self._folder)
+        found = read_json(path, _ROWS, raises=StoreError, holds="evaluations", remedy=remedy)
+        return found or []
 
 
 def read_best(folder: Path) -> TrainingState | None:

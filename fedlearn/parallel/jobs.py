@@ -28,6 +28,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, write_durably
 from fedlearn.core.forking import in_new_group
 from fedlearn.core.gpus import own_gpu
+from fedlearn.core.json_files import read_json
 from fedlearn.core.mkl_environment import prepare_for_mkl
 from fedlearn.core.ranges import Count, Ranged, Whole
 from fedlearn.errors import ConfigError, Diverged, EngineError, StoreError
@@ -37,6 +38,7 @@ from fedlearn.parallel.local_world import loopback
 from fedlearn.parallel.task import Progress, Task, TrainingState
 
 PROGRESS = TypeAdapter(Progress)
+_TOLD = TypeAdapter(dict[str, Any])  # Any: what JSON has
 
 _TETHERED, _WORKER = "fedlearn.parallel.tethered", "fedlearn.parallel.worker"
 _LOOK_S = 0.2
@@ -371,6 +373,16 @@ def told(job: Job, start: TrainingState | None) -> dict[str, Any]:  # Any: what 
     }
 
 
+def read_job(folder: Folder) -> dict[str, Any] | None:  # Any: what JSON has
+    """Return what the processes of the last job in a folder were told; ``None``: there was none.
+
+    Raises:
+        StoreError: The file is damaged.
+    """
+    remedy = "remove the training's folder to train anew"
+    return read_json(folder.job, _TOLD, raises=StoreError, holds="a training", remedy=remedy)
+
+
 def digest_of(state: TrainingState) -> str:
     """Return what equal states have in common."""
     digest = hashlib.sha256()
@@ -390,8 +402,8 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
     """
     new = told(job, start)
     with disk_errors(folder.path, raises=StoreError):
-        old = json.loads(folder.job.read_text()) if folder.job.exists() else {}
-        if all(old.get(each) == new[each] for each in ("identity", "start")):
+        old = read_job(folder)
+        if old and all(old.get(each) == new[each] for each in ("identity", "start")):
             _require_steps_left(job, folder)
             folder.failure.unlink(missing_ok=True)
             write_durably(folder.job, json.dumps(new, sort_keys=True).encode(), raises=StoreError)

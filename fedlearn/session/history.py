@@ -5,21 +5,18 @@ nothing forgotten. It is kept by the coordinator's key, so that neither does ano
 client without a folder keeps it in its state of the run.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Literal
 
-from fedlearn.core.files import disk_errors, write_private
-from fedlearn.core.messages import ClientId
+from pydantic import TypeAdapter
+
+from fedlearn.core.files import write_private
+from fedlearn.core.json_files import HEXADECIMAL, read_json
 from fedlearn.errors import DeploymentError
 from fedlearn.secagg.messages import MaskedVector, Up
 from fedlearn.secagg.releases import PastRelease, PastReleases
-
-_FORMAT = 2
-#: What reading raises where JSON holds something else.
-_NO_HISTORY = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,30 +41,24 @@ class History:
         is_bound = self.is_bound or isinstance(answer, MaskedVector)
         return replace(self, is_bound=is_bound, releases=releases)
 
-    def values(self) -> dict[str, object]:
-        """Return the history as JSON holds it."""
-        rows = [
-            asdict(each) | {"run_id": each.run_id.hex(), "session": each.session.hex()}
-            for each in self.releases.last
-        ]
-        return {"is_bound": self.is_bound, "releases": rows}
 
-    @classmethod
-    def from_values(cls, values: Any) -> "History":  # Any: what JSON holds
-        """Return what :meth:`values` returned; what is missing or of another type raises."""
-        past = tuple(
-            PastRelease(
-                run_id=bytes.fromhex(row["run_id"]),
-                evaluates=bool(row["evaluates"]),
-                round_num=int(row["round_num"]),
-                attempt=int(row["attempt"]),
-                session=bytes.fromhex(row["session"]),
-                num_releases=int(row["num_releases"]),
-                survivors=tuple(ClientId(int(each)) for each in row["survivors"]),
-            )
-            for row in values["releases"]
-        )
-        return cls(is_bound=bool(values["is_bound"]), releases=PastReleases(past))
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    is_bound: bool
+    releases: tuple[PastRelease, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """What is in the file: histories by the coordinator's key."""
+
+    __pydantic_config__: ClassVar = HEXADECIMAL
+
+    format: Literal[2]
+    coordinators: dict[str, _Kept]
+
+
+_CONTENT = TypeAdapter(_Content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +79,10 @@ class HistoryFile:
         Raises:
             DeploymentError: The file cannot be read or is damaged: it is not taken for empty.
         """
-        values = self._all().get(self.coordinator_key.hex())
-        try:
-            return History() if values is None else History.from_values(values)
-        except _NO_HISTORY as error:
-            raise self._damaged(error) from error
+        kept = self._all().get(self.coordinator_key.hex())
+        if kept is None:
+            return History()
+        return History(is_bound=kept.is_bound, releases=PastReleases(kept.releases))
 
     def write(self, history: History) -> None:
         """Keep the history durably, mode 0600; those with other coordinators stay.
@@ -100,26 +90,17 @@ class HistoryFile:
         Raises:
             DeploymentError: It cannot be written, or what is there is damaged.
         """
-        every = {**self._all(), self.coordinator_key.hex(): history.values()}
-        content = json.dumps({"format": _FORMAT, "coordinators": every})
-        write_private(self.path, (content + "\n").encode())
+        kept = _Kept(is_bound=history.is_bound, releases=history.releases.last)
+        content = _Content(format=2, coordinators={**self._all(), self.coordinator_key.hex(): kept})
+        write_private(self.path, _CONTENT.dump_json(content) + b"\n")
 
-    def _all(self) -> Mapping[str, Any]:  # Any: what JSON holds
-        with disk_errors(self.path, raises=DeploymentError, doing="read"):
-            if not self.path.exists():
-                return {}
-            content = self.path.read_bytes()
-        try:
-            values = json.loads(content)
-            if values["format"] != _FORMAT:
-                raise ValueError(f"format {values['format']!r}")
-            return dict(values["coordinators"])
-        except _NO_HISTORY as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> DeploymentError:
-        return DeploymentError(
-            f"{self.path} does not hold which sums this client has helped to open "
-            f"({type(error).__name__}: {error}): put a copy back, or remove it to take part as a "
-            "client that has not, in new runs alone"
+    def _all(self) -> Mapping[str, _Kept]:
+        found = read_json(
+            self.path,
+            _CONTENT,
+            raises=DeploymentError,
+            holds="which sums this client has helped to open",
+            remedy="put a copy back, or remove it to take part as a client that has not, in new "
+            "runs alone",
         )
+        return {} if found is None else found.coordinators

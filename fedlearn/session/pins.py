@@ -9,25 +9,22 @@ A client with a folder keeps its pins there for as long as it is enrolled, whate
 (:class:`PinFile`); one without keeps them in its state of the run.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Literal
 
 import structlog
+from pydantic import TypeAdapter, ValidationError
 
-from fedlearn.core.files import disk_errors, write_private
+from fedlearn.core.files import write_private
+from fedlearn.core.json_files import HEXADECIMAL, read_json
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
 from fedlearn.identity.lineage import Lineage, fingerprint, newest_key
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 
 RULE = "pinned identity keys"
-
-_FORMAT = 1
-#: What reading raises where JSON holds something else.
-_NO_PINS = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,37 +74,16 @@ class Pins:
         kept = {each: pin for each, pin in self.clients.items() if each != client_id}
         return replace(self, clients=kept)
 
-    def values(self) -> dict[str, object]:
-        """Return the pins as JSON holds them."""
-        clients = {str(client_id): pin for client_id, pin in sorted(self.clients.items())}
-        return {
-            "roster": self.roster,
-            "clients": {each: {**vars(pin), "key": pin.key.hex()} for each, pin in clients.items()},
-        }
-
-    @classmethod
-    def from_values(cls, values: Any) -> "Pins":  # Any: what JSON holds
-        """Return what :meth:`values` returned; what is missing or of another type raises."""
-        clients = {
-            ClientId(int(client_id)): KnownKey(
-                key=bytes.fromhex(row["key"]),
-                num_rotations=int(row["num_rotations"]),
-                name=str(row["name"]),
-            )
-            for client_id, row in values["clients"].items()
-        }
-        return cls(clients=clients, roster=str(values["roster"]))
-
     def to_bytes(self) -> bytes:
         """Return the pins as bytes, for a client's state."""
-        return json.dumps(self.values()).encode()
+        return _KEPT.dump_json(_Kept(roster=self.roster, clients=self.clients))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Pins":
         """Return what :meth:`to_bytes` wrote; ProtocolError where it is of another version."""
         try:
-            return cls.from_values(json.loads(data)) if data else cls()
-        except _NO_PINS as error:
+            return _KEPT.validate_json(data).pins() if data else cls()
+        except ValidationError as error:
             raise ProtocolError(f"{len(data)} bytes of pins are of another version") from error
 
     def _followed(self, client_id: ClientId, data: bytes) -> KnownKey:
@@ -149,6 +125,28 @@ class Pins:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """Pins as JSON: nothing may be missing, or a damaged file would be taken for empty."""
+
+    __pydantic_config__: ClassVar = HEXADECIMAL
+
+    roster: str
+    clients: Mapping[ClientId, KnownKey]
+
+    def pins(self) -> Pins:
+        return Pins(clients=self.clients, roster=self.roster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content(_Kept):
+    format: Literal[1]
+    coordinator_key: bytes
+
+
+_KEPT, _CONTENT = TypeAdapter(_Kept), TypeAdapter(_Content)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PinFile:
     """The pins of a client with a folder, for as long as it is enrolled with a coordinator.
 
@@ -167,23 +165,17 @@ class PinFile:
         Raises:
             DeploymentError: The file cannot be read or is damaged: it is not taken for empty.
         """
-        with disk_errors(self.path, raises=DeploymentError, doing="read"):
-            if not self.path.exists():
-                return Pins()
-            content = self.path.read_bytes()
-        try:
-            values = json.loads(content)
-            if values["format"] != _FORMAT:
-                raise ValueError(f"format {values['format']!r}")
-            if bytes.fromhex(values["coordinator_key"]) != self.coordinator_key:
-                return Pins()
-            return Pins.from_values(values)
-        except _NO_PINS as error:
-            raise DeploymentError(
-                f"{self.path} holds no pinned keys ({type(error).__name__}: {error}): put a copy "
-                "back, or remove it to pin what is seen next, or what a roster says "
-                "(`fedlearn join FILE --roster ROSTER`)"
-            ) from error
+        found = read_json(
+            self.path,
+            _CONTENT,
+            raises=DeploymentError,
+            holds="pinned keys",
+            remedy="put a copy back, or remove it to pin what is seen next, or what a roster says "
+            "(`fedlearn join FILE --roster ROSTER`)",
+        )
+        if found is None or found.coordinator_key != self.coordinator_key:
+            return Pins()
+        return found.pins()
 
     def write(self, pins: Pins) -> None:
         """Keep the pins durably, mode 0600.
@@ -191,9 +183,13 @@ class PinFile:
         Raises:
             DeploymentError: They cannot be written.
         """
-        head = {"format": _FORMAT, "coordinator_key": self.coordinator_key.hex()}
-        values = head | pins.values()
-        write_private(self.path, (json.dumps(values, indent=1) + "\n").encode())
+        content = _Content(
+            format=1,
+            coordinator_key=self.coordinator_key,
+            roster=pins.roster,
+            clients=dict(sorted(pins.clients.items())),
+        )
+        write_private(self.path, _CONTENT.dump_json(content, indent=1) + b"\n")
 
     def take(self, roster: IdentityRoster, *, client_id: ClientId, lineage: Lineage) -> None:
         """Pin the keys in a roster in the place of all that is pinned, once for each roster.

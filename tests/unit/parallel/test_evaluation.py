@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fedlearn.core.improvement import Goal
-from fedlearn.errors import Cancelled, ConfigError
+from fedlearn.errors import Cancelled, ConfigError, StoreError
 from fedlearn.parallel import evaluation, jobs
 from fedlearn.parallel.engine import Engine
 from fedlearn.parallel.jobs import Folder, Job, follow, train
@@ -179,6 +179,18 @@ def test_a_training_that_is_kept_takes_more_steps(tmp_path: Path) -> None:
     assert all(torch.equal(same.model[name], each) for name, each in expected.model.items())
     with pytest.raises(ConfigError, match="has taken 6 steps, and 5 are asked for"):
         run(job_in(tmp_path, scores, until=5, is_kept=True))
+
+
+@pytest.mark.parametrize("name", ["job.json", "evaluations.json"])
+def test_a_damaged_file_of_a_kept_training_is_told(tmp_path: Path, name: str) -> None:
+    """By its path and a way out; it is not begun over what is there."""
+    job = job_in(tmp_path, Scores([6, 5, 4, 3, 2, 1]), is_kept=True)
+    run(job)
+    [damaged] = tmp_path.rglob(name)
+    damaged.write_text('{"identity": "cut o')
+    with pytest.raises(StoreError, match=rf"{name} does not hold .*: remove the training's folder"):
+        run(job)
+    assert damaged.exists()
 
 
 def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(

@@ -52,6 +52,7 @@ def test_coordinators_are_kept_apart_and_none_makes_another_forgotten(tmp_path: 
         b"{}",
         b'{"format": 1, "coordinators": {}}',
         b'{"format": 2, "coordinators": 3}',
+        b'{"coordinators": {}}',
         b'{"format": 2, "coordinators": {"%s": {"is_bound": true}}}' % (b"k" * 32).hex().encode(),
         b'{"format": 2, "coordinators": {"%s": {"is_bound": true, "releases": [{}]}}}'
         % (b"k" * 32).hex().encode(),

@@ -116,6 +116,7 @@ def test_pins_of_another_coordinator_count_for_nothing(file: PinFile) -> None:
         "",
         "[]",
         '{"format": 2}',
+        json.dumps({"coordinator_key": "63" * 32, "roster": "", "clients": {}}),
         json.dumps({"format": 1, "coordinator_key": "63" * 32}),
         json.dumps({"format": 1, "coordinator_key": "63" * 32, "roster": "", "clients": {"x": 1}}),
     ],
@@ -123,5 +124,5 @@ def test_pins_of_another_coordinator_count_for_nothing(file: PinFile) -> None:
 def test_a_damaged_file_is_not_taken_for_none(file: PinFile, content: str) -> None:
     """Whoever damages it would else choose the keys."""
     file.path.write_text(content)
-    with pytest.raises(DeploymentError, match="holds no pinned keys"):
+    with pytest.raises(DeploymentError, match="does not hold pinned keys"):
         file.read()
