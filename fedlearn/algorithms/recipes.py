@@ -2,7 +2,7 @@
 
 A recipe is a function that returns an :class:`Algorithm`: a local update, an aggregation and a
 server optimiser. What needs more is a :class:`~fedlearn.algorithms.strategy.Strategy` of its own,
-such as :class:`~fedlearn.algorithms.scaffold.ControlledAveraging`.
+such as :class:`~fedlearn.algorithms.scaffold.ScaffoldAveraging`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, require_update
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.proximal import Proximal, Pull
-from fedlearn.algorithms.scaffold import ControlledAveraging, ControlVariates
+from fedlearn.algorithms.scaffold import ControlVariates, ScaffoldAveraging
 from fedlearn.algorithms.server_optimizers import (
     Adaptivity,
     DeltaDecay,
@@ -207,7 +207,7 @@ def Scaffold(
             "aggregation needs; a longer one is scaled down to it; not set: there is none."
         ),
     ] = None,
-) -> ControlledAveraging:
+) -> ScaffoldAveraging:
     """Return SCAFFOLD with option II for the clients' control variates.
 
     Raises:
@@ -218,7 +218,7 @@ def Scaffold(
         Learning <https://arxiv.org/abs/1910.06378>`_, algorithm 1.
     """
     require_update(local, name="local")
-    return ControlledAveraging(
+    return ScaffoldAveraging(
         local=ControlVariates(inner=local, control_bound=control_bound),
         num_clients=num_clients,
         server_learning_rate=server_learning_rate,

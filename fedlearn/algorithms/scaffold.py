@@ -155,7 +155,7 @@ def _require_constant_rate(moment: Moment) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlledAveraging(Ranged, Strategy):
+class ScaffoldAveraging(Ranged, Strategy):
     r"""SCAFFOLD with option II; :func:`~fedlearn.algorithms.recipes.Scaffold` makes it.
 
     :math:`x \leftarrow x + \eta_g \overline{\Delta y}`,

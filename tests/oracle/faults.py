@@ -26,7 +26,7 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
-from fedlearn.algorithms.scaffold import ControlledAveraging, ControlVariates
+from fedlearn.algorithms.scaffold import ControlVariates, ScaffoldAveraging
 from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.algorithms.transforms import NoisedUpdates
@@ -426,7 +426,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the proximal term is left out", Proximal, "step", _no_clip, _is("algorithm", "fedprox")),
     Fault(
         "SCAFFOLD's server moves as if all reported",
-        ControlledAveraging,
+        ScaffoldAveraging,
         "step",
         _scaffold_share,
         _is("algorithm", "scaffold"),

@@ -30,7 +30,7 @@ from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import FedAvg, Scaffold
-from fedlearn.algorithms.scaffold import ControlledAveraging, ControlVariates
+from fedlearn.algorithms.scaffold import ControlVariates, ScaffoldAveraging
 from fedlearn.algorithms.settings import require_honoured, settings_of, update_from
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -65,7 +65,7 @@ class Point(nn.Module):
         return (a * (self.x - b) ** 2 / 2).sum(dim=1)
 
 
-def scaffold(local: LocalSgd = SGD, **changes: Any) -> ControlledAveraging:
+def scaffold(local: LocalSgd = SGD, **changes: Any) -> ScaffoldAveraging:
     return Scaffold(local, **{"num_clients": NUM_CLIENTS, "server_learning_rate": 1.0} | changes)
 
 
