@@ -1,7 +1,7 @@
 """From a configuration to a run that can start: the only registry of names.
 
 First its pieces (:func:`simulation`, :func:`deployment`), then its plan
-(:mod:`fedlearn.assembly.plan`).
+(``fedlearn.assembly.plan``).
 """
 
 from fedlearn.assembly.deployed import deployment
