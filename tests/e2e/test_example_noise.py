@@ -113,15 +113,15 @@ def test_check_and_budget_say_that_examples_are_hidden(capsys: pytest.CaptureFix
         assert "example: each client adds noise to each step" in text
         assert "times the clip, in each step of a client's training" in text
     assert "zero_out: one example of one user counts or not" in told["budget", "1"]
-    assert "clip       0.5, the gradient of each example" in told["budget", "1"]
+    assert "clip  0.5, the gradient of each example" in told["budget", "1"]
     one, four = (multiplier(told["budget", epochs]) for epochs in ("1", "4"))
     assert four == pytest.approx(2.0 * one, rel=1e-3)
 
 
 def multiplier(text: str) -> float:
     """Return the noise multiplier that a budget tells."""
-    (line,) = (line for line in text.splitlines() if line.startswith("noise"))
-    return float(line.split()[1])
+    (words,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["noise"])
+    return float(words[1])
 
 
 def test_a_deployment_counts_each_client_as_asked_unless_coins_decide() -> None:
