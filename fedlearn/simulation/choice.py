@@ -192,9 +192,10 @@ def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
         return _choice(job, ExecutorKind.SEQUENTIAL, trial)
     not_fused = _objection(job, ExecutorKind.FUSED, trial)
     path = cache_dir / f"{_fingerprint(job)}.json"
+    blocks = path.with_suffix(".blocks.json")
     if not_fused is None:
         usual = _choice(job, ExecutorKind.FUSED, "the model calls its layers one after another")
-        return _tuned(job, usual, clock, path)
+        return _tuned(job, usual, clock, blocks)
     if (not_stacked := _objection(job, ExecutorKind.VMAP, trial)) is not None:
         return _choice(job, ExecutorKind.SEQUENTIAL, not_stacked)
     try:
@@ -205,7 +206,7 @@ def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
     fastest = _fastest(job, speed, trial, not_fused)
     if fastest.kind is not ExecutorKind.VMAP:
         return fastest
-    return _tuned(job, fastest, clock, path.with_suffix(".blocks.json"))
+    return _tuned(job, fastest, clock, blocks)
 
 
 def named(job: Job, kind: ExecutorKind) -> Choice:
@@ -336,8 +337,8 @@ def _fastest(job: Job, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
 def _tuned(job: Job, usual: Choice, clock: Clock, path: Path) -> Choice:
     """Return the choice with the fastest block of a few, if the run is long enough to measure them.
 
-    All sizes of a block give the same model, to the bit. Sequential training takes the place of
-    blocks only if it is clearly faster: it rounds otherwise.
+    Blocks of another size may round otherwise. Training one client at a time takes their place only
+    if it is clearly faster.
     """
     seconds = _remembered(path)
     if not seconds:
