@@ -6,6 +6,7 @@ the product itself knows nothing of either. Functions are named by ``module:qual
 :mod:`tests.processes` is the other side.
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -71,6 +72,7 @@ def run(request: dict[str, Any]) -> None:
     for number, (path, flags) in enumerate(streams):
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(path, append if flags is None else flags, 0o600), number)
+    faulthandler.enable()  # a test that waits in vain asks where the threads stand
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

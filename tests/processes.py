@@ -158,9 +158,17 @@ class Process:
     def wait(self, *, within_s: float = LONG_S) -> int | None:
         """Return its exit code once it has ended; ``None``: it was killed."""
         ended = select.select([self.descriptor], [], [], within_s)[0]
-        assert ended, f"{self.stem.name} runs on\n{self.tail()}"
         exit_file = self.stem.with_suffix(".exit")
+        assert ended, f"{self.stem.name} runs on, {exit_file.exists()=}\n{self._stacks()}"
         return int(exit_file.read_text()) if exit_file.exists() else None
+
+    def _stacks(self) -> str:
+        """Kill it, and return what it printed: at the end, where each of its threads stood."""
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGCONT)
+            self.send(signal.SIGABRT)
+        select.select([self.descriptor], [], [], 10.0)
+        return f"{self.out()[-3000:]}\n{self.err()[-12_000:]}"
 
     def close(self) -> None:
         self.kill()
