@@ -149,7 +149,9 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    """Starts processes; those that are left end with the session."""
-    with Launcher.start() as started:
-        yield started
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """Starts processes; those that are left end with the test run."""
+    folder, owner = tmp_path_factory.getbasetemp(), os.getpid()
+    if hasattr(request.config, "workerinput"):  # xdist's workers share what is above their folders
+        folder, owner = folder.parent, os.getppid()
+    return Launcher.shared(folder, owner=owner)

@@ -1,9 +1,12 @@
 """Starts processes of fedlearn and scripts, each a fork of this one: the imports are paid once.
 
-It reads one request a line, JSON, and answers with the process's number. A process may be
-told to kill itself before or after the n-th call of a function, or to have a function replaced;
-the product itself knows nothing of either. Functions are named by ``module:qualified name``.
-:mod:`tests.processes` is the other side.
+``python -m tests.launcher SOCKET OWNER`` returns when the launcher listens on the Unix socket. A
+connection carries one request, JSON; the answer is the new process's number and a descriptor of
+it. The launcher ends with the process OWNER, and what it has started ends with the launcher.
+
+A process may be told to kill itself before or after the n-th call of a function, or to have a
+function replaced; the product itself knows nothing of either. Functions are named by
+``module:qualified name``. :mod:`tests.processes` is the other side.
 """
 
 import faulthandler
@@ -12,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -43,25 +47,56 @@ _HEAVY = (
     "fedlearn.parallel.checkpoints",
     "psycopg",
 )
+#: More than there are test processes, each with one connection at a time.
+_BACKLOG = 128
 
 
-def serve() -> None:
-    """Answer requests until the input ends; children end with this process."""
+def start(path: str, owner: int) -> None:
+    """Serve at ``path`` in a process of its own; return when it does."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.close(reading)
+        serve(path, owner=owner, ready=writing)
+        os._exit(0)  # what follows the call is the parent's
+    os.close(writing)
+    if not os.read(reading, 1):
+        sys.exit("the launcher has not started")
+
+
+def serve(path: str, *, owner: int, ready: int) -> None:
+    """Answer requests until the owner ends.
+
+    Args:
+        path: Of the socket.
+        owner: A process.
+        ready: Of a pipe; written to and closed once clients may connect.
+    """
+    owned_by = os.pidfd_open(owner)
     prepare_for_grpc(os.environ, verbosity="ERROR")  # as the command does before it imports gRPC
     for name in _HEAVY:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a child that collects would copy what it only looks at
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left behind as a zombie
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        request = json.loads(line)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(_BACKLOG)
+    os.write(ready, b"+")
+    os.close(ready)
+    while owned_by not in select.select([listener.fileno(), owned_by], [], [])[0]:
+        connection, _ = listener.accept()
+        with connection.makefile("rb") as stream:
+            request = json.load(stream)
         child = os.fork()
         if child == 0:
+            connection.close()
+            listener.close()
+            os.close(owned_by)
             run(request)
-        sys.stdout.write(f"{child}\n")
-        sys.stdout.flush()
+        descriptor = os.pidfd_open(child)
+        socket.send_fds(connection, [str(child).encode()], [descriptor])
+        os.close(descriptor)
+        connection.close()
 
 
 def run(request: dict[str, Any]) -> None:
@@ -71,7 +106,9 @@ def run(request: dict[str, Any]) -> None:
     streams = (("/dev/null", os.O_RDONLY), *((request[each], None) for each in ("out", "err")))
     for number, (path, flags) in enumerate(streams):
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        os.dup2(os.open(path, append if flags is None else flags, 0o600), number)
+        opened = os.open(path, append if flags is None else flags, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
     faulthandler.enable()  # a test that waits in vain asks where the threads stand
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -234,4 +271,4 @@ def replace(name: str, change: Callable[[Any], Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    start(sys.argv[1], int(sys.argv[2]))

@@ -1,14 +1,16 @@
 """Processes that a test starts, watches, freezes and kills; each is a fork of a warm one."""
 
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +24,7 @@ LONG_S = 300.0
 _PR_SET_PDEATHSIG = 1
 
 _ROOT = Path(__file__).parents[1]
+_PID_BYTES = 20
 _LOOK_S = 0.02
 #: By how long a look took: to open a database takes as long as the shortest pause.
 _PAUSE = 5.0
@@ -122,10 +125,6 @@ class Process:
     descriptor: int
     is_client: bool
 
-    @classmethod
-    def of(cls, pid: int, stem: Path, *, is_client: bool) -> "Process":
-        return cls(pid, stem, os.pidfd_open(pid), is_client)
-
     @property
     def is_running(self) -> bool:
         return not select.select([self.descriptor], [], [], 0.0)[0]
@@ -207,29 +206,36 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
 
 
+@dataclass(frozen=True)
 class Launcher:
-    """Starts processes; see :mod:`tests.launcher`."""
+    """Starts processes; see :mod:`tests.launcher`.
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-        assert self._line() == "ready"
+    Attributes:
+        path: Of the socket at which the launcher answers.
+    """
+
+    path: Path
 
     @classmethod
-    @contextmanager
-    def start(cls) -> Iterator["Launcher"]:
-        """Start the launcher; its processes end with it."""
-        with subprocess.Popen(
-            [sys.executable, "-m", "tests.launcher"],
-            cwd=_ROOT,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            try:
-                yield cls(process)
-            finally:
-                process.kill()
+    def shared(cls, folder: Path, *, owner: int) -> "Launcher":
+        """Return the launcher of a test run; the first caller starts it, which takes seconds.
+
+        Args:
+            folder: Of the test run, whose processes share the launcher.
+            owner: The process with which the launcher ends, and with it what it has started.
+        """
+        path = folder / "launcher"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                subprocess.run(
+                    [sys.executable, "-m", "tests.launcher", path, str(owner)],
+                    cwd=_ROOT,
+                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.DEVNULL,
+                    check=True,
+                )
+        return cls(path)
 
     def launch(
         self,
@@ -287,14 +293,12 @@ class Launcher:
     ) -> Process:
         for end in (".out", ".err"):
             stem.with_suffix(end).touch()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return Process.of(int(self._line()), stem, is_client=is_client)
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.path))
+            connection.sendall(json.dumps(request).encode())
+            connection.shutdown(socket.SHUT_WR)
+            pid, (descriptor,), _, _ = socket.recv_fds(connection, _PID_BYTES, 1)
+        return Process(int(pid), stem, descriptor, is_client)
 
 
 def _request(

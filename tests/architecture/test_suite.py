@@ -1,10 +1,12 @@
 """What the tests themselves rely on."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.gpus import lack_of_gpus
+from tests.processes import Launcher
 
 
 @pytest.mark.xdist_group("together")
@@ -34,3 +36,36 @@ def test_tests_in_the_folder_of_gpus_are_marked(request: pytest.FixtureRequest) 
 )
 def test_a_test_that_lacks_gpus_says_so(found: int, needed: int, lack: str | None) -> None:
     assert lack_of_gpus(found=found, needed=needed) == lack
+
+
+def test_a_process_has_no_descriptor_of_its_launcher(launcher: Launcher) -> None:
+    """A test that counts its process's descriptors, or closes them, finds its own."""
+    done = launcher.run("import os; print(*os.listdir('/proc/self/fd'))")
+    assert done.stdout.split() == ["0", "1", "2", "3"]  # the last one is the folder's own
+
+
+_SLEEP = "import time; time.sleep(1000)"
+
+
+def test_a_launcher_and_what_it_started_end_with_their_owner(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """A second launcher, itself a fork of the first; the control: it serves until then."""
+    path, script = tmp_path / "second", tmp_path / "sleep.py"
+    script.write_text(_SLEEP)
+    with subprocess.Popen(["sleep", "1000"]) as owner:
+        try:
+            start = (
+                "import sys; from tests.launcher import start; start(sys.argv[1], int(sys.argv[2]))"
+            )
+            assert launcher.run(start, str(path), str(owner.pid)).returncode == 0
+            second = Launcher(path)
+            stems = [tmp_path / "one", tmp_path / "two"]
+            left = [second.launch(stem, environ={}, script=script) for stem in stems]
+            for process in left:
+                assert process.is_running
+        finally:
+            owner.kill()
+    for process in left:
+        assert process.wait() is None
+        process.close()
