@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, TextClause, text
 from sqlalchemy.orm import Session
 
 from fedlearn.errors import StoreError
@@ -31,6 +31,14 @@ _END = text("""
     )
     SELECT pid, pg_terminate_backend(pid) FROM blocking JOIN pg_stat_activity USING (pid)
     WHERE usename = current_user AND wait_event_type = 'Client'
+    AND state_change < clock_timestamp() - make_interval(secs => :still_s)
+""")
+
+#: Those in the middle of a pipeline, whoever waits for them.
+_END_ALL = text("""
+    SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE datname = current_database() AND usename = current_user
+    AND backend_type = 'client backend' AND state = 'active' AND wait_event_type = 'Client'
     AND state_change < clock_timestamp() - make_interval(secs => :still_s)
 """)
 
@@ -59,14 +67,28 @@ def ending_blockers(engine: Engine, session: Session) -> Iterator[None]:
         watcher.join()
 
 
+def end_stalled_sessions(engine: Engine, *, still_s: float) -> None:
+    """End the sessions, of the same role, whose client stopped in a pipeline ``still_s`` ago.
+
+    What they have locked, nobody waits for yet. SQLite has no sessions to end.
+
+    Raises:
+        StoreError: The database cannot be read.
+    """
+    if engine.dialect.name == "postgresql":
+        _end(engine, _END_ALL, still_s=still_s)
+
+
 def _watch(engine: Engine, waiting: int, is_over: threading.Event) -> None:
     while not is_over.wait(_LOOK_S):
         try:
-            with explained(engine), engine.begin() as connection:
-                found = connection.execute(_END, {"waiting": waiting, "still_s": _STILL_S})
-                ended = [pid for pid, is_ended in found if is_ended]
+            _end(engine, _END, waiting=waiting, still_s=_STILL_S)
         except StoreError as error:  # the block hears of it by itself
             _log.warning("blockers_unknown", error=str(error))
-            continue
-        if ended:
-            _log.warning("standing_session_ended", pids=ended)
+
+
+def _end(engine: Engine, statement: TextClause, **values: float) -> None:
+    with explained(engine), engine.begin() as connection:
+        ended = [pid for pid, is_ended in connection.execute(statement, values) if is_ended]
+    if ended:
+        _log.warning("standing_session_ended", pids=ended)

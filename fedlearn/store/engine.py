@@ -19,8 +19,10 @@ _LOCK_WAIT_S = 30.0
 _MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
 
 #: What the server shall do: notice, in seconds, that a coordinator stands still inside a
-#: transaction, or that its machine has no power, for it must not keep others waiting.
+#: transaction, or that its machine has no power, for it must not keep others waiting. Whatever
+#: holds a lock all the same, a write waits as long as on SQLite and then fails.
 _SESSION = {
+    "lock_timeout": f"{_LOCK_WAIT_S:.0f}s",
     "idle_in_transaction_session_timeout": "10s",
     "tcp_keepalives_idle": "5",
     "tcp_keepalives_interval": "2",
@@ -38,7 +40,7 @@ _POSTGRESQL_OPTIONS = {
     "options": " ".join(f"-c {name}={value}" for name, value in _SESSION.items()),
 }
 
-_POSTGRESQL_DISK_FULL = "53100"
+_POSTGRESQL_DISK_FULL, _POSTGRESQL_LOCKED = "53100", "55P03"
 
 _REMEDIES = {
     "SQLITE_BUSY": "another process is writing for long: let it finish",
@@ -192,7 +194,13 @@ def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
     # No statement: what failed was to connect, to begin or to commit.
     at_the_edge = isinstance(error, OperationalError) and error.statement is None
     kind = StoreUnavailable if error.connection_invalidated or at_the_edge else StoreError
-    if getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL:
+    state = getattr(error.orig, "sqlstate", None)
+    if state == _POSTGRESQL_LOCKED:
+        return StoreUnavailable, (
+            "another session holds what this one writes: let the command or coordinator that it "
+            "belongs to end, or end it (`SELECT * FROM pg_stat_activity` names it)"
+        )
+    if state == _POSTGRESQL_DISK_FULL:
         kind = NoSpace
     return kind, "check that the server runs and that the URL names a database this user may write"
 

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.words import did_you_mean
-from fedlearn.errors import DeploymentError, Fenced, StoreUnavailable
+from fedlearn.errors import DeploymentError, Fenced, StoreError, StoreUnavailable
 from fedlearn.rounds.journal import Control, DeployedRun
 from fedlearn.store.runs import Database, new_run_id, run_id_of
 from fedlearn.store.schema import DeploymentRow, RunRow, as_record
@@ -224,7 +224,16 @@ class Lease:
                 return False
         self._epoch = taken
         self._extend(sent_s)
+        if is_silent:
+            self._end_writes_of_the_silent()
         return True
+
+    def _end_writes_of_the_silent(self) -> None:
+        """Free what the last holder locked without the lease's row: contacts, say."""
+        try:
+            self._database.end_stalled_sessions(still_s=self.ttl_s)
+        except StoreError as error:  # each write that waits for them fails, and is tried again
+            log.warning("standing_sessions_unknown", run=self.name, error=str(error))
 
     def _extend(self, sent_s: float) -> None:
         """Count from before the renewal was sent: others count from when they saw it."""

@@ -28,7 +28,7 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 from fedlearn.rounds.records import ALIAS, Checkpoint, RoundRecord, RunRecord, RunStatus
-from fedlearn.store.blockers import ending_blockers
+from fedlearn.store.blockers import end_stalled_sessions, ending_blockers
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
 from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
 from fedlearn.store.holding import held, is_held
@@ -145,6 +145,10 @@ class Database:
     def ending_blockers(self, session: Session) -> AbstractContextManager[None]:
         """End sessions that stand still and keep ``session`` waiting."""
         return ending_blockers(self._engine, session)
+
+    def end_stalled_sessions(self, *, still_s: float) -> None:
+        """End sessions whose client stopped in the middle of a write ``still_s`` ago."""
+        end_stalled_sessions(self._engine, still_s=still_s)
 
     def explained(self) -> AbstractContextManager[None]:
         """Turn errors of the driver and of the disk into StoreErrors with a remedy."""

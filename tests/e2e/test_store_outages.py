@@ -27,6 +27,7 @@ from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deploy, deployment
 from fedlearn.store.patience import Patience
+from fedlearn.store.registry import _CONTACTS_LOCK, StoredRegistry
 from fedlearn.store.runs import Database, StoredRun, unguarded
 from tests.records import RUN
 
@@ -433,6 +434,51 @@ def test_a_takeover_ends_a_write_that_stands_still(postgresql_url: str, tmp_path
         assert second.try_acquire()
         assert deployment(database, RUN.name).epoch == 2
         assert admin.execute(state, (stopped.info.backend_pid,)).fetchone() is None
+
+
+def test_a_takeover_ends_a_write_that_nobody_waits_for_yet(
+    postgresql_url: str, tmp_path: Path
+) -> None:
+    """The last holder stopped while it wrote down its clients, which takes a lock of its own."""
+    url = postgresql_url.replace("+psycopg", "")
+    with (
+        silent(postgresql_url, tmp_path / "runs") as (database, _, second),
+        closing(psycopg.connect(url)) as stopped,
+        closing(psycopg.connect(url, autocommit=True)) as admin,
+    ):
+        stopped.execute(f"SELECT pg_advisory_xact_lock({_CONTACTS_LOCK})")
+        stopped.pgconn.enter_pipeline_mode()
+        stopped.pgconn.send_query_params(b"SELECT 1", None)
+        stopped.pgconn.send_flush_request()
+        stopped.pgconn.flush()
+        SystemClock().sleep(TTL_S)
+        state = "SELECT state, wait_event FROM pg_stat_activity WHERE pid = %s"
+        found = admin.execute(state, (stopped.info.backend_pid,)).fetchone()
+        assert found == ("active", "ClientRead"), "the control: the server takes it to be at work"
+        assert second.try_acquire()
+        assert admin.execute(state, (stopped.info.backend_pid,)).fetchone() is None
+        StoredRegistry(database, SystemClock()).keep_contacts([], are_all=True)
+
+
+def test_a_write_waits_for_a_lock_as_long_as_the_session_says(
+    postgresql_url: str, tmp_path: Path
+) -> None:
+    with (
+        Database.open(postgresql_url, runs_dir=tmp_path / "runs") as database,
+        database.reading() as session,
+    ):
+        assert session.scalar(text("SHOW lock_timeout")) == "30s"
+    url = f"{postgresql_url}&options=-c%20lock_timeout%3D100"
+    with (
+        Database.open(url, runs_dir=tmp_path / "runs") as database,
+        closing(psycopg.connect(postgresql_url.replace("+psycopg", ""))) as standing,
+    ):
+        registry = StoredRegistry(database, SystemClock())
+        standing.execute(f"SELECT pg_advisory_xact_lock({_CONTACTS_LOCK})")
+        with pytest.raises(StoreUnavailable, match="another session holds what this one writes"):
+            registry.keep_contacts([], are_all=True)
+        standing.rollback()
+        registry.keep_contacts([], are_all=True)
 
 
 def test_the_server_looks_after_those_whose_machine_is_off(
