@@ -13,14 +13,16 @@ import base64
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from annotated_types import MinLen
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
+from pydantic import PlainValidator, TypeAdapter
 
 from fedlearn.core.files import create_private, disk_errors, make_private_folder, write_private
 from fedlearn.errors import DeploymentError, ProtocolError
@@ -140,6 +142,22 @@ class Identity:
         return builder.sign(self.tls_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("Input should be a text")  # noqa: TRY004 - pydantic passes TypeErrors on
+    return value
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, altchars=b"-_", validate=True)
+
+
+#: Bytes as they stand in an invitation's file.
+_Ascii = Annotated[bytes, PlainValidator(lambda value: _text(value).encode("ascii"))]
+_Base64 = Annotated[bytes, PlainValidator(lambda value: _from_base64(_text(value)))]
+_Hexadecimal = Annotated[bytes, PlainValidator(lambda value: bytes.fromhex(_text(value)))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Invitation:
     """What an operator hands to one client so that it can join, as one file.
@@ -161,14 +179,14 @@ class Invitation:
     """
 
     name: str
-    addresses: tuple[str, ...]
+    addresses: Annotated[tuple[str, ...], MinLen(1)]
     enrolment_addresses: tuple[str, ...]
-    ca_pem: bytes = field(repr=False)
-    token: bytes = field(repr=False)
+    ca_pem: _Ascii = field(repr=False)
+    token: _Base64 = field(repr=False)
     expires_utc: str
-    coordinator_key: bytes = b""
-    certificate_pem: bytes = field(default=b"", repr=False)
-    tls_key_pem: bytes = field(default=b"", repr=False)
+    coordinator_key: _Hexadecimal = b""
+    certificate_pem: _Ascii = field(default=b"", repr=False)
+    tls_key_pem: _Ascii = field(default=b"", repr=False)
 
     @property
     def token_addresses(self) -> tuple[str, ...]:
@@ -207,11 +225,12 @@ class Invitation:
         """
         return read_document(
             path,
-            _invitation,
+            _INVITATION,
             key="fedlearn_invitation",
             versions=(_WITH_ENROLMENT_PORT, _DOOR_ALONE),
             noun="an invitation",
             command="fedlearn invite NAME",
+            is_secret=True,
         )
 
     def save(self, path: Path) -> None:
@@ -235,6 +254,9 @@ class Invitation:
             "tls_key_pem": self.tls_key_pem.decode("ascii"),
         }
         write_private(path, (json.dumps(values, indent=2) + "\n").encode())
+
+
+_INVITATION = TypeAdapter(Invitation)
 
 
 def certificate_fingerprint(certificate_pem: bytes) -> str:
@@ -293,31 +315,3 @@ def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-# Any: what JSON holds is checked here, field by field.
-def _invitation(values: Any) -> Invitation:
-    is_older = values["fedlearn_invitation"] == _WITH_ENROLMENT_PORT
-    return Invitation(
-        name=_text(values["name"]),
-        addresses=_texts(values["addresses"]),
-        enrolment_addresses=_texts(values["enrolment_addresses"]) if is_older else (),
-        ca_pem=_text(values["ca_pem"]).encode("ascii"),
-        token=base64.b64decode(values["token"], altchars=b"-_", validate=True),
-        expires_utc=_text(values["expires_utc"]),
-        coordinator_key=bytes.fromhex(_text(values["coordinator_key"])),
-        certificate_pem=_text(values.get("certificate_pem", "")).encode("ascii"),
-        tls_key_pem=_text(values.get("tls_key_pem", "")).encode("ascii"),
-    )
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list) or not values:
-        raise TypeError(f"{values!r} is not a list of texts")
-    return tuple(_text(value) for value in values)

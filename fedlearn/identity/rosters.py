@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Le, Len
+from pydantic import AfterValidator, Strict, TypeAdapter
 
 from fedlearn.core.files import write_durably
+from fedlearn.core.json_files import HEXADECIMAL
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.documents import read_document
@@ -59,12 +63,13 @@ class IdentityRoster:
         """
         return read_document(
             path,
-            _roster,
+            _CONTENT,
             key="fedlearn_roster",
             versions=(_FORMAT,),
             noun="a roster of identity keys",
             command="fedlearn roster -o FILE",
-        )
+            is_secret=False,
+        ).roster()
 
     def save(self, path: Path) -> None:
         """Write the roster to the file ``path``; its folder exists.
@@ -97,30 +102,50 @@ class IdentityRoster:
         return (json.dumps(values, indent=2) + "\n").encode()
 
 
-# Any: what JSON holds is checked here, field by field.
-def _roster(values: Any) -> IdentityRoster:
-    clients: dict[ClientId, KnownKey] = {}
-    for row in values["clients"]:
-        client_id = ClientId(_number(row["client_id"], at_most=_MAX_ID))
-        entry = KnownKey(
-            name=str(row["name"]),
-            key=_key(row["identity_key"]),
-            num_rotations=_number(row["num_rotations"], at_most=MAX_SUCCESSIONS),
-        )
-        if client_id in clients or entry.key in {each.key for each in clients.values()}:
-            raise ValueError(f"client {client_id} or its key is there twice")
-        clients[client_id] = entry
-    return IdentityRoster(coordinator_key=_key(values["coordinator_key"]), clients=clients)
+_Key = Annotated[bytes, Len(KEY_BYTES, KEY_BYTES)]
 
 
-def _key(text: Any) -> bytes:
-    key = bytes.fromhex(text)
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"{text!r} is no key")
-    return key
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A client in the file."""
+
+    __pydantic_config__: ClassVar = HEXADECIMAL
+
+    client_id: Annotated[ClientId, Strict(), Ge(0), Le(_MAX_ID)]
+    name: str
+    identity_key: _Key
+    num_rotations: Annotated[int, Strict(), Ge(0), Le(MAX_SUCCESSIONS)]
 
 
-def _number(value: Any, *, at_most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= at_most:
-        raise ValueError(f"{value!r} is no number from 0 to {at_most}")
-    return value
+def _require_distinct(rows: list[_Row]) -> list[_Row]:
+    """Refuse, by a ValueError, a client or a key that is there twice."""
+    ids, keys = set[ClientId](), set[bytes]()
+    for row in rows:
+        if row.client_id in ids or row.identity_key in keys:
+            raise ValueError(f"client {row.client_id} or its key is there twice")
+        ids.add(row.client_id)
+        keys.add(row.identity_key)
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """The file."""
+
+    __pydantic_config__: ClassVar = HEXADECIMAL
+
+    coordinator_key: _Key
+    clients: Annotated[list[_Row], AfterValidator(_require_distinct)]
+
+    def roster(self) -> IdentityRoster:
+        """Return the roster, without fingerprints: they are there to be read."""
+        clients = {
+            row.client_id: KnownKey(
+                key=row.identity_key, num_rotations=row.num_rotations, name=row.name
+            )
+            for row in self.clients
+        }
+        return IdentityRoster(coordinator_key=self.coordinator_key, clients=clients)
+
+
+_CONTENT = TypeAdapter(_Content)

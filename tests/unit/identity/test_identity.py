@@ -25,6 +25,7 @@ from fedlearn.identity.identity import (
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import enrolment_bytes, signed_bytes
+from tests.damage import damaged
 
 KEY = wire_pb2.TaskKey(run_id="r", kind="TrainRequest", round_num=3, attempt=1, exchange=0)
 INVITATION = Invitation(
@@ -254,15 +255,34 @@ def test_a_damaged_invitation_is_refused_by_name(tmp_path: Path, change: dict[st
     path = tmp_path / "invitation.json"
     INVITATION.save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(DeploymentError, match=r"invitation\.json is"):
+    with pytest.raises(DeploymentError, match=r"invitation\.json (does not hold|is) an invitation"):
         Invitation.load(path)
+
+
+def test_a_damaged_invitation_names_the_place_but_no_secret(tmp_path: Path) -> None:
+    """Somebody may send the message around, or keep it in a log."""
+    path = tmp_path / "invitation.json"
+    INVITATION.save(path)
+    whole = path.read_bytes()
+    for key in ("token", "fedlearn_invitation"):
+        for content, says in damaged(whole, key=key, shows_values=False):
+            path.write_bytes(content)
+            words = rf"{path} does not hold an invitation \({says}.*fedlearn invite NAME"
+            with pytest.raises(DeploymentError, match=words) as raised:
+                Invitation.load(path)
+            assert raised.value.__suppress_context__, "a traceback would show it"
+    values = json.loads(whole)
+    path.write_text(json.dumps(values | {"token": values["token"] + "!"}))
+    with pytest.raises(DeploymentError, match="token is wrong") as raised:
+        Invitation.load(path)
+    assert values["token"] not in str(raised.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{}", b"\xff", b'{"name": "a"}'])
 def test_another_file_is_not_an_invitation(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "invitation.json"
     path.write_bytes(content)
-    with pytest.raises(DeploymentError, match="is not an invitation"):
+    with pytest.raises(DeploymentError, match="does not hold an invitation"):
         Invitation.load(path)
     with pytest.raises(DeploymentError, match="cannot read"):
         Invitation.load(tmp_path / "other.json")

@@ -10,6 +10,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.lineage import fingerprint
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
+from tests.damage import damaged
 
 ROSTER = IdentityRoster(
     coordinator_key=b"c" * 32,
@@ -43,9 +44,9 @@ def test_every_change_changes_the_digest() -> None:
     ("change", "words"),
     [
         ({"fedlearn_roster": 2}, "format 2"),
-        ({"coordinator_key": "00"}, "no key"),
-        ({"clients": [{"client_id": 1}]}, "not a roster"),
-        ({"clients": 3}, "not a roster"),
+        ({"coordinator_key": "00"}, r"coordinator_key is '00': .* 32 bytes"),
+        ({"clients": [{"client_id": 1}]}, r"clients\.0\.name is missing.*fedlearn roster -o"),
+        ({"clients": 3}, "clients is 3: "),
     ],
 )
 def test_a_damaged_roster_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
@@ -56,6 +57,17 @@ def test_a_damaged_roster_is_refused(tmp_path: Path, change: dict[str, object], 
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DeploymentError, match=words):
         IdentityRoster.load(path)
+
+
+def test_a_roster_that_is_none_names_the_place_and_the_value(tmp_path: Path) -> None:
+    """Nothing in it is secret."""
+    path = tmp_path / "roster"
+    ROSTER.save(path)
+    for content, says in damaged(path.read_bytes(), key="coordinator_key"):
+        path.write_bytes(content)
+        words = rf"{path} does not hold a roster of identity keys \({says}.*fedlearn roster -o"
+        with pytest.raises(DeploymentError, match=words):
+            IdentityRoster.load(path)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,7 @@ def test_an_impossible_client_is_refused(tmp_path: Path, change: dict[str, objec
     values = json.loads(path.read_text())
     values["clients"][0].update(change)
     path.write_text(json.dumps(values))
-    with pytest.raises(DeploymentError, match="not a roster"):
+    with pytest.raises(DeploymentError, match="does not hold a roster"):
         IdentityRoster.load(path)
 
 

@@ -1,0 +1,27 @@
+"""JSON files that are damaged in each way that a reader must refuse."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+#: What a file holds instead of a value: no key of ours is of this type.
+_WRONG = {"wrong": "type"}
+
+
+class Damage(NamedTuple):
+    """A damaged copy of a file, and what its error must say: a regular expression."""
+
+    content: bytes
+    says: str
+
+
+def damaged(content: bytes, *, key: str, shows_values: bool = True) -> Iterator[Damage]:
+    """Yield copies of a JSON object that lack a key, have another type there, or are no JSON."""
+    values = json.loads(content)
+    without = {name: value for name, value in values.items() if name != key}
+    yield Damage(json.dumps(without).encode(), f"{key} is missing")
+    found = re.escape(repr(_WRONG)) if shows_values else "wrong"
+    yield Damage(json.dumps(values | {key: _WRONG}).encode(), f"{key} is {found}: ")
+    yield Damage(content[: len(content) // 2], "Invalid JSON")
+    yield Damage(b"", "Invalid JSON")
