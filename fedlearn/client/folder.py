@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedlearn.client.descendants import MARK, end_marked, has_mark
 from fedlearn.client.forks import keep_from_forks
@@ -247,6 +249,8 @@ class _Holder:
         mark: In its environment if it is a training process; else empty.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     pid: int
     parent: int
     mark: str
@@ -258,8 +262,8 @@ class _Holder:
     @classmethod
     def in_note(cls, note: str) -> "_Holder | None":
         try:
-            return cls(**json.loads(note))
-        except (ValueError, TypeError):  # none, or that of another version
+            return _HOLDER.validate_json(note)
+        except ValidationError:  # none, or that of another version
             return None
 
     def is_orphan(self) -> bool:
@@ -273,3 +277,6 @@ class _Holder:
             return True
         # The parent of an orphan is another process, or on Windows none.
         return not has_mark(process, self.mark) or parent is None or parent.pid != self.parent
+
+
+_HOLDER = TypeAdapter(_Holder)

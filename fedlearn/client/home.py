@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import structlog
+from pydantic import TypeAdapter
 
 from fedlearn.client.folder import ClientFolder, content_of, half_written, remove_all
 from fedlearn.client.keyring import Keyring
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
+from fedlearn.core.json_files import parse_json
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.content import digest_of
 
@@ -38,6 +40,11 @@ _DAY_S = 86_400.0
 _FILES = ("pins.json", "history.json", "tasks.json", "evaluations.json", "privacy.json")
 #: What downloads leave free on the user's disk.
 _RESERVE_BYTES = 256 << 20
+
+#: Of what the files hold.
+_TASK = TypeAdapter(dict[str, object])
+_CRASHES, _BEGIN, _TIMES = TypeAdapter(int), TypeAdapter(float), TypeAdapter(list[float])
+_SPENT = TypeAdapter(dict[str, tuple[float, float]])
 
 ValuesT = TypeVar("ValuesT")
 
@@ -288,17 +295,18 @@ class Home(ClientFolder):
         write_private(self.folder / "privacy.json", json.dumps(spent).encode())
 
     def _spent(self, now_unix_s: float) -> dict[str, tuple[float, float]]:
-        found = _values(self.folder / "privacy.json", dict[str, tuple[float, float]]())
+        path = self.folder / "privacy.json"
+        found = _values(path, _SPENT, holds="what was spent of the day's ε")
         return {
             session: (unix_s, squared)
-            for session, (unix_s, squared) in found.items()
+            for session, (unix_s, squared) in (found or {}).items()
             if _is_of_today(unix_s, now_unix_s)
         }
 
     @property
     def _begin_unix_s(self) -> float | None:
         """When training began in the task in work; ``None``: not yet."""
-        return _values(self._task / "begin", None)
+        return _values(self._task / "begin", _BEGIN, holds="when training began")
 
     @property
     def _trainings(self) -> Path:
@@ -309,19 +317,19 @@ class Home(ClientFolder):
         return self.folder / "evaluations.json"
 
     def _recent(self, path: Path, now_unix_s: float) -> list[float]:
-        times = _values(path, list[float]())
-        return [each for each in times if _is_of_today(each, now_unix_s)]
+        times = _values(path, _TIMES, holds="times of the last day")
+        return [each for each in times or [] if _is_of_today(each, now_unix_s)]
 
     def _state(self, run_id: str) -> Path:
         return self.folder / "state" / run_id
 
     @property
     def _task_values(self) -> dict[str, object]:
-        return _values(self._task / "task.json", dict[str, object]())
+        return _values(self._task / "task.json", _TASK, holds="a task's description") or {}
 
     @property
     def _crashes(self) -> int:
-        return _values(self._task / "crashes", 0)
+        return _values(self._task / "crashes", _CRASHES, holds="how often work crashed") or 0
 
     def _numbers(self) -> list[int]:
         if not self._spool.is_dir():
@@ -353,10 +361,9 @@ class Home(ClientFolder):
 
 def _read_reply(folder: Path) -> HeldReply | None:
     try:
-        values = json.loads((folder / "reply.json").read_bytes())
-        return HeldReply.from_values(values, path=folder / "reply")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("held_reply_unreadable", folder=str(folder), error=type(error).__name__)
+        return HeldReply.load(folder / "reply.json", path=folder / "reply")
+    except DeploymentError as error:
+        _log.warning("held_reply_unreadable", folder=str(folder), reason=str(error))
         return None
 
 
@@ -366,9 +373,26 @@ def _is_of_today(unix_s: float, now_unix_s: float) -> bool:
     return abs(now_unix_s - unix_s) < _DAY_S
 
 
-def _values(path: Path, default: ValuesT) -> ValuesT:
-    """Return what a JSON file holds; ``default`` if there is none, or it is damaged."""
-    with suppress(ValueError):
-        values: ValuesT = json.loads(content_of(path))
-        return values
-    return default
+def _values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> ValuesT | None:
+    """Return what a JSON file holds; ``None`` if there is none, or it is damaged: that is logged.
+
+    Raises:
+        DeploymentError: The file cannot be read.
+    """
+    with disk_errors(path, raises=DeploymentError, doing="read"):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+    try:
+        return parse_json(
+            content,
+            kind,
+            source=path,
+            raises=DeploymentError,
+            holds=holds,
+            remedy="the client works as without it; put a copy back, and check the disk",
+        )
+    except DeploymentError as error:
+        _log.warning("damaged_file", reason=str(error))
+        return None

@@ -5,9 +5,13 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import TypeAdapter
 
 from fedlearn.core.clock import utc
 from fedlearn.core.files import disk_errors, sync_folder, write_private
+from fedlearn.core.json_files import HEXADECIMAL, require_json
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.identity.identity import Identity, Invitation, validity_unix_s
@@ -276,25 +280,38 @@ class Keyring:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """An enrolment as JSON, without what has files of its own."""
+
+    __pydantic_config__: ClassVar = HEXADECIMAL
+
+    client_id: ClientId
+    redeemed: tuple[str, ...]
+    lineage: bytes
+
+
+_CONTENT = TypeAdapter(_Content)
+
+
 def _read_enrolment(folder: Path) -> Enrolment:
-    identity = Identity.load(folder)
+    identity, path = Identity.load(folder), folder / "enrolment.json"
+    remedy = f"remove {folder} and join with a new invitation"
+    content = require_json(
+        path, _CONTENT, raises=DeploymentError, holds="an enrolment", remedy=remedy
+    )
     try:
-        values = json.loads((folder / "enrolment.json").read_bytes())
         certificate_pem = (folder / "certificate.pem").read_bytes()
-        client_id, redeemed = ClientId(values["client_id"]), tuple(values["redeemed"])
-        lineage = Lineage.from_bytes(bytes.fromhex(values["lineage"]))
+        lineage = Lineage.from_bytes(content.lineage)
         if lineage.key != identity.public_key:
-            raise ValueError("the keys are not those of the enrolment")
-    except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
-        raise DeploymentError(
-            f"{folder} is damaged ({type(error).__name__}); remove it and join with a new "
-            "invitation"
-        ) from error
+            raise ProtocolError(f"the keys in {folder} are not those of {path.name}")
+    except (OSError, ProtocolError) as error:
+        raise DeploymentError(f"{folder} is damaged ({error}); {remedy}") from error
     return Enrolment(
         identity=identity,
-        client_id=client_id,
+        client_id=content.client_id,
         certificate_pem=certificate_pem,
         invitation=Invitation.load(folder / "invitation.json"),
-        redeemed=redeemed,
+        redeemed=content.redeemed,
         lineage=lineage,
     )

@@ -4,10 +4,13 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import TypeAdapter
+
+from fedlearn.core.json_files import HEXADECIMAL, require_json
 from fedlearn.core.messages import Failure
-from fedlearn.errors import ProtocolError
+from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import TaskKey
 
@@ -113,14 +116,41 @@ class HeldReply:
         }
 
     @classmethod
-    def from_values(cls, values: dict[str, Any], *, path: Path) -> "HeldReply":
-        """Return the reply that :meth:`values` describes; KeyError, TypeError, ValueError: none."""
-        expires = values["expires_unix_s"]
+    def load(cls, file: Path, *, path: Path) -> "HeldReply":
+        """Return the reply at ``path`` as a JSON ``file`` of :meth:`values` describes it.
+
+        Raises:
+            DeploymentError: The file is missing, cannot be read, or is damaged.
+        """
+        found = require_json(
+            file,
+            _DESCRIBED,
+            raises=DeploymentError,
+            holds="a reply's description",
+            remedy="the reply is dropped, and the coordinator asks again if there is time",
+        )
+        expires = found.expires_unix_s
         return cls(
-            key=TaskKey(**values["key"]),
-            digest=bytes.fromhex(values["digest"]),
-            num_bytes=values["num_bytes"],
+            key=found.key,
+            digest=found.digest,
+            num_bytes=found.num_bytes,
             expires_unix_s=math.inf if expires is None else expires,
-            max_inline_bytes=values["max_inline_bytes"],
+            max_inline_bytes=found.max_inline_bytes,
             path=path,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Described:
+    """What :meth:`HeldReply.values` returns."""
+
+    __pydantic_config__: ClassVar = HEXADECIMAL
+
+    key: TaskKey
+    digest: bytes
+    num_bytes: int
+    expires_unix_s: float | None
+    max_inline_bytes: int
+
+
+_DESCRIBED = TypeAdapter(_Described)

@@ -28,9 +28,12 @@ from itertools import groupby
 from mmap import mmap
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import BinaryIO, ClassVar, NamedTuple, TypeAlias
+
+from pydantic import ConfigDict, TypeAdapter
 
 from fedlearn.core.files import disk_errors, mapped, sync_file, sync_folder
+from fedlearn.core.json_files import parse_json
 from fedlearn.core.messages import ClientId
 from fedlearn.core.positioned import PositionedFile
 from fedlearn.errors import StoreError
@@ -40,6 +43,13 @@ _RECORD = struct.Struct("<2sBxII")  # magic, what it is, length and CRC-32 of th
 _MAGIC = b"FR"
 _REPLY = struct.Struct("<Qd32sQ")  # client, seconds, digest, bytes
 _LOG_NAME = "replies.log"
+
+#: Of records: what another version adds may change what the others mean.
+_KNOWN_ALONE = ConfigDict(extra="forbid")
+_REMEDY = (
+    "go on with the version of fedlearn that wrote it, or remove the folder and lose the replies "
+    "in it"
+)
 
 _GROUP = 512  # replies that share one fsync at the most
 
@@ -54,6 +64,8 @@ class _Kind(IntEnum):
 @dataclass(frozen=True, kw_only=True)
 class Opened:
     """The first record of a log: whose exchange this is, and when clients were asked first."""
+
+    __pydantic_config__: ClassVar = _KNOWN_ALONE
 
     run_id: str
     opened_unix_s: float
@@ -70,9 +82,14 @@ class Closed:
             text.
     """
 
+    __pydantic_config__: ClassVar = _KNOWN_ALONE
+
     num_consumed: int
     by_itself: bool
     refused: Mapping[str, str] = field(default_factory=dict)
+
+
+_OPENED, _CLOSED = TypeAdapter(Opened), TypeAdapter(Closed)
 
 
 class LoggedReply(NamedTuple):
@@ -405,25 +422,25 @@ def _recovered(folder: Path, *, run_id: str) -> RecoveredLog | None:
     with stream:
         try:
             found = _parsed(stream, folder)
-        except (ValueError, TypeError, RecursionError, struct.error) as error:
+        except struct.error as error:
             raise StoreError(
-                f"{folder / _LOG_NAME} holds whole records that mean nothing here "
-                f"({type(error).__name__}: {error}); go on with the version of fedlearn that wrote "
-                "it, or remove the folder and lose the replies in it"
+                f"{folder / _LOG_NAME} holds a whole record of a reply that is none ({error}); "
+                f"{_REMEDY}"
             ) from error
     return found if found is not None and found.opened.run_id == run_id else None
 
 
 def _parsed(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
     opened, closed, replies, end, num_bytes = None, None, list[LoggedReply](), 0, 0
+    parse = partial(parse_json, source=folder / _LOG_NAME, raises=StoreError, remedy=_REMEDY)
     for kind, body, begin in _records(stream):
         match kind:
             case _ if (opened is None) != (kind is _Kind.OPENED) or closed is not None:
                 break
             case _Kind.OPENED:
-                opened = Opened(**json.loads(body))
+                opened = parse(body, _OPENED, holds="the beginning of an exchange")
             case _Kind.CLOSED:
-                closed = Closed(**json.loads(body))
+                closed = parse(body, _CLOSED, holds="the end of an exchange")
             case _:
                 offset = begin + _REPLY.size if kind is _Kind.INLINE else -1
                 reply = LoggedReply._make((*_REPLY.unpack_from(body), offset))

@@ -10,13 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
 from fedlearn.config import Config, config_hash
 from fedlearn.config.tables import PYTHON_PIECES
 from fedlearn.core.clock import utc
+from fedlearn.core.json_files import require_json
 from fedlearn.errors import FedlearnError, StoreError
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.checkpoints import complete_checkpoints
 from fedlearn.store.runs import CONFIG_FILE, Database
+
+
+class _Described(BaseModel):
+    """What is needed of a configuration; the rest of it stays."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_rounds: int
+
+
+_DESCRIBED = TypeAdapter(_Described)
 
 
 class Adoption(NamedTuple):
@@ -72,20 +86,22 @@ def _record(folder: Path) -> RunRecord:
         StoreError: It cannot be read, or promises privacy.
     """
     path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text())
-        num_rounds = int(config["num_rounds"])
-        created_utc = utc(path.stat().st_mtime)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StoreError(f"its {CONFIG_FILE} cannot be read: {error!r}") from error
+    described = require_json(
+        path,
+        _DESCRIBED,
+        raises=StoreError,
+        holds="a run's configuration",
+        remedy="put a copy of it back; the model is in the folder `checkpoints` next to it",
+    )
+    config = described.model_dump()
     _require_no_promise(config)
     is_described = PYTHON_PIECES not in config
     return RunRecord(
         name=folder.name,
         status=RunStatus.INTERRUPTED,  # one that stopped early does so again when it is resumed
         error="",
-        created_utc=created_utc,
-        num_rounds=num_rounds,
+        created_utc=utc(path.stat().st_mtime),
+        num_rounds=described.num_rounds,
         config=config,
         config_hash=config_hash(Config.from_json(json.dumps(config))) if is_described else "",
         versions={},

@@ -170,7 +170,7 @@ def _require_same_decay(job: Job, task: Task) -> None:
     decay, earlier = task.plan.rate.decay, read_job(Folder(job.folder))
     if decay == "none" or earlier is None:
         return
-    before = earlier.get("until")
+    before = earlier.until
     if before != job.until:
         raise ConfigError(
             f'coordinator.training.decay is "{decay}", and in the training in {job.folder} the '

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,7 +28,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, write_durably
 from fedlearn.core.forking import in_new_group
 from fedlearn.core.gpus import own_gpu
-from fedlearn.core.json_files import read_json
+from fedlearn.core.json_files import read_json, require_json
 from fedlearn.core.mkl_environment import prepare_for_mkl
 from fedlearn.core.ranges import Count, Ranged, Whole
 from fedlearn.errors import ConfigError, Diverged, EngineError, StoreError
@@ -38,7 +38,22 @@ from fedlearn.parallel.local_world import loopback
 from fedlearn.parallel.task import Progress, Task, TrainingState
 
 PROGRESS = TypeAdapter(Progress)
-_TOLD = TypeAdapter(dict[str, Any])  # Any: what JSON has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the processes of a job are told; its file holds it."""
+
+    identity: str | list[Any]  # Any: what JSON has
+    task: str | None
+    arguments: dict[str, Any]  # Any: likewise
+    checkpoint_every: int
+    report_every: int
+    until: int | None
+    start: str | None
+
+
+_TOLD, _ANEW = TypeAdapter(Told), "remove the training's folder to train anew"
 
 _TETHERED, _WORKER = "fedlearn.parallel.tethered", "fedlearn.parallel.worker"
 _LOOK_S = 0.2
@@ -217,7 +232,7 @@ def follow(
     engine: Engine,
     folder: Folder,
     *,
-    job: Mapping[str, Any],  # Any: what JSON has
+    job: Told,
     saves_last: bool,
     control: Control,
     report: Callable[[Progress], None],
@@ -235,7 +250,7 @@ def follow(
     Returns:
         The best model, in rank 0 of a training that is evaluated; else ``None``.
     """
-    until = engine.task.plan.num_steps if job["until"] is None else job["until"]
+    until = engine.task.plan.num_steps if job.until is None else job.until
     files, clock = _Files(engine, folder), SystemClock()
     files.restore()
     evaluator, began_s, is_first = None, clock.now_s(), True
@@ -251,7 +266,7 @@ def follow(
         if is_first:
             is_first = False
             files.set_timeout(_STEPS * (clock.now_s() - began_s))
-        every = job["checkpoint_every"]
+        every = job.checkpoint_every
         if every and engine.step_num % every == 0 and engine.step_num < until:
             files.save()
 
@@ -259,7 +274,7 @@ def follow(
         engine,
         until=until,
         clock=clock,
-        report_every=job["report_every"],
+        report_every=job.report_every,
         report=report,
         after_step=after_step,
         evaluator=evaluator,
@@ -357,30 +372,38 @@ class _Evaluator:
             return self.watch.evaluate(engine, self.files.state())
 
 
-def told(job: Job, start: TrainingState | None) -> dict[str, Any]:  # Any: what JSON has
+def told(job: Job, start: TrainingState | None) -> Told:
     """Return what the processes of a job are told.
 
     What has another identity, or begins with other weights, is another job.
     """
-    return {
-        "identity": job.identity or [job.name, dict(job.arguments)],
-        "task": job.name,
-        "arguments": dict(job.arguments),
-        "checkpoint_every": job.checkpoint_every,
-        "report_every": job.report_every,
-        "until": job.until,
-        "start": None if start is None else digest_of(start),
-    }
+    return Told(
+        identity=job.identity or [job.name, dict(job.arguments)],
+        task=job.name,
+        arguments=dict(job.arguments),
+        checkpoint_every=job.checkpoint_every,
+        report_every=job.report_every,
+        until=job.until,
+        start=None if start is None else digest_of(start),
+    )
 
 
-def read_job(folder: Folder) -> dict[str, Any] | None:  # Any: what JSON has
+def read_job(folder: Folder) -> Told | None:
     """Return what the processes of the last job in a folder were told; ``None``: there was none.
 
     Raises:
         StoreError: The file is damaged.
     """
-    remedy = "remove the training's folder to train anew"
-    return read_json(folder.job, _TOLD, raises=StoreError, holds="a training", remedy=remedy)
+    return read_json(folder.job, _TOLD, raises=StoreError, holds="a training", remedy=_ANEW)
+
+
+def require_job(folder: Folder) -> Told:
+    """Return what :func:`read_job` does, in a process of the job, which was told.
+
+    Raises:
+        StoreError: The file is missing or damaged.
+    """
+    return require_json(folder.job, _TOLD, raises=StoreError, holds="a training", remedy=_ANEW)
 
 
 def digest_of(state: TrainingState) -> str:
@@ -403,10 +426,10 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
     new = told(job, start)
     with disk_errors(folder.path, raises=StoreError):
         old = read_job(folder)
-        if old and all(old.get(each) == new[each] for each in ("identity", "start")):
+        if old and (old.identity, old.start) == (new.identity, new.start):
             _require_steps_left(job, folder)
             folder.failure.unlink(missing_ok=True)
-            write_durably(folder.job, json.dumps(new, sort_keys=True).encode(), raises=StoreError)
+            write_durably(folder.job, _content(new), raises=StoreError)
             return
         shutil.rmtree(folder.path, ignore_errors=True)
         folder.path.mkdir(parents=True)
@@ -415,7 +438,11 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
 
             checkpoints.write(tensors_of(start), folder.start, is_alone=True)
         # Last: with it, the folder is complete.
-        write_durably(folder.job, json.dumps(new, sort_keys=True).encode(), raises=StoreError)
+        write_durably(folder.job, _content(new), raises=StoreError)
+
+
+def _content(told: Told) -> bytes:
+    return json.dumps(asdict(told), sort_keys=True).encode()
 
 
 def _require_steps_left(job: Job, folder: Folder) -> None:

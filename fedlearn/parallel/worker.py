@@ -29,6 +29,7 @@ from fedlearn.parallel.jobs import (
     ended,
     follow,
     outcome,
+    require_job,
     told,
 )
 from fedlearn.parallel.task import Progress, Task, TrainingState
@@ -43,11 +44,12 @@ def main() -> None:
     folder = Folder(Path(sys.argv[1]))
     if folder.failure.exists():  # a restart would end so again
         sys.exit(1)
-    job = json.loads(folder.job.read_text())
     folder.error.unlink(missing_ok=True)  # of ranks that were started before
     try:
+        job = require_job(folder)
+        assert job.task is not None  # else other processes could not make it
         device = join()
-        task = _made(job["task"])(**job["arguments"])
+        task = _made(job.task)(**job.arguments)
         engine = Engine(task, device=device)
         follow(engine, folder, job=job, saves_last=True, control=UNATTENDED, report=tell)
     except FedlearnError as error:

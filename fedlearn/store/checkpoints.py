@@ -9,12 +9,16 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from fedlearn.core.files import disk_errors, sync_file, sync_folder
+from fedlearn.core.json_files import parse_json
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
 from fedlearn.rounds.records import Checkpoint
@@ -23,6 +27,37 @@ _FORMAT = 1
 _SUFFIX_BYTES = 8
 _NAME = re.compile(r"round-(?P<round>\d{6,})-(?P<digest>[0-9a-f]{12})\.safetensors")
 _METADATA_KEY = "fedlearn"  # a single key: safetensors does not keep the order of several
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What the head of every version has."""
+
+    format: int
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What safetensors keeps for us beside the tensors."""
+
+    round_num: int
+    values: dict[str, Any]  # Any: what JSON has
+    names: list[str] | None = None  # in their order, which the file does not keep
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    fedlearn: str  # a head, as JSON
+
+
+@dataclass(frozen=True)
+class _File:
+    """How a file of safetensors begins."""
+
+    metadata: Annotated[_Metadata, Field(alias="__metadata__")]
+
+
+_FILE, _FORMATS, _HEADS = TypeAdapter(_File), TypeAdapter(_Format), TypeAdapter(_Head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +125,7 @@ def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
             f"{file.path} is not the checkpoint that was committed: {committed}, found {found} "
             f"({len(content)} bytes); {remedy}"
         )
-    return _decode(content, path=file.path)
+    return _decode(content, path=file.path, remedy=remedy)
 
 
 def complete_checkpoints(folder: Path) -> list[CheckpointFile]:
@@ -149,16 +184,21 @@ def _serialize(checkpoint: Checkpoint, path: Path) -> None:
         raise OSError(code, os.strerror(code)) from error
 
 
-def _decode(content: bytes, *, path: Path) -> Checkpoint:
+def _decode(content: bytes, *, path: Path, remedy: str) -> Checkpoint:
+    parse = partial(
+        parse_json, source=path, raises=CorruptCheckpoint, holds="a checkpoint", remedy=remedy
+    )
     length = int.from_bytes(content[:8], "little")
-    head = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_METADATA_KEY])
-    if head["format"] > _FORMAT:
+    text = parse(content[8 : 8 + length], _FILE).metadata.fedlearn
+    # The format first: what a later version writes may be of another shape.
+    number = parse(text, _FORMATS).format
+    if number > _FORMAT:
         raise NewerStore(
-            f"{path} has checkpoint format {head['format']}, this version of fedlearn reads "
+            f"{path} has checkpoint format {number}, this version of fedlearn reads "
             f"up to {_FORMAT}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
         )
     from safetensors.torch import load  # noqa: PLC0415 (who lists runs does not wait for torch)
 
-    found = load(content)
-    tensors = {name: found[name] for name in head.get("names", found)}
-    return Checkpoint(round_num=head["round_num"], tensors=tensors, values=head["values"])
+    head, found = parse(text, _HEADS), load(content)
+    tensors = {name: found[name] for name in head.names or found}
+    return Checkpoint(round_num=head.round_num, tensors=tensors, values=head.values)

@@ -1,8 +1,8 @@
 """A client's folder survives crashes between any two of its steps."""
 
-import json
 import math
 import os
+import re
 import resource
 import shutil
 import stat
@@ -23,6 +23,7 @@ from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey
+from tests.damage import damaged
 
 
 def task(round_num: int = 0, *, digest: bytes = b"\1" * 32) -> OpenTask:
@@ -330,19 +331,92 @@ def test_a_reply_whose_removal_is_cut_short_is_gone(
     assert list((home.folder / "spool").iterdir()) == []
 
 
-def test_a_damaged_reply_is_dropped(home: Home) -> None:
-    """It could not be delivered."""
+def test_a_damaged_reply_is_dropped_and_told(home: Home) -> None:
+    """It could not be delivered; control: a whole one is held."""
     held = home.hold(task(), reply=b"reply", state=None)
-    (held.path.parent / "reply.json").write_text("{")
-    assert home.recover() is None
+    path = held.path.parent / "reply.json"
+    whole = path.read_bytes()
+    assert home.recover() == held
+    for content, says in damaged(whole, key="num_bytes"):
+        held = home.hold(task(), reply=b"reply", state=None)
+        path = held.path.parent / "reply.json"
+        path.write_bytes(content)
+        with capture_logs() as logs:
+            assert home.recover() is None
+        [log] = logs
+        assert log["event"] == "held_reply_unreadable"
+        assert re.search(f"{path} does not hold .*{says}.*: the reply is dropped", log["reason"])
+
+
+@pytest.mark.parametrize("content", [b"", b"[1", b'{"a": 1}', b'["late"]'])
+@pytest.mark.parametrize("name", ["tasks.json", "evaluations.json", "privacy.json"])
+def test_a_damaged_count_is_told_and_counts_as_none(home: Home, name: str, content: bytes) -> None:
+    """Control: what is whole counts."""
+    home.open_task(task())
+    home.count_task(1000.0)
+    home.count_evaluation(1000.0)
+    home.spend(b"session", 2.0, 1000.0)
+    home.close_task()
+    counts: dict[str, Callable[[float], float]] = {
+        "tasks.json": home.num_tasks_today,
+        "evaluations.json": home.num_evaluations_today,
+        "privacy.json": home.spent_today,
+    }
+    assert counts[name](1000.0) > 0
+    (home.folder / name).write_bytes(content)
+    with capture_logs() as logs:
+        assert counts[name](1000.0) == 0
+    [log] = logs
+    assert log["event"] == "damaged_file"
+    assert re.match(rf"{home.folder / name} does not hold .*: the client works as", log["reason"])
+
+
+@pytest.mark.parametrize("content", [b"", b'{"key"', b"[]"])
+def test_the_notes_of_a_task_that_are_damaged_are_told(home: Home, content: bytes) -> None:
+    """Work on it begins from the start."""
+    home.open_task(task())
+    home.begin_work()
+    home.count_task(1000.0)
+    assert home.open_task(task()) == 1
+    folder = home.folder / "task"
+    for name in ("begin", "crashes"):
+        (folder / name).write_bytes(content)
+    with capture_logs() as logs:
+        assert home.open_task(task()) == 0
+        home.count_task(2000.0)
+    assert {log["event"] for log in logs} == {"damaged_file"}
+    told = [log["reason"] for log in logs]
+    assert [str(folder / name) in "".join(told) for name in ("begin", "crashes")] == [True, True]
+    (folder / "checkpoint").write_bytes(b"of the task")
+    (folder / "task.json").write_bytes(content)
+    with capture_logs() as logs:
+        home.open_task(task())
+    assert logs[0]["reason"].startswith(f"{folder / 'task.json'} does not hold a task's")
+    assert home.checkpoint() == b"", "it may be another task's"
+
+
+def test_counts_that_cannot_be_read_are_not_taken_for_none(home: Home) -> None:
+    """Else a disk that fails would give the day's ε anew."""
+    (home.folder / "privacy.json").mkdir(parents=True)
+    with pytest.raises(DeploymentError, match=r"cannot read .*privacy\.json"):
+        home.spent_today(1000.0)
+
+
+@pytest.mark.parametrize("note", ["", "{", '{"pid": 1}', '{"pid": "x", "parent": 1, "mark": "m"}'])
+def test_a_damaged_note_in_a_lock_keeps_nobody_from_the_folder(home: Home, note: str) -> None:
+    """It only names the process that worked there before."""
+    with home.locked():
+        pass
+    (home.folder / "lock").write_text(f"\n{note}\n")
+    with home.locked():
+        assert home.is_in_use()
 
 
 def test_a_held_reply_is_described_whole(home: Home) -> None:
     """With and without a deadline."""
     for expires in (math.inf, 17.5):
         held = home.hold(replace(task(), expires_unix_s=expires), reply=b"reply", state=None)
-        values = json.loads(json.dumps(held.values()))
-        assert HeldReply.from_values(values, path=held.path) == held
+        assert HeldReply.load(held.path.parent / "reply.json", path=held.path) == held
 
 
 def test_a_full_disk_is_an_error_with_a_remedy(home: Home) -> None:
@@ -505,6 +579,13 @@ def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:
     """Nothing is guessed."""
     home.keys.coming_identity()
     home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
-    (home.folder / "identity" / "enrolment.json").write_text("{}")
-    with pytest.raises(DeploymentError, match="join with a new invitation"):
+    assert home.keys.enrolment() is not None, "the control"
+    path = home.folder / "identity" / "enrolment.json"
+    for content, says in damaged(path.read_bytes(), key="redeemed"):
+        path.write_bytes(content)
+        words = rf"{path} does not hold an enrolment \({says}.*join with a new invitation"
+        with pytest.raises(DeploymentError, match=words):
+            home.keys.enrolment()
+    path.unlink()
+    with pytest.raises(DeploymentError, match=f"{path}, which .* is missing: remove"):
         home.keys.enrolment()

@@ -1,9 +1,13 @@
 """The log of replies: whole after any crash, unharmed by a full disk."""
 
 import errno
+import json
 import os
 import shutil
+import struct
+import zlib
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,7 @@ from fedlearn.door.spool import (
 )
 from fedlearn.errors import StoreError
 from fedlearn.transport.content import digest_of
+from tests.damage import Damage, damaged
 
 OPENED = Opened(run_id="run", opened_unix_s=1000.0)
 LATER = Opened(run_id="run", opened_unix_s=2000.0)
@@ -83,6 +88,32 @@ def test_a_log_cut_off_anywhere_keeps_its_whole_records_and_goes_on(tmp_path: Pa
         again = ReplyLog(tmp_path / "torn", opened=LATER, durable=True)
         assert [each.client_id for each in again.replies] == [*[0, 1][:whole], 7]
         again.close(None)
+
+
+def record(kind: int, body: bytes) -> bytes:
+    return struct.pack("<2sBxII", b"FR", kind, len(body), zlib.crc32(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "holds"),
+    [(0, "opened_unix_s", "the beginning"), (3, "by_itself", "the end")],
+)
+def test_a_whole_record_that_means_nothing_is_refused(
+    tmp_path: Path, kind: int, key: str, holds: str
+) -> None:
+    """Another version wrote it: what is in the log is neither dropped nor guessed."""
+    bodies = {
+        0: json.dumps(asdict(OPENED)).encode(),
+        3: json.dumps(asdict(Closed(num_consumed=1, by_itself=True))).encode(),
+    }
+    later = Damage(bodies[kind][:-1] + b', "later": 1}', "later is 1")
+    for content, says in (*damaged(bodies[kind], key=key), later):
+        (tmp_path / "replies.log").write_bytes(
+            b"".join(record(each, body) for each, body in (bodies | {kind: content}).items())
+        )
+        words = rf"replies\.log does not hold {holds} of an exchange \({says}.*lose the replies"
+        with pytest.raises(StoreError, match=words):
+            ReplyLog(tmp_path, opened=LATER, durable=True)
 
 
 def test_a_flipped_bit_ends_the_log_before_its_record(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs that have a folder and no record."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from fedlearn.experiment.adoption import adopt_all
 from fedlearn.rounds.records import Checkpoint, RunStatus
 from fedlearn.store.holding import held
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
+from tests.damage import damaged
 from tests.records import RUN
 
 _CONFIG = Config().model_dump(mode="json")
@@ -67,8 +69,22 @@ def test_what_nobody_can_vouch_for_is_not_adopted(fresh: Database, tmp_path: Pat
     refused = {each.name: each.refused for each in adopt_all(fresh)}
     assert "ledger" in refused["calm-otter-17"]
     assert "no checkpoint of it is complete" in refused["empty"]
-    assert "its config.json cannot be read" in refused["torn"]
+    assert "config.json does not hold a run's configuration" in refused["torn"]
     assert fresh.runs() == []
+
+
+def test_a_damaged_configuration_is_told(fresh: Database, tmp_path: Path) -> None:
+    """The run is adopted once it is whole again."""
+    path = orphan(tmp_path, num_finished=1).path / "config.json"
+    whole = path.read_bytes()
+    for content, says in damaged(whole, key="num_rounds"):
+        path.write_bytes(content)
+        (adopted,) = adopt_all(fresh)
+        words = rf"{path} does not hold a run's configuration \({says}.*put a copy of it back"
+        assert re.search(words, adopted.refused)
+    path.write_bytes(whole)
+    (adopted,) = adopt_all(fresh)
+    assert not adopted.refused
 
 
 def test_a_run_that_is_alive_is_not_adopted(fresh: Database, tmp_path: Path) -> None:

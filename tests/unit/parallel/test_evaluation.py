@@ -1,8 +1,11 @@
 """A training that is measured on its way: the best model is its result, and it may end early."""
 
+import json
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,12 +17,13 @@ import torch.distributed as dist
 
 from fedlearn.core.improvement import Goal
 from fedlearn.errors import Cancelled, ConfigError, StoreError
-from fedlearn.parallel import evaluation, jobs
+from fedlearn.parallel import evaluation, jobs, worker
 from fedlearn.parallel.engine import Engine
-from fedlearn.parallel.jobs import Folder, Job, follow, train
+from fedlearn.parallel.jobs import Folder, Job, follow, told, train
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.task import Evaluation, Progress, TrainingState
+from tests import damage
 from tests.trainings import NUM_STEPS, alone, task_of
 
 NAN = math.nan
@@ -193,13 +197,31 @@ def test_a_damaged_file_of_a_kept_training_is_told(tmp_path: Path, name: str) ->
     assert damaged.exists()
 
 
+def test_a_process_of_a_job_whose_file_is_damaged_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is not started again: that would end so, too."""
+    said = told(job_in(tmp_path, Scores([1])), None)
+    folder = Folder(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path)])
+    for content, says in damage.damaged(json.dumps(asdict(said)).encode(), key="report_every"):
+        folder.job.write_bytes(content)
+        with pytest.raises(SystemExit):
+            worker.main()
+        words = (
+            rf"StoreError\n{folder.job} does not hold a training \({says}.*: remove the training"
+        )
+        assert re.match(words, folder.failure.read_text())
+        folder.failure.unlink()
+
+
 def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first step sets how long; the control goes on, since nobody hangs."""
     monkeypatch.setattr(jobs, "_TIMEOUT", timedelta(seconds=2))
     monkeypatch.setattr(jobs, "_STEPS", 0)
-    begun = {"checkpoint_every": 0, "report_every": 1, "until": None}
+    begun = told(job_in(tmp_path, Scores([])), None)
 
     def body(*, hangs: bool) -> str:
         class Control:

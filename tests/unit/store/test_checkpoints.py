@@ -23,6 +23,7 @@ from fedlearn.store.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
+from tests.damage import damaged
 
 SCALARS: st.SearchStrategy[Scalar] = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text()
@@ -162,6 +163,29 @@ def test_a_later_format_is_refused_by_name(tmp_path: Path) -> None:
     newer = CheckpointFile(round_num=7, path=file.path, sha256=digest, num_bytes=len(content))
     with pytest.raises(NewerStore, match=r"format 2.*up to 1.*upgrade"):
         read_checkpoint(newer, remedy="")
+
+
+def test_a_head_that_is_none_is_told(tmp_path: Path) -> None:
+    """The bytes are those on record, so another program wrote them; control: a whole head."""
+    whole = json.dumps({"format": 1, "round_num": 7, "values": {}}).encode()
+    heads = [
+        ({"fedlearn": each.content.decode()}, each.says) for each in damaged(whole, key="round_num")
+    ]
+    heads += [({"another": "program"}, "__metadata__.fedlearn is missing")]
+
+    def read(metadata: dict[str, str]) -> Checkpoint:
+        content, path = save({"w": torch.zeros(1)}, metadata), tmp_path / "checkpoint"
+        path.write_bytes(content)
+        digest = sha256(content).hexdigest()
+        file = CheckpointFile(round_num=7, path=path, sha256=digest, num_bytes=len(content))
+        return read_checkpoint(file, remedy="do this")
+
+    assert list(read({"fedlearn": whole.decode()}).tensors) == ["w"]
+    for metadata, says in heads:
+        with pytest.raises(
+            CorruptCheckpoint, match=rf"checkpoint does not hold a checkpoint \({says}.*do this"
+        ):
+            read(metadata)
 
 
 def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path) -> None:
