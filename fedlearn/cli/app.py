@@ -145,26 +145,29 @@ def check(
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load, render
     from fedlearn.config.data import NoData
+    from fedlearn.experiment.layout import table_text
     from fedlearn.experiment.privacy import built_on
     from fedlearn.experiment.simulate import resolve_config
 
     config = load(experiment, overrides=overrides or ())
     # The parameters of secure aggregation come first: a deployment has them, too, where the
     # rest may not be fit to be simulated.
-    served = config.resolved(num_clients=None)
+    served, facts = config.resolved(num_clients=None), list[tuple[str, str]]()
     if config.privacy.is_on:  # whose noise is found with the clients alone
         pieces = built_on(config, data_dir=site(config, data_dir=data_dir).addresses.data_dir)
         plan, privacy = pieces.secure, pieces.privacy
         assert privacy is not None
         typer.echo(f"# {privacy.mode_text}")
         noise = f"{privacy.noise_multiplier:.4g} times the clip, {privacy.noise_text}"
-        typer.echo(f"# noise        {noise}")
+        facts += [("noise", noise)]
     else:
         plan = secure_plan(served, served.straggler_policy(), algorithm(served))
-    for line in () if plan is None else plan.explain().splitlines():
-        typer.echo(f"# {line}")
+    if plan is not None:
+        facts += plan.explain()
     if plan is not None and (draw := roster_draw(served)) is not None:
-        typer.echo(f"# {draw.explain(plan.parameters)}")
+        facts += [draw.explain(plan.parameters)]
+    for line in table_text(facts).splitlines():
+        typer.echo(f"# {line}")
     here = site(config, data_dir=data_dir)
     if isinstance(config.data, NoData):  # it cannot be simulated, so it is built as it is served
         deployment(config, data_dir=here.addresses.data_dir).make_model()

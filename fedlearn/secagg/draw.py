@@ -73,8 +73,8 @@ class Draw:
         listed = (each for each in client_ids if each in self.client_ids)
         return [each for each in listed if _ticket(seed, each) < below]
 
-    def explain(self, parameters: Parameters) -> str:
-        """Return what the draw protects from, in one line."""
+    def explain(self, parameters: Parameters) -> tuple[str, str]:
+        """Return what the draw protects from: what it is called, and its text."""
         n, size, a = parameters.num_clients, len(self.client_ids), parameters.num_corrupted
         most = tolerated(
             size,
@@ -82,11 +82,12 @@ class Draw:
             num_corrupted=a,
             log2_risk=parameters.assumptions.log2_risk,
         )
-        return (
-            f"drawn        of {size} in the roster each with p = {self.chance(n):.3g}; with up to "
-            f"{most} accomplices among them, more than A = {a} are drawn with "
+        text = (
+            f"of {size} in the roster each with p = {self.chance(n):.3g}; with up to {most} "
+            f"accomplices among them, more than A = {a} are drawn with "
             f"P <= 2^{parameters.assumptions.log2_risk:.0f} a try"
         )
+        return "drawn", text
 
 
 def _ticket(seed: bytes, client_id: ClientId) -> int:

@@ -190,19 +190,20 @@ class Parameters:
         risk = risk_bits(given.sigma_bits, adversary=given.adversary)
         return num_audited(num_signed, quorum=self.quorum, risk_bits=risk)
 
-    def explain(self) -> str:
-        """Return the choice with its formulas, one a line.
+    def explain(self) -> list[tuple[str, str]]:
+        """Return the choices with their formulas: what each is called, and its text.
 
         Example:
-            >>> print(derive(100, assumptions=Assumptions(
+            >>> for label, text in derive(100, assumptions=Assumptions(
             ...     adversary=Adversary.ACTIVE_SERVER, topology=Topology.COMPLETE,
-            ...     corruption=1 / 3, dropout=0.1, sigma_bits=40, eta_bits=30)).explain())
-            complete graph, against an active server
-            clients      n = 100, of them corrupted A = ⌈0.333 n⌉ = 34, dropped D = ⌊0.1 n⌋ = 10
-            neighbours   k = n - 1 = 99, of them corrupted a = A = 34
-            threshold    t = 68, the least with 2t > h + a = 134; recovery needs t <= 90
-            quorum       q = 68, the least with 2q > n + A = 134
-            survivors    at least n - D = 90, else the round is aborted
+            ...     corruption=1 / 3, dropout=0.1, sigma_bits=40, eta_bits=30)).explain():
+            ...     print(label, text)
+            graph complete, against an active server
+            clients n = 100, of them corrupted A = ⌈0.333 n⌉ = 34, dropped D = ⌊0.1 n⌋ = 10
+            neighbours k = n - 1 = 99, of them corrupted a = A = 34
+            threshold t = 68, the least with 2t > h + a = 134; recovery needs t <= 90
+            quorum q = 68, the least with 2q > n + A = 134
+            survivors at least n - D = 90, else the round is aborted
         """
         given, n, k = self.assumptions, self.num_clients, self.num_neighbours
         active = given.adversary is Adversary.ACTIVE_SERVER
@@ -218,38 +219,36 @@ class Parameters:
         else:
             neighbours = f"{k}, of them corrupted a = {a}, more with {risk}"
             shares = f"t neighbours, fewer with P <= 2^-{given.eta_bits}"
-        rule, more = f"t > a = {a} and t >= {_MIN_THRESHOLD}", ""
+        rule, more = f"t > a = {a} and t >= {_MIN_THRESHOLD}", list[tuple[str, str]]()
         if active:
             rule = f"2t > h + a = {num_holders(n, k) + a}"
             if not complete:
                 c = _uncut(n, k, roster_size=fewest, assumptions=given)
                 rule = f"{rule} and t >= k/2 + c = {k // 2 + c}"
-                more = (
-                    f"cut          two gaps of k/2 with c = {c} corrupted each with {risk}, "
-                    f"whoever drops out\n"
-                )
+                gaps = f"two gaps of k/2 with c = {c} corrupted each with {risk}"
+                more += [("cut", f"{gaps}, whoever drops out")]
             both = f"2q > n + A = {n + corrupted}"
-            more += f"quorum       q = {self.quorum}, the least with {both}\n"
+            more += [("quorum", f"q = {self.quorum}, the least with {both}")]
             if not complete:
                 fewest_signed = max(n - dropped, self.quorum)
                 audited = [self.num_audited(signed) for signed in (n, fewest_signed)]
-                more += (
-                    f"audit        of {n} signatures {audited[0]} are opened, of {fewest_signed} "
-                    f"{audited[1]}; "
-                    f"with fewer than q real ones all of them are real with {risk}\n"
-                    f"in all       with 2^{GRINDING_BITS} tries at each of these it fails with "
-                    f"P <= 2^-{given.sigma_bits}\n"
-                )
-        return (
-            f"{given.topology.name.lower()} graph, against {server} server\n"
-            f"clients      n = {n}, of them corrupted "
-            f"A = ⌈{given.corruption:.3g} n⌉ = {corrupted}, "
-            f"dropped D = ⌊{given.dropout:.3g} n⌋ = {dropped}\n"
-            f"neighbours   k = {neighbours}\n"
-            f"threshold    t = {self.threshold}, the least with {rule}; recovery needs {shares}\n"
-            f"{more}"
-            f"survivors    at least n - D = {self.min_survivors}, else the round is aborted"
-        )
+                opened = f"{audited[0]} are opened, of {fewest_signed} {audited[1]}"
+                real = f"with fewer than q real ones all of them are real with {risk}"
+                tries = f"with 2^{GRINDING_BITS} tries at each of these it fails with"
+                more += [
+                    ("audit", f"of {n} signatures {opened}; {real}"),
+                    ("in all", f"{tries} P <= 2^-{given.sigma_bits}"),
+                ]
+        largest = f"of them corrupted A = ⌈{given.corruption:.3g} n⌉ = {corrupted}"
+        least = f"t = {self.threshold}, the least with {rule}"
+        return [
+            ("graph", f"{given.topology.name.lower()}, against {server} server"),
+            ("clients", f"n = {n}, {largest}, dropped D = ⌊{given.dropout:.3g} n⌋ = {dropped}"),
+            ("neighbours", f"k = {neighbours}"),
+            ("threshold", f"{least}; recovery needs {shares}"),
+            *more,
+            ("survivors", f"at least n - D = {self.min_survivors}, else the round is aborted"),
+        ]
 
 
 def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:

@@ -229,44 +229,47 @@ class SecurePlan:
             lanes=self.lanes(layout),
         )
 
-    def explain(self) -> str:
-        """Return all choices with their formulas, one a line."""
+    def explain(self) -> list[tuple[str, str]]:
+        """Return all choices with their formulas: what each is called, and its text.
+
+        Raises:
+            ConfigError: A sum could overflow.
+        """
         lane, n = self._lane(PARAMETERS, 1, self.clip_norm), self.parameters.num_clients
         rms = math.sqrt(n) * lane.step / 2.0
         is_less = self.num_assured < self.min_survivors
         assured = f"; {self.num_assured} if the coordinator lies" if is_less else ""
         scale = "x examples / max_examples" if self.by_examples else "x 1"
-        lines = [
-            replace(self.session, min_survivors=self.parameters.min_survivors).explain(),
-            f"released     with at least {self.min_survivors} clients in the sum{assured}",
-            self._hides,
+        of_each = f"of each client: {self.noise_share:.4g} times its norm"
+        levels = f"levels up to {lane.max_level}, n levels < 2^{lane.modulus_bits - 1}"
+        step = f"step = clip_norm / levels = {lane.step:.3g}"
+        largest = f"at most n steps = {lane.largest_error(n):.3g}"
+        mean = f"rms sqrt(n) step / 2 = {rms:.3g}"
+        facts = replace(self.session, min_survivors=self.parameters.min_survivors).explain()
+        facts += [
+            ("released", f"with at least {self.min_survivors} clients in the sum{assured}"),
+            ("hides", self._hides),
         ]
         if self.noise_multiplier is not None:
-            lines.append(
-                f"noise        of each client: {self.noise_share:.4g} times its norm, so that "
-                f"{self.num_noisy} = {self.min_survivors} - A clients have "
-                f"{self.noise_multiplier:.4g} times that of all lanes"
-            )
-        lines.append(
-            f"fixed point  b = {lane.modulus_bits}, levels up to {lane.max_level}, n levels "
-            f"< 2^{lane.modulus_bits - 1}; step = clip_norm / levels = {lane.step:.3g}"
-        )
-        lines.append(
-            f"error        of one element of the sum of delta {scale}: at most n steps = "
-            f"{lane.largest_error(n):.3g}, rms sqrt(n) step / 2 = {rms:.3g}"
-        )
-        return "\n".join(lines)
+            enough = f"so that {self.num_noisy} = {self.min_survivors} - A clients have"
+            times = f"{self.noise_multiplier:.4g} times that of all lanes"
+            facts += [("noise", f"{of_each}, {enough} {times}")]
+        return [
+            *facts,
+            ("fixed point", f"b = {lane.modulus_bits}, {levels}; {step}"),
+            ("error", f"of one element of the sum of delta {scale}: {largest}, {mean}"),
+        ]
 
     @property
     def _hides(self) -> str:
-        """Against whom a sum of so many hides an update, in one line."""
+        """Against whom a sum of so many hides an update."""
         corrupted = self.parameters.num_corrupted
         others = self.num_assured - corrupted - 1
         words = (
-            f"hides        an update behind those of {others} others, where the coordinator knows "
-            f"the parts of A = {corrupted}"
+            f"an update behind those of {others} others, where the coordinator knows the parts of "
+            f"A = {corrupted}"
             if others > 0
-            else f"hides        nothing, where the coordinator knows the parts of A = {corrupted}"
+            else f"nothing, where the coordinator knows the parts of A = {corrupted}"
         )
         if self.num_assured < USUAL_MIN_COHORT:
             words += f"; clients refuse sums of fewer than {USUAL_MIN_COHORT} (min_cohort) if left"

@@ -84,7 +84,8 @@ def test_what_a_draw_protects_from_is_printed() -> None:
     )
     listed = frozenset(map(ClientId, range(100_000)))
     large = Draw(roster="r", client_ids=listed, factor=2.0)
-    text = large.explain(derive(1000, assumptions=assumptions))
-    assert text.startswith("drawn        of 100000 in the roster each with p = 0.02; ")
+    label, text = large.explain(derive(1000, assumptions=assumptions))
+    assert label == "drawn"
+    assert text.startswith("of 100000 in the roster each with p = 0.02; ")
     assert "up to 1202 accomplices" in text
     assert text.endswith("more than A = 100 are drawn with P <= 2^-106 a try")
