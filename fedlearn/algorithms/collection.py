@@ -2,7 +2,8 @@
 
 A state machine without network, clock and tensors. It is told what happened, and says what to do
 next. Two drivers run it: over a channel (:mod:`fedlearn.rounds.plain`), and in the virtual time of
-a simulation (:mod:`fedlearn.simulation.virtual_round`). There are two kinds:
+a simulation (:mod:`fedlearn.simulation.virtual_round`). Each stage of secure aggregation
+(:mod:`fedlearn.rounds.secure`) is a synchronous one of its own. There are two kinds:
 
 - :class:`CohortCollection` asks a cohort once and closes with as many reports as are wanted. In a
   synchronous round, a client that has not reported by then is late, and its update is lost. In a
@@ -16,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +39,20 @@ from fedlearn.core.reported import WeightedMeans
 from fedlearn.errors import RoundError
 
 
+class Attempt(NamedTuple):
+    """Which attempt at which round.
+
+    Attributes:
+        round_num: Index, from 0.
+        attempt: Index among those at this round, from 0.
+        durations: What clients took in each of the last rounds, in seconds.
+    """
+
+    round_num: int
+    attempt: int
+    durations: tuple[tuple[float, ...], ...] = ()
+
+
 class Collection(ABC):
     """One attempt at a round on its way to its close.
 
@@ -46,7 +62,7 @@ class Collection(ABC):
         policy: When a round closes, and how long a client may take.
         staleness: How staleness weighs; ``None``: all updates are based on this round's model.
         flight: Clients in flight when the round opens.
-        request: Of this round.
+        of: Which attempt it is.
 
     Attributes:
         rows: One for each settled client, in the order of settling.
@@ -66,9 +82,9 @@ class Collection(ABC):
         policy: StragglerPolicy,
         staleness: Staleness | None,
         flight: Iterable[PendingTask],
-        request: RoundRequest,
+        of: Attempt,
     ) -> None:
-        self.policy, self.request, self.round_num = policy, request, request.round_num
+        self.policy, self.of, self.round_num = policy, of, of.round_num
         self.rows = list[Participation]()
         self.metrics = WeightedMeans()
         self.waited_for = set[ClientId]()
@@ -314,7 +330,7 @@ class Collection(ABC):
 
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """Return what clients took in the last rounds, this one included, if it is enough."""
-        return self.request.durations
+        return self.of.durations
 
 
 class CohortCollection(Collection):
@@ -334,9 +350,9 @@ class CohortCollection(Collection):
         policy: StragglerPolicy,
         late: LateUpdates | None,
         flight: Iterable[PendingTask],
-        request: RoundRequest,
+        of: Attempt,
     ) -> None:
-        super().__init__(policy, late, flight, request)
+        super().__init__(policy, late, flight, of)
         self._late = late
         self._is_drawn = self._is_asked = self._is_over = False
         self._cohort = frozenset[ClientId]()
@@ -371,12 +387,12 @@ class CohortCollection(Collection):
         drawn = draw(
             self.policy.num_asked,
             round_num=self.round_num,
-            attempt=self.request.attempt,
+            attempt=self.of.attempt,
             busy=self._flying.keys(),
         )
         self._is_drawn = True
         return [
-            PendingTask(client_id, self.round_num, self.request.attempt, place, 0.0)
+            PendingTask(client_id, self.round_num, self.of.attempt, place, 0.0)
             for place, client_id in enumerate(drawn)
         ]
 
@@ -388,7 +404,7 @@ class CohortCollection(Collection):
         if self._late is not None:
             so_far_s = [-each.asked_s for each in self._flying.values()]
             self._deadline_s = self._late.deadline_s(
-                self.request.durations, so_far_s, longest_s=self.policy.deadline_s
+                self.of.durations, so_far_s, longest_s=self.policy.deadline_s
             )
         asked = list(self._drawn)
         self._drawn.clear()
@@ -449,9 +465,9 @@ class CohortCollection(Collection):
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """Return what clients took in the last rounds, this one included, if it is enough."""
         if self._late is None or not self.is_enough:
-            return self.request.durations
+            return self.of.durations
         latest_s = [self.rows[place].duration_s for _, place in self._taken.values()]
-        return self._late.window(self.request.durations, latest_s)
+        return self._late.window(self.of.durations, latest_s)
 
 
 class BufferCollection(Collection):
@@ -472,9 +488,9 @@ class BufferCollection(Collection):
         policy: StragglerPolicy,
         asynchrony: Asynchrony,
         flight: Iterable[PendingTask],
-        request: RoundRequest,
+        of: Attempt,
     ) -> None:
-        super().__init__(policy, asynchrony, flight, request)
+        super().__init__(policy, asynchrony, flight, of)
         self._asynchrony, self._most = asynchrony, asynchrony.concurrency
         self.patience_s = policy.deadline_s
         self._answered = set[ClientId]()
@@ -636,9 +652,10 @@ def collection_for(
     request: RoundRequest,
 ) -> Collection:
     """Return the collection of one attempt at a round, of the kind that ``staleness`` makes it."""
+    of = Attempt(request.round_num, request.attempt, request.durations)
     if isinstance(staleness, Asynchrony):
-        return BufferCollection(policy, staleness, flight, request)
-    return CohortCollection(policy, staleness, flight, request)
+        return BufferCollection(policy, staleness, flight, of)
+    return CohortCollection(policy, staleness, flight, of)
 
 
 def _lasts_s(task: PendingTask) -> float:

@@ -174,7 +174,7 @@ class _PlayedRound:
     _is_sent_ahead: bool = False
 
     def __post_init__(self) -> None:
-        self.request = self.collection.request
+        self.request = self.requests[self.collection.round_num]
         num_bytes = self.request.params.vector.nbytes
         num_together = max(1, self.collector.slab_bytes // num_bytes)
         self.fold = Fold(self.request, num_together=num_together)

@@ -7,7 +7,8 @@
       terms        roster   packets and   survivors   signatures -> shares -> the sum
                             the model
 
-Each stage is one exchange over the channel with a deadline of its own; who is lost in it is data,
+Each stage is one exchange over the channel with a deadline of its own. Who has answered, failed or
+is late says the machine of all rounds, :mod:`fedlearn.algorithms.collection`; who is lost is data,
 never raised. With too few left the session ends and nothing is released: the round then stands
 below its minimum, and the run tries again with fresh keys or goes on, as its policy says.
 """
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
+from fedlearn.algorithms.collection import Attempt, CohortCollection
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import DELTA, Aggregate
-from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.messages import (
     Accusation,
@@ -362,7 +364,7 @@ class SecureCollector:
             messages.MaskedVector,
             masking.receive,
             deadline_s=deadline_s,
-            is_enough=lambda: masking.num_received >= num_wanted,
+            num_wanted=num_wanted,
         )
         survivors, after = masking.close()
         asked: Sequence[ClientId] = after.survivors
@@ -443,14 +445,26 @@ class SessionCourse:
         receive: Callable[[ClientId, MessageT], None],
         *,
         deadline_s: float | None = None,
+        num_wanted: int | None = None,
         is_enough: Callable[[], bool] = _never,
     ) -> None:
-        """Run one stage: each usable answer goes to ``receive``, until all are there or enough."""
+        """Run one stage: each usable answer goes to ``receive``.
+
+        Args:
+            stage: Which.
+            requests: What each client is asked.
+            kind: Of the message in an answer.
+            receive: Raises ProtocolError where an answer cannot be used.
+            deadline_s: When it closes at the latest; ``None``: ``stage_deadline_s``.
+            num_wanted: Usable answers that close it; ``None``: those of all.
+            is_enough: Whether it closes before that. Who has not answered then is not late.
+        """
         deadline_s = self.stage_deadline_s if deadline_s is None else deadline_s
-        settled, last_s, is_closed = set[ClientId](), 0.0, False
+        collection = self._asked(list(requests), num_wanted or len(requests), deadline_s)
+        now_s, is_over = 0.0, False
         for arrival in ask_once(self.channel, requests, deadline_s=deadline_s):
-            client_id, last_s = arrival.client_id, arrival.elapsed_s
-            settled.add(client_id)
+            client_id, now_s = arrival.client_id, arrival.elapsed_s
+            task = collection.land(client_id)._replace(duration_s=now_s)
             try:
                 receive(client_id, _opened(arrival.reply, kind, self.round_num))
             except ProtocolError as error:
@@ -459,17 +473,43 @@ class SessionCourse:
                     self.accusers.setdefault(arrival.reply.client_id, set()).add(client_id)
                 if not isinstance(arrival.reply, Failure):
                     arrival.refuse(reason[:MAX_REASON])
-                self.lose(client_id, Status.FAILED, last_s, reason)
+                collection.settle(task, Status.FAILED, reason=reason)
             else:
-                if stage is Stage.MASK:
-                    self.masked_s[client_id] = self.elapsed_s + last_s
-            if is_closed := is_enough():
+                collection.take(task, Participation(client_id, Status.REPORTED, now_s))
+            is_over = is_enough()
+            if is_over or collection.is_closed:
                 break
-        for client_id in requests.keys() - settled:
-            if not (is_closed and stage is Stage.UNMASK):  # whose shares are not needed is not late
-                self.lose(client_id, Status.LATE, math.nan, f"late at the stage `{stage}`")
-        everyone = is_closed or len(settled) == len(requests) or math.isinf(deadline_s)
-        self.elapsed_s += last_s if everyone else deadline_s
+        if not is_over:
+            now_s = now_s if collection.is_closed else collection.run_out(now_s)
+            collection.finish()
+        self._note(stage, collection.rows)
+        self.elapsed_s += now_s
+
+    def _note(self, stage: Stage, rows: Sequence[Participation]) -> None:
+        """Note who was lost at a stage, and when vectors came."""
+        for row in rows:
+            if row.status is not Status.REPORTED:
+                reason = row.reason or f"late at the stage `{stage}`"
+                self.lose(row.client_id, row.status, row.duration_s, reason)
+            elif stage is Stage.MASK:
+                self.masked_s[row.client_id] = self.elapsed_s + row.duration_s
+
+    def _asked(
+        self, cohort: Sequence[ClientId], num_wanted: int, deadline_s: float
+    ) -> CohortCollection:
+        """Return the collection of one stage, whose clients have all been asked."""
+        policy = StragglerPolicy(
+            num_wanted=max(1, num_wanted),
+            over_selection=1.0,
+            deadline_s=deadline_s,
+            min_reports=0,
+            below_minimum=BelowMinimum.SKIP,
+            max_retries=0,
+        )
+        collection = CohortCollection(policy, None, (), Attempt(self.round_num, self.attempt))
+        collection.put(collection.draw(lambda *_, **__: cohort))
+        collection.ask(0.0)
+        return collection
 
     def open(
         self,

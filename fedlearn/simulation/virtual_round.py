@@ -115,7 +115,7 @@ class VirtualRound:
     _until_s: float = math.inf
 
     def __post_init__(self) -> None:
-        self.request = self.collection.request
+        self.request = self.requests[self.collection.round_num]
         self.kept = self.request.kept
         self.reduction = self.clients.reduction(self.request)
         self._turns = count()

@@ -7,19 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import RoundRequest
-from fedlearn.algorithms.collection import BufferCollection
+from fedlearn.algorithms.collection import Attempt, BufferCollection
 from fedlearn.algorithms.flight import PendingTask, flight_from, flight_tensors
-from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.params import Params
 
 
 def asynchrony(*, buffer_size: int, concurrency: int, max_staleness: int) -> Asynchrony:
@@ -64,15 +59,7 @@ def buffered(
         below_minimum=BelowMinimum.RETRY,
         max_retries=max_retries,
     )
-    request = RoundRequest(
-        round_num=round_num,
-        attempt=0,
-        params=Params.of(nn.Linear(1, 1)),
-        strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
-        told={},
-        seed=0,
-    )
-    return BufferCollection(policy, limits, flight, request)
+    return BufferCollection(policy, limits, flight, Attempt(round_num, attempt=0))
 
 
 def take(buffer: BufferCollection, client_id: int) -> None:
