@@ -29,8 +29,8 @@ from typing import Any
 
 from fedlearn.cli.app import main
 from fedlearn.client import child
-from fedlearn.client.descendants import MARK
-from fedlearn.client.process import start_module
+from fedlearn.processes.descendants import MARK
+from fedlearn.processes.starting import start_module
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 from tests.processes import end_with_parent, name_of
 
@@ -145,13 +145,14 @@ def forking(start: Any) -> Any:
     @wraps(start)
     def begin(
         module: str,
-        link: socket.socket,
-        *,
-        variables: Mapping[str, str] | None = None,
+        *arguments: str,
+        environ: Mapping[str, str],
+        link: socket.socket | None = None,
         **named: Any,
     ) -> Any:
         if module != child.__name__:
-            return start(module, link, variables=variables or {}, **named)
+            return start(module, *arguments, environ=environ, link=link, **named)
+        assert link is not None
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -161,7 +162,7 @@ def forking(start: Any) -> Any:
             os.close(writing)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT, signal.SIGTSTP):
                 signal.signal(number, signal.SIG_DFL)
-            os.environ.update(variables or {})
+            os.environ.update(environ)
             sys.argv = [module, str(link.fileno())]
             child.main()
         with suppress(OSError):  # it has done so, and perhaps ended

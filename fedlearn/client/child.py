@@ -21,10 +21,7 @@ import structlog
 
 from fedlearn.client.conditions import Facts
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.family import END_S, end_family
 from fedlearn.client.folder import ClientFolder
-from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.links import take_link
 from fedlearn.client.loading import find_modules_here
 from fedlearn.client.options import CHANGES, OPTIONS, RuntimeOptions
 from fedlearn.client.patience import told_while_it_lasts
@@ -34,6 +31,9 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.logs import configure_logs
 from fedlearn.core.user_lines import user_line
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
+from fedlearn.processes.family import END_S, end_family
+from fedlearn.processes.forks import keep_from_forks
+from fedlearn.processes.links import take_link
 from fedlearn.session.faults import in_users_code
 
 if TYPE_CHECKING:  # imported once it is watched whether the application is still there

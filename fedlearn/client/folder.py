@@ -16,12 +16,12 @@ from typing import ClassVar
 import psutil
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fedlearn.client.descendants import MARK, end_marked, has_mark
-from fedlearn.client.forks import keep_from_forks
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.core.locks import open_lock, read_note, take_lock, write_note
 from fedlearn.errors import DeploymentError
+from fedlearn.processes.descendants import MARK, end_marked, has_mark
+from fedlearn.processes.forks import keep_from_forks
 
 _GRANTED, _REVOKED = b"granted", b"revoked"
 _LOCK_POLL_S = 0.05

@@ -10,25 +10,22 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 from pydantic import TypeAdapter
 
 from fedlearn.client.backoff import Backoff
 from fedlearn.client.conditions import Facts
-from fedlearn.client.descendants import MARK, end_marked, fresh_mark
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.family import Family
-from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.links import Handover
 from fedlearn.client.options import OPTIONS, Changes, RuntimeOptions, Stop, Wake
-from fedlearn.core.forking import in_new_group
 from fedlearn.errors import DeploymentError
+from fedlearn.processes.descendants import MARK, end_marked, fresh_mark
+from fedlearn.processes.family import Family
+from fedlearn.processes.starting import start_linked
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
 #: Seconds that the process gets to end by itself; it gives its own training thread less.
@@ -111,15 +108,11 @@ class TrainingProcess:
         Raises:
             OSError: There is no such interpreter, or no memory or process left.
         """
-        own, other = socket.socketpair()
         mark = fresh_mark()
-        # A forked worker of the application that outlives it must not keep the socket open.
-        keep_from_forks(own)
-        with ExitStack() as if_failed, other:
-            if_failed.callback(own.close)
-            process = start_module(
-                _CHILD, other, python=python, stdin=subprocess.PIPE, variables={MARK: mark}
-            )
+        environ = client_environment() | {MARK: mark}
+        process, link = start_linked(_CHILD, environ=environ, python=python)
+        with ExitStack() as if_failed:
+            if_failed.callback(link.close)
             if_failed.callback(process.wait)
             if_failed.callback(process.kill)
             family = Family.of(process, python=python)
@@ -128,7 +121,7 @@ class TrainingProcess:
         # A process that has died already says so by its exit code.
         with suppress(BrokenPipeError), process.stdin as stream:
             stream.write(OPTIONS.dump_json(options))
-        return cls(process, own, mark, _family=family)
+        return cls(process, link, mark, _family=family)
 
     def events(self) -> Iterator[AgentEvent]:
         """Yield events until the process exits, even if a worker of it keeps the socket open."""
@@ -248,48 +241,12 @@ def is_training_process() -> bool:
     return spec is not None and spec.name in (_CHILD, WORKER)
 
 
-def start_module(
-    module: str,
-    link: socket.socket,
-    *,
-    python: str,
-    stdin: int,
-    stdout: int | None = None,
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> "subprocess.Popen[bytes]":
-    """Start a module of ours in a process that can import what this one can.
+def client_environment() -> dict[str, str]:
+    """Return the environment of a process of the client's, in which gRPC is silent.
 
-    Args:
-        module: Its name; it gets its link by :func:`~fedlearn.client.links.take_link`.
-        link: What it is given.
-        python: The interpreter.
-        stdin: As for :class:`subprocess.Popen`, and so ``stdout``; on Windows a pipe.
-        stdout: Where it prints.
-        variables: More of its environment.
-
-    Raises:
-        OSError: There is no such interpreter, or no memory or process left.
+    gRPC would write each handshake that fails; what matters is an event. A level in this process's
+    environment (``GRPC_VERBOSITY``) stays.
     """
     environ = dict(os.environ)
-    # gRPC would write each handshake that fails; what matters is an event.
     prepare_for_grpc(environ, verbosity="NONE")
-    # Empty stands for the working directory; a path may be that of a zip file.
-    paths = [os.path.abspath(each or ".") for each in sys.path]  # noqa: PTH100
-    environ |= {**variables, "PYTHONPATH": os.pathsep.join(paths)}
-    if sys.platform == "win32" and python == sys.executable:
-        # In a virtual environment this is a launcher, and the socket would be the launcher's.
-        environ["__PYVENV_LAUNCHER__"] = python
-        python = str(vars(sys)["_base_executable"])  # as multiprocessing does
-    handover = Handover(link)
-    process = subprocess.Popen(  # noqa: S603 - our own module
-        # -P: nothing is imported from the working directory unless the application does so too
-        [python, "-P", "-m", module, handover.argument],
-        stdin=stdin,
-        stdout=stdout,
-        env=environ,
-        **in_new_group(),  # Ctrl-C in a terminal is for the application, from the first moment
-        **handover.inherited,
-    )
-    with suppress(BrokenPipeError):
-        handover.complete(process)
-    return process
+    return environ

@@ -1,8 +1,6 @@
 """The trainer of a client: alone, or with processes beside it that share its trainings."""
 
 import json
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,12 +8,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
-from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
-from fedlearn.client.process import WORKER, start_module
+from fedlearn.client.process import WORKER, client_environment
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.parallel.workers import WorkerProcess, take_gpu
+from fedlearn.processes.forks import keep_from_forks
+from fedlearn.processes.starting import start_linked
 from fedlearn.training.trainer import LocalTrainer
 
 #: What a worker prints is no output of this process's.
@@ -70,15 +69,12 @@ def _started(options: RuntimeOptions) -> Sequence[WorkerProcess]:
 
 
 def _one(told: WorkerOptions) -> WorkerProcess:
-    own, other = socket.socketpair()
+    environ = client_environment()
+    process, own = start_linked(WORKER, environ=environ, python=sys.executable, stdout=_STDERR)
+    assert process.stdin is not None  # a pipe
+    process.stdin.close()
     link = Connection(own.detach())
     # A forked worker of a data loader that outlives this process must not keep it open.
     keep_from_forks(link)
-    with other:
-        process = start_module(
-            WORKER, other, python=sys.executable, stdin=subprocess.PIPE, stdout=_STDERR
-        )
-        assert process.stdin is not None  # a pipe
-        process.stdin.close()
     link.send_bytes(json.dumps(asdict(told)).encode())
     return WorkerProcess(process, link)

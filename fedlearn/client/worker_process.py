@@ -13,12 +13,12 @@ from typing import NoReturn
 import structlog
 import torch
 
-from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.links import take_link
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.sharing import WorkerOptions
 from fedlearn.parallel.worker import end
 from fedlearn.parallel.workers import end_with, take_gpu, work
+from fedlearn.processes.forks import keep_from_forks
+from fedlearn.processes.links import take_link
 from fedlearn.training.torch_trainer import TorchTrainer
 
 

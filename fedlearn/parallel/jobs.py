@@ -26,7 +26,6 @@ from pydantic import TypeAdapter
 from fedlearn import errors
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, write_durably
-from fedlearn.core.forking import in_new_group
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.json_files import read_json, require_json
 from fedlearn.core.mkl_environment import prepare_for_mkl
@@ -36,6 +35,7 @@ from fedlearn.parallel.engine import Engine, run, tensors_of
 from fedlearn.parallel.evaluation import Watch, read_best
 from fedlearn.parallel.local_world import loopback
 from fedlearn.parallel.task import Progress, Task, TrainingState
+from fedlearn.processes.starting import in_new_group
 
 PROGRESS = TypeAdapter(Progress)
 

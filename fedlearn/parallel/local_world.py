@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.forking import Link, exit_with_parent, fork
 from fedlearn.errors import ConfigError, EngineError
+from fedlearn.processes.forks import Link, exit_with_parent, fork
 
 ResultT = TypeVar("ResultT")
 

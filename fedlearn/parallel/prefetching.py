@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fedlearn.core.features import Features, cut, mapped, moved, rebuilt, tensors_of
-from fedlearn.core.forking import exit_with_parent
 from fedlearn.errors import DataError
 from fedlearn.parallel.mixtures import Mixture
 from fedlearn.parallel.streams import ReadInWindows, Stream
+from fedlearn.processes.forks import exit_with_parent
 
 Batch: TypeAlias = tuple[Features, Tensor]
 

@@ -9,7 +9,7 @@ import runpy
 import sys
 import threading
 
-from fedlearn.core.forking import exit_with_parent
+from fedlearn.processes.forks import exit_with_parent
 
 
 def main() -> None:

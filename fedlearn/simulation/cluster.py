@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlearn.core.cluster import Alone, Cluster
-from fedlearn.core.forking import Link, exit_with_parent, fork
 from fedlearn.core.gpus import local_rank
 from fedlearn.errors import EngineError
 from fedlearn.parallel.group import world
+from fedlearn.processes.forks import Link, exit_with_parent, fork
 from fedlearn.simulation.shared_memory import SharedRows
 
 ResultT = TypeVar("ResultT")

@@ -1,10 +1,13 @@
-"""Processes that this one starts: sound forks, that end with it whatever ends it, and groups."""
+"""Forks of this process: what they must not inherit, and how they end with it."""
 
 import gc
 import os
-import subprocess
 import sys
-from typing import NoReturn, TypeAlias, TypedDict
+from io import FileIO
+from multiprocessing.connection import Connection
+from socket import socket
+from typing import NoReturn, TypeAlias
+from weakref import WeakSet
 
 from fedlearn.errors import EngineError
 
@@ -14,25 +17,28 @@ if sys.platform == "win32":
     #: An end of a :func:`multiprocessing.Pipe`.
     Link: TypeAlias = PipeConnection
 else:
-    from multiprocessing.connection import Connection
-
     #: An end of a :func:`multiprocessing.Pipe`.
     Link: TypeAlias = Connection
 
-
-class NewGroup(TypedDict, total=False):
-    """Options of :class:`subprocess.Popen`."""
-
-    process_group: int
-    creationflags: int
+# A file with a buffer would be written once more by a child.
+_own = WeakSet[socket | FileIO | Connection]()
 
 
-def in_new_group() -> NewGroup:
-    """Return what starts a process in a group of its own: Ctrl-C in a terminal is not for it."""
-    if sys.platform == "win32":
-        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-    else:
-        return {"process_group": 0}
+def keep_from_forks(resource: socket | FileIO | Connection) -> None:
+    """Have ``resource`` closed in every child that is forked from now on, while it is in use.
+
+    A child may outlive this process, and would keep it open.
+    """
+    _own.add(resource)
+
+
+def _let_go() -> None:
+    for resource in list(_own):
+        resource.close()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def fork() -> int:

@@ -17,13 +17,13 @@ from typing import NoReturn, TypeAlias
 
 import psutil
 
-from fedlearn.client.descendants import MARK, end_marked
-from fedlearn.client.forks import keep_from_forks
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.forking import in_new_group
+from fedlearn.processes.descendants import MARK, end_marked
+from fedlearn.processes.forks import keep_from_forks
+from fedlearn.processes.starting import in_new_group
 
 if sys.platform == "win32":
-    from fedlearn.client.job_object import JobObject
+    from fedlearn.processes.job_object import JobObject
 
     _Bond: TypeAlias = JobObject
 else:

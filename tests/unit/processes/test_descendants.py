@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fedlearn.client.descendants import MARK, end_marked, fresh_mark
+from fedlearn.processes.descendants import MARK, end_marked, fresh_mark
 from tests.processes import LONG_S
 
 #: Begins a session of its own, leaves its parent, and says who it is.

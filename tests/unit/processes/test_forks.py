@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from fedlearn.client.forks import keep_from_forks
+from fedlearn.processes.forks import keep_from_forks
 
 
 def is_open_in_a_child(link: socket.socket) -> bool:
