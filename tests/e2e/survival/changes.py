@@ -62,6 +62,25 @@ def dawdle(remaining_s: Function) -> Function:
     return lambda *arguments, **named: remaining_s(*arguments, **named) + 3.0
 
 
+def expire(next_reply: Function) -> Function:
+    """End an exchange, as its deadline would, once only clients that have crashed are awaited."""
+    folder = Path(os.environ[STAGE]).parent
+
+    def has_crashed(client_id: int) -> bool:
+        latest = sum(1 for _ in folder.glob(f"client-{client_id}.*.out")) - 1
+        return (folder / f"client-{client_id}.{latest}.crash").exists()
+
+    def sooner(self: Any, *, until_s: float) -> Any:
+        while (arrival := next_reply(self, until_s=min(until_s, self.elapsed_s() + 0.2))) is None:
+            if self.elapsed_s() >= min(until_s, self.ends_s - self._started_s):
+                return None
+            if all(map(has_crashed, self._awaited)):
+                self.ends_s = self._channel.clock.now_s()
+        return arrival
+
+    return sooner
+
+
 def linger(load: Function) -> Function:
     """Open the door two seconds before the round."""
 
@@ -113,6 +132,7 @@ COUNT_TWICE = Change(DoorExchange.next, count_twice)
 ADD_TWICE = Change(Fold.add, add_twice)
 SHARE_LOG = Change(spool._make_own, share_log)
 DAWDLE = Change(DoorChannel._remaining_s, dawdle)
+EXPIRE = Change(DoorExchange.next, expire)
 LINGER = Change(StoredRun.load, linger)
 SEND_LARGE_CHUNKS = Change(wire.download_chunk_bytes, send_large_chunks)
 NOTE_ADVERTS = Change(Advertising.receive, note_adverts)

@@ -38,7 +38,7 @@ from fedlearn.store.runs import StoredRun
 from fedlearn.transport.memory import MemoryChannel
 from tests.e2e.deployed import HURRY, until_said
 from tests.e2e.survival import springs
-from tests.e2e.survival.changes import NOTE_ADVERTS, NOTE_RELEASES
+from tests.e2e.survival.changes import EXPIRE, NOTE_ADVERTS, NOTE_RELEASES
 from tests.e2e.survival.harness import HERE, RUN, VotingSite, reporters
 from tests.processes import LONG_S, Crash, Function, Launcher, Process, until
 from tests.security.liars import harness as liars
@@ -48,8 +48,6 @@ from tests.security.liars.door import LyingDoor
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS, MIN_SURVIVORS = 20, 14
-#: For twenty processes on two busy cores; each stage that loses somebody takes as long.
-STAGE_S = 20.0
 TASK = f"{HERE / 'springs.py'}:{springs.Spring.__name__}"
 
 #: What a client calls when the request of a stage has reached it.
@@ -78,7 +76,7 @@ def configure(
             },
             "stragglers": {
                 "over_selection": 1.0,
-                "deadline_s": STAGE_S,
+                "deadline_s": LONG_S,
                 "below_minimum": "retry",
                 "max_retries": 1,
             },
@@ -90,7 +88,7 @@ def configure(
                 "clip_norm": springs.LONGEST_PULL,  # binds nobody
                 "max_examples": springs.MAX_EXAMPLES,
                 "modulus_bits": 24,
-                "stage_deadline_s": STAGE_S,
+                "stage_deadline_s": LONG_S,
             },
         },
     )
@@ -146,6 +144,12 @@ def populated(site: VotingSite, drops: Sequence[Drop] = ()) -> dict[int, Process
 
 def start(site: VotingSite, number: int, crash: Crash | None = None) -> Process:
     return site.join(number, task=TASK, crash=crash, changes=[NOTE_RELEASES])
+
+
+def thaw(client: Process) -> None:
+    """Have a client that stands still continue, as one that has not crashed."""
+    client.stem.with_suffix(".crash").unlink()
+    client.send(signal.SIGCONT)
 
 
 def record_of(site: VotingSite, round_num: int, coordinator: Process) -> RoundRecord:
@@ -252,10 +256,11 @@ def require_one_release_a_session(site: VotingSite) -> None:
 def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: VotingSite) -> None:
     """Twenty clients, four rounds; in two of them one is lost at each stage, killed or frozen.
 
-    Who is lost before its vector has come is not in the sum; who is lost afterwards is.
+    Who is lost before its vector has come is not in the sum; who is lost afterwards is. A stage
+    ends once only those who are lost are awaited: a busy machine loses nobody else.
     """
     configure(site, num_rounds=4, num_clients=NUM_CLIENTS)
-    coordinator = site.serving()
+    coordinator = site.serving(changes=[EXPIRE])
     clients = populated(site, DROPS)
     assert reporters(record_of(site, 0, coordinator)) == list(range(NUM_CLIENTS))
     for round_num in (1, 2):
@@ -270,16 +275,17 @@ def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: Vot
             )
             if not in_sum:
                 assert rows[ClientId(drop.client_id)].reason == f"late at the stage `{drop.stage}`"
+            if drop.by is STOP:
+                thaw(clients[drop.client_id])
+        assert len(reporters(record)) >= MIN_SURVIVORS
+        for drop in dropped:  # last: the next round waits for them all
             if drop.by is KILL:
                 again = RESTARTED.get(drop.client_id) if round_num == 1 else None
                 clients[drop.client_id].wait()
                 clients[drop.client_id] = start(
                     site, drop.client_id, None if again is None else again.crash
                 )
-            else:
-                clients[drop.client_id].send(signal.SIGCONT)
-        assert len(reporters(record)) >= MIN_SURVIVORS
-    assert coordinator.wait(within_s=6 * STAGE_S + LONG_S) == 0, coordinator.tail()
+    assert coordinator.wait() == 0, coordinator.tail()
     assert [record.attempt for record in site.rounds()] == [0] * 4
     require_plain_model(site)
     require_one_release_a_session(site)
@@ -290,7 +296,7 @@ def test_below_the_minimum_nothing_is_givenand_the_round_is_tried_with_fresh_key
 ) -> None:
     """Seven of twenty are killed with the model in their hands: thirteen are one too few."""
     configure(site, num_rounds=2, num_clients=NUM_CLIENTS)
-    coordinator = site.serving(changes=[NOTE_ADVERTS])
+    coordinator = site.serving(changes=[EXPIRE, NOTE_ADVERTS])
     lost = range(NUM_CLIENTS - MIN_SURVIVORS + 1)
     clients = populated(site, [Drop(number, 0, "mask", KILL) for number in lost])
     until_said(coordinator, "secure_aggregation_ended")
@@ -301,7 +307,7 @@ def test_below_the_minimum_nothing_is_givenand_the_round_is_tried_with_fresh_key
     for number in lost:
         clients[number].wait()
         start(site, number)
-    assert coordinator.wait(within_s=6 * STAGE_S + LONG_S) == 0, coordinator.tail()
+    assert coordinator.wait() == 0, coordinator.tail()
     first, second = site.rounds()
     assert (first.attempt, first.outcome) == (1, Outcome.AGGREGATED)
     assert second.attempt == 0
@@ -392,7 +398,7 @@ def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
     until(clients[1].has_crashed_itself, told=clients[1].tail)
     clients[1].wait()
     start(site, 1)
-    assert coordinator.wait(within_s=6 * STAGE_S + LONG_S) == 0, coordinator.tail()
+    assert coordinator.wait() == 0, coordinator.tail()
     assert [record.attempt for record in site.rounds()] == [0, 0]
     assert all(reporters(record) == [0, 1, 2] for record in site.rounds())
     lines = released(site, 1)
