@@ -48,6 +48,8 @@ from fedlearn.transport.memory import Handler, MemoryChannel
 
 NUM_CLIENTS = 6
 COHORT = [ClientId(i) for i in range(NUM_CLIENTS)]
+#: Of a silent client: it answers after every deadline.
+_MUTE_S = 1e6
 PARAMS = Params.of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
 LOCAL = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
 REQUEST = RoundRequest(
@@ -175,7 +177,7 @@ class Federation:
             stage = stage_of(encode(request))
             trains = isinstance(request, SecureTrainRequest)
             return np.array(
-                [math.inf if mute.get(c) is stage else trains * slow.get(c, 1.0) for c in clients]
+                [_MUTE_S if mute.get(c) is stage else trains * slow.get(c, 1.0) for c in clients]
             )
 
         handlers = {client_id: handler(client_id) for client_id in COHORT}
