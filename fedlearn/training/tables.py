@@ -4,11 +4,11 @@ What Parquet calls a row group, an Arrow IPC file (Feather, version 2) calls a r
 that are read together. A file is opened for each reading, so that a table can be sent to another
 process, and a file is not held open.
 
-``pyarrow.dataset`` cannot take over: it reads no single record batch of an Arrow file, fills a
-column that a file lacks with nulls, and casts all files to the types of the first, all of which is
-refused here. Its rows by number (``take``) or by client (``filter``) decode whole row groups each
-time: 38 and 27 times the processor time of :class:`RowGroups`, for ten clients of 200 rows of a
-kilobyte in row groups of 10,000.
+``pyarrow.dataset`` is not used. It cannot read a single record batch of an Arrow file. It fills a
+column that a file lacks with nulls, and casts all files to the types of the first: both are errors
+here. And ``take`` (rows by number) and ``filter`` (by client) decode whole row groups each time,
+which :class:`RowGroups` does once. Ten clients of 200 rows of a kilobyte, in row groups of 10,000,
+took 38 and 27 times its processor time.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
