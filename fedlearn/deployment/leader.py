@@ -3,9 +3,11 @@
 What differs between gRPC and Flower stands in :class:`ReachableClients`; all else is the same.
 """
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,23 +18,28 @@ from fedlearn.algorithms.flight import Draw
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.reach import Reach
 from fedlearn.assembly.server_jobs import FOLDER, Place
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.deployment.failing import FailingClients
+from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
-from fedlearn.deployment.leading import leading
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import DurableOpening, present_in
 from fedlearn.deployment.record import ForgettingStore, TellingStore, resume_round
 from fedlearn.deployment.rounds import KeptRun, run_over
+from fedlearn.errors import StoreError
 from fedlearn.experiment.privacy import promise, skip_lost_turns
 from fedlearn.experiment.progress import Progress, extend
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.lease import Lease
+from fedlearn.store.lease import Lease, deployment
 from fedlearn.store.masked_sum import MaskedSumFile
 from fedlearn.store.patience import Patience, PatientCharges, PatientJournal
 from fedlearn.store.runs import Database, StoredRun
+
+_HOLDER_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,25 +122,41 @@ class Leader:
         status: Callable[[], Mapping[str, object]],
         alive: Callable[[], None],
     ) -> Iterator[Lease]:
-        """Wait for the lease of the run called ``name``, and hold it while the block runs.
+        """Wait for the lease of the deployed run called ``name``, and hold it in the block.
 
-        See :func:`fedlearn.deployment.leading.leading`.
+        Args:
+            database: Where the run is.
+            name: Of the run.
+            status: Returns what operators are told, JSON values only.
+            alive: Told by the thread that renews the lease that it goes on.
+
+        Raises:
+            FedlearnError: The reason of ``interruption``, given while the lease was waited for.
+            StoreError: The database cannot be read or written.
         """
-        with leading(
-            database,
-            name,
-            ttl_s=self.pieces.config.coordinator.lease_ttl_s,
+        log = structlog.get_logger(__name__)
+        ttl_s = self.pieces.config.coordinator.lease_ttl_s
+        lease = Lease(database, name, holder=_holder(), ttl_s=ttl_s, clock=self.interruption)
+        heartbeat = Heartbeat(
+            lease,
             status=status,
             paused=self.paused,
             interruption=self.interruption,
             alive=alive,
-            patiently=self.patiently,
-            stand_by=self._stand_by,
-        ) as lease:
-            yield lease
-
-    def _stand_by(self) -> None:
-        self.live_status.phase = Phase.STANDBY
+            clock=SystemClock(),
+        )
+        try:
+            if not self.patiently(lease.try_acquire):
+                self.live_status.phase = Phase.STANDBY
+                log.info("standby", run=name, holder=deployment(database, name).holder)
+                lease.acquire(is_stopped=self.interruption.is_given)
+                self.interruption.check()
+            log.info("leading", run=name)
+            with heartbeat:
+                yield lease
+        finally:
+            with suppress(StoreError):  # then others wait for the beat to stand still
+                lease.release()
 
     def run(
         self, clients: ReachableClients, stored: StoredRun, record: RunRecord, lease: Lease
@@ -249,6 +272,12 @@ class Leader:
             live_status=self.live_status,
             clock=self.interruption,
         )
+
+
+def _holder() -> str:
+    """Return a name for this process that no other one has or had."""
+    drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
+    return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
 
 
 def _ends_with_its_process(pieces: Deployment) -> bool:
