@@ -1,9 +1,8 @@
 """From a configuration to the pieces of a simulation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from torch import nn
 
@@ -12,7 +11,7 @@ from fedlearn.algorithms.extra_settings import divided
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.round_settings import RoundSettings
-from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.sampling import CohortSampler, UniformSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.completed import complete, furnished
 from fedlearn.assembly.pieces import ALONE, Simulation
@@ -24,10 +23,42 @@ from fedlearn.config.tree import Config
 from fedlearn.core.messages import Scalar
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.errors import ConfigError
+from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.behaviour import ClientBehaviour, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import PooledPopulation, Population
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What the author of an experiment brings as objects; a configuration says the rest.
+
+    Attributes:
+        make_model: Builds the network.
+        objective: Loss and metrics.
+        data: Clients and test set.
+        algorithm: What clients do, how it is combined, what becomes of the model.
+        metrics: Measures of whole sets, by name.
+        make_trainer: Makes a client's trainer; ``None``: fedlearn's own.
+        extra: Free-form settings that every trainer is told.
+        by_round: Returns the clients' settings of a round; ``None``: they do not change.
+        sampler: Who is asked; ``None``: as the configuration says.
+        devices: What the devices do; ``None``: as the configuration says.
+        callbacks: Called after each round, in this order.
+    """
+
+    make_model: Callable[[], nn.Module]
+    objective: Objective
+    data: FederatedData
+    algorithm: Strategy
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    make_trainer: MakeTrainer | None = None
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
+    by_round: RoundSettings | None = None
+    sampler: CohortSampler | None = None
+    devices: ClientBehaviour | None = None
+    callbacks: tuple[RoundCallback, ...] = ()
 
 
 def simulation(
@@ -58,39 +89,21 @@ def simulation(
                 f"metrics.{name}: there is no factory, and simulated clients measure nothing of "
                 f"their own; set metrics.{name}.factory"
             )
-    trained = training_of(config, data)
-    if of_algorithm is not None:
-        trained["algorithm"] = of_algorithm(trained["algorithm"])
-    pieces = around(
-        config,
-        **trained,
+    experiment = Experiment(
+        **training_of(config, data),
         data=data,
-        data_dir=data_dir,
         make_trainer=config.client.make_trainer(),
         extra=config.client.extra,
         by_round=config.client.settings_by_round(),
+        callbacks=config.round_callbacks(),
     )
-    return replace(pieces, callbacks=config.round_callbacks())
+    if of_algorithm is not None:
+        experiment = replace(experiment, algorithm=of_algorithm(experiment.algorithm))
+    return build_simulation(config, experiment, data_dir=data_dir)
 
 
-def around(
-    config: Config,
-    *,
-    make_model: Callable[[], nn.Module],
-    objective: Objective,
-    data: FederatedData,
-    algorithm: Strategy,
-    data_dir: Path,
-    make_trainer: MakeTrainer | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    extra: Mapping[str, Scalar] = MappingProxyType({}),
-    by_round: RoundSettings | None = None,
-    devices: ClientBehaviour | None = None,
-) -> Simulation:
-    """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
-
-    Trainers are told ``extra``, and in each round what ``by_round`` returns. What ``devices`` do,
-    ``config`` says only where they are not given.
+def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) -> Simulation:
+    """Build the pieces of a simulation from what its author brings and from ``config``.
 
     Raises:
         ConfigError: More clients are asked in a round than there are, values contradict each other
@@ -107,7 +120,7 @@ def around(
             'has no client sessions; set engine.transport to "memory" to run the protocol itself, '
             'or secure_aggregation.simulate_as to "modular_sum" to round alike without masks'
         )
-    own = None
+    data, own = experiment.data, None
     if config.coordinator.training.is_on and not config.coordinator.training.files:
         data, own = set_apart(config, data)
     population = data.population.num_clients
@@ -126,26 +139,29 @@ def around(
             f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
             "lower it, or leave it out"
         )
+    devices = experiment.devices
     if devices is None and not pooled:
         devices = config.devices.modelled(data.population, data_dir=data_dir)
     pieces = Simulation(
-        make_model=ModelFactory.of(make_model),
-        objective=objective,
-        metrics={} if metrics is None else metrics,
+        make_model=ModelFactory.of(experiment.make_model),
+        objective=experiment.objective,
+        metrics=experiment.metrics,
         test=data.stored_test,
         population=PooledPopulation(data.population) if pooled else data.population,
-        algorithm=algorithm,
-        sampler=UniformSampler() if pooled else config.cohort.build(),
+        algorithm=experiment.algorithm,
+        sampler=experiment.sampler or (UniformSampler() if pooled else config.cohort.build()),
         policy=policy,
         behaviour=Instant() if devices is None else devices,
         config=config,
-        make_trainer=make_trainer,
+        make_trainer=experiment.make_trainer,
         own=own,
-        by_round=by_round,
+        by_round=experiment.by_round,
+        callbacks=experiment.callbacks,
     )
-    pieces = furnished(pieces, extra)
-    names = {*extra, *({} if by_round is None else divided(by_round(0))[1])}
-    if names and make_trainer is None:
+    pieces = furnished(pieces, experiment.extra)
+    by_round = experiment.by_round
+    names = {*experiment.extra, *({} if by_round is None else divided(by_round(0))[1])}
+    if names and experiment.make_trainer is None:
         raise ConfigError(
             f"client.extra tells {', '.join(sorted(names))}, but the clients of this simulation "
             "have fedlearn's own trainer, which acts on none of it; give them yours "

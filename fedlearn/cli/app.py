@@ -23,7 +23,7 @@ from fedlearn.cli.options import (
     COORDINATOR_TOML,
     ConfigFile,
     DataDir,
-    Experiment,
+    ExperimentFile,
     Force,
     FromPrevious,
     Json,
@@ -95,7 +95,7 @@ def _root(
 )
 def simulate(
     *,
-    experiment: Experiment = None,
+    experiment: ExperimentFile = None,
     overrides: Overrides = None,
     as_json: Json = False,
     data_dir: DataDir = None,
@@ -136,7 +136,7 @@ def simulate(
 )
 def check(
     *,
-    experiment: Experiment = None,
+    experiment: ExperimentFile = None,
     overrides: Overrides = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -187,7 +187,7 @@ def check(
 )
 def budget(
     *,
-    experiment: Experiment = None,
+    experiment: ExperimentFile = None,
     overrides: Overrides = None,
     as_json: Json = False,
     output: Output = None,
@@ -226,7 +226,7 @@ def budget(
 @app.command(epilog=examples("audit experiment.toml", "audit experiment.toml --canaries 1000"))
 def audit(
     *,
-    experiment: Experiment = None,
+    experiment: ExperimentFile = None,
     overrides: Overrides = None,
     canaries: Annotated[
         int,

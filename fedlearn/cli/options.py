@@ -8,7 +8,7 @@ import typer
 RunArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, as `fedlearn runs` lists it.")
 ]
-Experiment: TypeAlias = Annotated[
+ExperimentFile: TypeAlias = Annotated[
     Path | None,
     typer.Argument(
         metavar="EXPERIMENT.toml",

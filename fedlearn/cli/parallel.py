@@ -12,7 +12,7 @@ import typer
 
 from fedlearn.cli.options import (
     DataDir,
-    Experiment,
+    ExperimentFile,
     Force,
     Json,
     Output,
@@ -39,7 +39,7 @@ _NOBODY_IS_ASKED = ("cohort.num_wanted=auto", "stragglers.min_reports=half")
 )
 def train(
     *,
-    experiment: Experiment = None,
+    experiment: ExperimentFile = None,
     overrides: Overrides = None,
     output: Output = None,
     as_json: Json = False,
@@ -128,7 +128,7 @@ def train(
 )
 def memory(
     *,
-    experiment: Experiment = None,
+    experiment: ExperimentFile = None,
     overrides: Overrides = None,
     parameters: Annotated[
         float | None,

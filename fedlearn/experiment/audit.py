@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.sampling import whose_turn
-from fedlearn.assembly import Simulation, algorithm, around, simulation
+from fedlearn.assembly import Experiment, Simulation, algorithm, build_simulation, simulation
 from fedlearn.config import Config
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -326,16 +326,15 @@ def _with_canary_examples(
     """
     population = CanaryExamples(canaries, per_client)
     nothing = Examples.of(features=torch.zeros(1, population.size), labels=torch.zeros(1))
-    return around(
-        audited,
+    experiment = Experiment(
         make_model=partial(nn.Linear, population.size, 1, bias=False),
         objective=CustomLoss(_output),
         data=FederatedData(population=population, test=nothing),
         algorithm=Watched(algorithm(audited), weights_Tm),
-        data_dir=data_dir,
         make_trainer=audited.client.make_trainer(),
         extra=audited.client.extra,
     )
+    return build_simulation(audited, experiment, data_dir=data_dir)
 
 
 def _output(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 - a loss takes both

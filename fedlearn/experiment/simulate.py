@@ -28,7 +28,7 @@ from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.torch_losses import as_objective
-from fedlearn.assembly import Pieces, Simulation, around, simulation
+from fedlearn.assembly import Experiment, Pieces, Simulation, build_simulation, simulation
 from fedlearn.assembly.choices import device_of, resolve, workers_used
 from fedlearn.assembly.server_jobs import FOLDER, Place
 from fedlearn.assembly.simulated_plan import assemble
@@ -234,7 +234,6 @@ def simulate(
         progress=progress,
     )
     require_settings(extra=extra, resume=resume)
-    loss = CrossEntropy() if objective is None else as_objective(objective)
     algorithm, settings = _unbuffered(algorithm, settings)
     own_devices = None if devices is None or isinstance(devices, Mapping) else devices
     if devices is not None:
@@ -246,26 +245,25 @@ def simulate(
     told = progress or progress_to(sys.stdout, as_json=False)
     site = Site(addresses, os.environ, SystemClock(), told)
 
-    def pieces_of(config: Config) -> Simulation:
-        pieces = around(
-            config,
-            make_model=make_model,
-            objective=loss,
-            data=data,
-            metrics=metrics,
-            algorithm=algorithm if local_of is None else PerClient(algorithm, local_of),
-            data_dir=addresses.data_dir,
-            make_trainer=trainer,
-            extra=extra,
-            by_round=by_round,
-            devices=own_devices,
-        )
-        return replace(pieces, sampler=sampler or pieces.sampler, callbacks=tuple(callbacks))
-
+    experiment = Experiment(
+        make_model=make_model,
+        objective=CrossEntropy() if objective is None else as_objective(objective),
+        data=data,
+        algorithm=algorithm if local_of is None else PerClient(algorithm, local_of),
+        metrics=metrics or {},
+        make_trainer=trainer,
+        extra=extra,
+        by_round=by_round,
+        sampler=sampler,
+        devices=own_devices,
+        callbacks=tuple(callbacks),
+    )
+    pieces = build_simulation(config, experiment, data_dir=addresses.data_dir)
     if resume is None:
-        return run_pieces(pieces_of(config), site)
-    recorded = _as_recorded(pieces_of(config), resume, site, settings)
-    return _resume(resume, pieces_of(recorded), site, from_previous=False, is_described=False)
+        return run_pieces(pieces, site)
+    recorded = _as_recorded(pieces, resume, site, settings)
+    pieces = build_simulation(recorded, experiment, data_dir=addresses.data_dir)
+    return _resume(resume, pieces, site, from_previous=False, is_described=False)
 
 
 def _table_of(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[str, object]:

@@ -25,7 +25,7 @@ import fedlearn as fl
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.recipes import Algorithm
-from fedlearn.assembly import Simulation, around
+from fedlearn.assembly import Experiment, Simulation, build_simulation
 from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.assembly.user_code import AfterRound
@@ -124,14 +124,14 @@ def pieces(num_rounds: int, devices: str) -> Simulation:
         "evaluation": {"every_rounds": 0, "clients": 0},
         "engine": {"num_workers": 1},
     }
-    return around(
-        config_around(settings, source="the benchmark"),
+    experiment = Experiment(
         make_model=make_model,
         objective=fl.CrossEntropy(),
         data=federated(1000, shape=shape),
         algorithm=fl.FedAvg(LOCAL),
-        data_dir=Path(),
     )
+    config = config_around(settings, source="the benchmark")
+    return build_simulation(config, experiment, data_dir=Path())
 
 
 def measure(num_rounds: int, devices: str) -> Iterator[Row]:

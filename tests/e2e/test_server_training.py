@@ -14,7 +14,7 @@ from torch import nn
 
 import fedlearn as fl
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.assembly import Simulation, around, server_task
+from fedlearn.assembly import Experiment, Simulation, build_simulation, server_task
 from fedlearn.assembly.plan import initial_params
 from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
@@ -116,14 +116,14 @@ def pieces_of(training: dict[str, Any]) -> Simulation:  # Any: values of a table
         "data": {"source": "python", "factory": "argument:data"},
         "coordinator": {"training": {"share": SHARE, "batch_size": 16, **training}},
     }
-    return around(
-        from_mapping(values, source="the test"),
+    experiment = Experiment(
         make_model=make_model,
         objective=CrossEntropy(),
         data=data(),
         algorithm=fl.FedAvg(WHOLE),
-        data_dir=Path(),
     )
+    config = from_mapping(values, source="the test")
+    return build_simulation(config, experiment, data_dir=Path())
 
 
 def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[str, torch.Tensor]]:

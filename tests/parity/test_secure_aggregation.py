@@ -124,18 +124,15 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
         "stragglers": stragglers,
         "devices": {"kind": "python", "factory": "argument:devices"},
     }
-    pieces = assembly.around(
-        config_around(settings, source="here"),
+    experiment = assembly.Experiment(
         make_model=lambda: nn.Linear(5, 3),
         objective=fl.CrossEntropy(),
         data=data,
-        metrics=None,
         algorithm=fl.Scaffold(local, num_clients=12, server_learning_rate=1.0, control_bound=0.3),
-        data_dir=Path(),
-        make_trainer=None,
-        extra={},
         devices=Unreliable(),
     )
+    config = config_around(settings, source="here")
+    pieces = assembly.build_simulation(config, experiment, data_dir=Path())
     resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
     cpu = torch.device("cpu")
     plan, params = assemble(resolved, Alone(), device=cpu, clock=SystemClock())

@@ -37,7 +37,7 @@ from fedlearn.algorithms.sampling import (
     Users,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.assembly import Simulation, around, simulation
+from fedlearn.assembly import Experiment, Simulation, build_simulation, simulation
 from fedlearn.assembly.private import with_privacy
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.called import user_call
@@ -956,15 +956,14 @@ def test_an_objective_that_declares_nothing_is_refused() -> None:
 
     bare: Any = Bare()  # what a user wrote for an earlier version
     given = _built({})
+    experiment = Experiment(
+        make_model=given.make_model,
+        objective=bare,
+        data=FederatedData(population=given.population, test=given.test),
+        algorithm=given.algorithm,
+    )
     with pytest.raises(ConfigError, match="Bare does not declare `per_example`"):
-        around(
-            given.config,
-            make_model=given.make_model,
-            objective=bare,
-            data=FederatedData(population=given.population, test=given.test),
-            algorithm=given.algorithm,
-            data_dir=Path("nowhere"),
-        )
+        build_simulation(given.config, experiment, data_dir=Path("nowhere"))
 
 
 def test_pieces_made_in_python_are_taken_as_they_are() -> None:
@@ -974,15 +973,15 @@ def test_pieces_made_in_python_are_taken_as_they_are() -> None:
     def network() -> nn.Module:
         return nn.Linear(64, 10)
 
+    experiment = Experiment(
+        make_model=network,
+        objective=CrossEntropy(),
+        data=FederatedData(population=given.population, test=given.test),
+        algorithm=given.algorithm,
+    )
+
     def built(config: Config) -> Simulation:
-        return around(
-            config,
-            make_model=network,
-            objective=CrossEntropy(),
-            data=FederatedData(population=given.population, test=given.test),
-            algorithm=given.algorithm,
-            data_dir=Path("nowhere"),
-        )
+        return build_simulation(config, experiment, data_dir=Path("nowhere"))
 
     assert built(config).make_model.make_model is network
     assert built(config).policy.num_wanted == 5

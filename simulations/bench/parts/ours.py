@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from parts.rounds import Stopwatch
 
 import fedlearn as fl
-from fedlearn.assembly import around
+from fedlearn.assembly import Experiment, build_simulation
 from fedlearn.config import Addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
@@ -114,14 +114,13 @@ def main() -> None:
         learning_rate=arguments.lr,
         shuffle=False,
     )
-    pieces = around(
-        config,
+    experiment = Experiment(
         make_model=lambda: workload.make_model(arguments.model, arguments.seed),
         objective=fl.CrossEntropy(),
         data=federated(workload, arguments),
         algorithm=fl.FedAvg(local, weight_by_examples=not arguments.private),
-        data_dir=peers_dir,
     )
+    pieces = build_simulation(config, experiment, data_dir=peers_dir)
     pieces = replace(pieces, sampler=PeersSampler(workload, arguments))
     progress = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
