@@ -33,7 +33,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError, EngineError
 from fedlearn.simulation.executors import sequential, stacked
 from fedlearn.simulation.executors.attempts import attempts
-from fedlearn.simulation.executors.base import Executor, Work
+from fedlearn.simulation.executors.base import Executor, LocalTask, Work
 from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.fused.chain import Chain, NotAChain, as_chain
 from fedlearn.simulation.executors.fused.executor import FusedExecutor, misfit
@@ -122,16 +122,10 @@ class Job:
         """
         steps = self.local.work.num_steps(self.population.num_examples(client_ids))
         client_ids = client_ids[np.argsort(-steps, kind="stable")]
-        return Work.of(
-            self.population.load(client_ids),
-            client_ids,
-            params=self.params,
-            local=self.local,
-            told=self.told,
-            round_num=0,
-            seed=self.seed,
-            kept={},
+        task = LocalTask(
+            params=self.params, local=self.local, told=self.told, round_num=0, seed=self.seed
         )
+        return Work.of(task, self.population.load(client_ids), client_ids, kept={})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from fedlearn.errors import EngineError, UnusableResult
 from fedlearn.session.faults import is_failure, reason_for
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.executors.attempts import attempts
-from fedlearn.simulation.executors.base import Apart, Executor, Trained, Work
+from fedlearn.simulation.executors.base import Apart, Executor, LocalTask, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
 from fedlearn.simulation.population import ClientRows, Population, spread_clients
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
@@ -305,14 +305,17 @@ class Engine:
                 rounds_K=np.asarray([each.round_num for each in requests]),
                 starts_KP=torch.stack([each.params.vector for each in requests]),
             )
-        work = Work.of(
-            self._rows(client_ids, request, local, apart),
-            client_ids,
+        task = LocalTask(
             params=request.params,
             local=local,
             told=request.told,
             round_num=request.round_num,
             seed=Seed(request.seed),
+        )
+        work = Work.of(
+            task,
+            self._rows(client_ids, request, local, apart),
+            client_ids,
             kept=stacked(request.kept, client_ids.tolist()),
             apart=apart,
         )

@@ -18,7 +18,7 @@ from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.executors.base import Work
+from fedlearn.simulation.executors.base import LocalTask, Work
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
@@ -92,16 +92,8 @@ def in_the_engine(num_before: int, places: Places) -> Tensor:
     population = ArrayPopulation(
         features=features, labels=labels, partition=partition, num_classes=NUM_CLASSES
     )
-    work = Work.of(
-        population.load(np.arange(2)),
-        np.arange(2),
-        params=weights(),
-        local=LOCAL,
-        told={},
-        round_num=ROUND,
-        seed=SEED,
-        kept={},
-    )
+    task = LocalTask(params=weights(), local=LOCAL, told={}, round_num=ROUND, seed=SEED)
+    work = Work.of(task, population.load(np.arange(2)), np.arange(2), kept={})
     return SequentialExecutor(places.model()).train(work).deltas_KP[1].clone()
 
 

@@ -37,73 +37,78 @@ class Apart:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
-    """A block of K clients to train.
+class LocalTask:
+    """What clients are asked to do in a round.
 
     Attributes:
         params: The global model.
         local: What clients do.
         told: What they are told beside the model, one vector each.
-        client_ids: Shape [K], those with most steps first.
-        features: The examples' features, [N, ...] each; the schedule says which rows.
-        labels: The examples' labels, [N, ...].
-        rows_K: Row numbers of all examples of each client.
-        schedule: Batches.
         round_num: Round index.
         seed: The run's.
-        kept: What the clients kept, by name one row each: shape [K, n]; what is missing is zero.
-        apart: Where they were asked in several rounds, by executors that take it; ``None``: all
-            start from ``params``.
     """
 
     params: Params
     local: LocalUpdate
     told: Lanes
+    round_num: int
+    seed: Seed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work(LocalTask):
+    """A block of K clients to train: their task, with their examples.
+
+    Attributes:
+        client_ids: Shape [K], those with most steps first.
+        features: The examples' features, [N, ...] each; the schedule says which rows.
+        labels: The examples' labels, [N, ...].
+        rows_K: Row numbers of all examples of each client.
+        schedule: Batches.
+        kept: What the clients kept, by name one row each: shape [K, n]; what is missing is zero.
+        apart: Where they were asked in several rounds, by executors that take it; ``None``: all
+            start from ``params``.
+    """
+
     client_ids: NDArray[np.int64]
     features: Features
     labels: Tensor
     rows_K: Sequence[NDArray[np.int64]]
     schedule: Schedule
-    round_num: int
-    seed: Seed
     kept: Mapping[str, Tensor]
     apart: Apart | None = None
 
     @classmethod
     def of(
         cls,
+        task: LocalTask,
         rows: ClientRows,
         client_ids: NDArray[np.int64],
         *,
-        params: Params,
-        local: LocalUpdate,
-        told: Lanes,
-        round_num: int,
-        seed: Seed,
         kept: Mapping[str, Tensor],
         apart: Apart | None = None,
     ) -> Self:
-        """Return the work on these clients' examples, where the model lies; the rest as above."""
-        vector, own_rows = params.vector, np.split(rows.rows, rows.offsets[1:-1])
+        """Return the task with these clients' examples, moved to where the model lies."""
+        vector, own_rows = task.params.vector, np.split(rows.rows, rows.offsets[1:-1])
         return cls(
-            params=params,
-            local=local,
-            told=told,
+            params=task.params,
+            local=task.local,
+            told=task.told,
+            round_num=task.round_num,
+            seed=task.seed,
             client_ids=client_ids,
             features=moved(rows.features, vector.device),
             labels=rows.labels.to(vector.device),
             rows_K=[each[:size] for each, size in zip(own_rows, rows.num_examples(), strict=True)],
             schedule=schedule(
-                local.work,
+                task.local.work,
                 rows,
                 client_ids,
-                round_num=round_num if apart is None else apart.rounds_K,
-                seed=seed,
+                round_num=task.round_num if apart is None else apart.rounds_K,
+                seed=task.seed,
                 dtype=vector.dtype,
                 device=vector.device,
             ),
-            round_num=round_num,
-            seed=seed,
             kept=kept,
             apart=apart,
         )
