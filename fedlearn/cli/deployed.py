@@ -349,6 +349,7 @@ def join(
 
     Typing this command is the consent to train on this machine's data.
     """
+    from fedlearn.config import load_client
     from fedlearn.deployment.join import join
 
     if check:
@@ -364,10 +365,10 @@ def join(
         invitation,
         task=task,
         home=home,
-        config=config,
-        require_secure_aggregation=require_secure_aggregation,
+        config=load_client(config).override(
+            num_workers=workers, require_secure_aggregation=require_secure_aggregation
+        ),
         roster=roster,
-        num_workers=workers,
         addresses=address or (),
     )
     if not ended_in_order:

@@ -4,10 +4,9 @@ It is another tree than the coordinator's, and lies with whom the data belong to
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field, StringConstraints
 
@@ -118,14 +117,26 @@ class ClientConfig(Section):
         ReconnectionSection(), description="How soon this client looks for its coordinator again."
     )
 
-    def to_policy(self, *, require_secure_aggregation: bool = False) -> Policy:
-        """Return what is refused, as the client takes it.
+    def override(
+        self, *, num_workers: int | None = None, require_secure_aggregation: bool = False
+    ) -> Self:
+        """Return the file with what a command line says in its place.
 
         Args:
+            num_workers: Processes that share each training; ``None``: as the file says.
             require_secure_aggregation: Refuse readable updates, whatever the file says.
         """
+        policy, training = self.policy, self.training
+        if require_secure_aggregation:
+            secure = policy.secure_aggregation.model_copy(update={"required": True})
+            policy = policy.model_copy(update={"secure_aggregation": secure})
+        if num_workers is not None:
+            training = training.model_copy(update={"num_workers": num_workers})
+        return self.model_copy(update={"policy": policy, "training": training})
+
+    def to_policy(self) -> Policy:
+        """Return what is refused, as the client takes it."""
         secure = built(SecureAggregationPolicy, self.policy.secure_aggregation)
-        secure = replace(secure, required=secure.required or require_secure_aggregation)
         privacy = built(PrivacyPolicy, self.policy.privacy)
         extra = built(ExtraPolicy, self.policy.extra)
         return built(Policy, self.policy, secure_aggregation=secure, privacy=privacy, extra=extra)

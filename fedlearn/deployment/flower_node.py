@@ -40,7 +40,7 @@ def node_policy(node: Node) -> Policy:
             "true or false"
         )
     config = load_client(None if path is None else Path(str(path)))
-    policy = config.to_policy(require_secure_aggregation=required)
+    policy = config.override(require_secure_aggregation=required).to_policy()
     require_no_daily_limit(policy, source=str(path))
     if config.to_conditions() != Conditions():
         raise ConfigError(

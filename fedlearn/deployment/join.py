@@ -21,7 +21,7 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder, default_home
 from fedlearn.client.options import RuntimeOptions, Wake
 from fedlearn.client.process import STOP_S, STUCK, Restarts, TrainingProcess, interpreter
-from fedlearn.config import load_client
+from fedlearn.config import ClientConfig
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
@@ -37,10 +37,8 @@ def join(
     *,
     task: str,
     home: Path | None,
-    config: Path | None,
-    require_secure_aggregation: bool,
+    config: ClientConfig,
     roster: Path | None = None,
-    num_workers: int | None = None,
     addresses: Sequence[str] = (),
     out: TextIO = sys.stdout,
 ) -> bool:
@@ -48,29 +46,33 @@ def join(
 
     SIGCONT has it look for its coordinator at once; Windows has no such signal.
 
-    The arguments are those of the command ``fedlearn join``. Without a ``home`` it is that of
-    :func:`~fedlearn.client.folder.default_home`, without ``num_workers`` they are those of
-    ``config``; ``out`` is told what happens, a line for each step.
+    Args:
+        invitation: The file from the coordinator's operator.
+        task: The trainer, as ``fedlearn join --task``.
+        home: Folder of the client's keys and state; ``None``: that of
+            :func:`~fedlearn.client.folder.default_home`.
+        config: What this client refuses, when it may train, and by how many processes.
+        roster: Identity keys of the other clients; ``None``: those that the coordinator tells.
+        addresses: Where the coordinator is now, if it has moved.
+        out: Told what happens, a line for each step.
 
     Returns:
         Whether the client ended in order; false: a training did not stop, and was killed.
 
     Raises:
-        ConfigError: There is something wrong with ``config``.
         DeploymentError: The invitation, the trainer, the folder or an address is of no use, or the
             coordinator does not take the invitation.
     """
-    given = load_client(config)
     folder = ClientFolder(home or home_of(invitation))
     folder.set_consent(granted=True)  # the command is the consent
     options = RuntimeOptions(
         home=folder.folder,
         trainer=task,
         invitation=invitation,
-        conditions=given.to_conditions(),
-        policy=given.to_policy(require_secure_aggregation=require_secure_aggregation),
-        num_workers=num_workers or given.training.num_workers,
-        reconnection=given.to_reconnection(),
+        conditions=config.to_conditions(),
+        policy=config.to_policy(),
+        num_workers=config.training.num_workers,
+        reconnection=config.to_reconnection(),
         roster=roster,
         addresses=require_addresses(addresses),
         is_command=True,

@@ -76,6 +76,17 @@ def test_without_a_file_it_is_what_applications_have_by_default(tmp_path: Path) 
         assert config.training.num_workers == 1
 
 
+def test_a_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    """What it does not say stays as the file says; it never takes a demand back."""
+    config = load(tmp_path, WHOLE)
+    assert config.override() == config
+    assert config.override(num_workers=2).training.num_workers == 2
+    assert config.override(require_secure_aggregation=False).to_policy() == config.to_policy()
+    demanding = load_client(None).override(require_secure_aggregation=True)
+    assert demanding.to_policy().secure_aggregation.required
+    assert demanding.training == load_client(None).training
+
+
 def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     """Policy, its secure aggregation, and conditions: none keeps its default."""
     config = load(tmp_path, WHOLE)

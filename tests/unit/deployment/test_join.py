@@ -18,6 +18,7 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.cli.failures import BAD_INPUT, RUN_FAILED
 from fedlearn.client.backoff import Backoff
+from fedlearn.config import ClientConfig
 from fedlearn.core.messages import EvaluateReply, Failure
 from fedlearn.deployment import join as join_module
 from fedlearn.deployment.check_client import check_before
@@ -226,8 +227,7 @@ link.sendall(b'{{"kind": "failed", "message": "it was started", "is_final": true
             coordinator.invite("clinic-a"),
             task="trainer:it",
             home=tmp_path / "home",
-            config=None,
-            require_secure_aggregation=False,
+            config=ClientConfig(),
             out=out,
         )
         with pytest.raises(DeploymentError, match="it was started"):
