@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fedlearn.client.agent import Agent as Agent
     from fedlearn.client.backoff import Reconnection as Reconnection
     from fedlearn.client.conditions import Conditions as Conditions
+    from fedlearn.client.options import Connection as Connection
     from fedlearn.client.policy import ExtraPolicy as ExtraPolicy
     from fedlearn.client.policy import Policy as Policy
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
@@ -27,6 +28,7 @@ _HOME = {
     "client.agent": "Agent",
     "client.backoff": "Reconnection",
     "client.conditions": "Conditions",
+    "client.options": "Connection",
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
     "parallel.local_async": "Hogwild",
     "training.torch_trainer": "TorchTrainer",

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fedlearn.client.backoff import Reconnection
 from fedlearn.client.callbacks import Caller
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder
 from fedlearn.client.loading import name_of, require_trainer
-from fedlearn.client.options import Changes, RuntimeOptions, Wake
+from fedlearn.client.options import Changes, Connection, RuntimeOptions, Wake
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import (
     STOP_S,
@@ -31,7 +30,6 @@ from fedlearn.client.process import (
 )
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
-from fedlearn.transport.addresses import require_addresses
 
 if TYPE_CHECKING:  # the application does not wait for torch
     from fedlearn.training.trainer import LocalTrainer
@@ -95,16 +93,11 @@ class Agent:
         num_workers: Processes that share each training, data-parallel; more than one are for a
             :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
         niceness: 0 is a program like any other, 19 gives way to all others.
-        reconnection: How soon the coordinator is looked for again, and for how long it may send
-            this client away.
-        roster: The operator's list of identity keys, checked with the other users: in secure
-            aggregation these clients are believed and no others.
-        addresses: Of a coordinator that has moved, each ``host:port``; tried before those of the
-            invitation and those that the coordinator has announced.
+        connection: How the coordinator is found, and whose keys are believed there.
 
     Raises:
         DeploymentError: The trainer cannot be made in another process, or its name leads nowhere;
-            there is no such invitation, or no Python to start a process with; an address is none.
+            there is no such invitation, or no Python to start a process with.
 
     Example:
         ::
@@ -128,9 +121,7 @@ class Agent:
         num_threads: int = 1,
         num_workers: int = 1,
         niceness: int = 10,
-        reconnection: Reconnection = Reconnection(),  # noqa: B008 - frozen
-        roster: Path | str | None = None,
-        addresses: Sequence[str] = (),
+        connection: Connection = Connection(),  # noqa: B008 - frozen
     ) -> None:
         self._home = ClientFolder(Path(home).expanduser().resolve())
         self._options = RuntimeOptions(
@@ -142,9 +133,7 @@ class Agent:
             num_threads=num_threads,
             num_workers=num_workers,
             niceness=niceness,
-            reconnection=reconnection,
-            roster=None if roster is None else Path(roster).expanduser().resolve(),
-            addresses=require_addresses(addresses),
+            connection=connection,
         )
         self._python = interpreter()
         # Another interpreter may have other packages.

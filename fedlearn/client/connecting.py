@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from fedlearn.client.backoff import Backoff, Reconnection
+from fedlearn.client.backoff import Backoff
 from fedlearn.client.conversation import (
     Connected,
     Disconnected,
@@ -22,6 +22,7 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
 from fedlearn.client.live_session import LiveSession, cancel, session_at
+from fedlearn.client.options import Connection
 from fedlearn.client.rotation import KeyRotation
 from fedlearn.client.tasks import OpenTask, require_run_id
 from fedlearn.core.clock import SystemClock, utc
@@ -51,8 +52,8 @@ class Connector:
     """Keeps a session with the coordinator while that is allowed.
 
     Args:
-        addresses: Of the coordinator, tried before those that are known.
-        reconnection: How soon the next visit comes.
+        invitation: The file from the operator; ``None``: this client has enrolled.
+        connection: Where the coordinator is looked for, how soon again, and who is believed.
         hello: Makes what a session begins with.
         post: Takes what happens, for the conversation.
         on_event: Told what happens, for the user.
@@ -70,26 +71,22 @@ class Connector:
         home: Home,
         *,
         invitation: Path | None,
-        roster: Path | None,
-        addresses: tuple[str, ...],
-        reconnection: Reconnection,
+        connection: Connection,
         hello: Callable[[], wire_pb2.Hello],
         post: Callable[[Event], None],
         on_event: Callable[[AgentEvent], None],
         on_receipt: Callable[[wire_pb2.Receipt], None],
     ) -> None:
-        self._home, self._invitation, self._roster = home, invitation, roster
-        self._addresses = addresses
+        self._home, self._invitation, self._connection = home, invitation, connection
         self._hello, self._post = hello, post
         self._on_event, self._on_receipt = on_event, on_receipt
         self._clock = SystemClock()
         self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
-        self._reconnection = reconnection
         self._asked_s: float | None = None  # to stay away, by the coordinator
         self._farewell, self._is_offline = "", False
         self._woken = asyncio.Event()
         self._attempt: asyncio.Timeout | None = None  # that is not answered yet
-        self.backoff, self.allowed = Backoff(reconnection.max_backoff_s), asyncio.Event()
+        self.backoff, self.allowed = Backoff(connection.reconnection.max_backoff_s), asyncio.Event()
         self.enrolment: Enrolment | None = None
         self.live: LiveSession | None = None
         self.run_id = ""
@@ -102,14 +99,15 @@ class Connector:
             EnrolmentRefused: The coordinator does not take the invitation.
         """
         await self.allowed.wait()
-        roster = None if self._roster is None else IdentityRoster.load(self._roster)
+        path = self._connection.roster
+        roster = None if path is None else IdentityRoster.load(Path(path))
         self.enrolment = await self._enrolled()
         if roster is not None:
             self._home.keys.pin_file(self.enrolment).take(
                 roster, client_id=self.enrolment.client_id, lineage=self.enrolment.lineage
             )
-        if self._addresses:
-            known = join_addresses(self._addresses, self.enrolment.invitation.addresses)
+        if self._connection.addresses:
+            known = join_addresses(self._connection.addresses, self.enrolment.invitation.addresses)
             self.enrolment = self._home.keys.move(self.enrolment, known)
         num_in_vain = 0
         for num_visits in count():
@@ -152,7 +150,7 @@ class Connector:
         if asked_s is None:
             pause_s = self.backoff.next_s()
         else:
-            pause_s = self._reconnection.absence_s(asked_s)
+            pause_s = self._connection.reconnection.absence_s(asked_s)
         _log.debug("pause", pause_s=pause_s, asked_s=asked_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
@@ -179,7 +177,7 @@ class Connector:
                 f"{self._home.folder} is not enrolled; pass the invitation that the coordinator's "
                 "operator made (`fedlearn invite NAME`)"
             )
-        given = given.moved_to(join_addresses(self._addresses, given.addresses))
+        given = given.moved_to(join_addresses(self._connection.addresses, given.addresses))
         identity, lineage = self._home.keys.coming_identity(), self._home.keys.coming_lineage(given)
         for address in cycle(given.token_addresses):
             await self.allowed.wait()

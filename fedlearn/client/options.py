@@ -1,6 +1,7 @@
 """What a client's process is started with."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +10,38 @@ from pydantic import TypeAdapter
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy
+from fedlearn.transport.addresses import require_addresses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """How a client finds its coordinator, and whose keys it believes there.
+
+    Attributes:
+        addresses: Of a coordinator that has moved, each ``host:port``; tried before those of the
+            invitation and those that the coordinator has announced.
+        roster: The operator's list of identity keys, checked with the other users: in secure
+            aggregation these clients are believed and no others; ``None``: the coordinator is
+            believed where it first tells identity keys.
+        reconnection: How soon the coordinator is looked for again, and for how long it may send
+            this client away.
+
+    Raises:
+        DeploymentError: An address is none.
+
+    Example:
+        >>> Connection(addresses=["new.example.org:443"]).addresses
+        ('new.example.org:443',)
+    """
+
+    addresses: Sequence[str] = ()
+    roster: Path | str | None = None
+    reconnection: Reconnection = field(default_factory=Reconnection)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "addresses", require_addresses(self.addresses))
+        if self.roster is not None:  # the training process may have another working directory
+            object.__setattr__(self, "roster", Path(self.roster).expanduser().resolve())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +53,6 @@ class RuntimeOptions:
         num_threads: Threads that torch may use, in each process that trains. Masks of secure
             aggregation are expanded on as many as there are cores.
         num_workers: Processes that share each training, this one included.
-        roster: ``None``: the coordinator is believed where it first tells identity keys.
-        addresses: Of the coordinator, ``host:port``, tried before those that the client knows.
         exit_code: What the process before this one ended with, in the same application, unless it
             was asked to end; negative: the number of the signal that killed it. ``None``: there was
             none.
@@ -36,12 +67,10 @@ class RuntimeOptions:
     invitation: Path | None = None
     conditions: Conditions = field(default_factory=Conditions)
     policy: Policy = field(default_factory=Policy)
-    reconnection: Reconnection = field(default_factory=Reconnection)
+    connection: Connection = field(default_factory=Connection)
     num_threads: int = 1
     niceness: int = 0
     num_workers: int = 1
-    roster: Path | None = None
-    addresses: tuple[str, ...] = ()
     exit_code: int | None = None
     is_command: bool = False
     log_level: int = logging.WARNING

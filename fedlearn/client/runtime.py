@@ -76,13 +76,11 @@ class Runtime:
         self._connector = Connector(
             self._home,
             invitation=options.invitation,
-            roster=options.roster,
-            addresses=options.addresses,
+            connection=options.connection,
             hello=self._hello,
             post=self._events.put_nowait,
             on_event=on_event,
             on_receipt=self._take_receipt,
-            reconnection=options.reconnection,
         )
         self._worker = Worker(
             home=self._home,

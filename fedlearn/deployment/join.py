@@ -19,13 +19,12 @@ import structlog
 
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder, default_home
-from fedlearn.client.options import RuntimeOptions, Wake
+from fedlearn.client.options import Connection, RuntimeOptions, Wake
 from fedlearn.client.process import STOP_S, STUCK, Restarts, TrainingProcess, interpreter
 from fedlearn.config import ClientConfig
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
-from fedlearn.transport.addresses import require_addresses
 
 #: Seconds between two looks at whether a pause has ended.
 _LOOK_S = 0.1
@@ -72,9 +71,9 @@ def join(
         conditions=config.to_conditions(),
         policy=config.to_policy(),
         num_workers=config.training.num_workers,
-        reconnection=config.to_reconnection(),
-        roster=roster,
-        addresses=require_addresses(addresses),
+        connection=Connection(
+            addresses=addresses, roster=roster, reconnection=config.to_reconnection()
+        ),
         is_command=True,
         log_level=structlog.get_logger().get_effective_level(),
     )

@@ -2,9 +2,25 @@
 
 from pathlib import Path
 
+import pytest
+
+from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.options import OPTIONS, RuntimeOptions
+from fedlearn.client.options import OPTIONS, Connection, RuntimeOptions
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.errors import DeploymentError
+
+
+def test_a_roster_lies_where_the_application_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever directory the training process works in."""
+    monkeypatch.chdir("/")
+    assert Connection(roster="all.roster").roster == Path("/all.roster")
+
+
+def test_what_is_no_address_is_refused() -> None:
+    """Before a process is started."""
+    with pytest.raises(DeploymentError, match="'https://new' is no address; write host:port"):
+        Connection(addresses=["new:443", "https://new"])
 
 
 def test_options_reach_the_other_process_as_they_are() -> None:
@@ -16,6 +32,11 @@ def test_options_reach_the_other_process_as_they_are() -> None:
         conditions=Conditions(between=("22:00", "06:00")),
         policy=Policy(
             max_epochs=2, secure_aggregation=SecureAggregationPolicy(required=True, min_cohort=7)
+        ),
+        connection=Connection(
+            addresses=["new:443"],
+            roster="all.roster",
+            reconnection=Reconnection(max_backoff_s=3.0),
         ),
         num_threads=2,
         num_workers=3,

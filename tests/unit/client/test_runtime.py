@@ -28,7 +28,7 @@ from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions, Device, Facts
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.options import Connection, RuntimeOptions
 from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
 from fedlearn.client.tasks import HeldReply, OpenTask
@@ -1570,7 +1570,8 @@ def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -
 
 def test_no_coordinator_sends_a_client_away_for_ever(home: Home, door: ScriptedDoor) -> None:
     """The client has a bound of its own."""
-    with client(home, Quick(), reconnection=Reconnection(max_absence_s=0.6)) as running:
+    connection = Connection(reconnection=Reconnection(max_absence_s=0.6))
+    with client(home, Quick(), connection=connection) as running:
         running.wait_for(EventKind.CONNECTED)
         door.push(come_back=wire_pb2.ComeBack(after_s=1e9))
         running.wait_for(EventKind.CONNECTED)
@@ -1581,10 +1582,8 @@ def test_a_coordinator_that_serves_nobody_now_says_when_to_come_back(
 ) -> None:
     """And is obeyed, as far as the client agrees to that; then its own back-off goes on."""
     door.come_back_s = [0.7, 1e9]
-    with (
-        capture_logs() as logs,
-        client(home, Quick(), reconnection=Reconnection(max_absence_s=0.9)) as running,
-    ):
+    connection = Connection(reconnection=Reconnection(max_absence_s=0.9))
+    with capture_logs() as logs, client(home, Quick(), connection=connection) as running:
         running.wait_for(EventKind.OFFLINE)
         running.wait_for(EventKind.CONNECTED)
     pauses = [(log["asked_s"], log["pause_s"]) for log in logs if log["event"] == "pause"]
@@ -1723,7 +1722,7 @@ def test_a_client_takes_an_address_from_its_user(home: Home, door: ScriptedDoor)
     """Before those that it knows, which it keeps, also for the next start."""
     moved = ScriptedDoor()
     door.close()
-    with client(home, Quick(), addresses=(moved.address,)) as running:
+    with client(home, Quick(), connection=Connection(addresses=(moved.address,))) as running:
         assert running.wait_for(EventKind.CONNECTED).message == moved.address
     assert known_addresses(home) == (moved.address, door.address)
     with client(home, Quick()) as running:
