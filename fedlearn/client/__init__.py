@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fedlearn.client.backoff import Reconnection as Reconnection
     from fedlearn.client.conditions import Conditions as Conditions
     from fedlearn.client.options import Connection as Connection
+    from fedlearn.client.options import Resources as Resources
     from fedlearn.client.policy import ExtraPolicy as ExtraPolicy
     from fedlearn.client.policy import Policy as Policy
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
@@ -28,7 +29,7 @@ _HOME = {
     "client.agent": "Agent",
     "client.backoff": "Reconnection",
     "client.conditions": "Conditions",
-    "client.options": "Connection",
+    "client.options": "Connection Resources",
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
     "parallel.local_async": "Hogwild",
     "training.torch_trainer": "TorchTrainer",

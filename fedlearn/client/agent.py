@@ -19,7 +19,7 @@ from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder
 from fedlearn.client.loading import name_of, require_trainer
-from fedlearn.client.options import Changes, Connection, RuntimeOptions, Wake
+from fedlearn.client.options import Changes, Connection, Resources, RuntimeOptions, Wake
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import (
     STOP_S,
@@ -89,10 +89,7 @@ class Agent:
         probes: What the application knows of the device.
         on_progress: Called with each event, one at a time, on a thread of its own; what it
             raises is reported as of any thread (:func:`threading.excepthook`).
-        num_threads: Threads that torch may use, in each process that trains.
-        num_workers: Processes that share each training, data-parallel; more than one are for a
-            :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
-        niceness: 0 is a program like any other, 19 gives way to all others.
+        resources: How much of the device training may use.
         connection: How the coordinator is found, and whose keys are believed there.
 
     Raises:
@@ -118,9 +115,7 @@ class Agent:
         policy: Policy = Policy(),  # noqa: B008 - frozen
         probes: Probes = Probes(),  # noqa: B008 - frozen
         on_progress: Callable[[AgentEvent], None] | None = None,
-        num_threads: int = 1,
-        num_workers: int = 1,
-        niceness: int = 10,
+        resources: Resources = Resources(),  # noqa: B008 - frozen
         connection: Connection = Connection(),  # noqa: B008 - frozen
     ) -> None:
         self._home = ClientFolder(Path(home).expanduser().resolve())
@@ -130,9 +125,7 @@ class Agent:
             invitation=None if invitation is None else Path(invitation).expanduser().resolve(),
             conditions=conditions,
             policy=policy,
-            num_threads=num_threads,
-            num_workers=num_workers,
-            niceness=niceness,
+            resources=resources,
             connection=connection,
         )
         self._python = interpreter()

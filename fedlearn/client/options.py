@@ -4,12 +4,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Ge, Le
 from pydantic import TypeAdapter
 
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy
+from fedlearn.core.ranges import Count, out_of_range
+from fedlearn.errors import ConfigError
 from fedlearn.transport.addresses import require_addresses
 
 
@@ -45,14 +49,35 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resources:
+    """How much of a device training may use.
+
+    Attributes:
+        num_threads: Threads that torch may use, in each process that trains. Masks of secure
+            aggregation are expanded on as many as there are cores.
+        num_workers: Processes that share each training, data-parallel; more than one are for a
+            :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
+        niceness: 0 is a program like any other, 19 gives way to all others.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    num_threads: Count = 1
+    num_workers: Count = 1
+    niceness: Annotated[int, Ge(0), Le(19)] = 10
+
+    def __post_init__(self) -> None:
+        if wrong := out_of_range(self):
+            raise ConfigError(f"resources.{wrong}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
     """How one client takes part: what :class:`~fedlearn.client.agent.Agent` is given.
 
     Attributes:
         trainer: Its name, ``"module:Class"`` or ``"path/file.py:Class"``.
-        num_threads: Threads that torch may use, in each process that trains. Masks of secure
-            aggregation are expanded on as many as there are cores.
-        num_workers: Processes that share each training, this one included.
         exit_code: What the process before this one ended with, in the same application, unless it
             was asked to end; negative: the number of the signal that killed it. ``None``: there was
             none.
@@ -68,9 +93,7 @@ class RuntimeOptions:
     conditions: Conditions = field(default_factory=Conditions)
     policy: Policy = field(default_factory=Policy)
     connection: Connection = field(default_factory=Connection)
-    num_threads: int = 1
-    niceness: int = 0
-    num_workers: int = 1
+    resources: Resources = field(default_factory=Resources)
     exit_code: int | None = None
     is_command: bool = False
     log_level: int = logging.WARNING

@@ -415,6 +415,6 @@ def make_runtime(options: RuntimeOptions, *, on_event: Callable[[AgentEvent], No
     Raises:
         DeploymentError: There is no such trainer, or its trainings cannot be shared as asked.
     """
-    give_way(options.niceness)
-    torch.set_num_threads(options.num_threads)
+    give_way(options.resources.niceness)
+    torch.set_num_threads(options.resources.num_threads)
     return Runtime(options, trainer_of(options), on_event=on_event)

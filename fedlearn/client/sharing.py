@@ -44,7 +44,7 @@ def trainer_of(options: RuntimeOptions) -> LocalTrainer:
             not start; the trainer's own errors pass.
     """
     make = partial(make_trainer, options.trainer)
-    if options.num_workers == 1:
+    if options.resources.num_workers == 1:
         return make()
     take_gpu(0)
     return SharedTrainer(make, start=partial(_started, options))
@@ -58,9 +58,9 @@ def _started(options: RuntimeOptions) -> Sequence[WorkerProcess]:
     """
     with ExitStack() as if_failed:
         workers = list[WorkerProcess]()
-        for rank in range(1, options.num_workers):
+        for rank in range(1, options.resources.num_workers):
             told = WorkerOptions(
-                trainer=options.trainer, rank=rank, num_threads=options.num_threads
+                trainer=options.trainer, rank=rank, num_threads=options.resources.num_threads
             )
             workers.append(_one(told))
             if_failed.callback(workers[-1].end)

@@ -19,7 +19,7 @@ import structlog
 
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder, default_home
-from fedlearn.client.options import Connection, RuntimeOptions, Wake
+from fedlearn.client.options import Connection, Resources, RuntimeOptions, Wake
 from fedlearn.client.process import STOP_S, STUCK, Restarts, TrainingProcess, interpreter
 from fedlearn.config import ClientConfig
 from fedlearn.core.clock import SystemClock
@@ -70,7 +70,7 @@ def join(
         invitation=invitation,
         conditions=config.to_conditions(),
         policy=config.to_policy(),
-        num_workers=config.training.num_workers,
+        resources=Resources(num_workers=config.training.num_workers, niceness=0),
         connection=Connection(
             addresses=addresses, roster=roster, reconnection=config.to_reconnection()
         ),

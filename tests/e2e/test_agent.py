@@ -24,6 +24,7 @@ from fedlearn.client.backoff import Backoff
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
+from fedlearn.client.options import Resources
 from fedlearn.client.policy import Policy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Failure, TrainReply
@@ -266,7 +267,7 @@ def test_an_application_takes_part_after_consent_and_not_before(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
     """Starting takes no time; progress is told on another thread; the update arrives."""
-    agent = application.agent(coordinator.invite("laptop"), niceness=5)
+    agent = application.agent(coordinator.invite("laptop"), resources=Resources(niceness=5))
     fastest_s = math.inf
     for _ in range(5):  # one of them finds the machine at hand
         agent.stop()

@@ -6,9 +6,9 @@ import pytest
 
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.options import OPTIONS, Connection, RuntimeOptions
+from fedlearn.client.options import OPTIONS, Connection, Resources, RuntimeOptions
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
-from fedlearn.errors import DeploymentError
+from fedlearn.errors import ConfigError, DeploymentError
 
 
 def test_a_roster_lies_where_the_application_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +21,15 @@ def test_what_is_no_address_is_refused() -> None:
     """Before a process is started."""
     with pytest.raises(DeploymentError, match="'https://new' is no address; write host:port"):
         Connection(addresses=["new:443", "https://new"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_threads", 0), ("num_workers", 0), ("niceness", -1), ("niceness", 20)]
+)
+def test_resources_that_no_device_has_are_refused(name: str, value: int) -> None:
+    """Where they are asked for, not in the training process."""
+    with pytest.raises(ConfigError, match=rf"resources\.{name} is {value}"):
+        Resources(**{name: value})
 
 
 def test_options_reach_the_other_process_as_they_are() -> None:
@@ -38,8 +47,6 @@ def test_options_reach_the_other_process_as_they_are() -> None:
             roster="all.roster",
             reconnection=Reconnection(max_backoff_s=3.0),
         ),
-        num_threads=2,
-        num_workers=3,
-        niceness=3,
+        resources=Resources(num_threads=2, num_workers=3, niceness=3),
     )
     assert OPTIONS.validate_json(OPTIONS.dump_json(options)) == options

@@ -12,7 +12,7 @@ import pytest
 
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.events import EventKind
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.options import Resources, RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import TrainingProcess, interpreter
 from fedlearn.errors import DeploymentError
@@ -57,8 +57,7 @@ def options(tmp_path: Path) -> RuntimeOptions:
         invitation=None,
         conditions=Conditions(),
         policy=Policy(),
-        num_threads=1,
-        niceness=0,
+        resources=Resources(niceness=0),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.client.loading import make_trainer
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.options import Resources, RuntimeOptions
 from fedlearn.client.sharing import trainer_of
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -110,7 +110,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(file: Path, name: str, num_workers: int) -> RuntimeOptions:
     return RuntimeOptions(
-        home=file.parent / "home", trainer=f"{file}:{name}", num_workers=num_workers
+        home=file.parent / "home",
+        trainer=f"{file}:{name}",
+        resources=Resources(num_workers=num_workers),
     )
 
 
