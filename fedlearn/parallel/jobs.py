@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -35,7 +35,7 @@ from fedlearn.parallel.engine import Engine, run, tensors_of
 from fedlearn.parallel.evaluation import Watch, read_best
 from fedlearn.parallel.local_world import loopback
 from fedlearn.parallel.task import Progress, Task, TrainingState
-from fedlearn.processes.starting import in_new_group
+from fedlearn.processes.starting import start_module
 
 PROGRESS = TypeAdapter(Progress)
 
@@ -55,7 +55,7 @@ class Told:
 
 _TOLD, _ANEW = TypeAdapter(Told), "remove the training's folder to train anew"
 
-_TETHERED, _WORKER = "fedlearn.parallel.tethered", "fedlearn.parallel.worker"
+_TETHERED, _WORKER = "fedlearn.processes.tethered", "fedlearn.parallel.worker"
 _LOOK_S = 0.2
 #: Seconds that processes get to end before they are killed.
 _GRACE_S = 5.0
@@ -469,19 +469,20 @@ def _apart(
 ) -> Path:
     """Have torchrun start the processes, and follow them; return the last checkpoint."""
     command = [
-        *(sys.executable, "-m", _TETHERED, "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={world_size}", f"--max-restarts={job.max_restarts}"),
-        *("--monitor-interval=0.1", "-m", _TETHERED, _WORKER, str(folder.path)),
+        *("torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"),
+        *(f"--max-restarts={job.max_restarts}", "--monitor-interval=0.1"),
+        *("-m", _TETHERED, _WORKER, str(folder.path)),
     ]
     with (
         folder.log.open("ab") as log,
-        subprocess.Popen(  # noqa: S603 - our own module
-            command,
-            stdin=subprocess.PIPE,  # whose end tells the ranks that this process is gone
+        # The end of its standard input tells the ranks that this process is gone.
+        start_module(
+            _TETHERED,
+            *command,
+            environ=_environment(world_size),
+            python=sys.executable,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_environment(world_size),
-            **in_new_group(),  # Ctrl-C in a terminal is for this process
         ) as process,
     ):
         output = SimpleQueue[bytes]()
@@ -585,10 +586,4 @@ def _environment(world_size: int) -> dict[str, str]:
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # One that hangs does not end by itself, and the others wait to be started again.
     environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(_GRACE_S))
-    environ["PYTHONPATH"] = os.pathsep.join(_importable(sys.path))
     return environ
-
-
-def _importable(paths: Sequence[str]) -> list[str]:
-    """Return where modules are looked for, as another process must be told."""
-    return [str(Path(each or ".").resolve()) for each in paths]

@@ -1,6 +1,6 @@
 """One rank of a job: what torchrun starts. The argument is the job's folder.
 
-It runs :mod:`fedlearn.parallel.tethered` to the process that has started the job.
+It runs :mod:`fedlearn.processes.tethered` to the process that has started the job.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Run a module as a program that ends with the process at the other end of its input.
 
-    python -m fedlearn.parallel.tethered MODULE [ARGUMENT ...]
+    python -m fedlearn.processes.tethered MODULE [ARGUMENT ...]
 
 The watch begins before the module is imported: with torch that takes seconds.
 """
