@@ -806,15 +806,6 @@ def test_a_message_of_a_client_is_no_message_of_the_coordinator() -> None:
 # --- Mistakes of others ---------------------------------------------------------------------
 
 
-def test_masks_come_from_whole_keys() -> None:
-    """Others fold a key to 32 bits: then two keys that differ in their rest make one mask."""
-    key = SecretBytes.generate(32).reveal()
-    mask = masking.keystream(SecretBytes(key), 64)
-    for position in range(32):
-        other = bytes(b ^ (at == position) for at, b in enumerate(key))
-        assert not np.array_equal(masking.keystream(SecretBytes(other), 64), mask)
-
-
 def test_the_self_seed_has_256_bits() -> None:
     seeds = [until(Stage.MASK).states[VICTIM].step for _ in range(2)]
     values = [step.seed for step in seeds if isinstance(step, Shared)]
@@ -844,14 +835,6 @@ def upload(client_id: ClientId, paused: Paused) -> tuple[Words, ...]:
     words = masking.zeros(TERMS.lanes)
     masking.add_packed(words, reply.packed, lanes=TERMS.lanes)
     return words
-
-
-def test_a_mask_differs_at_every_coordinate() -> None:
-    """Others add one number to all: differences of coordinates then show the update."""
-    words = upload(VICTIM, until(Stage.MASK))[1]
-    plain = to_words(TERMS, contribution(VICTIM), rounding_key=bytes(32))[1]
-    masks = (words - plain).astype(np.uint32)
-    assert len(np.unique(masks // 4)) == SIZE  # rounding apart
 
 
 def test_no_mask_is_used_again_when_a_round_is_retried() -> None:
