@@ -699,19 +699,25 @@ together = pytest.mark.xdist_group("compiled")
 @together
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make_model", "local"),
+    ("make_model", "local", "cohorts"),
     [
-        (mlp, replace(PLAIN, momentum=0.9, weight_decay=0.01)),
-        (small_net_with_dropout, PLAIN),
-        (batch_norm_net, replace(PLAIN, momentum=0.9, weight_decay=0.01)),
+        # One height is compiled, for two steps with other masks: each takes 20 s.
+        (small_net_with_dropout, PLAIN, [(8, 7, 6)]),
+        (
+            batch_norm_net,
+            replace(PLAIN, momentum=0.9, weight_decay=0.01),
+            [(11, 10, 8, 7, 3), (8, 6, 3), (11, 11, 11, 11, 6)],
+        ),
     ],
 )
-def test_compiled_equals_eager_equals_sequential(make_model: MakeModel, local: LocalSgd) -> None:
-    """At several heights, with clients that finish early and padding to the bucket."""
+def test_compiled_equals_eager_equals_sequential(
+    make_model: MakeModel, local: LocalSgd, cohorts: list[tuple[int, ...]]
+) -> None:
+    """Masks of dropout, and statistics where batches of one size train together."""
     params, objective = params_of(make_model), CrossEntropy()
     compiled = executor(make_model, objective, is_compiled=True)
     eager = executor(make_model, objective)
-    for sizes in ((11, 10, 8, 7, 3), (8, 6, 3), (11, 11, 11, 11, 6)):
+    for sizes in cohorts:
         work = work_of(params, local=local, sizes=sizes)
         expected = reference(make_model, work, objective)
         assert distance(expected, eager.train(work)) < 1e-6
@@ -721,10 +727,13 @@ def test_compiled_equals_eager_equals_sequential(make_model: MakeModel, local: L
 @needs_compiler
 @together
 @pytest.mark.slow
-def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them(
+def test_few_shapes_are_compiled_and_the_update_rule_is_not_part_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A schedule of learning rates and ragged cohorts do not compile again and again."""
+    """Other rules, learning rates and ragged cohorts do not compile again and again.
+
+    Five clients at most, that finish one after the other: each number of them would be a shape.
+    """
     traced = list[object]()
 
     def counting(function: Callable[..., object]) -> Callable[..., object]:
@@ -732,12 +741,12 @@ def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them(
         return make_fx(function)
 
     monkeypatch.setattr(stacked_trace, "make_fx", counting)
-    params = params_of(mlp)
-    compiled = executor(mlp, CrossEntropy(), is_compiled=True)
-    for rate in (0.1, 0.05):
-        for sizes in (tuple(range(1, 21)), (4,) * 20, (20, 3, 2, 1), (3, 1)):
-            work = work_of(params, local=replace(PLAIN, learning_rate=rate), sizes=sizes)
-            expected = reference(mlp, work, CrossEntropy())
+    params, objective = params_of(mlp), CrossEntropy()
+    compiled = executor(mlp, objective, is_compiled=True)
+    for local in (PLAIN, replace(PLAIN, learning_rate=0.05, momentum=0.9, weight_decay=0.01)):
+        for sizes in ((20, 14, 11, 7, 3), (4,) * 5, (20, 3, 2, 1), (3, 1)):
+            work = work_of(params, local=local, sizes=sizes)
+            expected = reference(mlp, work, objective)
             assert distance(expected, compiled.train(work)) < 1e-6
     assert 0 < len(traced) <= stacked.NUM_HEIGHTS
 
