@@ -1,20 +1,16 @@
 """The trainer of a client: alone, or with processes beside it that share its trainings."""
 
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.process import WORKER, client_environment
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.parallel.workers import WorkerProcess, take_gpu
-from fedlearn.processes.forks import keep_from_forks
-from fedlearn.processes.starting import start_linked
 from fedlearn.training.trainer import LocalTrainer
 
 #: What a worker prints is no output of this process's.
@@ -62,19 +58,9 @@ def _started(options: RuntimeOptions) -> Sequence[WorkerProcess]:
             told = WorkerOptions(
                 trainer=options.trainer, rank=rank, num_threads=options.resources.num_threads
             )
-            workers.append(_one(told))
-            if_failed.callback(workers[-1].end)
+            worker = WorkerProcess.start(WORKER, environ=client_environment(), stdout=_STDERR)
+            if_failed.callback(worker.end)
+            worker.link.send_bytes(json.dumps(asdict(told)).encode())
+            workers.append(worker)
         if_failed.pop_all()
     return workers
-
-
-def _one(told: WorkerOptions) -> WorkerProcess:
-    environ = client_environment()
-    process, own = start_linked(WORKER, environ=environ, python=sys.executable, stdout=_STDERR)
-    assert process.stdin is not None  # a pipe
-    process.stdin.close()
-    link = Connection(own.detach())
-    # A forked worker of a data loader that outlives this process must not keep it open.
-    keep_from_forks(link)
-    link.send_bytes(json.dumps(asdict(told)).encode())
-    return WorkerProcess(process, link)

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
+from typing import Self
 
 import safetensors.torch
 import structlog
@@ -29,6 +31,8 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DeploymentError, FedlearnError, ProcessesParted
 from fedlearn.parallel.group import Group, backend_for, joined
+from fedlearn.processes.forks import keep_from_forks
+from fedlearn.processes.starting import start_linked
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -63,6 +67,26 @@ class WorkerProcess:
 
     process: "subprocess.Popen[bytes]"
     link: Connection
+
+    @classmethod
+    def start(cls, module: str, *, environ: Mapping[str, str], stdout: int) -> Self:
+        """Start a module of ours that takes its link by its last argument, a socket.
+
+        Args:
+            module: Its name.
+            environ: Its environment, but for ``PYTHONPATH``.
+            stdout: Where it prints, as for :class:`subprocess.Popen`.
+
+        Raises:
+            OSError: There is no memory or process left.
+        """
+        process, own = start_linked(module, environ=environ, python=sys.executable, stdout=stdout)
+        assert process.stdin is not None  # a pipe
+        process.stdin.close()
+        link = Connection(own.detach())
+        # A forked worker of a data loader that outlives this process must not keep it open.
+        keep_from_forks(link)
+        return cls(process, link)
 
     def end(self) -> None:
         """End it and return when it is gone; it has nothing to lose."""
