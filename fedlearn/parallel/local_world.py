@@ -10,25 +10,22 @@ import os
 import pickle
 import signal
 import socket
-import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.processes.forks import Link, exit_with_parent, fork
+from fedlearn.processes.forks import ForkedProcess, Link, forked
 
 ResultT = TypeVar("ResultT")
 
@@ -112,39 +109,15 @@ def in_forks(
         >>> in_forks([lambda: 1, lambda: 2], timeout_s=60.0)
         [1, 2]
     """
-    lifeline_end, lifeline = os.pipe()
-    children: dict[int, int] = {}
-    links: dict[int, Link] = {}
-    try:
-        for rank, body in enumerate(bodies):
-            links[rank], report = Pipe(duplex=False)
-            child = fork()
-            if not child:
-                os.close(lifeline)
-                _be_rank(body, report, lifeline_end)
-            children[rank] = child
-            report.close()  # only the child has it, so its death ends the link
-        return _collected(links, children, timeout_s=timeout_s, meanwhile=meanwhile)
-    finally:
-        os.close(lifeline)
-        os.close(lifeline_end)
-        for child in children.values():
-            with suppress(psutil.Error):
-                psutil.Process(child).kill()
-        for child in children.values():
-            os.waitpid(child, 0)
-        for link in links.values():
-            link.close()
+    with forked([partial(_be_rank, body) for body in bodies]) as ranks:
+        return _collected(ranks, timeout_s=timeout_s, meanwhile=meanwhile)
 
 
 def _collected(
-    links: Mapping[int, Link],
-    children: dict[int, int],
-    *,
-    timeout_s: float,
-    meanwhile: Callable[[], None],
+    ranks: Sequence[ForkedProcess], *, timeout_s: float, meanwhile: Callable[[], None]
 ) -> list[ResultT]:
-    """Return the results, by rank; a child that is found dead leaves ``children``."""
+    """Return the results, by rank."""
+    links = {rank: each.link for rank, each in enumerate(ranks)}
     clock = SystemClock()
     until_s = clock.now_s() + timeout_s
     outcomes: dict[int, _Done[ResultT] | _Failed] = {}
@@ -157,9 +130,9 @@ def _collected(
         for rank in (rank for rank, link in waited_for.items() if link in ready):
             outcome: _Done[ResultT] | _Failed | None = _heard(links[rank])
             if outcome is None:
-                _, status = os.waitpid(children.pop(rank), 0)
                 raise EngineError(
-                    f"rank {rank} of {len(links)} {_ending(status)}, and the others were stopped"
+                    f"rank {rank} of {len(links)} {_ending(ranks[rank].wait())}, "
+                    "and the others were stopped"
                 )
             outcomes[rank] = outcome
             if isinstance(outcome, _Failed):  # because of the death of another one, perhaps
@@ -189,9 +162,8 @@ def _heard(link: Link) -> _Done[ResultT] | _Failed | None:
     return outcome
 
 
-def _ending(status: int) -> str:
+def _ending(code: int) -> str:
     """Return how a process ended, in words."""
-    code = os.waitstatus_to_exitcode(status)
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
@@ -224,17 +196,10 @@ def loopback() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
-def _be_rank(body: Callable[[], object], report: Link, lifeline_end: int) -> NoReturn:
-    """Run in a fork; never returns into the caller's code."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, the lifeline tells
-        watch = threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True)
-        watch.start()
-        torch.set_num_threads(1)
-        report.send_bytes(_outcome(body))
-        watch.join()  # to leave now would cut off those that are not done
-    finally:
-        os._exit(1)
+def _be_rank(body: Callable[[], object], link: Link) -> None:
+    torch.set_num_threads(1)
+    link.send_bytes(_outcome(body))
+    link.poll(None)  # to leave now would cut off those that are not done
 
 
 def _joined(join: Callable[[], None], body: Callable[[], ResultT]) -> ResultT:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Pipe
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from pickle import PickleError
@@ -33,7 +33,7 @@ from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.gpus import local_rank
 from fedlearn.errors import EngineError
 from fedlearn.parallel.group import world
-from fedlearn.processes.forks import Link, exit_with_parent, fork
+from fedlearn.processes.forks import Link, forked
 from fedlearn.simulation.shared_memory import SharedRows
 
 ResultT = TypeVar("ResultT")
@@ -242,40 +242,24 @@ def _forked(
     body: Callable[[Cluster], ResultT], others: Callable[[Cluster], object], num_workers: int
 ) -> ResultT:
     """Fork the workers, be rank 0, and leave none behind whatever happens."""
-    lifeline_end, lifeline = os.pipe()
-    pairs = [Pipe() for _ in range(1, num_workers)]
     rows = (SharedRows(num_workers), SharedRows(num_workers))
-    children = []
-    for rank in range(1, num_workers):
-        child = fork()
-        if not child:
-            os.close(lifeline)
-            _be_worker(others, rank, pairs, rows, lifeline_end)
-        children.append(child)
-    links = _kept(pairs, rank=0)
+    bodies = [partial(_be_forked, others, rank, rows) for rank in range(1, num_workers)]
     try:
-        return body(SharingMemory(0, links, rows))
+        with forked(bodies) as workers:
+            return body(SharingMemory(0, [each.link for each in workers], rows))
     finally:
-        for link in links:
-            link.close()
-        os.close(lifeline)
-        os.close(lifeline_end)
         for each in rows:
             each.close()
-        for child in children:
-            os.waitpid(child, 0)  # it is ending, or the closed lifeline ends it
 
 
-def _be_worker(
-    body: Callable[[Cluster], object],
+def _be_forked(
+    others: Callable[[Cluster], object],
     rank: int,
-    pairs: Sequence[tuple[Link, Link]],
     rows: tuple[SharedRows, SharedRows],
-    lifeline_end: int,
+    link: Link,
 ) -> NoReturn:
-    """Run in a fork; never returns into the caller's code."""
-    threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True).start()
-    _work(body, lambda: SharingMemory(rank, _kept(pairs, rank=rank), rows))
+    """Run in a fork."""
+    _work(others, lambda: SharingMemory(rank, [link], rows))
 
 
 def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoReturn:
@@ -293,18 +277,6 @@ def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoR
         raise
     finally:
         os._exit(status)
-
-
-def _kept(pairs: Sequence[tuple[Link, Link]], *, rank: int) -> list[Link]:
-    """Return this process's ends and close all others, so that a death ends a link."""
-    kept = []
-    for other, (first, second) in enumerate(pairs, start=1):
-        for end, owner in ((first, 0), (second, other)):
-            if owner == rank:
-                kept.append(end)
-            else:
-                end.close()
-    return kept
 
 
 @contextmanager

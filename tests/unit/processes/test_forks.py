@@ -1,11 +1,12 @@
 """What a forked child holds of its parent."""
 
 import os
+import signal
 import socket
 
 import pytest
 
-from fedlearn.processes.forks import keep_from_forks
+from fedlearn.processes.forks import ForkedProcess, Link, forked, keep_from_forks
 
 
 def is_open_in_a_child(link: socket.socket) -> bool:
@@ -33,3 +34,56 @@ def test_a_child_holds_what_is_not_kept_from_it_and_nothing_else() -> None:
         assert is_open_in_a_child(other)
         other.sendall(b"x")
         assert kept.recv(1) == b"x"
+
+
+def hear_twice(link: Link) -> None:
+    """Say what comes over the link, and once more what comes after it."""
+    for _ in range(2):
+        try:
+            link.send(link.recv())
+        except EOFError:
+            os._exit(3)
+
+
+def wait_for_ever(_: Link) -> None:
+    while True:
+        signal.pause()
+
+
+def raise_an_error(_: Link) -> None:
+    raise SystemExit(0)  # which would end a process as a success
+
+
+@pytest.mark.linux
+def test_a_link_of_one_fork_is_in_no_other() -> None:
+    """Each end closes with its owner, whoever was forked later: one sees the other's end."""
+    with forked([hear_twice, wait_for_ever, wait_for_ever]) as (first, killed, last):
+        first.link.send("here")
+        assert first.link.recv() == "here"
+        first.link.close()
+        assert first.wait() == 3
+        killed.kill()
+        assert killed.link.poll(60.0)
+        with pytest.raises((EOFError, OSError)):
+            killed.link.recv()
+        assert killed.wait() == -signal.SIGKILL
+        assert not last.link.poll(0.0)  # the control
+    assert last.wait() == -signal.SIGKILL
+
+
+@pytest.mark.linux
+def test_no_fork_is_left_whatever_ends_the_context() -> None:
+    """One that ends by itself exits with 0 only if its body has returned."""
+    seen = list[ForkedProcess]()
+
+    def fail() -> None:
+        with forked([wait_for_ever, raise_an_error, lambda _: None]) as forks:
+            seen.extend(forks)
+            assert [each.wait() for each in forks[1:]] == [1, 0]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    for each in seen:
+        with pytest.raises(ProcessLookupError):
+            os.kill(each.pid, 0)
