@@ -30,6 +30,7 @@ from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.norms import own_part, sum_of_squares
 from fedlearn.parallel.optimizers import Rate
+from fedlearn.parallel.parts import Cut
 from fedlearn.parallel.plan import Precision, TrainingPlan
 from fedlearn.parallel.task import Task, TrainingState
 from tests.trainings import (
@@ -59,14 +60,47 @@ OTHER = 1e-6
 LIMIT_S = 300.0
 
 
+class Feedforward(nn.Module):
+    """The second half of a transformer's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """From [batch, length, width] to the same."""
+        added: Tensor = self.down(F.gelu(self.up(self.before(tokens))))
+        return tokens + added
+
+    def tensor_cuts(self) -> Mapping[str, Cut]:
+        """As those of a transformer's block."""
+        return {"up": Cut(along="columns"), "down": Cut(along="rows")}
+
+
+def perceptron() -> nn.Sequential:
+    """Return a model without attention, for meshes of several degrees.
+
+    Each process of such a mesh takes seconds to find how torch cuts each operation.
+    """
+    torch.manual_seed(358)  # with which some steps are clipped, and some are not
+    first, block = nn.Linear(INPUTS, WIDTH), Feedforward()
+    return nn.Sequential(first, block, Pool(), nn.Linear(WIDTH, NUM_CLASSES)).double()
+
+
 # ---- the same training, without the package ----------------------------------------------------
 
 
 def plainly(
-    optimizer: str, *, dtype: torch.dtype = torch.float64, num_steps: int = NUM_STEPS
+    optimizer: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    num_steps: int = NUM_STEPS,
+    make_model: Callable[[], nn.Module] | None = None,
 ) -> Outcome:
     """Train in one process, by a plain loop."""
-    model, examples = transformer(dtype=dtype), InOrder.small(dtype)
+    model = transformer(dtype=dtype) if make_model is None else make_model()
+    examples = InOrder.small(dtype)
     named = dict(model.named_parameters())
     state, take = _OPTIMIZERS[optimizer](named)
     losses = []
@@ -148,6 +182,7 @@ class Case:
         mistake: Made on purpose in each process.
         settings: Of :func:`task_of`, beside these.
         num_steps: That are taken.
+        make_model: What is trained; if not given, :func:`transformer`.
     """
 
     mesh: Mesh
@@ -156,11 +191,13 @@ class Case:
     mistake: Mistake | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: as the fields of Spread
     num_steps: int = NUM_STEPS
+    make_model: Callable[[], nn.Module] | None = None
 
     def __str__(self) -> str:
         told = [str(self.mesh), f"{self.micro} micro-batches", self.optimizer]
         told += [f"{name} {value}" for name, value in self.settings.items()]
         told += [f"{self.num_steps} steps"] * (self.num_steps != NUM_STEPS)
+        told += [] if self.make_model is None else [self.make_model.__name__]
         return ", ".join(told if self.mistake is None else [*told, self.mistake.__name__])
 
     def task(self) -> Task:
@@ -169,9 +206,10 @@ class Case:
         Raises:
             ConfigError: It cannot be trained so.
         """
-        return task_of(
+        task = task_of(
             self.mesh, optimizer=self.optimizer, num_micro_batches=self.micro, **self.settings
         )
+        return task if self.make_model is None else replace(task, make_model=self.make_model)
 
     def engine(self) -> Engine:
         """Return a process of it."""
@@ -291,10 +329,10 @@ CASES = [
     Case(Mesh(shard=4)),
     Case(Mesh(tensor=4)),
     Case(Mesh(replicate=2, shard=2), micro=2),
-    Case(Mesh(replicate=2, tensor=2), micro=2),
-    Case(Mesh(shard=2, tensor=2), micro=2, optimizer="lars"),
+    Case(Mesh(replicate=2, tensor=2), micro=2, num_steps=3, make_model=perceptron),
+    Case(Mesh(shard=2, tensor=2), micro=2, optimizer="lars", num_steps=3, make_model=perceptron),
     Case(Mesh(pipeline=2, replicate=2, tensor=2), micro=2, num_steps=2),
-    Case(Mesh(replicate=2, shard=2, tensor=2), optimizer="sgd", num_steps=2),
+    Case(Mesh(replicate=2, shard=2, tensor=2), optimizer="sgd", num_steps=2, make_model=perceptron),
 ]
 
 MISTAKES = [
@@ -413,7 +451,18 @@ def test_micro_batches_add_up_to_the_batch(plain: Mapping[str, Outcome]) -> None
     assert alone(task_of(num_micro_batches=8)).apart(plain["adamw"]) <= SAME
 
 
-def test_some_steps_are_clipped_and_some_are_not() -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Mesh()),
+        *(
+            Case(Mesh(), optimizer=optimizer, num_steps=num_steps, make_model=perceptron)
+            for optimizer, num_steps in (("adamw", 3), ("lars", 3), ("sgd", 2))
+        ),
+    ],
+    ids=str,
+)
+def test_some_steps_are_clipped_and_some_are_not(case: Case) -> None:
     """Else a gradient that is wrong by a factor would be made right."""
     norms = list[float]()
     with pytest.MonkeyPatch.context() as patch:
@@ -424,7 +473,7 @@ def test_some_steps_are_clipped_and_some_are_not() -> None:
             return norm(one, grads)
 
         patch.setattr(Engine, "_norm", noted)
-        alone(task_of())
+        alone(case.task(), until=case.num_steps)
     assert min(norms) < MAX_NORM < max(norms)
 
 
@@ -436,7 +485,7 @@ def test_some_steps_are_clipped_and_some_are_not() -> None:
 def test_a_mesh_equals_a_plain_loop(case: Case, plain: Mapping[str, Outcome]) -> None:
     whole = plain[case.optimizer]
     if case.num_steps != NUM_STEPS:
-        whole = plainly(case.optimizer, num_steps=case.num_steps)
+        whole = plainly(case.optimizer, num_steps=case.num_steps, make_model=case.make_model)
     assert on_mesh(case).apart(whole) <= SAME
 
 
