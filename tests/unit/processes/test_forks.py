@@ -1,12 +1,14 @@
 """What a forked child holds of its parent."""
 
 import os
+import select
 import signal
 import socket
 
 import pytest
 
 from fedlearn.processes.forks import ForkedProcess, Link, forked, keep_from_forks
+from tests.processes import LONG_S
 
 
 def is_open_in_a_child(link: socket.socket) -> bool:
@@ -60,10 +62,13 @@ def test_a_link_of_one_fork_is_in_no_other() -> None:
     with forked([hear_twice, wait_for_ever, wait_for_ever]) as (first, killed, last):
         first.link.send("here")
         assert first.link.recv() == "here"
+        descriptor = os.pidfd_open(first.pid)
         first.link.close()
+        assert select.select([descriptor], [], [], LONG_S)[0]
+        os.close(descriptor)
         assert first.wait() == 3
         killed.kill()
-        assert killed.link.poll(60.0)
+        assert killed.link.poll(LONG_S)
         with pytest.raises((EOFError, OSError)):
             killed.link.recv()
         assert killed.wait() == -signal.SIGKILL
