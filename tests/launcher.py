@@ -36,6 +36,8 @@ from tests.processes import end_with_parent, name_of
 
 #: What the commands import when they run, which takes seconds.
 _HEAVY = (
+    "alembic.command",  # and what migrations import: .2 s of each process that opens a new store
+    "alembic.op",
     "fedlearn.cli.overview",
     "fedlearn.cli.surroundings",
     "fedlearn.cli.tables",
