@@ -1,4 +1,4 @@
-"""What goes wrong in the user's code: said to the user with its place, to nobody else."""
+"""Errors raised by user code: which ones are client failures, and how the user sees them."""
 
 import threading
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from fedlearn.errors import DeploymentError, FedlearnError
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an error of the user's code is a client's failure, as ``sys.exit`` is.
+    """Check whether an error raised by user code counts as a client failure.
 
-    A KeyboardInterrupt in the main thread is Ctrl-C, and ends the run. In another thread only code
-    raises one.
+    Everything does, ``sys.exit`` included, except a KeyboardInterrupt in the main thread: that is
+    Ctrl-C and ends the run. In any other thread, only code can raise one.
 
     Example:
         >>> is_failure(SystemExit(3)), is_failure(KeyboardInterrupt())
@@ -23,17 +23,17 @@ def is_failure(error: BaseException) -> bool:
 
 
 def reason_for(error: BaseException) -> str:
-    """Return why a client failed: an error of fedlearn's says it all, another with its place."""
+    """Describe why a client failed; an error that is not fedlearn's gets its source location."""
     return str(error) if isinstance(error, FedlearnError) else describe_error(error)
 
 
 @contextmanager
 def in_users_code() -> Iterator[None]:
-    """Run code of the user's, such as what makes a trainer.
+    """Run user code, such as a trainer factory, and convert its errors.
 
     Raises:
-        DeploymentError: It raised something, which this names with its place. An error of
-            fedlearn's has a message already, and passes.
+        DeploymentError: The code raised an error; the message names it and its source location.
+            fedlearn's own errors pass through, since their messages already explain themselves.
     """
     try:
         yield

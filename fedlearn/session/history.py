@@ -1,8 +1,9 @@
-"""What a client has done with each coordinator, over all runs: which sums it has helped to open.
+"""A client's history with each coordinator, across runs: which secure sums it has helped to open.
 
-It lies beside the pins and, like them, outlives runs: a coordinator that names another run makes
-nothing forgotten. It is kept by the coordinator's key, so that neither does another invitation. A
-client without a folder keeps it in its state of the run.
+The file is stored next to the pins and, like them, outlives runs, so a coordinator cannot erase
+the history by starting a run with another id. Histories are keyed by the coordinator's identity
+key, so a new invitation does not erase them either. A client without a folder keeps its history in
+its state of the run.
 """
 
 from collections.abc import Mapping
@@ -21,12 +22,12 @@ from fedlearn.secagg.releases import PastRelease, PastReleases
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What a client has done with one coordinator.
+    """A client's history with one coordinator.
 
     Attributes:
-        is_bound: Whether it has sent it a masked vector: from then on, nothing that the coordinator
-            could read, unless its user's policy says otherwise.
-        releases: Which sums it has helped to open.
+        is_bound: Whether the client has sent the coordinator a masked vector. From then on it sends
+            nothing that the coordinator could read, unless its user's policy allows that.
+        releases: The sums that the client has helped to open.
 
     Example:
         >>> History().is_bound
@@ -37,7 +38,7 @@ class History:
     releases: PastReleases = field(default_factory=PastReleases)
 
     def after(self, answer: Up, releases: PastReleases) -> "History":
-        """Return the history once an answer leaves, and with it these releases."""
+        """Return the history after sending ``answer``, with ``releases`` as the opened sums."""
         is_bound = self.is_bound or isinstance(answer, MaskedVector)
         return replace(self, is_bound=is_bound, releases=releases)
 
@@ -50,7 +51,7 @@ class _Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """What is in the file: histories by the coordinator's key."""
+    """Contents of the file: histories by the coordinator's key, in hexadecimal."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 
@@ -63,10 +64,10 @@ _CONTENT = TypeAdapter(_Content)
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryFile:
-    """The history of a client with a folder.
+    """The history file of a client that has a folder.
 
     Attributes:
-        path: The file; its folder exists when it is written.
+        path: The file; its folder must exist by the time it is written.
         coordinator_key: The coordinator's identity.
     """
 
@@ -74,10 +75,10 @@ class HistoryFile:
     coordinator_key: bytes
 
     def read(self) -> History:
-        """Return the history with this coordinator; that of a stranger at first.
+        """Read the history with this coordinator; it is empty for a coordinator not in the file.
 
         Raises:
-            DeploymentError: The file cannot be read or is damaged: it is not taken for empty.
+            DeploymentError: The file cannot be read or is damaged. It is never treated as empty.
         """
         kept = self._all().get(self.coordinator_key.hex())
         if kept is None:
@@ -85,10 +86,10 @@ class HistoryFile:
         return History(is_bound=kept.is_bound, releases=PastReleases(kept.releases))
 
     def write(self, history: History) -> None:
-        """Keep the history durably, mode 0600; those with other coordinators stay.
+        """Write the history durably, mode 0600, and keep those with other coordinators.
 
         Raises:
-            DeploymentError: It cannot be written, or what is there is damaged.
+            DeploymentError: The file cannot be written, or the existing one is damaged.
         """
         kept = _Kept(is_bound=history.is_bound, releases=history.releases.last)
         content = _Content(format=2, coordinators={**self._all(), self.coordinator_key.hex(): kept})

@@ -1,12 +1,12 @@
-"""The identity keys of other clients that this one knows, and what may change them.
+"""Pinned identity keys of other clients, and the rules for changing them.
 
-A key is pinned where it is first seen, or from a roster before that. It then changes in one way:
-a chain of statements leads from the pinned key to another (:mod:`fedlearn.identity.lineage`).
-Whatever else a coordinator tells is refused, until this client's user accepts it: with
-``fedlearn pins FOLDER --forget ID``, or a new roster.
+A key is pinned when it is first seen, or earlier from a roster. After that it changes in one way:
+through a chain of signed statements from the pinned key to a new one
+(:mod:`fedlearn.identity.lineage`). Any other key that a coordinator sends is refused until this
+client's user accepts it, with ``fedlearn pins FOLDER --forget ID`` or a new roster.
 
-A client with a folder keeps its pins there for as long as it is enrolled, whatever becomes of runs
-(:class:`PinFile`); one without keeps them in its state of the run.
+A client with a folder keeps its pins there for as long as it is enrolled, across runs
+(:class:`PinFile`). A client without one keeps them in its state of the run.
 """
 
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ RULE = "pinned identity keys"
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
-    """All that this client holds of others.
+    """The identity keys of other clients that this client has pinned.
 
     Attributes:
-        clients: By number.
-        roster: Digest of the roster that they are from; then nobody else is known. Empty: none,
-            and a client that is new is pinned.
+        clients: Pinned keys by client.
+        roster: Digest of the roster that the pins come from; clients outside the roster are then
+            refused. If empty, there is no roster, and a new client is pinned when first seen.
     """
 
     clients: Mapping[ClientId, KnownKey] = field(default_factory=dict)
@@ -47,26 +47,27 @@ class Pins:
 
     @property
     def keys(self) -> dict[ClientId, bytes]:
-        """The keys by client: whom to believe."""
+        """The trusted key of each client."""
         return {client_id: pin.key for client_id, pin in self.clients.items()}
 
     def following(self, told: Mapping[ClientId, bytes]) -> "Pins":
-        """Return the pins after a coordinator has told of clients, of each its lineage in bytes.
+        """Return the pins updated with the encoded lineages that a coordinator sent.
 
         Raises:
-            PolicyViolation: It names a client: a chain is false or leads from no pinned key, the
-                key is one from before the pinned one, or a roster does not have the client.
+            PolicyViolation: A client's chain is invalid or does not start from its pinned key, its
+                key is older than the pinned one, or the client is not in the roster. The error
+                names the client.
         """
         found = {client_id: self._followed(client_id, data) for client_id, data in told.items()}
         return replace(self, clients={**self.clients, **found})
 
     def without(self, client_id: ClientId) -> "Pins":
-        """Return the pins without one client's: what is seen next of it is pinned.
+        """Return the pins without one client's, so that its next key is pinned when seen.
 
-        With a roster it is a stranger from then on.
+        If the pins come from a roster, the client is refused from then on instead.
 
         Raises:
-            DeploymentError: None of this client is pinned.
+            DeploymentError: No key of this client is pinned.
         """
         if client_id not in self.clients:
             known = ", ".join(map(str, sorted(self.clients))) or "none"
@@ -75,12 +76,12 @@ class Pins:
         return replace(self, clients=kept)
 
     def to_bytes(self) -> bytes:
-        """Return the pins as bytes, for a client's state."""
+        """Encode the pins for a client's state."""
         return _KEPT.dump_json(_Kept(roster=self.roster, clients=self.clients))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Pins":
-        """Return what :meth:`to_bytes` wrote; ProtocolError where it is of another version."""
+        """Decode the output of :meth:`to_bytes`; ProtocolError if it is of another version."""
         try:
             return _KEPT.validate_json(data).pins() if data else cls()
         except ValidationError as error:
@@ -126,7 +127,7 @@ class Pins:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """Pins as JSON: nothing may be missing, or a damaged file would be taken for empty."""
+    """Pins as JSON; every field is required, or a damaged file could be mistaken for empty."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 
@@ -148,22 +149,22 @@ _KEPT, _CONTENT = TypeAdapter(_Kept), TypeAdapter(_Content)
 
 @dataclass(frozen=True, kw_only=True)
 class PinFile:
-    """The pins of a client with a folder, for as long as it is enrolled with a coordinator.
+    """The pin file of a client that has a folder, kept while it is enrolled with a coordinator.
 
     Attributes:
-        path: The file; its folder exists when it is written.
-        coordinator_key: The coordinator's identity. Pins that were made under another count for
-            nothing: its numbers mean other clients.
+        path: The file; its folder must exist by the time it is written.
+        coordinator_key: The coordinator's identity. Pins made under another coordinator are
+            ignored, because its client numbers refer to other clients.
     """
 
     path: Path
     coordinator_key: bytes
 
     def read(self) -> Pins:
-        """Return the pins; none at first.
+        """Read the pins; empty if there is no file yet.
 
         Raises:
-            DeploymentError: The file cannot be read or is damaged: it is not taken for empty.
+            DeploymentError: The file cannot be read or is damaged. It is never treated as empty.
         """
         found = read_json(
             self.path,
@@ -178,10 +179,10 @@ class PinFile:
         return found.pins()
 
     def write(self, pins: Pins) -> None:
-        """Keep the pins durably, mode 0600.
+        """Write the pins durably, mode 0600.
 
         Raises:
-            DeploymentError: They cannot be written.
+            DeploymentError: The file cannot be written.
         """
         content = _Content(
             format=1,
@@ -192,13 +193,13 @@ class PinFile:
         write_private(self.path, _CONTENT.dump_json(content, indent=1) + b"\n")
 
     def take(self, roster: IdentityRoster, *, client_id: ClientId, lineage: Lineage) -> None:
-        """Pin the keys in a roster in the place of all that is pinned, once for each roster.
+        """Replace all pins by the keys in a roster, unless they already come from this roster.
 
         ``client_id`` and ``lineage`` are this client's own.
 
         Raises:
-            DeploymentError: It is of another coordinator, has another key for this client than
-                its own, or cannot be kept.
+            DeploymentError: The roster is from another coordinator, lists a wrong key for this
+                client, or the pins cannot be written.
         """
         if roster.coordinator_key != self.coordinator_key:
             raise DeploymentError(
@@ -214,7 +215,7 @@ class PinFile:
             )
         before = self.read()
         if before.roster == roster.digest:
-            return  # what it said, and what followed from there
+            return  # keep its pins, including the key rotations that were accepted since
         pins = Pins.of(roster)
         self.write(pins)
         moved = [each for each, key in before.keys.items() if pins.keys.get(each, key) != key]

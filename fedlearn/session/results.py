@@ -1,4 +1,7 @@
-"""What a trainer returned, as it leaves its client: what would be refused does not."""
+"""Check a trainer's result on the client and build the reply that is sent to the coordinator.
+
+A result that the coordinator would refuse fails here, where the user sees why.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -30,22 +33,24 @@ def train_reply(
     context: TrainContext,
     known: Collection[type[Transform]] = (),
 ) -> tuple[TrainReply, dict[str, Tensor]]:
-    """Have a trainer answer a request; return the reply, and what the client keeps.
+    """Train on a request; return the reply and the state that the client keeps.
 
-    Floating-point values of another precision and numpy's are converted, and the request's
-    transforms are applied. Where clients add noise, the reply tells neither examples nor metrics.
+    Converts NumPy arrays and floating-point values of other precisions, and applies the request's
+    transforms. If clients add noise themselves, the reply carries no metrics and counts one
+    example, since neither value is noised.
 
     Args:
         trainer: The trainer.
-        request: What the coordinator asks.
-        context: What the trainer is given.
-        known: Transforms of the user's own that the coordinator may ask for.
+        request: The coordinator's request.
+        context: The context passed to the trainer.
+        known: The user's own transforms that the coordinator may ask for.
 
     Raises:
-        SettingsRefused: The trainer would ignore how it is asked to train, or a transform is not
-            known.
-        UnusableResult: The coordinator would refuse the result, or it is not what it seems to be.
-        Diverged: It has values that are not finite.
+        SettingsRefused: The trainer would ignore one of the requested settings, or a transform is
+            unknown.
+        UnusableResult: The coordinator would refuse the result, or the trainer changed tensors that
+            it must not change.
+        Diverged: The update has values that are not finite.
     """
     transforms = transforms_from(request.settings, known=known)
     asked = without_transforms(request.settings, known=known)
@@ -67,7 +72,8 @@ def train_reply(
             raise Diverged(unsound(name))
     num_examples, metrics = _count(result.num_examples), _metrics(result.metrics)
     if has_own_noise(request.settings):
-        num_examples, metrics = 1, {}  # they have no noise
+        # The noise covers the update alone; exact counts and metrics would leak past it.
+        num_examples, metrics = 1, {}
     reply = TrainReply(
         round_num=request.round_num, lanes=lanes, num_examples=num_examples, metrics=metrics
     )
@@ -76,10 +82,11 @@ def train_reply(
 
 
 def evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
-    """Return an evaluation's result as the reply.
+    """Check an evaluation's result and build the reply.
 
     Raises:
-        UnusableResult: It is none, there are no examples, or a metric is no number.
+        UnusableResult: The result is not a LocalEvaluation, has no examples, or has a metric that
+            is not a number or is infinite.
     """
     if not isinstance(result, LocalEvaluation):
         raise UnusableResult(f"the trainer returned {type(result).__name__}, no LocalEvaluation")
@@ -91,11 +98,11 @@ def evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
 
 
 class _Mark(NamedTuple):
-    """What shows whether a tensor was changed.
+    """A cheap fingerprint that shows whether a tensor was changed.
 
-    torch counts what its operations write in place, once for all views of one tensor. Writes
-    past that count, by numpy or through ``.data``, show in the sum of the words alone: not where
-    the new words add up to the old ones, as those of a permutation do.
+    torch counts its in-place writes in ``version``, which all views of a tensor share. Writes that
+    bypass the counter, through NumPy or ``.data``, show only in ``total``, the sum of the tensor's
+    words. A change that keeps the sum, such as a permutation, goes unnoticed there.
     """
 
     total: int
@@ -114,7 +121,7 @@ def _total(value: Tensor) -> int:
 
 def _require_unchanged(tensors: Mapping[str, Tensor], sent: Mapping[str, _Mark]) -> None:
     marks = _marks(tensors)
-    # Views of one tensor share a version, so another sum says better which one it was.
+    # Views of one tensor share a version, so a changed total names the culprit more precisely.
     other_totals = [name for name, mark in marks.items() if mark.total != sent[name].total]
     changed = other_totals or [name for name, mark in marks.items() if mark != sent[name]]
     if changed:
@@ -125,7 +132,7 @@ def _require_unchanged(tensors: Mapping[str, Tensor], sent: Mapping[str, _Mark])
 
 
 def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
-    """Return local minus global as one vector, of the model's widest precision."""
+    """Compute local minus global as one vector in the model's widest precision."""
     order = request.order
     missing = [name for name in order if name not in tensors]
     if missing:
@@ -154,9 +161,9 @@ def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
 
 
 def _require_frozen(tensors: Mapping[str, Tensor], request: TrainRequest) -> None:
-    """Refuse a result with other values of a frozen tensor: they would be dropped silently.
+    """Refuse a result that changed a frozen tensor, since the change would be dropped silently.
 
-    Integer buffers, such as counters, may change: the coordinator keeps its own.
+    Integer buffers, such as counters, may change; the coordinator keeps its own.
     """
     changing = set(request.order)
     for name, value in tensors.items():
@@ -172,8 +179,8 @@ def _require_frozen(tensors: Mapping[str, Tensor], request: TrainRequest) -> Non
 
 
 def _is_same(found: Tensor, sent: Tensor) -> bool:
-    """Whether two tensors have the same values, where NaN is the same as NaN."""
-    if sent.itemsize == 1:  # float8 does not compare
+    """Compare two tensors by value, with NaN equal to NaN."""
+    if sent.itemsize == 1:  # torch cannot compare float8 tensors
         found, sent = found.float(), sent.float()
     if found.shape != sent.shape:
         return False
@@ -183,7 +190,7 @@ def _is_same(found: Tensor, sent: Tensor) -> bool:
 def _tensor(value: object, *, what: str) -> Tensor:
     if isinstance(value, np.ndarray | np.generic):
         try:
-            # A copy, since torch takes neither reversed arrays nor those that may only be read.
+            # Copy: torch accepts neither negative strides nor read-only arrays.
             value = torch.from_numpy(np.array(value, order="C"))
         except (TypeError, ValueError) as error:
             raise UnusableResult(f"the trainer returned {what} as no numbers: {error}") from error

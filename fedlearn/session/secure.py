@@ -1,4 +1,4 @@
-"""A client's training as its contribution to a secure sum, and what it keeps between messages."""
+"""A client's contribution to a secure sum, and the state that it keeps between messages."""
 
 import math
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ from fedlearn.secagg.session import Session
 from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.pins import Pins
 
-#: Among a trainer's tensors; a model's names have no such prefix.
+#: Keys stored next to the trainer's tensors; no name in a model has this prefix.
 _SESSION = "fedlearn/secagg"
 _PINS = "fedlearn/pins"
 _BASED_ON, _BEFORE = "fedlearn/based_on", "fedlearn/before/"
@@ -48,15 +48,15 @@ _BASED_ON, _BEFORE = "fedlearn/based_on", "fedlearn/before/"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptState:
-    """What a client keeps from one message to the next.
+    """The state that a client keeps from one message to the next.
 
     Attributes:
-        trainer: What the trainer keeps.
-        session: Its part in sessions of secure aggregation; ``None``: it has never had any.
-        pins: Identity keys of other clients, unless they are kept where they outlive the run.
-        based_on: The round of the last training, as long as it is not known whether its update
-            counted; ``None``: nothing is open.
-        before: What the trainer kept before that training.
+        trainer: The trainer's own state.
+        session: The client's state in secure aggregation; ``None`` if it has never taken part.
+        pins: Identity keys of other clients, unless a :class:`PinFile` keeps them across runs.
+        based_on: Round of the last training, while it is unknown whether its update counted;
+            ``None`` if no update is undecided.
+        before: The trainer's state before that training.
 
     Example:
         >>> KeptState.of(b"").to_bytes()
@@ -71,7 +71,7 @@ class KeptState:
 
     @classmethod
     def of(cls, data: bytes) -> "KeptState":
-        """Return what :meth:`to_bytes` wrote; ProtocolError where it is of another version."""
+        """Decode the output of :meth:`to_bytes`; ProtocolError if it is of another version."""
         tensors = safetensors.torch.load(data) if data else {}
         kept, pins = tensors.pop(_SESSION, None), tensors.pop(_PINS, None)
         based_on = tensors.pop(_BASED_ON, None)
@@ -85,10 +85,10 @@ class KeptState:
         )
 
     def settled(self, request: TrainRequest, client_id: ClientId) -> "KeptState":
-        """Return what this client begins a training with: it knows now which update counted.
+        """Return the state to start training from, now that the request says which update counted.
 
-        What it changed in its last training stays if that update counted, and is undone if not:
-        it was refused, came late, or its attempt was thrown away.
+        The trainer's state from the last training is kept if that update counted. Otherwise (the
+        update was refused or late, or its attempt was discarded) it is rolled back.
         """
         if self.based_on is None:
             return self
@@ -97,18 +97,18 @@ class KeptState:
         return replace(self, trainer=trainer, based_on=None, before={})
 
     def after(self, request: TrainRequest, trainer: Mapping[str, Tensor]) -> "KeptState":
-        """Return what is kept after a training, of which it is not known yet whether it counts."""
+        """Return the state after training, while it is still unknown whether the update counts."""
         if request.counted is None or not (trainer or self.trainer):
             return replace(self, trainer=trainer)
         return replace(self, trainer=trainer, based_on=request.round_num, before=self.trainer)
 
     def to_bytes(self) -> bytes:
-        """Return this as bytes; with a session they hold secret keys."""
+        """Encode the state; if it has a session, the bytes contain secret keys."""
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.trainer.items()}
         if self.based_on is not None:
             tensors[_BASED_ON] = torch.tensor(self.based_on)
             for name, value in self.before.items():
-                # A copy: tensors that share their memory cannot be written.
+                # Clone: safetensors refuses to save tensors that share memory.
                 tensors[_BEFORE + name] = value.detach().cpu().clone().contiguous()
         if self.session is not None:
             tensors[_SESSION] = _octets(self.session.to_bytes())
@@ -117,7 +117,10 @@ class KeptState:
         return safetensors.torch.save(tensors) if tensors else b""
 
     def session_for(self, message: messages.Message) -> ClientState:
-        """Return the state to answer a message from; terms alone begin one, and name the run."""
+        """Return the secure-aggregation state for answering a message.
+
+        Without a state, only signed terms start one, since they name the run.
+        """
         if self.session is not None:
             return self.session
         if not isinstance(message, messages.SignedTerms):
@@ -126,7 +129,10 @@ class KeptState:
 
 
 def after_failure(data: bytes) -> bytes:
-    """Return the state after a failure: a session under way is over, or it were answered twice."""
+    """Return the state after a failure, with any session under way ended.
+
+    Keeping the session would allow a second answer from the same state.
+    """
     if not is_in_session(data):
         return data
     kept = KeptState.of(data)
@@ -135,7 +141,7 @@ def after_failure(data: bytes) -> bytes:
 
 
 def is_in_session(data: bytes) -> bool:
-    """Return whether a session is under way in a state; there is none in one of no use."""
+    """Check whether a secure-aggregation session is under way; an unreadable state has none."""
     try:
         kept = KeptState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
@@ -144,7 +150,7 @@ def is_in_session(data: bytes) -> bool:
 
 
 def has_sent_masked(data: bytes) -> bool:
-    """Return whether a client has been in a sum that it helped to open, by its state alone."""
+    """Check whether a client has sent a masked vector, judging by its state alone."""
     try:
         kept = KeptState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
@@ -156,7 +162,7 @@ def has_sent_masked(data: bytes) -> bool:
 
 
 def session_to_mask_for(data: bytes) -> Session | None:
-    """Return the session whose sum a client adds to next; ``None``: there is none."""
+    """Return the session that a client sends its masked vector to next; ``None`` if none."""
     try:
         kept = KeptState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
@@ -170,11 +176,11 @@ def _octets(data: bytes) -> Tensor:
 
 
 def message_in(request: SecureRequest) -> messages.Message:
-    """Return the message of secure aggregation in a request.
+    """Decode the secure-aggregation message in a request and check that it belongs there.
 
     Raises:
-        ProtocolError: There is none, or one that belongs into another kind of request; or the
-            announced work is not what the terms name, or what their lanes are for.
+        ProtocolError: The message cannot be decoded or belongs in another kind of request, or the
+            announced work is not the work that the terms name or that their lanes are for.
     """
     message = messages.decode(request.message)
     match request, message:
@@ -195,13 +201,13 @@ def message_in(request: SecureRequest) -> messages.Message:
 
 
 def contribution(terms: Terms, update: TrainReply) -> Contribution:
-    """Return what training adds to the sum, clipped: fixed point and the mask come next.
+    """Clip a training result to the bounds of the terms, ready to be added to the sum.
 
-    The order is fixed: clip, fixed point, mask. Each vector is clipped in its L2 norm to the bound
-    of its lane, the loss and the examples to theirs.
+    The order is fixed: clip, convert to fixed point, mask. Each vector is clipped in L2 norm to the
+    bound of its lane; the loss and the number of examples are clamped to theirs.
 
     Raises:
-        ValueError: The update has no examples, or lacks what the terms ask for.
+        ValueError: The update has no examples, or lacks a value that the terms ask for.
     """
     if update.num_examples < 1:
         raise ValueError("a client without examples has nothing to add")
@@ -237,9 +243,10 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
 
 
 def measured(terms: Terms, reply: EvaluateReply) -> Contribution:
-    """Return what an evaluation adds to the sum: each measure, cut off, and whether there is one.
+    """Clamp an evaluation's metrics to the bounds of the terms, ready to be added to the sum.
 
-    The lanes of the terms are metrics, as :func:`message_in` has checked.
+    Each lane gets the value and a flag for whether the client has one. All lanes are metrics, as
+    :func:`message_in` has checked.
     """
     values, capped = dict[str, NDArray[np.floating]](), list[str]()
     for lane in terms.lanes:
@@ -254,7 +261,7 @@ def measured(terms: Terms, reply: EvaluateReply) -> Contribution:
 
 
 def _vectors(terms: Terms, update: TrainReply) -> dict[str, Tensor]:
-    """Return by vector lane of the terms what training gave: the delta in its two parts."""
+    """Map each vector lane of the terms to its values, with the delta split into its two parts."""
     sizes = {lane.name: lane.size for lane in terms.lanes if lane.role is LaneRole.VECTOR}
     delta = update.lanes[DELTA.name]
     parts = [name for name in (PARAMETERS, STATISTICS) if name in sizes]

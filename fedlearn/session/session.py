@@ -57,7 +57,7 @@ from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, Tra
 
 
 def log_refusal(violation: PolicyViolation, *, round_num: int | None = None) -> None:
-    """Write the one line that tells of a refusal: the rule, what was asked, what is allowed."""
+    """Log a refusal: the rule, what was asked, and what is allowed."""
     structlog.get_logger(__name__).warning(
         "refused_by_policy",
         rule=violation.rule,
@@ -68,11 +68,11 @@ def log_refusal(violation: PolicyViolation, *, round_num: int | None = None) -> 
 
 
 def tell_nobody(words: str) -> None:
-    """Tell nobody of a failure: it is in the log."""
+    """Ignore a failure, which is already in the log."""
 
 
 def log_bounded(contribution: Contribution) -> None:
-    """Write which values of a contribution were above their bounds, on this device alone."""
+    """Log, on this device only, which values of a contribution exceeded their bounds."""
     log = structlog.get_logger(__name__)
     if contribution.clipped:
         advice = "the coordinator may raise secure_aggregation.clip_norm"
@@ -83,7 +83,11 @@ def log_bounded(contribution: Contribution) -> None:
 
 
 def public_reason(error: BaseException) -> str:
-    """Return what the coordinator is told: of user code the type alone, else what is to be done."""
+    """Describe an error for the coordinator.
+
+    The few errors whose message says what to fix and quotes no data are sent with it. Of any other
+    error, which may come from user code, the coordinator learns only the type.
+    """
     if isinstance(
         error,
         AggregationAborted | ModelMismatch | ProcessesParted | SettingsRefused | UnusableResult,
@@ -96,28 +100,29 @@ def public_reason(error: BaseException) -> str:
 class ClientSession:
     """Answers the coordinator's requests with a trainer's results.
 
-    A session holds no state of its own: what a client must remember from one message to
-    the next goes in and comes out of :meth:`handle`, because some transports answer each
-    message in a fresh process.
+    A session is stateless: what a client must remember from one message to the next goes into
+    and comes out of :meth:`handle`, because some transports answer each message in a fresh
+    process.
 
     Attributes:
         client_id: This client.
-        trainer: What has the data.
-        secure: Its side of secure aggregation: identity, directory, policy; ``None``: it takes
-            part in no session.
-        on_refusal: Told what it refuses by its policy on secure aggregation, before the coordinator
-            is; the others are judged by whom has a policy on them, before :meth:`handle`.
-        on_failure: Told what went wrong and where, for this device alone: it may quote the data.
-        pin_file: Where the identity keys of other clients outlive the run; ``None``: with the rest
-            of what the client keeps.
-        history_file: Likewise where it is kept which sums this client has helped to open.
-        expanded: Masks that were expanded while the network waited.
-        transforms: Classes of transforms of the user's own that the coordinator may ask for, in
-            addition to those that the trainer names as its ``own_transforms``.
-        on_bounded: Called with each contribution to a secure sum, which names the values that were
-            above their bounds. They say something about the data, so the coordinator of a
-            deployment does not learn them.
-        reason_of: What the coordinator is told of a failure. A simulation has nothing to hide.
+        trainer: The trainer, which holds the data.
+        secure: The client's identity, directory and policy for secure aggregation; ``None`` if it
+            takes part in none.
+        on_refusal: Called with each request refused by the secure-aggregation policy, before the
+            reply is sent. Other policies are enforced by the caller, before :meth:`handle`.
+        on_failure: Called with a description of each failure and its location. It may quote the
+            data, so it must stay on this device.
+        pin_file: Keeps the identity keys of other clients across runs; ``None`` keeps them in the
+            client's state.
+        history_file: Likewise keeps the sums that this client has helped to open.
+        expanded: Masks that were expanded while the client waited for the network.
+        transforms: The user's own transform classes that the coordinator may ask for, in addition
+            to the trainer's ``own_transforms``.
+        on_bounded: Called with each contribution to a secure sum, which names the values that
+            exceeded their bounds. Those say something about the data, so a deployment's
+            coordinator does not learn them.
+        reason_of: Describes a failure for the coordinator. A simulation has nothing to hide.
     """
 
     client_id: ClientId
@@ -141,28 +146,28 @@ class ClientSession:
         constants: bytes | mmap = b"",
         control: TaskControl = UNATTENDED,
     ) -> tuple[bytes, bytes]:
-        """Answer one encoded request; a failure is an answer, too.
+        """Answer one encoded request; a failure is also encoded as a reply.
 
-        An error in user code is logged here, with its traceback, and reaches the coordinator
-        only as the name of its type, since a message could quote the data.
+        An error in user code is logged here with its traceback. By default the coordinator learns
+        only its type, since the message could quote the data.
 
         Args:
-            data: The request on the wire.
-            state: What this method returned the last time as its second value; empty
-                bytes at first.
-            personal: The part of the request that is for this client alone, where the transport
-                sent it apart from ``data``.
-            constants: The tensors of the model that stay the same in a run, where the transport
-                sent them apart: see :func:`fedlearn.core.codec.split`.
-            control: How the task is called off and watched.
+            data: The encoded request.
+            state: The second value that this method returned last time; empty bytes at first.
+            personal: The part of the request for this client only, if the transport sent it
+                separately from ``data``.
+            constants: The model's tensors that stay the same throughout a run, if the transport
+                sent them separately: see :func:`fedlearn.core.codec.split`.
+            control: Cancels the task and observes its progress.
 
         Returns:
-            The reply on the wire, and the state after it: unchanged by a failure, save that a
-            session of secure aggregation is over. It must be durable before the reply is sent,
-            and no state may be answered from twice.
+            The encoded reply and the new state. A failure leaves the state unchanged, except that
+            it ends a session of secure aggregation. The state must be durable before the reply is
+            sent, and no state may be used to answer twice.
 
         Raises:
-            Cancelled: ``control`` called the task off: there is no reply, and ``state`` stands.
+            Cancelled: ``control`` cancelled the task: there is no reply, and ``state`` is still
+                current.
         """
         try:
             match decode(data, personal=personal, constants=constants):
@@ -194,14 +199,14 @@ class ClientSession:
             return encode(self._failure(error)), after_failure(state)
 
     def _failure(self, error: BaseException) -> Failure:
-        """Return what the coordinator is told, and whose fault it is if that is another client."""
+        """Build the failure reply; it accuses another client if that client caused the failure."""
         reason = self.reason_of(error)
         if isinstance(error, AggregationAborted) and error.culprits:
             return Accusation(reason=reason, client_id=ClientId(min(error.culprits)))
         return Failure(reason=reason)
 
     def _tell_failure(self, error: BaseException) -> None:
-        # Without the values of local variables, which are the data.
+        # Plain text, without the values of local variables, which are the data.
         lines = [] if isinstance(error, FedlearnError) else traceback.format_exception(error)
         trace = {"exception": "".join(lines)} if lines else {}
         log = structlog.get_logger(__name__)
@@ -211,7 +216,7 @@ class ClientSession:
     def _take_part(
         self, request: SecureRequest, kept: KeptState, control: TaskControl
     ) -> tuple[Reply, KeptState]:
-        """Answer one message of a session; the vector leaves clipped, in fixed point, masked."""
+        """Answer one secure-aggregation message; the update leaves only clipped and masked."""
         if self.secure is None:
             raise AggregationAborted(
                 stage=Stage.ADVERTISE,
@@ -240,9 +245,9 @@ class ClientSession:
         asked = message_in(request)
         before = kept.pins if self.pin_file is None else self.pin_file.read()
         told = dict(request.directory) if isinstance(request, SecureStageRequest) else {}
-        told.pop(self.client_id, None)  # of itself it need not be told
+        told.pop(self.client_id, None)  # this client knows its own key
         pins, given = before.following(told), self.secure.directory
-        # What the client was given beforehand counts more than what it is told.
+        # Keys that were configured in advance take precedence over those the coordinator sends.
         directory = {**pins.keys, **given} if pins.clients else given
         secure = replace(self.secure, directory=directory, draw=self._draw(pins))
         state = kept.session_for(asked)
@@ -261,11 +266,11 @@ class ClientSession:
             after = history.after(answered, session.releases)
             if after != history:
                 self.history_file.write(after)  # before the answer leaves
-            session = replace(session, releases=PastReleases())  # it stands in one place
+            session = replace(session, releases=PastReleases())  # the file is the only copy
         return reply, replace(trained, session=session)
 
     def _draw(self, pins: Pins) -> Draw | None:
-        """Return who may be asked by the roster that the pins are from, if they are."""
+        """Return the rule for which clients may be asked, if the pins come from a roster."""
         if not pins.roster or self.secure is None:
             return None
         factor = self.secure.policy.max_draw_factor
