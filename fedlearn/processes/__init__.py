@@ -1,1 +1,1 @@
-"""Worker processes: how they are started, forked and watched, and how none outlives its parent."""
+"""Start, fork and watch worker processes, and make sure that none outlives its parent."""

@@ -1,8 +1,8 @@
-"""The processes that a training process has started, wherever they have gone.
+"""Find and kill every process that a training process has started, including detached ones.
 
-A process group loses those that begin a session of their own, and their parent those whose own
-parent has ended. What they all keep is the environment: a mark in it, of one training process
-alone, finds them.
+A process group loses descendants that start a session (``setsid``), and the process tree loses
+those whose parent has exited. All of them inherit the environment, though, so a random mark in an
+environment variable, unique to one training process, finds them.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,21 +12,21 @@ import psutil
 
 from fedlearn.core.secret_bytes import SecretBytes
 
-#: The environment variable that marks a training process, and all that comes of it.
+#: The environment variable that marks a training process and all its descendants.
 MARK = "FEDLEARN_TRAINING_PROCESS"
 
 _MARK_BYTES = 16
-#: Looks at all processes: what is started between two of them is found by the next one.
+#: Most scans of the process table: a process started during one scan is found by the next.
 _MAX_LOOKS = 10
 
 
 def fresh_mark() -> str:
-    """Return a mark that no other process has."""
+    """Generate a random mark for a new training process."""
     return SecretBytes.generate(_MARK_BYTES).reveal().hex()
 
 
 def has_mark(process: psutil.Process, mark: str) -> bool:
-    """Return whether a process has a mark; not if it has ended, or is another user's."""
+    """Check for ``mark`` in a process's environment; false if it has exited or is unreadable."""
     try:
         return process.environ().get(MARK) == mark
     except (psutil.Error, OSError):
@@ -34,18 +34,19 @@ def has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def end_marked(mark: str, *, but: Collection[int] = ()) -> None:
-    """End all processes with a mark at once.
+    """Kill all processes that carry ``mark``.
 
-    One whose environment was cleared, or is another user's, is not found.
+    A process that has cleared its environment, or that runs as another user, is not found.
 
     Args:
-        mark: Theirs.
-        but: Numbers of those that are left alone.
+        mark: The mark of the training process.
+        but: Process ids to spare.
     """
     for _ in range(_MAX_LOOKS):
         found = [each for each in _find_marked(mark) if each.pid not in but]
         for each in found:
-            with suppress(psutil.Error):  # it has ended; its number is never another one's here
+            # It may have exited; psutil checks the start time, so a reused pid is safe.
+            with suppress(psutil.Error):
                 each.kill()
         if not found:
             break

@@ -1,9 +1,9 @@
-"""A training process and those that it starts: ended together, and not later than the application.
+"""Kill a training process together with its children, at the latest when the application dies.
 
-On Linux and macOS they are a process group, and a second process waits beside it: when the
-application dies, the kernel closes the pipe between the two. A thread of the training process would
-not do, since native code that keeps the interpreter's lock keeps it from every other thread. On
-Windows they are a job, which the kernel ends.
+On Linux and macOS they form a process group, watched by a small guard process: when the
+application dies, the kernel closes the pipe between application and guard, and the guard kills the
+group. A watchdog thread inside the training process would not do, because native code that holds
+the GIL would block it. On Windows they form a job object, which the kernel terminates.
 """
 
 import os
@@ -29,13 +29,13 @@ if sys.platform == "win32":
 else:
     _Bond: TypeAlias = "subprocess.Popen[bytes]"
 
-#: Seconds that a training process gets to end in order when its application has gone.
+#: Seconds that a training process gets to shut down cleanly after its application has died.
 END_S = 12.0
-#: Seconds after which it is killed, whatever it is at.
+#: Seconds after which the guard kills it, whatever it is doing.
 _KILL_S = 15.0
 _LOOK_S = 0.01
 
-#: Kills a process group some time after its input ends, unless it was told that all is well.
+#: The guard: kills a process group some time after its stdin closes, unless it reads a byte first.
 _GUARD = """
 import os, signal, sys, time
 group, wait_s = int(sys.argv[1]), float(sys.argv[2])
@@ -54,9 +54,10 @@ while not is_well:
 
 @dataclass(eq=False)
 class Family:
-    """A training process, started in a new group, and all that it has started.
+    """A training process, started in a new process group, and all its descendants.
 
-    The group's number stays theirs while the first process is not waited for.
+    Until the training process is reaped (waited for), the kernel does not reuse its group id, so
+    signals to the group cannot reach unrelated processes.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -64,14 +65,14 @@ class Family:
 
     @classmethod
     def of(cls, process: "subprocess.Popen[bytes]", *, python: str) -> "Family":
-        """Bind a process that has just started to this one.
+        """Tie the lifetime of a process that has just started to this one.
 
         Args:
-            process: It.
-            python: An interpreter.
+            process: The training process.
+            python: The Python interpreter that runs the guard.
 
         Raises:
-            OSError: There is no memory or process left, or Windows refuses.
+            OSError: The system is out of memory or processes, or Windows refuses.
         """
         if sys.platform == "win32":
             return cls(process, JobObject(process.pid))
@@ -90,7 +91,7 @@ class Family:
             return cls(process, guard)
 
     def kill(self) -> None:
-        """End all of them at once; to be called while the process is not waited for."""
+        """Kill the whole family; call this only before the training process is reaped."""
         if sys.platform == "win32":
             self._bond.end()
         else:
@@ -98,22 +99,22 @@ class Family:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Return whether the first process has ended, without waiting for it."""
-        if sys.platform == "win32":  # whose handle keeps its number from being another's
+        """Check whether the training process has exited, without reaping it."""
+        if sys.platform == "win32":  # the open handle keeps its pid from being reused
             return self.process.poll() is not None
         else:
             try:
                 return psutil.Process(self.process.pid).status() == psutil.STATUS_ZOMBIE
-            except psutil.Error:  # the application has waited for it
+            except psutil.Error:  # the application has reaped it
                 return True
 
     def await_end(self) -> None:
-        """Return once the first process has ended; it is not waited for."""
+        """Block until the training process has exited, without reaping it."""
         while not self.has_ended():
             SystemClock().sleep(_LOOK_S)
 
     def release(self) -> None:
-        """Let go of what binds them to this process, when all have ended."""
+        """Dismiss the guard, or close the job, once all of the family have exited."""
         if sys.platform == "win32":
             self._bond.close()
         else:
@@ -123,8 +124,8 @@ class Family:
 
 
 def end_family() -> NoReturn:
-    """End this training process and all that it has started: its application is gone."""
+    """Kill this training process and all its descendants, because its application is gone."""
     end_marked(os.environ.get(MARK, ""), but=[os.getpid()])
     if sys.platform != "win32":
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)  # Windows has ended the others with the application
+    os._exit(1)  # Windows has killed the others when the application died

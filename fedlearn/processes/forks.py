@@ -1,4 +1,4 @@
-"""Forks of this process: what they must not inherit, and how they end with it."""
+"""Fork this process safely: close what children must not inherit, and end them with the parent."""
 
 import gc
 import os
@@ -27,14 +27,14 @@ else:
     #: An end of a :func:`multiprocessing.Pipe`.
     Link: TypeAlias = Connection
 
-# A file with a buffer would be written once more by a child.
+# Unbuffered files only: closing a buffered one in a child would flush the parent's bytes again.
 _own = WeakSet[socket | FileIO | Connection | Link]()
 
 
 def keep_from_forks(resource: socket | FileIO | Connection | Link) -> None:
-    """Have ``resource`` closed in every child that is forked from now on, while it is in use.
+    """Close ``resource`` in every child forked from now on, for as long as it is alive.
 
-    A child may outlive this process, and would keep it open.
+    Otherwise a child that outlives this process would keep it open.
     """
     _own.add(resource)
 
@@ -49,16 +49,17 @@ if sys.platform != "win32":
 
 
 def fork() -> int:
-    """Fork, as :func:`os.fork`; the child never collects garbage that it inherits.
+    """Fork like :func:`os.fork`, but the child never garbage-collects objects it inherits.
 
-    A channel of gRPC would wait in its destructor for ever, for a thread that only the parent has.
+    The destructor of an inherited gRPC channel would wait forever for a thread that exists only in
+    the parent.
 
     Raises:
-        EngineError: Windows has no forks.
+        EngineError: This is Windows, which cannot fork.
     """
     if sys.platform != "win32":
         collects = gc.isenabled()
-        gc.disable()  # nor may a collection come between the fork and the freeze
+        gc.disable()  # no collection may run in the child between the fork and the freeze
         try:
             child = os.fork()
             if not child:
@@ -73,12 +74,13 @@ def fork() -> int:
 
 
 def exit_with_parent(lifeline_end: int) -> NoReturn:
-    """Wait until the parent is gone, and end this process: for a thread of its own.
+    """Block until the parent is gone, then exit this process; run it on a separate thread.
 
     Args:
-        lifeline_end: The end to read of a pipe whose other end only the parent has.
+        lifeline_end: File descriptor of the read end of a pipe whose write end only the parent
+            holds.
     """
-    os.read(lifeline_end, 1)  # blocks until the parent closes its end, by intent or by dying
+    os.read(lifeline_end, 1)  # blocks until the parent closes its end or dies
     os._exit(1)
 
 
@@ -87,8 +89,8 @@ class ForkedProcess:
     """A fork of this process that runs a function.
 
     Attributes:
-        pid: Its number, which is its own until :meth:`wait` has returned.
-        link: To it, in both ways; it ends when the fork does.
+        pid: Its process id, not reused by the kernel until :meth:`wait` has returned.
+        link: Two-way connection to it; it reaches end of file when the fork exits.
     """
 
     pid: int
@@ -96,14 +98,14 @@ class ForkedProcess:
     _code: int | None = None
 
     def wait(self) -> int:
-        """Wait for its end; return its exit code, negative: the signal that killed it."""
+        """Wait for it to exit; return its exit code, or minus the signal that killed it."""
         if self._code is None:
             _, status = os.waitpid(self.pid, 0)
             self._code = os.waitstatus_to_exitcode(status)
         return self._code
 
     def kill(self) -> None:
-        """End it at once, unless it was waited for."""
+        """Kill it, unless it has been waited for already."""
         if self._code is None:
             with suppress(psutil.Error):
                 psutil.Process(self.pid).kill()
@@ -111,17 +113,18 @@ class ForkedProcess:
 
 @contextmanager
 def forked(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[ForkedProcess]]:
-    """Run each of ``bodies`` in a fork of its own, for as long as the context lasts.
+    """Run each of ``bodies`` in its own fork, for as long as the context lasts.
 
-    None is left when the context ends or this process is killed; Ctrl-C is for this process. A
-    fork exits with 0 when its body returns, and with 1, without a word, when that raises.
+    All forks are killed when the context ends or this process dies. They ignore Ctrl-C, which only
+    this process handles. A fork exits with code 0 when its body returns, and with code 1, silently,
+    when the body raises.
 
     Args:
-        bodies: Each is given its end of the link to this process.
+        bodies: Each is called with its end of the connection to this process.
 
     Raises:
-        EngineError: Windows has no forks.
-        OSError: There is no memory or process left.
+        EngineError: This is Windows, which cannot fork.
+        OSError: The system is out of memory or processes.
 
     Example:
         >>> with forked([lambda link: link.send(1)]) as (fork,):
@@ -135,7 +138,7 @@ def forked(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[Fork
     try:
         for body in bodies:
             link, other = Pipe()
-            # A fork that had the link to another would keep it open.
+            # A later fork that inherited this end would keep the connection open.
             keep_from_forks(link)
             with other:
                 pid = fork()
@@ -154,10 +157,10 @@ def forked(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[Fork
 
 
 def _be_forked(body: Callable[[Link], object], link: Link, lifeline_end: int) -> NoReturn:
-    """Run in a fork; never returns into the caller's code."""
+    """Run ``body`` in the forked child, and exit without returning into the caller's code."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, the lifeline tells
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child ends when the lifeline closes
         threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True).start()
         body(link)
         code = 0

@@ -1,7 +1,7 @@
-"""Windows ends the processes of a job when the last handle of the job closes.
+"""A Windows job object, which kills its processes when the last handle to it closes.
 
-A process that dies has its handles closed by the kernel, so a job of the processes that an
-application has started ends with the application, however that ends.
+The kernel closes the handles of a process that dies, so the processes that an application puts in a
+job end with the application, even if it crashes.
 """
 
 import ctypes
@@ -46,10 +46,10 @@ class _ExtendedLimits(ctypes.Structure):
 if sys.platform == "win32":
 
     class JobObject:
-        """A job of one process and all that it starts.
+        """A job of one process and all its descendants.
 
         Args:
-            pid: Number of the process, which has started none yet.
+            pid: Process id of the process, which must not have started any others yet.
 
         Raises:
             OSError: Windows refuses.
@@ -73,9 +73,9 @@ if sys.platform == "win32":
                 raise error
 
         def end(self) -> None:
-            """End all processes of the job at once."""
+            """Kill all processes of the job."""
             self._kernel.TerminateJobObject(self._job, _ENDED_BY_US)
 
         def close(self) -> None:
-            """Let go of the job, whose processes end."""
+            """Close the job, which kills its processes."""
             self._kernel.CloseHandle(self._job)

@@ -1,4 +1,4 @@
-"""A socket that a process gets from the one that starts it."""
+"""Pass a socket to a process that is being started."""
 
 import base64
 import os
@@ -16,32 +16,35 @@ class _Inherited(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Handover:
-    """One end of a socket on its way to a process that is being started.
+    """Passes one end of a socket to a process that is being started.
 
-    A process inherits it on Linux and macOS. On Windows it is duplicated for a process that runs,
-    which reads how on its standard input, before everything else.
+    On Linux and macOS the process inherits the file descriptor. On Windows the socket is duplicated
+    for the running process, which reads the duplication data from its standard input first.
 
     Attributes:
-        link: That end; its owner closes it here once the process has it.
+        link: The end to pass; the caller closes its copy once the process has it.
     """
 
     link: socket.socket
 
     @property
     def argument(self) -> str:
-        """What the process is given as its last argument."""
+        """The last command-line argument of the process: a descriptor, or ``-`` on Windows."""
         return "-" if sys.platform == "win32" else str(self.link.fileno())
 
     @property
     def inherited(self) -> _Inherited:
-        """What :class:`subprocess.Popen` is given."""
+        """Keyword arguments for :class:`subprocess.Popen`."""
         return {} if sys.platform == "win32" else {"pass_fds": [self.link.fileno()]}
 
     def complete(self, process: "subprocess.Popen[bytes]") -> None:
-        """Hand the socket over to a process that has started, with a pipe as its input.
+        """Send the socket to the started process on Windows; do nothing elsewhere.
+
+        Args:
+            process: The process, whose standard input is a pipe.
 
         Raises:
-            OSError: The process has ended.
+            OSError: The process has exited.
         """
         if sys.platform == "win32":
             assert process.stdin is not None  # a pipe
@@ -50,7 +53,7 @@ class Handover:
 
 
 def take_link(argument: str) -> socket.socket:
-    """Return the socket that this process was started with; its own children do not get it.
+    """Open the socket that the parent passed to this process; children do not inherit it.
 
     Args:
         argument: The last argument of this process.

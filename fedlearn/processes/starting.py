@@ -1,4 +1,4 @@
-"""Starting a module of ours as a process in a new interpreter."""
+"""Start one of fedlearn's modules as a process in a new interpreter."""
 
 import os
 import socket
@@ -13,14 +13,14 @@ from fedlearn.processes.links import Handover
 
 
 class NewGroup(TypedDict, total=False):
-    """Options of :class:`subprocess.Popen`."""
+    """Keyword arguments of :class:`subprocess.Popen` that create a process group."""
 
     process_group: int
     creationflags: int
 
 
 def in_new_group() -> NewGroup:
-    """Return what starts a process in a group of its own: Ctrl-C in a terminal is not for it."""
+    """Build the ``Popen`` arguments for a new process group, which Ctrl-C does not reach."""
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     else:
@@ -36,41 +36,42 @@ def start_module(
     stdout: int | None = None,
     stderr: int | IO[bytes] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start a module of ours in a process that can import what this one can.
+    """Start a module in a new process that can import everything that this process can.
 
     Args:
-        module: Its name.
-        arguments: What it is given.
-        environ: Its environment, but for ``PYTHONPATH``.
-        link: A socket for the process, which takes it by
-            :func:`~fedlearn.processes.links.take_link` of its last argument.
-        python: The interpreter.
-        stdout: Where it prints, as for :class:`subprocess.Popen`, and so ``stderr``.
-        stderr: Where it writes errors.
+        module: Dotted name of the module.
+        arguments: Its command-line arguments.
+        environ: Its environment; ``PYTHONPATH`` is overwritten.
+        link: A socket to pass to the process, which opens it by calling
+            :func:`~fedlearn.processes.links.take_link` with its last argument.
+        python: Path of the interpreter.
+        stdout: Standard output, as for :class:`subprocess.Popen`.
+        stderr: Standard error, likewise.
 
     Returns:
         The process, whose standard input is a pipe.
 
     Raises:
-        OSError: There is no such interpreter, or no memory or process left.
+        OSError: There is no such interpreter, or the system is out of memory or processes.
     """
-    # Empty stands for the working directory; a path may be that of a zip file.
+    # An empty entry is the working directory; an entry may also be a zip file.
     paths = [os.path.abspath(each or ".") for each in sys.path]  # noqa: PTH100
     environ = {**environ, "PYTHONPATH": os.pathsep.join(paths)}
     if sys.platform == "win32" and python == sys.executable:
-        # In a virtual environment this is a launcher, and the socket would be the launcher's.
+        # In a virtual environment python.exe is a launcher that starts the real interpreter as a
+        # child, so the socket would be duplicated into the launcher.
         environ["__PYVENV_LAUNCHER__"] = python
         python = str(vars(sys)["_base_executable"])  # as multiprocessing does
     handover = None if link is None else Handover(link)
     last = [] if handover is None else [handover.argument]
     process = subprocess.Popen(  # noqa: S603 - our own module
-        # -P: nothing is imported from the working directory unless the application does so too
+        # -P: import nothing from the working directory unless the application does so too
         [python, "-P", "-m", module, *arguments, *last],
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,
         env=environ,
-        **in_new_group(),  # Ctrl-C in a terminal is for the application, from the first moment
+        **in_new_group(),  # Ctrl-C in a terminal must reach only the application
         **({} if handover is None else handover.inherited),
     )
     if handover is not None:
@@ -82,12 +83,15 @@ def start_module(
 def start_linked(
     module: str, *, environ: Mapping[str, str], python: str, stdout: int | None = None
 ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-    """Start a module of ours, and return it with a socket to it: see :func:`start_module`.
+    """Start a module as :func:`start_module` does, with a socket to talk to it.
 
-    The socket closes when this process dies, even if a fork of it lives on.
+    The socket closes when this process dies, even if one of its forks survives.
+
+    Returns:
+        The process, and this process's end of the socket.
 
     Raises:
-        OSError: There is no such interpreter, or no memory or process left.
+        OSError: There is no such interpreter, or the system is out of memory or processes.
     """
     own, other = socket.socketpair()
     keep_from_forks(own)

@@ -1,8 +1,8 @@
-"""Run a module as a program that ends with the process at the other end of its input.
+"""Run a module as a program that exits when the process that holds its stdin pipe dies.
 
     python -m fedlearn.processes.tethered MODULE [ARGUMENT ...]
 
-The watch begins before the module is imported: with torch that takes seconds.
+The watch starts before the module is imported, since importing torch takes seconds.
 """
 
 import runpy
@@ -13,8 +13,9 @@ from fedlearn.processes.forks import exit_with_parent
 
 
 def main() -> None:
-    """Run the module that the first argument names; the others are its own."""
-    # Not sys.stdin: a thread inside of its buffer would abort the interpreter at its end.
+    """Run the module named by the first argument, with the remaining arguments."""
+    # Read descriptor 0, not sys.stdin: the interpreter aborts at shutdown if a daemon thread holds
+    # the lock of sys.stdin's buffer.
     watch = threading.Thread(
         target=exit_with_parent, args=(0,), name="fedlearn-lifeline", daemon=True
     )
