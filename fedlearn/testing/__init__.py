@@ -1,7 +1,7 @@
-"""For the tests of applications that embed the client: a coordinator of their own, and its door.
+"""Test applications that embed the client, against a real coordinator server on loopback.
 
-They serve in the tests' own process. What it forks must live beside them, so the environment is
-prepared before gRPC is imported.
+The server runs inside the test process. gRPC must be configured to survive forks of that process,
+so the environment is prepared before gRPC is imported.
 """
 
 import os

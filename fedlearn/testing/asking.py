@@ -1,4 +1,4 @@
-"""What a fake coordinator asks: a round of its own, as the test says."""
+"""Build the round requests that a fake coordinator sends to clients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ Model: TypeAlias = nn.Module | Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsRequest(RoundRequest):
-    """A round whose clients are sent settings as they stand.
+    """A round that sends clients exactly the given settings, not those of a strategy.
 
     Attributes:
         settings: How to train.
@@ -33,12 +33,12 @@ class SettingsRequest(RoundRequest):
     settings: Settings
 
     def message(self) -> TrainRequest:
-        """Return the request as clients are sent it."""
+        """Build the request that clients receive."""
         return replace(super().message(), settings=self.settings)
 
 
 def round_of(model: Model, asked: Settings | Strategy, *, round_num: int) -> RoundRequest:
-    """Return a round that asks clients to train as ``asked`` says."""
+    """Build a round that asks clients to train with ``asked``: settings or a strategy."""
     params = params_of(model)
     if not isinstance(asked, Mapping):
         told = asked.tell(asked.init(params))
@@ -57,7 +57,7 @@ def round_of(model: Model, asked: Settings | Strategy, *, round_num: int) -> Rou
 
 
 def params_of(model: Model) -> Params:
-    """Return a model as rounds have it; all floating-point tensors of a mapping are averaged."""
+    """Convert a model to :class:`Params`; in a mapping, all floating-point tensors are averaged."""
     if isinstance(model, nn.Module):
         return Params.of(model)
     averaged = {name: value for name, value in model.items() if value.is_floating_point()}
@@ -76,7 +76,10 @@ def params_of(model: Model) -> Params:
 
 
 def _local_of(settings: Settings) -> LocalUpdate:
-    """Return what settings describe, which says what lanes a reply has; whatever it may be."""
+    """Parse the local update that settings describe; it determines the lanes of a reply.
+
+    Settings that fedlearn does not understand count as custom training by the client.
+    """
     try:
         return update_from(divided(settings)[0])
     except SettingsRefused:

@@ -1,4 +1,4 @@
-"""A real door on loopback, run by a test: the client under test cannot tell the difference."""
+"""A fake coordinator for tests, which a client cannot tell from a real one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,22 +40,22 @@ from fedlearn.testing.stand_ins import Idle, taking_part
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import Channel, ask_once
 
-#: Seconds between two looks at who is connected.
+#: Seconds between two polls of the connected clients.
 _LOOK_S = 0.02
 
-#: Of a run, to sessions of secure aggregation.
+#: Length of the run id that sessions of secure aggregation use.
 _RUN_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum:
-    """What a session of secure aggregation came to.
+    """The result of one session of secure aggregation.
 
     Attributes:
-        means: By lane the mean over those that reported, weighted as the strategy says: shape [n];
-            empty: nothing was released.
-        reported: Names of the clients in the sum; no more is known of any one of them.
-        lost: By name of the others, at which stage and why they are not.
+        means: For each lane, the mean over the clients that reported, with the strategy's weights:
+            shape [n]. Empty if nothing was released.
+        reported: Names of the clients in the sum; their individual updates stay unknown.
+        lost: For each other client, by name, the stage at which it was lost and why.
     """
 
     means: Mapping[str, Tensor]
@@ -64,16 +64,16 @@ class SecureSum:
 
 
 class FakeCoordinator(LocalDoor):
-    """A coordinator in the test's process: real TLS, real gRPC, no database, no rounds.
+    """A coordinator in the test's process: real TLS and gRPC, but no round loop.
 
-    The test says what clients are asked and sees what they answer. A reply that the rounds of a
-    coordinator would not count is a failure here as well, and its client is told so. Everything
-    lies in a temporary folder and is gone when the context is left.
+    The test sends each request and inspects the replies. A reply that a real round would reject is
+    a failure here as well, and its client receives that verdict. All files are in a temporary
+    folder, which is removed when the context exits.
 
     Args:
-        run_id: As for a :class:`~fedlearn.testing.local_door.LocalDoor`; a second fake with the
-            same one is the same run to clients.
-        requirements: Which clients may be asked.
+        run_id: As for :class:`~fedlearn.testing.local_door.LocalDoor`; to clients, a second fake
+            with the same id continues the same run.
+        requirements: Which clients are eligible.
 
     Example:
         An application's test, with its own trainer and agent::
@@ -95,48 +95,48 @@ class FakeCoordinator(LocalDoor):
         eligible = (requirements or Requirements()).admits
         super().__init__(Path(self._temporary.name), run_id=run_id, eligible=eligible)
         self._rounds, self._stand_ins = count(), count()
-        self._channel: Channel | None = None  # while it is there
+        self._channel: Channel | None = None  # None while the server is down
         self._secure_run_id = SecretBytes.generate(_RUN_BYTES).reveal()
 
     def __enter__(self) -> Self:
-        """Open the door on ports that are free."""
+        """Start the server on a free port."""
         super().__enter__()
         self._channel = self.door.channel()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the door and remove everything."""
+        """Stop the server and remove its files."""
         super().__exit__()
         self._temporary.cleanup()
 
     @property
     def address(self) -> str:
-        """Where clients are served, ``host:port``."""
+        """The address that clients connect to, ``host:port``."""
         return self.door.address
 
     def counters(self) -> Mapping[str, float]:
-        """Return what the door has counted so far: sessions, messages, refusals by cause."""
+        """Return the server's counters: sessions, messages, refusals by cause."""
         return self.door.counters.values()
 
     def invite(self, name: str, *, tags: Sequence[str] = ()) -> Path:
-        """Return the file with which ``name`` may join, once; raises as :meth:`invitation`."""
+        """Write a single-use invitation file for ``name``; raises as :meth:`invitation`."""
         path = self.folder / f"{name}.invitation"
         self.invitation(name, tags=tags).save(path)
         return path
 
     def revoke(self, name: str) -> None:
-        """Refuse ``name`` from now on, and return when its session has ended.
+        """Revoke the client ``name``, and return when its session has ended.
 
         Raises:
             DeploymentError: No such client has joined.
         """
         self.registry.revoke(name)
-        while name in self.connected():  # the door looks at the registry ever so often
+        while name in self.connected():  # the server polls the registry for revocations
             self.clock.sleep(_LOOK_S)
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Be out of reach while the block runs, then come back: same address, same run."""
+        """Stop the server while the block runs, then restart it with the same address and run."""
         door, self._channel = self.doors.pop(), None
         back = DoorSettings(address=door.address)
         door.stop(grace_s=0.0)
@@ -146,23 +146,24 @@ class FakeCoordinator(LocalDoor):
             self._channel = self.open(back).channel()
 
     def connected(self) -> list[str]:
-        """Return the names of the clients that may be asked now."""
+        """Return the names of the clients that are connected and eligible."""
         names, channel = self._names(), self._channel
         return [] if channel is None else [names[each] for each in channel.available()]
 
     def train(
         self, model: Model, asked: Settings | Strategy, *, deadline_s: float = 60.0
     ) -> dict[str, TrainReply | Failure]:
-        """Ask all clients that are connected to train, and return what they answer in time.
+        """Ask all connected clients to train, and collect the replies that arrive in time.
 
         Args:
             model: The global model.
             asked: How to train: settings, such as ``settings_of(LocalSgd(epochs=1, batch_size=10,
-                learning_rate=0.1))``, or a strategy, which a run would ask so in its first round.
-            deadline_s: Seconds to wait.
+                learning_rate=0.1))``, or a strategy, which sends its settings for a first round.
+            deadline_s: Seconds to wait for replies.
 
         Returns:
-            By client; a client that is late is absent. Of a reply that would not count, why.
+            Each client's reply, by name, or a failure that says why its reply would not count. A
+            late client is absent.
 
         Raises:
             DeploymentError: No client is connected.
@@ -180,22 +181,22 @@ class FakeCoordinator(LocalDoor):
         plan: SecurePlan | None = None,
         deadline_s: float = 60.0,
     ) -> SecureSum:
-        """Ask all clients that are connected for the sum of their updates, and nothing else.
+        """Ask all connected clients to train, and learn only the sum of their updates.
 
-        It takes several: :meth:`stand_ins` makes up for those that are missing.
+        A session needs several clients; :meth:`stand_ins` adds the missing ones.
 
         Args:
             model: As for :meth:`train`.
-            asked: Likewise.
-            plan: What the session asks; ``None``: what a coordinator does whose configuration says
-                ``mode = "complete"`` and no more.
+            asked: As for :meth:`train`.
+            plan: Parameters of the session; ``None`` uses the defaults of a coordinator that is
+                configured with ``mode = "complete"``.
             deadline_s: Seconds for each stage.
 
         Raises:
-            ConfigError: Secure aggregation cannot hold among so few, or the strategy needs more
-                than a sum, as where a run is built.
+            ConfigError: Too few clients for secure aggregation, or the strategy needs more than a
+                sum; a run fails to build for the same reasons.
             DeploymentError: No client is connected.
-            RoundError: ``plan`` weighs clients otherwise than the strategy.
+            RoundError: ``plan`` and the strategy weight clients differently.
         """
         request = round_of(model, asked, round_num=next(self._rounds))
         mean = require_summable(request.strategy)
@@ -236,17 +237,17 @@ class FakeCoordinator(LocalDoor):
 
     @contextmanager
     def stand_ins(self, num: int, *, trainer: LocalTrainer | None = None) -> Iterator[list[str]]:
-        """Have so many further clients connected while the block runs; yields their names.
+        """Keep ``num`` additional clients connected while the block runs; yields their names.
 
-        Each is a runtime as an agent's, on a thread of this process.
+        Each runs the same runtime as an agent does, but on a thread of this process.
 
         Args:
-            num: How many.
-            trainer: Trains in all of them; ``None``: one that has a single example and leaves the
-                model as it is.
+            num: How many clients to add.
+            trainer: The trainer of all of them; ``None`` uses one that has a single example and
+                returns the model unchanged.
 
         Raises:
-            FedlearnError: One of them cannot take part.
+            FedlearnError: A client cannot join, or its runtime failed.
         """
         names = [f"stand-in-{next(self._stand_ins)}" for _ in range(num)]
         with ExitStack() as stack:
@@ -259,7 +260,7 @@ class FakeCoordinator(LocalDoor):
     def evaluate(
         self, model: Model, *, deadline_s: float = 60.0
     ) -> dict[str, EvaluateReply | Failure]:
-        """Ask all clients that are connected to evaluate, as :meth:`train` does."""
+        """Ask all connected clients to evaluate ``model``, as :meth:`train` asks them to train."""
         round_num, names = next(self._rounds), self._names()
         request = EvaluateRequest(round_num=round_num, tensors=params_of(model).named())
         channel, cohort = self._cohort()

@@ -1,4 +1,4 @@
-"""A real door on the loopback, in the process of a test: real gRPC, real TLS, no database."""
+"""A real coordinator server on loopback, inside the test process: real gRPC and real TLS."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,27 +19,29 @@ _LOOPBACK = "127.0.0.1:0"
 _RUN_ID_BYTES = 16
 _EVERYBODY = Requirements().admits
 
-#: On a port that is free.
+#: Listen on a free port.
 ANYWHERE = DoorSettings(address=_LOOPBACK)
 
 
 class LocalDoor:
-    """A door with its authority and its registry; all that are opened close with the context.
+    """Serves clients over gRPC, with a certificate authority and a client registry.
+
+    Every server that :meth:`open` starts stops when the context exits.
 
     Args:
-        folder: Of keys, and of updates on their way.
-        settings: Of a door that is opened with no others.
-        run_id: Names the run to clients; ``None`` draws one.
-        eligible: Whether a client may be asked, by what it says of itself.
-        registry: Of clients; ``None``: one in memory.
-        clock: By which invitations and certificates end.
+        folder: Where keys and uploads in progress are stored.
+        settings: Settings of a server that is opened without any.
+        run_id: The run's id; ``None`` draws a random one.
+        eligible: Decides whether a client may be asked, from what it reports about itself.
+        registry: The client registry; ``None`` creates an empty, temporary one.
+        clock: The clock that invitations expire by.
 
     Attributes:
-        authority: What certifies the clients.
-        doors: All that were opened, in that order.
+        authority: The certificate authority that certifies clients.
+        doors: All servers that were opened, oldest first.
 
     Example:
-        A coordinator of sums of one's own, and clients that join it with files::
+        A custom secure-sum collector, whose clients join with invitation files::
 
             with LocalDoor(folder) as local:
                 local.invitation("clinic-a").save(folder / "clinic-a.invitation")
@@ -66,26 +68,26 @@ class LocalDoor:
         self._settings, self._eligible = settings, eligible
 
     def __enter__(self) -> Self:
-        """Open the first door."""
+        """Start the first server."""
         self.open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all doors."""
+        """Stop all servers."""
         for door in self.doors:
             door.stop(grace_s=0.0)
 
     @property
     def door(self) -> Door:
-        """The door that was opened last."""
+        """The server that was opened last."""
         return self.doors[-1]
 
     def open(self, settings: DoorSettings | None = None, *, run_id: str | None = None) -> Door:
-        """Open another door to the same clients.
+        """Start another server for the same clients.
 
         Args:
-            settings: ``None``: those of the first.
-            run_id: ``None``: that of the first.
+            settings: Its settings; ``None`` uses those of the first server.
+            run_id: Its run id; ``None`` uses that of the first server.
         """
         door = Door(
             settings or self._settings,
@@ -104,7 +106,12 @@ class LocalDoor:
     def invitation(
         self, name: str, *, tags: Sequence[str] = (), valid_s: float = 3600.0
     ) -> Invitation:
-        """Return an invitation to the door that was opened last.
+        """Create an invitation to the server that was opened last.
+
+        Args:
+            name: The client's name.
+            tags: Stored with the client in the registry.
+            valid_s: Seconds until the invitation expires.
 
         Raises:
             DeploymentError: ``name`` cannot name a client.
@@ -123,10 +130,10 @@ class LocalDoor:
         )
 
     def wait_for(self, num: int, *, timeout_s: float = 60.0) -> None:
-        """Return when ``num`` clients may be asked.
+        """Wait until ``num`` clients are connected and eligible.
 
         Raises:
-            DeploymentError: They did not come in time.
+            DeploymentError: Fewer clients connected within ``timeout_s``.
         """
         channel, ends_s = self.door.channel(), self.clock.now_s() + timeout_s
 

@@ -1,4 +1,4 @@
-"""A registry of clients for tests: the store's own, in a file that lies in memory."""
+"""A client registry for tests: the real one, on a temporary database in memory where possible."""
 
 import shutil
 import tempfile
@@ -11,17 +11,17 @@ from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.store.schema import Base
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where fsync costs nothing
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - fsync costs nothing there
 
 
 class FreshRegistry(StoredRegistry):
-    """An empty registry; its file goes with it."""
+    """An empty registry, whose temporary files are removed when it is garbage-collected."""
 
     def __init__(self, clock: WallClock) -> None:
         place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         folder = Path(tempfile.mkdtemp(prefix="fedlearn-registry-", dir=place))
         engine = open_engine(sqlite_url(folder / "store.db"))
-        Base.metadata.create_all(engine)  # ten times as fast as the migrations
+        Base.metadata.create_all(engine)  # ten times faster than running the migrations
         super().__init__(Database(engine, runs_dir=folder), clock)
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         weakref.finalize(self, engine.dispose)

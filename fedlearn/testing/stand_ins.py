@@ -1,4 +1,4 @@
-"""Clients beside the one under test, so that there is a cohort: each a runtime of its own."""
+"""Extra clients that fill up the cohort of the client under test, each with its own runtime."""
 
 import asyncio
 import threading
@@ -25,18 +25,18 @@ from fedlearn.training.trainer import (
     TrainContext,
 )
 
-#: What a stand-in refuses: as little as may be, since the policy under test is another client's.
+#: Refuses as little as possible: the policy under test is that of another client.
 _LENIENT = Policy(secure_aggregation=SecureAggregationPolicy(min_cohort=2))
 
 
 class Idle:
-    """Has one example, from which there is nothing to learn: the model stays as it is."""
+    """A trainer with one example that returns the model unchanged."""
 
     honours: Collection[str] = settings_names() | {EXTRA}
     num_examples = 1
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Return the model as it came."""
+        """Return the model unchanged."""
         context.control.check()
         return LocalResult(tensors=tensors, num_examples=1, metrics={"loss": 0.0}, state={})
 
@@ -49,10 +49,15 @@ class Idle:
 
 @contextmanager
 def taking_part(invitation: Path, *, home: Path, trainer: LocalTrainer) -> Iterator[None]:
-    """Run a client on a thread of its own; the block begins when it is connected.
+    """Run a client on its own thread; the block starts once it is connected.
+
+    Args:
+        invitation: The client's invitation file.
+        home: The client's folder; its consent is given here.
+        trainer: The client's trainer.
 
     Raises:
-        FedlearnError: It cannot join, or ended meanwhile.
+        FedlearnError: The client cannot join, or its runtime failed.
     """
     Home(home).set_consent(granted=True)
     options = RuntimeOptions(home=home, trainer="", invitation=invitation, policy=_LENIENT)
