@@ -1,1 +1,1 @@
-"""Who a client is: keys, how one follows from another, and whose they are."""
+"""Client identity: keys, key rotation, invitations, and the registry of enrolled clients."""

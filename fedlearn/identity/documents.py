@@ -1,4 +1,4 @@
-"""Files that an operator hands to people: JSON that names its format."""
+"""JSON files that an operator hands out, each with a format number."""
 
 from collections.abc import Collection
 from functools import partial
@@ -24,16 +24,16 @@ def read_document(
     command: str,
     is_secret: bool,
 ) -> T:
-    """Return what is in the file ``path``, which the operator's ``command`` makes.
+    """Read and validate a JSON document, such as an invitation or a roster.
 
     Args:
         path: The file.
-        kind: What it must hold in each of the ``versions``.
-        key: Under which the file has the number of its format.
-        versions: The formats that this version of fedlearn reads.
-        noun: What the file is, in words.
-        command: What makes another one.
-        is_secret: Whether messages leave the values out.
+        kind: Schema of the content, the same for all ``versions``.
+        key: JSON key that holds the format number.
+        versions: Format numbers that this version of fedlearn reads.
+        noun: Name of the document in error messages, such as "an invitation".
+        command: The operator's command that writes a new one, named in error messages.
+        is_secret: Whether error messages leave out the values.
 
     Raises:
         DeploymentError: The file is missing, unreadable, damaged, or of a later version.
@@ -49,7 +49,8 @@ def read_document(
         remedy=f"ask the coordinator's operator for one (`{command}`)",
         is_secret=is_secret,
     )
-    # The format first: what a later version writes may be of another shape.
+    # Check the format number first: a later version may write other fields, and the user should
+    # read "upgrade fedlearn", not a list of schema errors.
     fields: dict[str, Any] = {key: (int, ...)}  # Any: or mypy takes it for other arguments
     version: int = getattr(parse(TypeAdapter(create_model("Document", **fields))), key)
     if version in versions:

@@ -1,8 +1,8 @@
-"""Who a client is: its keys, what it signs, and the invitation it came with.
+"""A client's keys, its certificate, and the invitation that it enrols with.
 
-A client makes two key pairs itself and keeps the private halves. Its *identity key* (Ed25519)
-signs every reply, whatever transport carries it; its *TLS key* (ECDSA P-256, which every TLS
-library speaks) is the one its certificate is for.
+A client generates two key pairs and never shares the private halves. Its *identity key* (Ed25519)
+signs every reply, on every transport. Its *TLS key* (ECDSA P-256, which every TLS library
+supports) belongs to its certificate.
 
 References:
     `RFC 8032 <https://www.rfc-editor.org/rfc/rfc8032>`_ (Ed25519),
@@ -28,14 +28,14 @@ from fedlearn.core.files import create_private, disk_errors, make_private_folder
 from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.identity.documents import read_document
 
-#: What the coordinator's certificate is always valid for, wherever it is reached.
+#: Host name in every coordinator certificate, so that clients can check it at any address.
 SERVER_NAME = "fedlearn-coordinator"
 
-#: The file of an :class:`Identity` in its folder: both keys, so that a crash keeps neither or both.
+#: File of an :class:`Identity`. It holds both keys, so that a crash leaves both or neither.
 IDENTITY_FILE = "identity.pem"
 
-#: Formats of an invitation. A client of an earlier version cannot use one of format 2, since it
-#: enrols at a port that asks for no certificate, and there is none.
+#: Invitation formats. Format 2 has no separate enrolment port. Earlier clients cannot use it: they
+#: enrol only at a port that asks for no client certificate.
 _WITH_ENROLMENT_PORT, _DOOR_ALONE = 1, 2
 _PEM_END = b"-----END PRIVATE KEY-----\n"
 
@@ -45,7 +45,7 @@ class Identity:
     """A client's private keys.
 
     Guarantees:
-        Neither printed nor pickled; on disk only in a file that its owner alone reads.
+        Never printed or pickled; on disk only in a file that only its owner can read.
     """
 
     identity_key: Ed25519PrivateKey
@@ -56,7 +56,7 @@ class Identity:
 
     @classmethod
     def create(cls) -> "Identity":
-        """Return fresh keys from the operating system's randomness."""
+        """Generate a new identity from the operating system's randomness."""
         return cls(
             identity_key=Ed25519PrivateKey.generate(),
             tls_key=ec.generate_private_key(ec.SECP256R1()),
@@ -64,7 +64,7 @@ class Identity:
 
     @classmethod
     def load(cls, folder: Path) -> "Identity":
-        """Return the keys that :meth:`at` wrote.
+        """Load the identity that :meth:`at` wrote.
 
         Raises:
             DeploymentError: The file is missing, unreadable or damaged.
@@ -83,9 +83,9 @@ class Identity:
 
     @classmethod
     def at(cls, folder: Path) -> "Identity":
-        """Return the keys in ``folder``, made there first, durably, if there are none.
+        """Load the identity in ``folder``; if there is none, create it and write it durably first.
 
-        Of several processes that do so at once, all get the same ones.
+        Several processes may call this at once: all get the same keys.
 
         Raises:
             DeploymentError: The folder or the file cannot be written, or is damaged.
@@ -97,10 +97,10 @@ class Identity:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> "Identity":
-        """Return the keys whose :attr:`pem` this is.
+        """Parse an identity from its :attr:`pem`.
 
         Raises:
-            ValueError: It is that of no identity.
+            ValueError: The PEM does not hold an Ed25519 key followed by a P-256 key.
         """
         first, end, second = pem.partition(_PEM_END)
         try:
@@ -115,21 +115,21 @@ class Identity:
 
     @property
     def pem(self) -> bytes:
-        """Both private keys, PKCS 8 in PEM, not encrypted: a secret, for whoever keeps it."""
+        """Both private keys, unencrypted PKCS 8 in PEM. Store it as a secret."""
         return private_pem(self.identity_key) + self.tls_key_pem
 
     @property
     def public_key(self) -> bytes:
-        """The identity key's public half, raw, 32 bytes."""
+        """The public identity key: 32 raw bytes."""
         return self.identity_key.public_key().public_bytes_raw()
 
     @property
     def tls_key_pem(self) -> bytes:
-        """The TLS key, PKCS 8 in PEM, for the TLS library."""
+        """The private TLS key, unencrypted PKCS 8 in PEM, as TLS libraries read it."""
         return private_pem(self.tls_key)
 
     def sign(self, data: bytes) -> bytes:
-        """Return the identity key's signature of ``data``, 64 bytes."""
+        """Sign ``data`` with the identity key; the signature is 64 bytes."""
         return self.identity_key.sign(data)
 
     def is_subject_of(self, certificate_pem: bytes) -> bool:
@@ -137,7 +137,7 @@ class Identity:
         return load_certificate(certificate_pem).public_key() == self.tls_key.public_key()
 
     def csr_pem(self, name: str) -> bytes:
-        """Return a request for a certificate of the TLS key; raises as :func:`common_name`."""
+        """Build a signing request for the TLS key, in PEM; raises as :func:`common_name`."""
         builder = x509.CertificateSigningRequestBuilder(common_name(name))
         return builder.sign(self.tls_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
@@ -152,7 +152,7 @@ def _from_base64(text: str) -> bytes:
     return base64.b64decode(text, altchars=b"-_", validate=True)
 
 
-#: Bytes as they stand in an invitation's file.
+#: Bytes in an invitation's JSON, by their text encoding.
 _Ascii = Annotated[bytes, PlainValidator(lambda value: _text(value).encode("ascii"))]
 _Base64 = Annotated[bytes, PlainValidator(lambda value: _from_base64(_text(value)))]
 _Hexadecimal = Annotated[bytes, PlainValidator(lambda value: bytes.fromhex(_text(value)))]
@@ -160,22 +160,23 @@ _Hexadecimal = Annotated[bytes, PlainValidator(lambda value: bytes.fromhex(_text
 
 @dataclass(frozen=True, kw_only=True)
 class Invitation:
-    """What an operator hands to one client so that it can join, as one file.
+    """The file that an operator gives to one client so that it can join.
 
     Attributes:
-        name: The client's.
-        addresses: The coordinator's door, ``host:port``; several of a highly available one.
+        name: Name of the client.
+        addresses: Addresses of the coordinator, ``host:port``; several if it is highly available.
         enrolment_addresses: Where clients of an earlier version redeem the token, ``host:port``;
-            empty: they cannot.
-        ca_pem: The deployment's own certificate authority: the client trusts no other.
-        token: Redeemed once; empty in the copy that a client keeps. Never printed.
-        expires_utc: When the token ends, ISO 8601.
-        coordinator_key: Ed25519, what the coordinator signs the terms of secure aggregation with;
-            empty (without TLS): this client takes part in none.
-        certificate_pem: What the client shows at the door until it has a certificate of its own.
-            It opens TLS and nothing else. Empty in the copy that a client keeps, without TLS, and
-            in an invitation by an earlier version.
-        tls_key_pem: The key of that certificate. Never printed.
+            empty if they cannot enrol.
+        ca_pem: Certificate of the deployment's own authority, the only one that the client trusts.
+        token: One-time enrolment token; empty in the copy that an enrolled client keeps. Never
+            printed.
+        expires_utc: When the token expires, ISO 8601.
+        coordinator_key: Ed25519 public key with which the coordinator signs the terms of secure
+            aggregation. Empty without TLS: the client then takes no part in secure aggregation.
+        certificate_pem: Temporary certificate for the TLS connection over which the client enrols;
+            it authorizes nothing else. Empty in the copy that an enrolled client keeps, without
+            TLS, and in an invitation of an earlier version.
+        tls_key_pem: Private key of that certificate. Never printed.
     """
 
     name: str
@@ -190,14 +191,15 @@ class Invitation:
 
     @property
     def token_addresses(self) -> tuple[str, ...]:
-        """Where to enrol: at the door, unless the invitation is by an earlier version."""
+        """Where to enrol: at ``addresses``, unless an earlier version wrote the invitation."""
         is_older = self.enrolment_addresses and not self.certificate_pem
         return self.enrolment_addresses if is_older else self.addresses
 
     def moved_to(self, addresses: tuple[str, ...]) -> "Invitation":
-        """Return the invitation to a coordinator that is reached at other addresses.
+        """Return a copy for a coordinator that has moved to other addresses.
 
-        An enrolled client renews its certificate there, too.
+        An enrolled client renews its certificate there, too, so the copy of one drops the old
+        enrolment addresses.
         """
         return replace(
             self,
@@ -206,7 +208,7 @@ class Invitation:
         )
 
     def without_secrets(self) -> "Invitation":
-        """Return the copy that an enrolled client keeps, with the addresses that it will need."""
+        """Return the copy that an enrolled client keeps: its addresses, but no token and no key."""
         is_older = self.token_addresses is self.enrolment_addresses
         return replace(
             self,
@@ -218,7 +220,7 @@ class Invitation:
 
     @classmethod
     def load(cls, path: Path) -> "Invitation":
-        """Return the invitation in the file ``path``.
+        """Load the invitation in the file ``path``.
 
         Raises:
             DeploymentError: The file is missing, unreadable, damaged, or of a later version.
@@ -234,7 +236,7 @@ class Invitation:
         )
 
     def save(self, path: Path) -> None:
-        """Write the invitation to the file ``path``, mode 0600; its folder exists.
+        """Write the invitation to the file ``path``, mode 0600; its folder must exist.
 
         Raises:
             DeploymentError: It cannot be written.
@@ -265,12 +267,15 @@ def certificate_fingerprint(certificate_pem: bytes) -> str:
 
 
 def expires_unix_s(certificate_pem: bytes) -> float:
-    """Return when a certificate ends, in seconds since 1970; raises as :func:`load_certificate`."""
+    """Return a certificate's expiry in seconds since 1970; raises as :func:`load_certificate`."""
     return load_certificate(certificate_pem).not_valid_after_utc.timestamp()
 
 
 def validity_unix_s(certificate_pem: bytes) -> tuple[float, float]:
-    """Return when a certificate begins and ends, as :func:`expires_unix_s` does."""
+    """Return a certificate's start and expiry in seconds since 1970.
+
+    Raises as :func:`load_certificate`.
+    """
     certificate = load_certificate(certificate_pem)
     return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
 
@@ -302,14 +307,14 @@ def common_name(name: str) -> x509.Name:
 
 
 def is_p256(key: object) -> bool:
-    """Return whether ``key``, private or public, is of the curve that fedlearn's TLS uses."""
+    """Return whether ``key``, private or public, is on P-256, the curve of all TLS keys here."""
     return isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) and isinstance(
         key.curve, ec.SECP256R1
     )
 
 
 def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
-    """Return a private key, PKCS 8 in PEM, not encrypted."""
+    """Encode a private key as unencrypted PKCS 8 in PEM."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

@@ -1,20 +1,20 @@
-"""How a client's identity key gives way to a new one: statements that both keys sign.
+"""Rotation of identity keys: a chain of statements that the old and the new key both sign.
 
-A *lineage* is the first identity key of a client and the statements that lead from it to the
-newest one::
+A *lineage* is a client's first identity key, followed by the statements that lead to its newest
+one::
 
     lineage    = first key 32 | statement | statement | ...
     statement  = signature by the old key 64 | signature by the new key 64 | new key 32
 
-Statement number s (from 1) is signed over the client's id, s, the old and the new key, in a domain
-of its own. The last 32 bytes are the newest key, and a key alone is a lineage without statements.
-A lineage only ever grows: of two that are valid for one client, one begins with the other, or its
-owner (or a thief of a key) signed two successors of one key.
+Statement number s (from 1) is signed over the client's id, s, the old key and the new key, with
+its own domain-separation label. The last 32 bytes are the newest key, and a key alone is a lineage
+without statements. A lineage only grows: of two valid lineages of one client, one is a prefix of
+the other, unless the owner (or a thief of a key) signed two successors of one key.
 
 Guarantees:
-    Whoever trusts one key of a client, at its place in the lineage, may trust the keys after it.
-    Assumed: Ed25519, and that no key was stolen before it was replaced: who steals a key can name
-    a successor. A stolen key is revoked, not rotated.
+    A peer that trusts one key of a client, at its position in the lineage, may trust all keys after
+    it. This assumes that Ed25519 is secure and that no key was stolen before it was replaced, since
+    a thief can sign a successor. Revoke a stolen key; do not rotate it.
 """
 
 import struct
@@ -26,7 +26,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys
 
-#: Most statements in a lineage: a rotation a year for a lifetime.
+#: Most statements in a lineage: one rotation a year for a lifetime.
 MAX_SUCCESSIONS = 64
 
 _STATEMENT = struct.Struct(f"{keys.SIGNATURE_BYTES}s{keys.SIGNATURE_BYTES}s{keys.KEY_BYTES}s")
@@ -35,7 +35,7 @@ _LABEL = b"succession of identity keys"
 
 @dataclass(frozen=True)
 class Succession:
-    """The statement that one identity key follows another: both keys' signatures, and the new."""
+    """The statement that a new identity key replaces an old one, signed by both."""
 
     by_old: bytes
     by_new: bytes
@@ -44,7 +44,7 @@ class Succession:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The identity keys that a client has had, each named by the one before.
+    """A client's identity keys in order, each vouched for by the one before.
 
     Example:
         >>> old, old_key = keys.fresh_signer()
@@ -57,7 +57,7 @@ class Lineage:
 
     Attributes:
         first_key: Ed25519 public key, 32 bytes.
-        successions: What leads from it to the newest.
+        successions: The statements that lead from it to the newest key, in order.
     """
 
     first_key: bytes
@@ -65,10 +65,10 @@ class Lineage:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Lineage":
-        """Return what :meth:`to_bytes` wrote; no signature is checked.
+        """Parse the bytes that :meth:`to_bytes` returned, without checking any signature.
 
         Raises:
-            ProtocolError: It is of an impossible length.
+            ProtocolError: No lineage has this length.
         """
         num, rest = divmod(len(data) - keys.KEY_BYTES, _STATEMENT.size)
         if rest or not 0 <= num <= MAX_SUCCESSIONS:
@@ -77,7 +77,7 @@ class Lineage:
         return cls(data[: keys.KEY_BYTES], tuple(Succession(*each) for each in statements))
 
     def to_bytes(self) -> bytes:
-        """Return the lineage as bytes; the last 32 are the newest key."""
+        """Serialize the lineage; the last 32 bytes are the newest key."""
         return self.first_key + b"".join(
             each.by_old + each.by_new + each.new_key for each in self.successions
         )
@@ -89,34 +89,36 @@ class Lineage:
 
     @property
     def num_rotations(self) -> int:
-        """How often the key was replaced."""
+        """How many times the key was replaced."""
         return len(self.successions)
 
     def key_after(self, num_rotations: int) -> bytes | None:
-        """Return the key that was the newest after so many rotations; ``None``: it never was."""
+        """Return the key in use after ``num_rotations``, or ``None`` if there were fewer."""
         return self._keys[num_rotations] if num_rotations < len(self._keys) else None
 
     def followed_by(
         self, new_key: bytes, *, client_id: ClientId, old: keys.Signer, new: keys.Signer
     ) -> "Lineage":
-        """Return the lineage with one more key; the same each time, since Ed25519 draws nothing.
+        """Return the lineage extended by one key.
+
+        The same arguments give the same bytes, since Ed25519 signatures are deterministic.
 
         Args:
             new_key: The public key of ``new``.
-            client_id: Whose lineage it is.
-            old: Has the newest private key so far.
-            new: Has the next one.
+            client_id: The client whose lineage this is.
+            old: Signs with the newest private key so far.
+            new: Signs with the next one.
         """
         text = _text(client_id, self.num_rotations + 1, old=self.key, new=new_key)
         statement = Succession(old.sign(text), new.sign(text), new_key)
         return Lineage(self.first_key, (*self.successions, statement))
 
     def check(self, client_id: ClientId) -> None:
-        """Check every statement.
+        """Verify every statement.
 
         Raises:
-            ProtocolError: One is not signed by both its keys for this client and place, or a key
-                comes back.
+            ProtocolError: A statement is not signed by both its keys for this client and position,
+                or a key occurs twice.
         """
         if len(set(self._keys)) != len(self._keys):
             raise ProtocolError("an identity key comes twice in a chain")
@@ -136,12 +138,14 @@ class Lineage:
 
 
 def newest_key(lineage: bytes) -> bytes:
-    """Return the newest key of a lineage in bytes."""
+    """Return the newest key of a serialized lineage."""
     return lineage[-keys.KEY_BYTES :]
 
 
 def lineage_until(lineage: bytes, key: bytes) -> bytes:
-    """Return a lineage in bytes as it was when ``key`` was its newest; whole, if it never was.
+    """Truncate a serialized lineage to the point where ``key`` was its newest key.
+
+    A lineage that does not contain ``key``, or ends with it, is returned whole.
 
     Example:
         >>> old, old_key = keys.fresh_signer()
@@ -158,7 +162,7 @@ def lineage_until(lineage: bytes, key: bytes) -> bytes:
 
 
 def fingerprint(key: bytes) -> str:
-    """Return what people compare an identity key by: 128 bits of its SHA-256.
+    """Return the fingerprint by which people compare identity keys: 128 bits of a SHA-256.
 
     Example:
         >>> fingerprint(bytes(32))

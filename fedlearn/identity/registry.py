@@ -1,8 +1,8 @@
-"""Who may talk to the coordinator: invitations, enrolled clients, revocations.
+"""The registry of clients that may talk to the coordinator: invitations, enrolments, revocations.
 
-A client enrols with the token of an invitation; after that its certificate says who it is. Its
-number stays: new keys come with a new invitation for its name, or, while its certificate is good,
-with a statement that its old identity key signs (:mod:`fedlearn.identity.lineage`).
+A client enrols with the token of an invitation; after that, its certificate identifies it. Its id
+never changes. It gets new keys with a new invitation for its name or, while its certificate is
+valid, with a statement signed by its old identity key (:mod:`fedlearn.identity.lineage`).
 """
 
 import re
@@ -18,8 +18,8 @@ from fedlearn.identity.lineage import Lineage
 
 ClientStatus: TypeAlias = Literal["active", "revoked"]
 
-#: Makes the certificate of a client: its PEM, the SHA-256 of its DER (hexadecimal), and when
-#: it ends (ISO 8601). Called inside the registry's transaction, at most once a redemption.
+#: Issues a client's certificate. Returns its PEM, the SHA-256 of its DER (hexadecimal), and its
+#: expiry (ISO 8601). Called inside the registry's transaction, at most once per redemption.
 Certify: TypeAlias = Callable[[ClientId], tuple[bytes, str, str]]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -30,15 +30,15 @@ class EnrolledClient:
     """A client with a certificate; times are ISO 8601.
 
     Attributes:
-        client_id: 0, 1, 2, … in order of enrolment; kept when it enrols again.
-        name: As the operator invited it; unique.
+        client_id: 0, 1, 2, … in order of enrolment; unchanged when the client enrols again.
+        name: Unique name, from the invitation.
         tags: ``key=value`` each, from the invitation.
-        identity_key: Ed25519 public key that signs its updates, 32 bytes.
-        lineage: The identity keys before this one, and what leads to it, in bytes; the key alone
-            if there was none, or if it did not follow from them.
+        identity_key: Ed25519 public key that verifies its updates, 32 bytes.
+        lineage: Serialized lineage that ends with this key; the key alone if it is the first, or
+            if no earlier key signed for it.
         fingerprint: SHA-256 of its certificate's DER, hexadecimal.
-        status: A revoked client is refused, whatever its certificate says.
-        enrolled_utc: Of the last enrolment.
+        status: A revoked client is refused even while its certificate is valid.
+        enrolled_utc: Time of the last enrolment.
     """
 
     client_id: ClientId
@@ -54,13 +54,13 @@ class EnrolledClient:
 
 @dataclass(frozen=True, kw_only=True)
 class Contact:
-    """What is known of a client since it was last connected.
+    """The last known connection state of a client.
 
     Attributes:
-        is_connected: Whether it was when this was written down.
+        is_connected: Whether the client was connected when this was recorded.
         seen_utc: When it was last seen, to the minute while it is connected; ISO 8601.
-        software: What it runs, as it says.
-        num_examples: That it has, as it says; 0: it does not tell.
+        software: Software that the client reports to run.
+        num_examples: Number of examples that the client reports; 0 if it does not report any.
     """
 
     client_id: ClientId
@@ -71,15 +71,15 @@ class Contact:
 
 
 class Registry(Protocol):
-    """The clients of one deployment. Any thread may call it."""
+    """The clients of one deployment. All methods are thread-safe."""
 
     def invite(self, name: str, *, tags: Sequence[str], valid_s: float) -> bytes:
-        """Return the token with which ``name`` may enrol, once, within ``valid_s``.
+        """Create a token with which ``name`` may enrol once, within ``valid_s`` seconds.
 
-        Only its SHA-256 is kept. An invitation of the same name that was not used yet ends.
+        Only the token's SHA-256 is stored. An unused earlier invitation for the name is cancelled.
 
         Raises:
-            DeploymentError: ``name`` cannot name a client.
+            DeploymentError: ``name`` is not a valid client name.
         """
 
     def redeem(
@@ -91,77 +91,79 @@ class Registry(Protocol):
         certify: Certify,
         lineage: bytes = b"",
     ) -> EnrolledClient:
-        """Enrol ``name`` and use up its token; both or neither.
+        """Enrol ``name`` and use up its token, in one transaction.
 
-        The same identity key may redeem its token again, and is certified anew: the answer
-        to the first time may have been lost on the way.
+        The same identity key may redeem its token again and gets a new certificate, since the
+        first reply may have been lost.
 
         Args:
-            name: Of the invitation.
-            token: Of the invitation.
-            identity_key: That the client has the private one is for the caller to check.
-            certify: Makes the certificate, once the client's number is known.
-            lineage: How its identity key follows from earlier ones, in bytes; empty: it does not.
+            name: Name in the invitation.
+            token: Token in the invitation.
+            identity_key: The client's public key. The caller must have checked that the client
+                has the private key.
+            certify: Issues the certificate, once the client's id is known.
+            lineage: Serialized lineage that leads from earlier keys to this one; empty if none
+                does.
 
         Raises:
-            EnrolmentRefused: The token is unknown, used, expired or of another name, or
+            EnrolmentRefused: The token is unknown, used, expired or belongs to another name, or
                 another client has this identity key.
         """
 
     def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
-        """Replace an active client's identity key by the last of ``lineage``.
+        """Replace an active client's identity key by the newest key of ``lineage``.
 
-        The same lineage may come again, and is certified anew, as in :meth:`redeem`.
+        A client may send the same lineage again and gets a new certificate, as in :meth:`redeem`.
 
         Args:
-            name: The client's.
-            lineage: Begins with the one that is registered; that the client has the newest
-                private key is for the caller to check.
-            certify: Makes its certificate.
+            name: Name of the client.
+            lineage: Serialized lineage that extends the registered one. The caller must have
+                checked that the client has the newest private key.
+            certify: Issues the certificate.
 
         Raises:
-            EnrolmentRefused: There is no such client, its certificate has expired, the lineage
-                does not go on from the registered one, or another client has the key.
+            EnrolmentRefused: There is no such client, it was revoked, its certificate has expired,
+                the lineage does not extend the registered one, or another client has the key.
         """
 
     def clients(self) -> list[EnrolledClient]:
-        """Return all clients, the revoked ones too, by number."""
+        """Return all clients, including revoked ones, by id."""
 
     def revoke(self, name: str) -> EnrolledClient | None:
-        """Refuse the client called ``name`` from now on, and end its open invitation.
+        """Revoke the client called ``name`` and cancel its open invitation.
 
         Returns:
-            The client; ``None`` if it was invited and never enrolled.
+            The client; ``None`` if it was invited but never enrolled.
 
         Raises:
             DeploymentError: Neither a client nor an open invitation has this name.
         """
 
     def revision(self) -> int:
-        """Return a number that grows whenever a client is added or changed."""
+        """Return a counter that grows whenever a client is added or changed."""
 
     def open_invitations(self) -> "list[InvitationRecord]":
-        """Return the invitations that nobody has used, by name; some may have expired."""
+        """Return the unused invitations, by name; some may have expired."""
 
     def contacts(self) -> list[Contact]:
-        """Return what is known of all clients that have ever connected, by number."""
+        """Return the contacts of all clients that have ever connected, by id."""
 
     def keep_contacts(self, contacts: Sequence[Contact], *, are_all: bool) -> None:
-        """Write down what is known of clients now; it replaces what was.
+        """Store the current contacts of clients, replacing their earlier ones.
 
         Args:
-            contacts: One a client.
+            contacts: One for each client.
             are_all: Whether no other client is connected.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class InvitationRecord:
-    """What is kept of an invitation.
+    """The registry's record of an invitation.
 
     Attributes:
-        token_sha256: Of the token, hexadecimal.
-        redeemed_by: The identity key that has used it; empty while it is open.
+        token_sha256: SHA-256 of the token, hexadecimal; the token itself is not stored.
+        redeemed_by: Identity key of the client that redeemed it; empty while it is open.
     """
 
     name: str
@@ -172,10 +174,10 @@ class InvitationRecord:
 
 
 def check_name(name: str) -> None:
-    """Check that a client can be called ``name``, also in a certificate.
+    """Check that ``name`` is a valid client name, one that a certificate can carry.
 
     Raises:
-        DeploymentError: It cannot.
+        DeploymentError: It is not.
     """
     if not _NAME.fullmatch(name):
         raise DeploymentError(
@@ -185,17 +187,17 @@ def check_name(name: str) -> None:
 
 
 def token_digest(token: bytes) -> str:
-    """Return the SHA-256 of a token, hexadecimal: what is stored and looked up."""
+    """Return the SHA-256 of a token, hexadecimal, by which the registry stores and finds it."""
     return sha256(token).hexdigest()
 
 
 def check_redeemable(
     invitation: InvitationRecord | None, *, name: str, identity_key: bytes, now_unix_s: float
 ) -> InvitationRecord:
-    """Return ``invitation``, found by its token, if ``name`` may use it now.
+    """Return ``invitation``, found by its token, if ``name`` may redeem it now.
 
     Raises:
-        EnrolmentRefused: It may not. The words tell a stranger nothing about other clients.
+        EnrolmentRefused: It may not. The message reveals nothing about other clients.
     """
     again = "ask the operator for a new one (`fedlearn invite`)"
     if invitation is None or invitation.name != name:
@@ -212,9 +214,10 @@ def check_redeemable(
 def check_rotatable(
     known: EnrolledClient | None, *, name: str, lineage: bytes, now_unix_s: float
 ) -> EnrolledClient:
-    """Return ``known``, the client called ``name``, if it may go on with the keys of a lineage.
+    """Return ``known``, the client called ``name``, if ``lineage`` may replace its keys.
 
-    Raises as :func:`check_redeemable`.
+    Raises:
+        EnrolmentRefused: It may not: see :meth:`Registry.rotate`.
     """
     again = "ask the operator for a new invitation (`fedlearn invite`)"
     goes_on = known is not None and lineage.startswith(known.lineage)
@@ -232,7 +235,7 @@ def check_rotatable(
 
 
 def is_lineage(lineage: bytes, *, client_id: ClientId) -> bool:
-    """Return whether each key in a lineage was named by the one before as this client's."""
+    """Return whether every statement in a serialized lineage is valid for this client."""
     try:
         Lineage.from_bytes(lineage).check(client_id)
     except ProtocolError:

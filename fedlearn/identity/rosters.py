@@ -1,8 +1,9 @@
-"""Whose identity key is whose, as a file that people check: the anchor that no server can move.
+"""Rosters: files that bind client names to identity keys, independently of the coordinator.
 
-The coordinator tells clients each other's identity keys; a roster is the same list, carried by
-people: an operator exports it, users compare fingerprints, and a client that is given it knows
-these clients and nobody else. Nothing in it is secret or signed: it is worth what its way is worth.
+The coordinator sends clients each other's identity keys. A roster is the same list, distributed by
+people: an operator exports it, users compare fingerprints, and a client that has it accepts only
+the clients on it. A roster is neither secret nor signed, so it is as trustworthy as the channel
+that delivered it.
 """
 
 import json
@@ -32,9 +33,9 @@ class KnownKey:
     """A client's identity key, as another client knows it.
 
     Attributes:
-        key: The newest that is known, Ed25519, 32 bytes.
-        num_rotations: How often it had been replaced; that never goes back.
-        name: As its operator calls it, from a roster; empty: the coordinator alone told of it.
+        key: The newest known key, Ed25519, 32 bytes.
+        num_rotations: Number of rotations before this key; it never decreases.
+        name: Name of the client in a roster; empty if only the coordinator vouches for the key.
     """
 
     key: bytes
@@ -47,8 +48,8 @@ class IdentityRoster:
     """The clients of one deployment and their identity keys.
 
     Attributes:
-        coordinator_key: Ed25519, 32 bytes: which deployment.
-        clients: By number.
+        coordinator_key: Ed25519, 32 bytes; identifies the deployment.
+        clients: Keys by client id.
     """
 
     coordinator_key: bytes
@@ -56,7 +57,7 @@ class IdentityRoster:
 
     @classmethod
     def load(cls, path: Path) -> "IdentityRoster":
-        """Return the roster in the file ``path``.
+        """Load the roster in the file ``path``.
 
         Raises:
             DeploymentError: The file is missing, unreadable, damaged, or of a later version.
@@ -72,7 +73,7 @@ class IdentityRoster:
         ).roster()
 
     def save(self, path: Path) -> None:
-        """Write the roster to the file ``path``; its folder exists.
+        """Write the roster to the file ``path``; its folder must exist.
 
         Raises:
             DeploymentError: It cannot be written.
@@ -81,7 +82,7 @@ class IdentityRoster:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that is in it, hexadecimal."""
+        """SHA-256 of the roster's file content, hexadecimal."""
         return sha256(self._content()).hexdigest()
 
     def _content(self) -> bytes:
@@ -94,7 +95,7 @@ class IdentityRoster:
                     "name": entry.name,
                     "identity_key": entry.key.hex(),
                     "num_rotations": entry.num_rotations,
-                    "fingerprint": fingerprint(entry.key),  # to read; what counts is the key
+                    "fingerprint": fingerprint(entry.key),  # for people; clients read the key
                 }
                 for client_id, entry in sorted(self.clients.items())
             ],
@@ -107,7 +108,7 @@ _Key = Annotated[bytes, Len(KEY_BYTES, KEY_BYTES)]
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A client in the file."""
+    """One client in a roster file."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 
@@ -118,7 +119,7 @@ class _Row:
 
 
 def _require_distinct(rows: list[_Row]) -> list[_Row]:
-    """Refuse, by a ValueError, a client or a key that is there twice."""
+    """Raise ValueError if a client or a key occurs twice."""
     ids, keys = set[ClientId](), set[bytes]()
     for row in rows:
         if row.client_id in ids or row.identity_key in keys:
@@ -130,7 +131,7 @@ def _require_distinct(rows: list[_Row]) -> list[_Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """The file."""
+    """Schema of a roster file."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 
@@ -138,7 +139,7 @@ class _Content:
     clients: Annotated[list[_Row], AfterValidator(_require_distinct)]
 
     def roster(self) -> IdentityRoster:
-        """Return the roster, without fingerprints: they are there to be read."""
+        """Build the roster. The fingerprints are dropped: they are for people only."""
         clients = {
             row.client_id: KnownKey(
                 key=row.identity_key, num_rotations=row.num_rotations, name=row.name
