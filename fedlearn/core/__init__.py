@@ -1,1 +1,1 @@
-"""Values everything else is built from: parameters, messages, time, randomness."""
+"""Basic values that the rest of fedlearn is built on: parameters, messages, time, randomness."""

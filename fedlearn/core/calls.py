@@ -1,4 +1,4 @@
-"""Explain calls with wrong arguments: what is missing, what is unknown, and what to write."""
+"""Error messages for calls with wrong arguments: what is missing or unknown, and what to write."""
 
 import difflib
 import inspect
@@ -11,10 +11,10 @@ from fedlearn.errors import CallError
 
 _T = TypeVar("_T", bound=Callable[..., Any])  # Any: each returns what it likes
 
-#: Optional arguments that most calls need.
+#: Optional arguments that examples show anyway, since most calls need them.
 _SHOWN = frozenset({"test_fraction"})
 
-#: What a user writes for an argument, by its name.
+#: An example value for each argument, by its name.
 _EXAMPLES: Mapping[str, str] = {
     "local": "fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)",
     "partition": "fl.Iid(num_clients=10)",
@@ -30,13 +30,13 @@ _EXAMPLES: Mapping[str, str] = {
 
 
 def explain_calls(target: _T) -> _T:
-    """Let a public function or class explain calls whose arguments do not fit its signature.
+    """Make calls of a public function or class with wrong arguments raise a helpful error.
 
-    Numbers and truth values are checked against the ranges that the signature declares.
+    Numbers and booleans are also checked against the ranges that the signature declares.
 
     Raises (in calls):
         CallError: An argument is missing, unknown, or given by position where it has a name.
-        ValueError: A number is not in its range.
+        ValueError: A number is out of range.
 
     Example:
         >>> @explain_calls
@@ -49,13 +49,13 @@ def explain_calls(target: _T) -> _T:
         explained: _T = _wrap_call(target, target, target.__name__)
         return explained
     made: Any = target.__init__
-    # Subclasses have an __init__ of their own, and so an error of their own.
+    # Subclasses define their own __init__, and so get an error message with their own name.
     type.__setattr__(target, "__init__", _wrap_call(made, target, target.__name__))
     return target
 
 
 def call_example(target: Callable[..., Any], *, name: str) -> str:
-    """Return how a function or a class is called: what it requires, with a value for each."""
+    """Return an example call of a function or class, with a value for each required argument."""
     parameters = inspect.signature(target).parameters.values()
     needed = [each for each in parameters if each.default is each.empty or each.name in _SHOWN]
     listed = [_argument(each) for each in needed if each.kind not in _VARIADIC]
@@ -76,12 +76,12 @@ def _argument(parameter: inspect.Parameter) -> str:
 def _wrap_call(function: Any, target: Any, name: str) -> Any:  # Any: as the decorated
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        own = args if function is target else args[1:]  # a class's are without the instance
+        own = args if function is target else args[1:]  # __init__ also receives self
         if function is target:
             _require_fitting(target, name, own, kwargs)
         try:
             return function(*args, **kwargs)
-        except TypeError:  # of a class, signatures are read only where something is wrong
+        except TypeError:  # reading signatures is slow, so for a class only after a failure
             if function is not target:
                 _require_fitting(target, name, own, kwargs)
             raise
@@ -92,7 +92,7 @@ def _wrap_call(function: Any, target: Any, name: str) -> Any:  # Any: as the dec
 def _require_fitting(
     target: Callable[..., Any], name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Refuse arguments that do not fit a signature, or are not in the ranges that it declares."""
+    """Refuse arguments that do not fit a signature or are outside the ranges that it declares."""
     signature = inspect.signature(target)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -109,7 +109,7 @@ def _explain(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> str:
-    """Return what is wrong with a call, and how to write it."""
+    """Build the error message of a wrong call, with an example of a right one."""
     parameters = [each for each in signature.parameters.values() if each.kind not in _VARIADIC]
     takes_any_name = len(parameters) < len(signature.parameters)
     remedy = f"write {call_example(target, name=f'fl.{name}')}"

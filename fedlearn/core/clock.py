@@ -18,7 +18,10 @@ class Clock(Protocol):
 
 
 class WallClock(Protocol):
-    """The time of day, for what outlives a process: it may be set, so measure nothing by it."""
+    """The time of day, for timestamps that outlive a process.
+
+    It can jump when the system clock is set, so do not measure durations with it.
+    """
 
     def unix_s(self) -> float:
         """Return seconds since 1970 in UTC."""
@@ -71,21 +74,20 @@ class VirtualClock:
 
 
 def thread_processor_s(thread: int) -> float:
-    """Return the processor time of a thread of this process, by its native id, on Linux.
-
-    Python's own way to such a clock must not be asked of a thread that may have ended: its number
-    is made here as the kernel makes it.
+    """Return the CPU time in seconds of a thread of this process, by its native id; Linux only.
 
     Raises:
-        OSError: It has ended, or this is another operating system.
+        OSError: The thread has ended, or this is another operating system.
     """
+    # time.pthread_getcpuclockid may crash if the thread has ended, so the clock's id is computed
+    # here as the kernel does: MAKE_THREAD_CPUCLOCK.
     if sys.platform == "linux":
         return time.clock_gettime(~thread << 3 | 6)
     raise OSError(errno.ENOSYS, "no clock of a thread")
 
 
 def process_processor_s() -> float:
-    """Return the processor time that this process has taken."""
+    """Return the CPU time in seconds that this process has used."""
     return time.process_time()
 
 

@@ -1,4 +1,4 @@
-"""Processes that compute something together: what each of them may ask of all."""
+"""Collective operations of processes that compute together: all-reduce, broadcast, gather."""
 
 import pickle
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ class Cluster(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which process this is, from 0; in a simulation rank 0 owns the store and the terminal."""
+        """Index of this process, from 0; in a simulation rank 0 owns the store and the terminal."""
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, in place: the same bits in each.
+        """Replace each tensor by its sum over all processes, in place; all get the same bits.
 
         Raises:
             EngineError: Another process of this machine's simulation is gone.
-            ProcessesParted: Another process that is joined by torch.distributed is gone.
+            ProcessesParted: Another process, connected by torch.distributed, is gone.
         """
 
     def broadcast(self, value: ResultT | None) -> ResultT:
@@ -35,13 +35,15 @@ class Cluster(Protocol):
 
 
 def gathered(value: ResultT, cluster: Cluster) -> list[ResultT]:
-    """Return what every process has, in the order of their ranks; it travels pickled.
+    """Gather one value from each process, in the order of their ranks; values are pickled.
 
     Raises:
-        FedlearnError: Another one is gone: see :meth:`Cluster.all_reduce`.
+        FedlearnError: Another process is gone: see :meth:`Cluster.all_reduce`.
     """
     if cluster.world_size == 1:
         return [value]
+    # A gather made of all-reduces: each process fills its own part of a buffer of zeros. Bytes
+    # are exact in float64.
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = torch.zeros(cluster.world_size, dtype=torch.float64)
     sizes[cluster.rank] = len(mine)
@@ -49,13 +51,13 @@ def gathered(value: ResultT, cluster: Cluster) -> list[ResultT]:
     parts = torch.zeros(int(sizes.sum()), dtype=torch.float64).split(sizes.long().tolist())
     parts[cluster.rank].copy_(mine)
     cluster.all_reduce(parts)
-    # Bytes of processes of one user, as in `broadcast`.
+    # Safe to unpickle: the bytes come from processes of the same user, as in `broadcast`.
     return [pickle.loads(part.byte().numpy().tobytes()) for part in parts]  # noqa: S301
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A single process."""
+    """A cluster of one process."""
 
     rank: int = 0
     world_size: int = 1

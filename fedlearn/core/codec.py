@@ -1,7 +1,7 @@
-"""Messages to bytes and back; the only place that knows the wire format.
+"""Encodes messages to bytes and decodes them; the only module that knows the wire format.
 
 Layout: ``b"FL"``, one version byte, a little-endian ``uint32`` length, a JSON header of
-that length (ended by spaces, so that what follows is aligned), then the message's tensors
+that length (padded with spaces, so that what follows is aligned), then the message's tensors
 as one safetensors file. Nothing is unpickled: decoding bytes from a peer never runs code.
 """
 
@@ -43,18 +43,18 @@ from fedlearn.errors import OtherVersion, ProtocolError
 
 _PREFIX = struct.Struct("<2sBI")
 _MAGIC = b"FL"
-#: Versions of the format that this side reads and writes: the newest, and the one before it.
+#: The newest and the oldest version of the format that this side reads and writes.
 VERSION = 5
 OLDEST = 4
 
 _TABLE_SIZE = struct.Struct("<Q")
-#: Among the tensors: a message of secure aggregation, and what stands before the names of a
-#: model's tensors and of what is told beside it.
+#: Names in the file of tensors: a message of secure aggregation, and the prefixes of the tensors
+#: of the model and of the strategy's broadcast.
 _MESSAGE = "message"
 _MODEL, _TOLD = "model/", "told/"
-#: Bytes to which tensors are aligned: the widest element.
+#: Tensors are aligned to this many bytes, the size of the widest element.
 _ALIGNMENT = 8
-#: Dimensions that torch's operations can handle.
+#: The most dimensions that torch's operations can handle.
 _MAX_DIMENSIONS = 64
 _DTYPES: Mapping[object, torch.dtype] = {
     "BOOL": torch.bool,
@@ -75,17 +75,17 @@ _DTYPES: Mapping[object, torch.dtype] = {
     "C64": torch.complex64,
 }
 
-#: What a client works on.
+#: A request with a model.
 WorkT = TypeVar("WorkT", TrainRequest, EvaluateRequest)
 
 _NAMES = {dtype: str(name) for name, dtype in _DTYPES.items()}
 
 _TRAINING = ("round_num", "attempt", "settings", "seed", "order")
 
-#: A field of a header that is left out where it is false.
+#: A field that is left out of the header if it is false.
 _LACKS_CONSTANTS = "lacks_constants"
 
-#: What each message is called in its header, and the names of its fields there.
+#: The kind of each message in its header, and the names of its fields there.
 _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
     TrainRequest: ("train_request", _TRAINING),
     EvaluateRequest: ("evaluate_request", ("round_num",)),
@@ -103,17 +103,17 @@ _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
     Accusation: ("accusation", ("reason", "client_id")),
 }
 _FIELDS = dict(_FORMS.values())
-#: Kinds of messages that have a model.
+#: Kinds of messages that contain a model.
 _MODELS = {
     _FORMS[each][0]
     for each in (TrainRequest, EvaluateRequest, SecureTrainRequest, SecureEvaluateRequest)
 }
-#: Fields that a header has only where they differ from these values; version 4 has none of them.
+#: Fields that are in a header only if they differ from these values. Version 4 has none of them.
 _OPTIONAL: Mapping[str, Mapping[str, int | None]] = {
     _FORMS[each][0]: {"counted": None, "num_statistics": 0}
     for each in (TrainRequest, SecureTrainRequest)
 }
-#: Settings that version 4 does not have, and the value at which each changes nothing.
+#: Settings that version 4 does not have, each with the value that leaves training unchanged.
 _NEW_SETTINGS: Mapping[str, Scalar] = {"drop_last": False}
 _WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
     _FORMS[each][0]: each for each in (EvaluateReply, Failure, Accusation)
@@ -121,19 +121,19 @@ _WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
 
 
 def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
-    """Return the wire form of ``message``, in the oldest version that has all its fields.
+    """Encode ``message`` in the oldest version of the wire format that has all of its fields.
 
-    So replies are in a version that an older coordinator reads, too.
+    This way, an older coordinator can read the replies.
 
     Args:
         message: The message.
-        newest: The newest version that the receiver reads. Version 4 has no place for the fields
-            that version 5 added: who counted before, and which names are running statistics, are
-            left out, since a client of that version does not know them.
+        newest: The newest version that the receiver reads. For version 4, the fields that
+            version 5 added are left out (which clients' updates counted, and which names are
+            running statistics), since a client of that version does not know them.
 
     Raises:
-        ValueError: In version 4 the receiver would do something else: the request lacks its
-            constants, or has a setting that this version does not know.
+        ValueError: A receiver of version 4 would misread the request: it lacks its constants, or
+            has a setting that version 4 does not know.
 
     Example:
         >>> decode(encode(Failure(reason="battery low")))
@@ -167,7 +167,7 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
 
 
 def _older_settings(settings: Settings, *, version: int) -> Settings:
-    """Return settings without those that ``version`` does not have and that change nothing."""
+    """Remove the settings that ``version`` does not have, if they leave training unchanged."""
     for name, usual in _NEW_SETTINGS.items():
         if settings.get(name, usual) != usual:
             raise ValueError(f"version {version} has no setting {name!r}, which is not {usual!r}")
@@ -177,9 +177,10 @@ def _older_settings(settings: Settings, *, version: int) -> Settings:
 def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the parts of a safetensors file, its tensors in the order given.
 
-    The library would sort them by name; in a model's own order they are one vector, which
-    the receiver can fold in where it lies. Those with wide elements come first, for alignment.
+    The safetensors library would sort them by name. In the model's own order they form one
+    contiguous vector, which the receiver can aggregate without a copy.
     """
+    # Wide elements first, so that every tensor is aligned. The sort is stable.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     table, end = {}, 0
     for name, value in ordered:
@@ -195,11 +196,11 @@ def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def split(request: Request) -> tuple[Request, Mapping[str, Tensor]]:
-    """Return a request without the tensors that stay the same in a run, and those tensors.
+    """Split a request into one without the model's constants, and those constants.
 
-    Frozen parameters can be most of a model. A client is sent them once, by
-    :func:`encode_constants`, and :func:`decode` puts both together again. Where they are too few
-    to be worth it, the request is returned whole, without constants.
+    Constants stay the same in a run; frozen parameters can be most of a model. A client is sent
+    them once, encoded by :func:`encode_constants`, and :func:`decode` puts the two together
+    again. If they are too small to be worth it, the request is returned whole.
 
     Example:
         >>> model = {"head": torch.ones(2), "base": torch.zeros(1 << 20)}
@@ -234,34 +235,34 @@ def _split(work: WorkT) -> tuple[WorkT, Mapping[str, Tensor]]:
 
 
 def encode_constants(constants: Mapping[str, Tensor]) -> bytes:
-    """Return the wire form of tensors that are sent apart from a request: a safetensors file."""
+    """Encode tensors that are sent separately from a request, as a safetensors file."""
     return b"".join(_file(constants))
 
 
 def decode(
     data: bytes | mmap, *, personal: bytes = b"", constants: bytes | mmap = b""
 ) -> Request | Reply:
-    """Return the message in ``data``.
+    """Decode the message in ``data``.
 
-    A request's tensors are the receiver's own, to train in place. Those of a reply are views
-    of ``data``, only to be read: what is folded into an aggregate need not be copied first.
+    A request's tensors are copies, which the receiver may train in place. A reply's tensors are
+    read-only views of ``data``, since aggregating them needs no copy.
 
     Args:
-        data: The message, or the part of it that a whole cohort is sent alike.
-        personal: The part for one client alone, where it was sent apart from ``data``: the packets
-            of a :class:`~fedlearn.core.messages.SecureTrainRequest`, or of its like that evaluates,
-            that has none.
-        constants: What :func:`encode_constants` returned, for a request that lacks them; others
-            leave them unread.
+        data: The message, or the part of it that is the same for the whole cohort.
+        personal: The part for one client, if it was sent separately from ``data``: the packets of
+            a :class:`~fedlearn.core.messages.SecureTrainRequest` or
+            :class:`~fedlearn.core.messages.SecureEvaluateRequest` that has none.
+        constants: The result of :func:`encode_constants`, for a request that lacks its constants;
+            ignored otherwise.
 
     Guarantees:
-        For any bytes whatever this returns a message or raises :class:`ProtocolError`. The
-        types of all fields are those of the message; tensor names, shapes and values are
-        the peer's and must be checked before arithmetic.
+        For any bytes at all this returns a message or raises :class:`ProtocolError`. All fields
+        have the types of the message. Tensor names, shapes and values are the peer's and must be
+        checked before arithmetic.
 
     Raises:
         ProtocolError: ``data`` is truncated, of another version, or not a message; or it has no
-            place for ``personal``, or lacks constants that are not given.
+            place for ``personal``, or lacks its constants and none are given.
     """
     message = peek(data)
     if personal:
@@ -285,10 +286,10 @@ def decode(
 
 
 def peek(data: bytes | mmap) -> Request | Reply:
-    """Return the message in ``data`` as :func:`decode` does, its tensors as views of ``data``.
+    """Decode the message in ``data`` as :func:`decode` does, with its tensors as views of ``data``.
 
-    Of a file that is mapped only the header is read: who judges a request by its fields need
-    not wait for the model.
+    Of a memory-mapped file, only the headers are read. So a caller can look at a request's fields
+    without loading the model.
 
     Raises:
         ProtocolError: As :func:`decode`.
@@ -316,8 +317,8 @@ def peek(data: bytes | mmap) -> Request | Reply:
 def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
     """Return views of the tensors in the safetensors file at ``data[start:]``.
 
-    They must tile the rest of ``data``: no gap, no overlap, nothing left over. So all the
-    lengths that a peer claims are held against those of ``data``.
+    They must tile the rest of ``data``: no gap, no overlap, nothing left over. So every length
+    that a peer claims is checked against the actual size of ``data``.
     """
     begin = start + _TABLE_SIZE.size
     if begin > len(data):
@@ -346,7 +347,7 @@ def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
 
 def _view(data: bytes | mmap, begin: int) -> Tensor:
     """Return ``data[begin:]`` as uint8, without a copy if it is aligned."""
-    # Through DLPack, because torch's own door to a buffer warns about one that is read-only.
+    # Through DLPack, because torch.frombuffer warns about a read-only buffer.
     body = from_dlpack(np.frombuffer(data, np.uint8, offset=begin))
     return body if body.data_ptr() % _ALIGNMENT == 0 else body.clone()
 
@@ -360,7 +361,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor lies in a safetensors file, counted from the end of the table."""
+    """Position of a tensor in a safetensors file, in bytes from the end of the table."""
 
     name: str
     dtype: torch.dtype
@@ -371,7 +372,7 @@ class _Slot:
     @classmethod
     # Any: JSON from a peer.
     def of(cls, entry: Any, *, name: str) -> "_Slot":
-        """Read an entry of the table; the shape is one that torch can hold."""
+        """Check an entry of the table, including that torch can represent its shape."""
         if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
             raise ProtocolError(f"malformed tensors: {name!r} is not dtype, shape, data_offsets")
         shape, offsets = entry["shape"], entry["data_offsets"]
@@ -389,11 +390,11 @@ class _Slot:
         return cls(name, dtype, tuple(shape), begin, end)
 
     def span(self) -> tuple[int, int]:
-        """Return its place; an empty tensor comes before what begins there."""
+        """Return its byte range; sorted by it, an empty tensor precedes one at the same place."""
         return self.begin, self.end
 
     def view(self, body: Tensor) -> Tensor:
-        """Return the tensor as a view of ``body``, or as a copy if it is not aligned there."""
+        """Return the tensor as a view of ``body``, or a copy if it is not aligned."""
         part = body[self.begin : self.end]
         aligned = part if self.begin % self.dtype.itemsize == 0 else part.clone()
         return aligned.view(self.dtype).reshape(self.shape)
@@ -404,7 +405,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _values_of(message: Request | Reply) -> Mapping[str, object]:
-    """Return the values of a message, and of what it holds, by the names of the fields."""
+    """Return the field values of a message and of the request or notice in it, by name."""
     match message:
         case SecureTrainRequest():
             return vars(message.train)
@@ -459,7 +460,7 @@ def _body(message: bytes) -> dict[str, Tensor]:
 
 # The header is JSON from a peer: any shape is possible until each field has been read.
 def _read(header: Any) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a message and the values of its fields, each once and no others."""
+    """Parse a header into the kind of the message and the values of its fields."""
     if not (isinstance(header, dict) and isinstance(header.get("fields"), dict)):
         raise _malformed("the header has no fields")
     kind, fields = header.get("kind"), header["fields"]
@@ -510,7 +511,7 @@ def _put_together(
 def _notice(
     settings: dict[str, Scalar] | None, rest_hash: bytes
 ) -> TrainingNotice | EvaluationNotice:
-    """Return what is told of a session beforehand; without settings, nothing is trained."""
+    """Build the notice that announces a session; without settings, it is an evaluation."""
     if settings is None:
         return EvaluationNotice(rest_hash=rest_hash)
     return TrainingNotice(settings=settings, rest_hash=rest_hash)
@@ -527,7 +528,7 @@ def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin so, by the rest of the names."""
+    """Return the tensors whose names start with ``prefix``, by name without the prefix."""
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()
@@ -542,7 +543,7 @@ def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:
 
 
 def _message(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the message of secure aggregation among the tensors; it must be there."""
+    """Return the bytes of the secure-aggregation message among the tensors; required."""
     tensor = tensors.get(_MESSAGE)
     if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise _malformed("its bytes are missing")
@@ -555,12 +556,12 @@ def _only_message(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _owning_all(train: TrainRequest, constants: bytes | mmap) -> TrainRequest:
-    """Return a request to train likewise, with what is told as well."""
+    """Complete a training request as :func:`_owning` does, and copy the strategy's broadcast."""
     return _owning(replace(train, told=_copies(train.told)), constants)
 
 
 def _owning(work: WorkT, constants: bytes | mmap) -> WorkT:
-    """Return a request to work on whose tensors are complete, and the receiver's own."""
+    """Add the constants to a request that lacks them, and copy all tensors of its model."""
     tensors = dict(work.tensors)
     if work.lacks_constants:
         if not constants:
@@ -580,7 +581,7 @@ def _malformed(what: str) -> ProtocolError:
     return ProtocolError(f"malformed message: {what}")
 
 
-# Each reads a field: what stands there, which is anything, and its name.
+# Each reader checks and converts one field, given its JSON value (anything) and its name.
 def _integer(value: Any, name: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise _malformed(f"{name} is not an integer in [0, 2**63)")

@@ -1,4 +1,4 @@
-"""What became of the clients of a round."""
+"""The outcome of a round for each client: reported, late, failed or stale."""
 
 import math
 from collections import Counter
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
 
 from fedlearn.core.messages import ClientId
 
-if TYPE_CHECKING:  # who only lists clients does not wait for numpy
+if TYPE_CHECKING:  # importing this module must not load numpy, which is slow
     import numpy as np
     from numpy.typing import NDArray
 
-#: Characters of a failure's reason that are kept: a peer chooses them.
+#: A failure's reason is cut off after this many characters, since a peer writes it.
 MAX_REASON = 300
 
-#: Metrics of a round: reports that were scaled down to a clip, and those whose loss or number of
-#: examples a secure sum cut off, where these counts may be known.
+#: Metrics of a round: the number of reports that were clipped to a norm, and of those whose loss
+#: or number of examples was capped for a secure sum. Recorded only where they may be known.
 NUM_CLIPPED, NUM_CAPPED = "num_clipped", "num_capped"
 
 
 class Status(StrEnum):
-    """What became of a client that was asked."""
+    """Outcome of a client that was sent a task."""
 
     REPORTED = "reported"
     LATE = "late"
@@ -35,11 +35,11 @@ class Participation(NamedTuple):
     """One client in one round.
 
     Attributes:
-        status: ``reported`` (in the aggregate), ``late`` (missed the close of the round:
-            dropped, or awaited in later rounds), ``failed`` (answered with a failure or an
-            unusable reply), or ``stale`` (its update would be based on too old a model: dropped).
-        duration_s: Seconds from the broadcast to the reply's arrival, as far as known:
-            virtual in a simulation.
+        status: ``reported`` (in the aggregate), ``late`` (missed the end of the round: dropped,
+            or awaited in later rounds), ``failed`` (sent a failure or an unusable reply), or
+            ``stale`` (dropped, because the model that its update is based on is too old).
+        duration_s: Seconds from the broadcast to the reply's arrival, as far as known; virtual
+            seconds in a simulation.
         num_examples: Examples trained on; 0 unless reported.
         loss: Mean training loss over the local steps; NaN unless reported.
         reason: Why it failed; empty otherwise.
@@ -53,18 +53,20 @@ class Participation(NamedTuple):
     reason: str = ""
 
 
-#: Every status; a status is stored and compared as its index here. May only be appended to.
+#: Every status. Statuses are stored as their index here, so only ever append to it.
 STATUSES = (Status.REPORTED, Status.LATE, Status.FAILED, Status.STALE)
 _COLUMNS = ("client_ids", "codes", "durations_s", "num_examples", "losses")
 
 
 @dataclass(frozen=True, eq=False)
 class Participations(Sequence[Participation]):
-    """The clients of one round as columns: hundreds of rounds a second leave no objects.
+    """The clients of one round, stored as columns.
+
+    Simulations run hundreds of rounds a second; arrays avoid one object per client.
 
     Attributes:
         codes: Index of each status in :data:`STATUSES`.
-        reasons: By position in the columns; only of those that failed.
+        reasons: Reasons of failures, by position in the columns.
 
     Example:
         >>> one = Participation(ClientId(7), Status.LATE, 3.0, 0, 0.0, "")
@@ -82,7 +84,7 @@ class Participations(Sequence[Participation]):
 
     @classmethod
     def of(cls, rows: Iterable[Participation]) -> "Participations":
-        """Return ``rows`` as columns; columns as they are."""
+        """Convert ``rows`` to columns; columns are returned unchanged."""
         if isinstance(rows, Participations):
             return rows
         import numpy as np  # noqa: PLC0415 (see above)
@@ -100,7 +102,7 @@ class Participations(Sequence[Participation]):
         )
 
     def num(self, status: Status) -> int:
-        """Return how many clients ended with ``status``."""
+        """Return the number of clients with ``status``."""
         return self._counts[STATUSES.index(status)]
 
     @cached_property
@@ -110,7 +112,7 @@ class Participations(Sequence[Participation]):
     def mean_loss(self) -> float:
         """Return the mean training loss of the reports, weighted by examples.
 
-        Clients whose loss is no finite number do not count in it. NaN: there are no others.
+        Losses that are not finite are left out; NaN if none is left.
         """
         import numpy as np  # noqa: PLC0415 (see above)
 
@@ -136,7 +138,7 @@ class Participations(Sequence[Participation]):
             yield Participation(client_id, status, duration_s, num_examples, loss, reason)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the rows are equal, a NaN being equal to a NaN."""
+        """Whether the rows are equal; NaN equals NaN."""
         if not isinstance(other, Participations):
             return NotImplemented
         import numpy as np  # noqa: PLC0415 (see above)

@@ -1,4 +1,4 @@
-"""How much of the machine this process may use, and work that is spread over it."""
+"""CPU cores: how many this process may use, its priority, and work spread over all of them."""
 
 import os
 import sys
@@ -11,14 +11,14 @@ import psutil
 
 ResultT = TypeVar("ResultT")
 
-#: Elements for which another thread pays.
+#: Elements per thread below which another thread does not pay off.
 _ELEMENTS_PER_THREAD = 1 << 20
-#: Niceness from which a process on Windows runs when no other wants to.
+#: Niceness from which a process gets the idle priority on Windows.
 _IDLE_NICENESS = 15
 
 
 def num_cores() -> int:
-    """Return on how many cores this process may run, which can be fewer than there are."""
+    """Return the number of cores that this process may use, which can be fewer than exist."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     else:
@@ -26,10 +26,10 @@ def num_cores() -> int:
 
 
 def give_way(niceness: int) -> None:
-    """Let programs that are more urgent run before this process.
+    """Lower the priority of this process, so that more urgent programs run first.
 
     Args:
-        niceness: 0: a program like any other; 19 gives way to all others. Windows has steps.
+        niceness: 0 (normal priority) to 19 (lowest). Windows has three levels.
     """
     if sys.platform != "win32":
         os.nice(niceness)
@@ -40,9 +40,9 @@ def give_way(niceness: int) -> None:
 
 
 def on_all_cores(size: int, job: Callable[[slice], ResultT]) -> list[ResultT]:
-    """Return what ``job`` returns for consecutive parts of ``size`` elements, one part a core.
+    """Run ``job`` on consecutive slices of ``size`` elements in parallel, one slice per core.
 
-    For work on memory that releases the interpreter's lock; few elements are one part.
+    For work that releases the GIL. A small ``size`` is one slice, in the calling thread.
 
     Example:
         >>> on_all_cores(3, lambda part: [1, 2, 3][part])

@@ -1,32 +1,32 @@
-"""How a metric is spread over clients, and which way is better: a mean hides the badly served."""
+"""Distribution of a metric over clients: a mean alone hides clients that the model serves badly."""
 
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-if TYPE_CHECKING:  # who only names parts does not wait for numpy
+if TYPE_CHECKING:  # importing this module must not load numpy, which is slow
     import numpy as np
     from numpy.typing import NDArray
 
 Direction: TypeAlias = Literal["max", "min"]
 """Whether more of a measure is better ("max") or less ("min"). Whoever defines it declares it."""
 
-#: What is recorded of each metric over clients, as ``clients/NAME_PART``.
+#: Statistics recorded of each metric over clients, as ``clients/NAME_PART``.
 PARTS = ("mean", "p10", "p50", "p90", "worst_decile", "by_examples", "num_clients")
 
-#: The part that counts the clients behind the others. No model is better for more of it.
+#: The statistic that counts the clients behind the others. Higher is not better here.
 NUM_CLIENTS = "num_clients"
 
 _OVER_CLIENTS = re.compile(rf"clients/(.+)_({'|'.join(PARTS)})")
 
 
 def sign(direction: Direction) -> float:
-    """Return 1 where more is better, -1 where less is: times a value, more is better."""
+    """Return 1 for "max" and -1 for "min": a value times this sign is better if it is higher."""
     return 1.0 if direction == "max" else -1.0
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Return the metric that a name in a record is of, and which part of its spread; else ``None``.
+    """Split a recorded name into the metric and its statistic over clients (``None``: it has none).
 
     Example:
         >>> split("clients/c_index_p10"), split("c_index")
@@ -39,14 +39,14 @@ def split(name: str) -> tuple[str, str | None]:
 def by_examples(
     per_client: "Mapping[str, NDArray[np.float64]]", num_examples: "Mapping[str, NDArray[np.int64]]"
 ) -> dict[str, float]:
-    """Return the mean of each metric over clients that count by their examples.
+    """Return the mean of each metric over clients, weighted by their number of examples.
 
-    It is the mean over all of their examples, where a client's value is that over its own.
+    If each client's value is a mean over its own examples, this is the mean over all examples.
     Non-finite values are left out.
 
     Args:
-        per_client: By metric one value per client.
-        num_examples: By metric those clients' examples, >= 1.
+        per_client: By metric, one value per client.
+        num_examples: By metric, the same clients' numbers of examples, >= 1.
 
     Returns:
         ``clients/NAME_by_examples`` per metric.
@@ -71,16 +71,16 @@ def by_examples(
 def distribution(
     per_client: "Mapping[str, NDArray[np.float64]]", *, directions: Mapping[str, Direction]
 ) -> dict[str, float]:
-    """Return how each metric is spread over clients.
+    """Summarize each metric over clients: mean, quantiles and worst decile.
 
-    Non-finite values are left out: an AUC, say, of a client with one class. ``num_clients`` is
-    how many values are left. The worst decile is the mean of the worst tenth of them (at least
-    one): the lowest values where more is better, else the highest.
+    Non-finite values are left out, such as the AUC of a client with one class. ``num_clients``
+    counts the values that are left. The worst decile is the mean of the worst tenth of them (at
+    least one): the lowest values if higher is better, else the highest.
 
     Args:
-        per_client: By metric one value per client.
-        directions: By metric which way is better. A metric that nobody declared has no worst
-            decile: its tails are p10 and p90.
+        per_client: By metric, one value per client.
+        directions: By metric, whether higher or lower is better. A metric without a direction
+            has no worst decile; its tails are p10 and p90.
 
     Returns:
         ``clients/NAME_mean``, ``_p10``, ``_p50``, ``_p90``, ``_worst_decile``, ``_num_clients``

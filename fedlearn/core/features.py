@@ -1,6 +1,6 @@
-"""What a model's forward takes of some examples: one tensor, or several.
+"""Features, the inputs of a model's forward: one tensor, a tuple of tensors, or a dict.
 
-One tensor is called as ``model(x)``, a tuple as ``model(*tensors)``, a dict as
+One tensor is passed as ``model(x)``, a tuple as ``model(*tensors)``, a dict as
 ``model(**tensors)``. The first dimension of every tensor counts examples.
 """
 
@@ -23,7 +23,7 @@ Features: TypeAlias = Inputs[Tensor]
 
 
 def named(inputs: Inputs[T]) -> dict[str, T]:
-    """Return the inputs by what a message calls them; those of a dict in the order of their names.
+    """Return the inputs by a name for messages; those of a dict are sorted by their keys.
 
     Example:
         >>> named((1, 2)), named({"mask": 1, "ids": 2}), named(3)
@@ -37,7 +37,7 @@ def named(inputs: Inputs[T]) -> dict[str, T]:
 
 
 def rebuilt(values: Iterable[U], *, like: Inputs[T]) -> Inputs[U]:
-    """Return inputs built like ``like`` of ``values``, in the order of :func:`named`.
+    """Build inputs of the same structure as ``like`` from ``values``, in :func:`named` order.
 
     Example:
         >>> rebuilt([1, 2], like={"mask": "m", "ids": "i"})
@@ -52,7 +52,7 @@ def rebuilt(values: Iterable[U], *, like: Inputs[T]) -> Inputs[U]:
 
 
 def mapped(function: Callable[[T], U], inputs: Inputs[T]) -> Inputs[U]:
-    """Return the inputs with ``function`` applied to each."""
+    """Apply ``function`` to each input, keeping the structure."""
     if isinstance(inputs, tuple):
         return tuple(function(each) for each in inputs)
     if isinstance(inputs, Mapping):
@@ -61,7 +61,7 @@ def mapped(function: Callable[[T], U], inputs: Inputs[T]) -> Inputs[U]:
 
 
 def only(features: Features) -> Tensor:
-    """Return the one tensor.
+    """Return the tensor of features that are a single input.
 
     Raises:
         DataError: There are several inputs.
@@ -78,33 +78,33 @@ def tensors_of(features: Features) -> Sequence[Tensor]:
 
 
 def taken(features: Features, rows: Tensor) -> Features:
-    """Return these rows, copied: int64 [n], on the device of the features."""
+    """Copy the rows with these indices: int64 [n], on the device of the features."""
     return mapped(lambda tensor: tensor.index_select(0, rows), features)
 
 
 def cut(features: Features, rows: slice) -> Features:
-    """Return these rows as views."""
+    """Slice the rows without a copy: views."""
     return mapped(lambda tensor: tensor[rows], features)
 
 
 def moved(features: Features, device: torch.device) -> Features:
-    """Return the features on ``device``, themselves where they are there."""
+    """Move the features to ``device``; tensors already there are not copied."""
     return mapped(lambda tensor: tensor.to(device), features)
 
 
 def in_dtype(features: Features, dtype: torch.dtype) -> Features:
-    """Return the features, floats in ``dtype``; those that are, as they are."""
+    """Convert floating-point features to ``dtype``; tensors that have it are not copied."""
 
     def cast(value: Tensor) -> Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
-    # A step costs little more than its calls.
+    # Without `mapped` for one tensor: in a step of a small model, each Python call counts.
     return cast(features) if isinstance(features, Tensor) else mapped(cast, features)
 
 
 def in_dtypes(features: Features, dtypes: Sequence[torch.dtype]) -> Features:
-    """Return the features in these dtypes, one an input, in the order of :func:`named`."""
-    if isinstance(features, Tensor):  # a step costs little more than its calls
+    """Convert each input to its dtype; ``dtypes`` are in the order of :func:`named`."""
+    if isinstance(features, Tensor):  # a fast path, as in `in_dtype`
         return features.to(dtypes[0])
     several: Features = features
     pairs = zip(tensors_of(several), dtypes, strict=True)
@@ -112,42 +112,41 @@ def in_dtypes(features: Features, dtypes: Sequence[torch.dtype]) -> Features:
 
 
 def for_trainer(features: Features, dtype: torch.dtype) -> Features:
-    """Return the features as a trainer of the user's own is given them.
+    """Convert one client's features for a user's own trainer.
 
-    Floats are in float64 for a model in float64, else in float32. Integers are as they are in the
-    data.
+    Floats become float64 for a model in float64, else float32. Integers keep their dtype.
 
     Args:
-        features: Of one client.
-        dtype: The model's.
+        features: The client's features.
+        dtype: The model's dtype.
     """
     return in_dtype(features, torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def arguments(features: Features) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Return the positional and the keyword arguments of a forward."""
+    """Return the features as positional and keyword arguments of a forward."""
     if isinstance(features, Tensor):
         return (features,), {}
     return (features, {}) if isinstance(features, tuple) else ((), dict(features))
 
 
 def called(module: nn.Module, features: Features) -> Tensor:
-    """Return what the module makes of the features.
+    """Run the module's forward on the features.
 
     Raises:
-        TypeError: It is not one tensor.
+        TypeError: The output is not one tensor.
     """
-    if isinstance(features, Tensor):  # a step costs little more than its calls
+    if isinstance(features, Tensor):  # a fast path, as in `in_dtype`
         return one_tensor(module(features))
     args, kwargs = arguments(features)
     return one_tensor(module(*args, **kwargs))
 
 
 def one_tensor(outputs: object) -> Tensor:
-    """Return what a forward returned.
+    """Check that a forward returned one tensor, and return it.
 
     Raises:
-        TypeError: It is not one tensor.
+        TypeError: The output is not one tensor.
     """
     if isinstance(outputs, Tensor):
         return outputs
@@ -159,11 +158,11 @@ def one_tensor(outputs: object) -> Tensor:
 
 
 def require_one_label_each(features: Features, labels: Tensor) -> None:
-    """Refuse what is no features, and an input that has not as many examples as there are labels.
+    """Check that features are well-formed, with as many examples in each input as there are labels.
 
     Raises:
-        DataError: There is no input, one is no tensor, the name of one is no string, or its
-            first dimension is not that of ``labels``.
+        DataError: There is no input, an input is not a tensor, its name is not a string, or its
+            first dimension differs from that of ``labels``.
     """
     inputs: Mapping[Any, Any] = features if isinstance(features, Mapping) else named(features)
     if not inputs or not all(isinstance(name, str) for name in inputs):
@@ -185,15 +184,15 @@ def require_one_label_each(features: Features, labels: Tensor) -> None:
 
 
 def require_finite(values: Tensor, *, what: str, place: Callable[[int], str]) -> None:
-    """Refuse a value that is NaN or infinite.
+    """Check that no value is NaN or infinite.
 
     Args:
-        values: Of examples: [N, ...].
-        what: What a message calls a value.
-        place: Says in a message where a row is.
+        values: Values of N examples: [N, ...].
+        what: The noun for a value in the message.
+        place: Returns where a row is, for the message.
 
     Raises:
-        DataError: There is one.
+        DataError: A value is NaN or infinite.
     """
     if not values.is_floating_point() or not values.numel():
         return

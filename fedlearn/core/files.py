@@ -1,7 +1,7 @@
-"""Files that a crash leaves whole: as they shall be, or as they were.
+"""Atomic, durable file writes: after a crash, a file has its old or its new content.
 
-Content is written under another name beside its place, synchronised, and takes its name in
-one step; then the folder is synchronised, since fsync of a file does not cover its name.
+Content is written to a temporary file in the same folder, synced to disk, and renamed in one
+step. Then the folder is synced too, since fsync of a file does not cover its name.
 """
 
 import errno
@@ -36,17 +36,17 @@ class HasFileno(Protocol):
 def write_durably(
     path: Path, content: bytes, *, raises: type[FedlearnError], mode: int = _FOR_ALL
 ) -> None:
-    """Write a file, replacing one that is there; return once it is durable.
+    """Write a file, replacing an existing one; return once it is durable.
 
     Args:
-        path: In a folder that exists.
-        content: All of it.
-        raises: What a caller expects instead of an OSError.
-        mode: Less what the process' umask takes away.
+        path: The file, in a folder that exists.
+        content: The whole content.
+        raises: The class of the error to raise instead of an OSError.
+        mode: Permissions, minus those that the process's umask removes.
 
     Raises:
-        FedlearnError: Of the class ``raises``: it cannot be written (disk full, folder missing
-            or read-only); nothing half-written is left.
+        FedlearnError: Of the class ``raises``: the file cannot be written (disk full, folder
+            missing or read-only). No partial file is left.
     """
     with disk_errors(path, raises=raises):
         temporary = _temporary(path, content, mode=mode)
@@ -59,7 +59,9 @@ def write_durably(
 
 
 def require_writable(path: Path, *, raises: type[FedlearnError]) -> None:
-    """Make sure, before there is anything to lose, that :func:`write_durably` finds a place.
+    """Check in advance that :func:`write_durably` can write to ``path``.
+
+    Call it before the work whose result would be lost.
 
     Raises:
         FedlearnError: Of the class ``raises``: the folder is missing or read-only, or the path is
@@ -72,22 +74,22 @@ def require_writable(path: Path, *, raises: type[FedlearnError]) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write as :func:`write_durably` does, mode 0600; raises DeploymentError."""
+    """Write a file durably that only its owner can read (0600); raises DeploymentError."""
     write_durably(path, content, raises=DeploymentError, mode=_PRIVATE)
 
 
 def create_private(path: Path, content: bytes) -> bool:
-    """Write as :func:`write_private` does unless ``path`` is there; return whether it was not.
+    """Create a private file unless it exists; return whether it was created.
 
-    Of several processes that do so at once, one succeeds, and the others find its file whole.
+    If several processes try at once, one succeeds, and the others see its complete file.
 
     Raises:
-        DeploymentError: It cannot be written; nothing half-written is left.
+        DeploymentError: The file cannot be written. No partial file is left.
     """
     with disk_errors(path, raises=DeploymentError):
         temporary = _temporary(path, content, mode=_PRIVATE)
         try:
-            os.link(temporary, path)  # unlike a rename, it fails where the name is taken
+            os.link(temporary, path)  # unlike a rename, this fails if the name is taken
         except FileExistsError:
             return False
         finally:
@@ -97,10 +99,10 @@ def create_private(path: Path, content: bytes) -> bool:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make ``folder`` and its parents; its owner alone may look into it.
+    """Create ``folder``, which only its owner can access, and its parents.
 
     Raises:
-        DeploymentError: It cannot be made, or is another's.
+        DeploymentError: The folder cannot be created, or belongs to another user.
     """
     with disk_errors(folder, raises=DeploymentError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,13 +110,13 @@ def make_private_folder(folder: Path) -> None:
 
 
 def put_in_place(source: Path, path: Path) -> None:
-    """Rename ``source`` to ``path``, replacing the file there in one step.
+    """Rename ``source`` to ``path``, replacing the file there atomically.
 
-    Windows refuses while another process has that file open. Processes of one client read each
-    other's files for a moment, so it is tried again there for a second.
+    Windows refuses while another process has that file open. Processes of one client open each
+    other's files for short moments, so on Windows the rename is retried for a second.
 
     Raises:
-        OSError: It cannot be renamed.
+        OSError: The file cannot be renamed.
     """
     if sys.platform == "win32":
         clock = SystemClock()
@@ -127,22 +129,22 @@ def put_in_place(source: Path, path: Path) -> None:
 
 
 def sync_file(file: HasFileno) -> None:
-    """Return once what was written to an open file is on the disk.
+    """Flush an open file to the disk, and wait until it is there.
 
     Raises:
         OSError: The disk fails.
     """
     if sys.platform == "darwin":
-        fcntl(file.fileno(), F_FULLFSYNC)  # fsync leaves it in the disk's cache
+        fcntl(file.fileno(), F_FULLFSYNC)  # fsync would leave it in the disk's cache
     else:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable; Windows has no way to ask for that.
+    """Make the names in ``folder`` durable; does nothing on Windows, which cannot sync a folder.
 
     Raises:
-        OSError: The folder cannot be opened or synchronised.
+        OSError: The folder cannot be opened or synced.
     """
     if sys.platform != "win32":
         descriptor = os.open(folder, os.O_RDONLY)
@@ -154,13 +156,13 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path, *, raises: type[FedlearnError], doing: str = "write") -> Iterator[None]:
-    """Say in our words what the disk refuses the block.
+    """Convert an OSError in the block to an error that says how to fix it.
 
     Args:
-        path: What it is about.
-        raises: The class of the error instead of an OSError; a full disk of a store is
-            :class:`~fedlearn.errors.NoSpace`.
-        doing: What the block does with ``path``.
+        path: The file or folder that the block works on.
+        raises: The class of the error to raise. If it is StoreError and the disk is full,
+            :class:`~fedlearn.errors.NoSpace` is raised instead.
+        doing: What the block does with ``path``, as a verb.
     """
     try:
         yield
@@ -170,19 +172,19 @@ def disk_errors(path: Path, *, raises: type[FedlearnError], doing: str = "write"
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether the disk, or what this process may use of it, is full."""
+    """Return whether an error means a full disk, a used-up quota or a file-size limit."""
     return error.errno in _FULL
 
 
 def remedy(error: OSError) -> str:
-    """Return what a user can do about it."""
+    """Suggest to the user how to fix the error."""
     if is_full(error):
         return "free some space there"
     return "make it accessible to this user, or name another place"
 
 
 def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
-    """Write ``content`` durably under a name of its own beside ``path``."""
+    """Write ``content`` durably to a new, randomly named file in the folder of ``path``."""
     suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
     temporary = path.with_name(f".{path.name}.{suffix}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -198,9 +200,9 @@ def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
 
 
 def mapped(path: Path) -> bytes | mmap:
-    """Return a file's bytes, mapped: they are read where they are looked at.
+    """Map a file into memory, so that its bytes are read only when they are accessed.
 
-    Not on Windows, where a file that is mapped can be neither removed nor replaced.
+    On Windows a mapped file can be neither removed nor replaced, so there it is read instead.
 
     Raises:
         OSError: The file cannot be opened.

@@ -1,4 +1,4 @@
-"""Which GPU is a process's own."""
+"""Assigns a GPU to each process of a machine, as torchrun numbers them."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from fedlearn.errors import ConfigError
 
 
 def local_rank(environ: Mapping[str, str]) -> int:
-    """Return which process of its machine torchrun made this one; 0 without torchrun.
+    """Return the index of this process on its machine under torchrun; 0 without torchrun.
 
     Example:
         >>> local_rank({"RANK": "3", "LOCAL_RANK": "1"}), local_rank({})
@@ -18,7 +18,7 @@ def local_rank(environ: Mapping[str, str]) -> int:
 
 
 def own_gpu(environ: Mapping[str, str]) -> torch.device | None:
-    """Return the GPU of this process, the first one without torchrun; ``None``: there is no GPU.
+    """Return the GPU for this process, or ``None`` without any; without torchrun, the first GPU.
 
     Raises:
         ConfigError: torchrun has started more processes on this machine than it has GPUs.

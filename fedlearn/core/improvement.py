@@ -1,4 +1,4 @@
-"""Which of two values of a metric is the better, and when one is good enough."""
+"""Decides whether a metric improved, and whether it reached its target."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from fedlearn.core.distribution import Direction, sign
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A metric that is watched.
+    """A metric to improve, as for early stopping.
 
     Attributes:
-        metric: Its name, as it is recorded.
-        direction: Which way it is better.
-        min_improvement: What counts as an improvement, >= 0.
-        target: The value that is good enough; ``None``: none is.
+        metric: The metric's recorded name.
+        direction: Whether higher or lower values are better.
+        min_improvement: A change counts as an improvement if it exceeds this, >= 0.
+        target: The value that is good enough; ``None``: there is no target.
     """
 
     metric: str

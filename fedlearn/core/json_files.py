@@ -1,4 +1,4 @@
-"""Local files of JSON, read as a type or refused with a way out."""
+"""Reads local JSON files, checks them against a type, and says how to fix a bad one."""
 
 import reprlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from fedlearn.core.files import disk_errors
 from fedlearn.errors import FedlearnError
 
-#: Of types whose bytes are hexadecimal in JSON.
+#: Pydantic configuration of types whose bytes are hexadecimal in JSON.
 HEXADECIMAL = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")
 
 T = TypeVar("T")
@@ -18,11 +18,13 @@ T = TypeVar("T")
 def read_json(
     path: Path, kind: TypeAdapter[T], *, raises: type[FedlearnError], holds: str, remedy: str
 ) -> T | None:
-    """Return what is in the file ``path``, which ``holds`` it; ``None``: there is no file.
+    """Read and check a JSON file; ``None`` if it does not exist.
+
+    Arguments are those of :func:`parse_json`.
 
     Raises:
-        FedlearnError: As ``raises``: the file cannot be read, or has something else in it. The
-            message ends with the ``remedy``.
+        FedlearnError: Of the class ``raises``: the file cannot be read, or does not match
+            ``kind``. In the latter case, the message ends with ``remedy``.
     """
     with disk_errors(path, raises=raises, doing="read"):
         try:
@@ -35,10 +37,10 @@ def read_json(
 def require_json(
     path: Path, kind: TypeAdapter[T], *, raises: type[FedlearnError], holds: str, remedy: str
 ) -> T:
-    """Return what :func:`read_json` does, of a file that must be there.
+    """Read and check a JSON file that must exist.
 
     Raises:
-        FedlearnError: As :func:`read_json`, or there is no such file.
+        FedlearnError: As in :func:`read_json`, or the file does not exist.
     """
     found = read_json(path, kind, raises=raises, holds=holds, remedy=remedy)
     if found is None:
@@ -56,19 +58,19 @@ def parse_json(
     remedy: str,
     is_secret: bool = False,
 ) -> T:
-    """Return what JSON that was read from ``source`` holds.
+    """Parse JSON and check it against a type.
 
     Args:
-        content: The JSON.
-        kind: What it must be.
-        source: Where it comes from, as a message calls it: the path of a file.
+        content: The JSON text.
+        kind: The expected type.
+        source: The origin to name in messages, such as a path.
         raises: The class of the error.
-        holds: What the source should hold, in words.
-        remedy: What to do if it does not; the message ends with it.
-        is_secret: Whether messages leave the values out.
+        holds: What the source should contain, as a noun phrase for messages.
+        remedy: How to fix a wrong source; the message ends with it.
+        is_secret: Whether to leave the values out of messages.
 
     Raises:
-        FedlearnError: As ``raises``: it is no JSON, or of another type.
+        FedlearnError: Of the class ``raises``: the content is not JSON, or of another type.
     """
     try:
         return kind.validate_json(content)

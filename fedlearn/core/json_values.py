@@ -1,4 +1,4 @@
-"""Values as JSON: written for programs, and looked at by dotted keys."""
+"""Conversion of values to JSON for other programs, and access to nested values by dotted keys."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from pydantic_core import to_jsonable_python
 
 
 def json_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return JSON values with ``None`` for the numbers that JSON does not have, at any depth.
+    """Convert to JSON values, with NaN and infinities replaced by ``None`` at any depth.
 
     Example:
         >>> json_values({"loss": float("nan"), "metrics": {"auc": 0.5}, "bests": (float("inf"), 1)})
@@ -18,12 +18,12 @@ def json_values(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def json_text(values: Mapping[str, object]) -> str:
-    """Return :func:`json_values` as an object in one line."""
+    """Format :func:`json_values` as a JSON object in one line."""
     return json.dumps(json_values(values), allow_nan=False)
 
 
 def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield dotted keys and values of a configuration; an empty table is a value.
+    """Yield the dotted keys and values of a nested configuration; an empty table is a value.
 
     Example:
         >>> list(leaves({"seed": 1, "client": {"epochs": 2}, "metrics": {}}))

@@ -1,14 +1,11 @@
-"""What exchanges are called: the kinds of the requests of :mod:`fedlearn.core.messages`.
-
-And what the trainings of a coordinator are called.
-"""
+"""Kinds of the requests in :mod:`fedlearn.core.messages`, and of a coordinator's training."""
 
 TRAIN_KIND = "TrainRequest"
 EVALUATE_KIND = "EvaluateRequest"
 
-#: Exchanges of a session of secure aggregation: all stages alike, so that the number of an exchange
-#: says which comes later.
+#: All stages of a secure-aggregation session share one kind, so that the number of an exchange
+#: tells which of two stages comes later.
 SECURE_KIND = "SecureRequest"
 
-#: The kinds of training that a run's coordinator does, as its log and its gauges name them.
+#: The kinds of training that a run's coordinator does itself, as its log and gauges name them.
 STEPS, DISTILLATION = "steps", "distillation"

@@ -1,7 +1,8 @@
-"""Lock files: held by one process at a time, and by none once that process is gone.
+"""Lock files, each held by one process at a time.
 
-The kernel holds the lock and releases it when the process ends, however it ends. Windows locks the
-first byte of the file and lets no other process read it, so a note about the holder comes after it.
+The kernel holds the lock and releases it when the process ends, even after a crash. On Windows, the
+first byte of the file is locked and other processes cannot read it, so a note about the holder
+starts after it.
 """
 
 from io import FileIO
@@ -14,22 +15,22 @@ def open_lock(path: Path) -> FileIO:
     """Open a lock file, creating it if it is missing; closing it releases the lock.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     return FileIO(path, "a+")
 
 
 def take_lock(file: FileIO) -> bool:
-    """Return whether the lock is now held through ``file``; never waits.
+    """Try to take the lock without waiting; return whether ``file`` now holds it.
 
     Raises:
-        OSError: The file system knows no locks.
+        OSError: The file system does not support locks.
     """
     return lock_descriptor(file.fileno(), blocking=False)
 
 
 def wait_for_lock(file: FileIO) -> None:
-    """Return once the lock is held through ``file``; raises as :func:`take_lock`."""
+    """Wait for the lock and take it; raises as :func:`take_lock`."""
     lock_descriptor(file.fileno())
 
 
@@ -37,14 +38,15 @@ def write_note(file: FileIO, note: str) -> None:
     """Write one line about the holder into a lock file that this process holds.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The note cannot be written.
     """
+    # The note starts after the first byte, which is locked on Windows.
     file.truncate(0)
     file.write(f"\n{note}\n".encode())
 
 
 def read_note(path: Path) -> str:
-    """Return what the last holder of a lock wrote; empty if nothing.
+    """Return the note of a lock's last holder; empty if there is none.
 
     Raises:
         OSError: The file is missing or cannot be read.

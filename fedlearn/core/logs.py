@@ -1,4 +1,4 @@
-"""Logs go to standard error, so that standard output is for results alone."""
+"""Logging setup. Logs go to standard error, so that standard output has only results."""
 
 import sys
 
@@ -6,11 +6,11 @@ import structlog
 
 
 def configure_logs(*, level: int, quiet: bool) -> None:
-    """Send structlog's events to standard error: lines for a person, JSON off a terminal.
+    """Send structlog's events to standard error: readable lines in a terminal, JSON elsewhere.
 
     Args:
         level: Events below this level are dropped; a constant of :mod:`logging`.
-        quiet: Whether all events are dropped, as in a worker of torchrun.
+        quiet: Whether to drop all events, as in a worker of torchrun.
     """
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():

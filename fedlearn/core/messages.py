@@ -1,12 +1,12 @@
-"""What the coordinator and a client say to each other.
+"""Messages between the coordinator and its clients.
 
 These frozen dataclasses are the whole protocol: :mod:`fedlearn.core.codec` turns them
 into bytes, :mod:`fedlearn.transport` moves the bytes, and :mod:`fedlearn.session.session`
 answers them. Nothing else crosses the wire.
 
-The ``kind`` of a request is what its exchange is called. ``round_num`` is the round's index, from
-0, and in a reply that of the request; ``attempt`` says how often this round was tried before: a
-retry asks other clients, and in secure aggregation is a session of its own.
+The ``kind`` of a request names its exchange. ``round_num`` is the round's index, from 0; a reply
+repeats that of its request. ``attempt`` is the retry number of the round, from 0: a retry asks
+other clients, and in secure aggregation it is a new session.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
 
 from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
 
-if TYPE_CHECKING:  # who names clients does not wait for torch
+if TYPE_CHECKING:  # importing this module must not load torch, which is slow
     from torch import Tensor
 
 ClientId = NewType("ClientId", int)
@@ -24,15 +24,17 @@ Scalar: TypeAlias = int | float | str | bool | None
 Settings: TypeAlias = Mapping[str, Scalar]
 
 
-#: Bytes of a tensor, and of all of them, from which constants are sent apart.
+#: Constants are sent separately if each has at least the first number of bytes, and all of those
+#: together at least the second.
 _LEAST_TENSOR_BYTES, _LEAST_BYTES = 1 << 10, 64 << 10
 
 
 def sent_apart(constants: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-    """Return the constants of a model that a client is sent once, and not in every round.
+    """Select the constants of a model that a client is sent once instead of in every round.
 
-    Frozen parameters can be most of a model. Small tensors, such as BatchNorm's counters, stay with
-    the request: what they cost is nothing, and a change of one must not cost all the others again.
+    Frozen parameters can be most of a model. Small tensors, such as BatchNorm's counters, stay in
+    the request: they cost next to nothing, and a change of one must not cause all of the constants
+    to be sent again.
 
     Args:
         constants: The tensors that are not averaged, by name.
@@ -43,22 +45,22 @@ def sent_apart(constants: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainRequest:
-    """Train locally from ``tensors`` and return what that contributes.
+    """Asks a client to train locally from ``tensors`` and to return its update.
 
     Attributes:
-        tensors: The global model by name.
-        order: The names of what is averaged, in the order in which they make one vector: parameters
-            that train, then running statistics.
+        tensors: The global model, by name.
+        order: The names of the averaged tensors, in the order in which they form one vector:
+            trained parameters, then running statistics.
         settings: How to train: :mod:`fedlearn.algorithms.settings`.
         seed: Public seed of all client-side randomness that need not be secret.
-        told: What the strategy tells beside the model, by name: one vector each.
-        lacks_constants: Whether ``tensors`` has what is averaged alone: the rest of the model stays
-            the same in a run, and was sent apart.
-        num_statistics: How many of the last names in ``order`` are running statistics, which no
-            norm of an update counts.
-        counted: By client, the round whose model the last of its updates that counted was based
-            on; clients without any are missing. A client keeps what it changed in that training,
-            and undoes what it changed in another one since. ``None``: clients are not told.
+        told: The strategy's broadcast in addition to the model: one vector per name.
+        lacks_constants: Whether ``tensors`` lacks the model's constants, which stay the same in a
+            run and were sent separately.
+        num_statistics: How many of the last names in ``order`` are running statistics, which
+            norms of an update leave out.
+        counted: By client, the round of the model on which its last counted update was based;
+            clients without one are missing. A client keeps the state of that training and undoes
+            the changes of any later one. ``None``: the coordinator does not send this.
     """
 
     kind: ClassVar[str] = TRAIN_KIND
@@ -76,26 +78,26 @@ class TrainRequest:
 
     @property
     def num_trained(self) -> int:
-        """Elements of the vector that train: the first ones."""
+        """Number of elements of the vector that are trained: the first ones."""
         trained = self.order[: len(self.order) - self.num_statistics]
         return sum(self.tensors[name].numel() for name in trained)
 
     @property
     def constants(self) -> "dict[str, Tensor]":
-        """The tensors that are sent apart: see :func:`sent_apart`."""
+        """The tensors that are sent separately: see :func:`sent_apart`."""
         averaged = set(self.order)
         return sent_apart({name: t for name, t in self.tensors.items() if name not in averaged})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluateRequest:
-    """Evaluate the global model on local data.
+    """Asks a client to evaluate the global model on its local data.
 
     Attributes:
-        round_num: How many rounds it has seen.
-        tensors: The global model by name.
-        order: As in a :class:`TrainRequest`; it stays with the coordinator. Empty: unknown, and
-            the model is sent whole.
+        round_num: Number of rounds that the model has been trained for.
+        tensors: The global model, by name.
+        order: As in a :class:`TrainRequest`, but not sent to the client. Empty: unknown, so the
+            model is sent whole.
         lacks_constants: As in a :class:`TrainRequest`.
     """
 
@@ -108,21 +110,21 @@ class EvaluateRequest:
 
     @property
     def constants(self) -> "dict[str, Tensor]":
-        """As of a :class:`TrainRequest`."""
+        """The tensors that are sent separately, as in a :class:`TrainRequest`."""
         averaged = set(self.order) or self.tensors.keys()
         return sent_apart({name: t for name, t in self.tensors.items() if name not in averaged})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingNotice:
-    """What a client is told of a training before it agrees to the session that will sum it.
+    """Announces a training, before the client agrees to the secure session that will sum it.
 
-    Both together give the hash by which the terms name the request to train, so the settings told
-    are those of the training.
+    The hash of the training request in the session's terms is computed from both fields, so the
+    announced settings are those of the training.
 
     Attributes:
-        settings: How it will be asked to train.
-        rest_hash: Of all else in the request, 32 bytes.
+        settings: How to train.
+        rest_hash: Hash of everything else in the training request, 32 bytes.
     """
 
     settings: Settings
@@ -131,10 +133,10 @@ class TrainingNotice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationNotice:
-    """What a client is told of an evaluation before it agrees to the session that will sum it.
+    """Announces an evaluation, before the client agrees to the secure session that will sum it.
 
     Attributes:
-        rest_hash: Of the request to evaluate, 32 bytes.
+        rest_hash: Hash of the evaluation request, 32 bytes.
     """
 
     rest_hash: bytes
@@ -142,12 +144,12 @@ class EvaluationNotice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecureTermsRequest:
-    """Begin a session of secure aggregation: agree to its terms and advertise fresh keys.
+    """Starts a session of secure aggregation: agree to its terms and advertise fresh keys.
 
     Attributes:
         message: The signed terms, as :mod:`fedlearn.secagg.messages` encodes them.
-        notice: What will be trained, or evaluated: a client whose policy forbids it says so before
-            others have shared secrets with it.
+        notice: The training or evaluation to come. A client whose policy forbids it can refuse
+            before others have shared secrets with it.
     """
 
     kind: ClassVar[str] = SECURE_KIND
@@ -160,12 +162,13 @@ class SecureTermsRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecureTrainRequest:
-    """Train, and send the result masked: the stage of a session that has the model.
+    """Asks a client to train and to send the result masked: the session's stage with the model.
 
     Attributes:
-        message: The packets that are addressed to this client, encoded likewise. What a whole
-            cohort is sent alike is the request without them.
-        train: What to train on; the round and the attempt are its own.
+        message: The packets that are addressed to this client, as
+            :mod:`fedlearn.secagg.messages` encodes them. The rest of the request is the same for
+            the whole cohort.
+        train: The training request; it determines the round and the attempt.
     """
 
     kind: ClassVar[str] = SECURE_KIND
@@ -175,22 +178,22 @@ class SecureTrainRequest:
 
     @property
     def round_num(self) -> int:
-        """That of the training."""
+        """Round of the training."""
         return self.train.round_num
 
     @property
     def attempt(self) -> int:
-        """That of the training."""
+        """Attempt of the training."""
         return self.train.attempt
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecureEvaluateRequest:
-    """Evaluate, and send what was measured masked: the stage with the model, as in training.
+    """Asks a client to evaluate and to send its metrics masked: the session's stage with the model.
 
     Attributes:
         message: The packets that are addressed to this client, as in :class:`SecureTrainRequest`.
-        evaluate: What to evaluate; the round is its own.
+        evaluate: The evaluation request; it determines the round.
     """
 
     kind: ClassVar[str] = SECURE_KIND
@@ -201,19 +204,20 @@ class SecureEvaluateRequest:
 
     @property
     def round_num(self) -> int:
-        """That of the evaluation."""
+        """Round of the evaluation."""
         return self.evaluate.round_num
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecureStageRequest:
-    """Go on with a session: a stage in which the message is all that there is.
+    """Continues a session: a stage without a model.
 
     Attributes:
-        message: The roster, the survivors or their signatures, encoded likewise.
-        directory: In a deployment, the identity keys of the clients that the message is about, to
-            pin: each a lineage in bytes (:mod:`fedlearn.identity.lineage`), whose last 32 bytes are
-            the key.
+        message: The roster, the survivors or their signatures, as :mod:`fedlearn.secagg.messages`
+            encodes them.
+        directory: In a deployment, the identity keys of the clients in the message, for the
+            receiver to pin. Each is an encoded lineage (:mod:`fedlearn.identity.lineage`), whose
+            last 32 bytes are the key.
     """
 
     kind: ClassVar[str] = SECURE_KIND
@@ -226,7 +230,7 @@ class SecureStageRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecureReply:
-    """A client's message in a session: what :mod:`fedlearn.secagg.messages` encoded."""
+    """A client's message in a session, as :mod:`fedlearn.secagg.messages` encodes it."""
 
     round_num: int
     message: bytes
@@ -237,8 +241,8 @@ class TrainReply:
     """A client's contribution to one round.
 
     Attributes:
-        lanes: What is aggregated, by name one vector: ``delta``, local model minus global model in
-            the order of the request, and what else the algorithm asks for.
+        lanes: The vectors to aggregate, by name: ``delta``, which is the local model minus the
+            global model in the order of the request, and any others that the algorithm needs.
         num_examples: Local training examples used; the aggregation weight.
         metrics: Local metrics by name.
     """
@@ -265,17 +269,17 @@ class EvaluateReply:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a client has no contribution. Never carries data or parameters."""
+    """The reason why a client sends no update. Never contains data or parameters."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Accusation(Failure):
-    """A failure that another client is to blame for: what it sent this one was of no use.
+    """A failure that is another client's fault: this client could not use what that one sent.
 
     Attributes:
-        client_id: Who; this client says so, and may lie.
+        client_id: The accused client. The accuser may be lying.
     """
 
     client_id: ClientId

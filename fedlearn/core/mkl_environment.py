@@ -1,14 +1,14 @@
-"""What MKL, torch's library for products, heeds only if it is set before its first product."""
+"""Environment variables for MKL, torch's matrix library, which reads them once, at first use."""
 
 from collections.abc import MutableMapping
 
 
 def prepare_for_mkl(environ: MutableMapping[str, str]) -> None:
-    """Set what is not set yet in the environment of a process that trains.
+    """Make MKL reproducible in a process that trains, unless its environment says otherwise.
 
-    ``MKL_CBWR`` is ``AUTO``, MKL's reproducible mode in the fastest code that the processor runs.
-    Without it the bits of a product may hang on where its operands begin in a line of 64 bytes,
-    so on what was allocated before: a resumed run could differ from one that was not interrupted.
+    Sets ``MKL_CBWR`` to ``AUTO``, MKL's reproducible mode with the fastest code for the processor.
+    Without it, the bits of a matrix product may depend on how its operands are aligned to 64
+    bytes, and so on earlier allocations: a resumed run could differ from an uninterrupted one.
 
     Args:
         environ: Environment of this process or of one that is about to start.

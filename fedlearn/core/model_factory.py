@@ -1,12 +1,12 @@
-"""Models that are fedlearn's to change, from a user's function that may return its own.
+"""Builds models that fedlearn may modify, even if the user's function returns a shared module.
 
 A function such as ``lambda: net``, a cached one, or one that puts a shared backbone into each
-network returns modules that the user still holds. Training in them would change the user's
-weights, and two of them would train each other. So a module that anything else refers to is
-copied before it is used.
+network returns modules that the user still holds. Training them would change the user's weights,
+and two such models would train each other's tensors. So a module with a reference from elsewhere
+is copied before it is used.
 
-What "anything else" is, the reference counts tell, as they tell Python's garbage collector: an
-object is held from outside if it is referred to more often than by what the module itself holds.
+Reference counts reveal such references, as they do to Python's garbage collector: an object is
+held from outside if it has more references than those from within the module.
 """
 
 import copy
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from fedlearn.core.randomness import generator_turn
 from fedlearn.errors import ConfigError
 
-#: What belongs to the program and not to a module; what it refers to is not followed.
+#: Types of objects that belong to the program, not to a module; their references are not followed.
 _PROGRAM = (type, ModuleType, CodeType, FrameType, BuiltinFunctionType)
 
 
 def require_factory(make_model: object) -> None:
-    """Refuse a ``make_model`` that is no function without parameters.
+    """Check that ``make_model`` is a function that can be called without arguments.
 
     Raises:
         ConfigError: It is a model, or cannot be called without arguments.
@@ -50,7 +50,7 @@ def require_factory(make_model: object) -> None:
     try:
         inspect.signature(make_model).bind()
     except ValueError:
-        return  # a built-in function without a signature: it is called, and may work
+        return  # a built-in function without a signature: calling it may still work
     except TypeError as error:
         raise ConfigError(
             f"make_model is called without arguments, but takes some ({error}); give a "
@@ -60,10 +60,10 @@ def require_factory(make_model: object) -> None:
 
 @dataclass(frozen=True)
 class ModelFactory:
-    """Builds modules that share no tensor with each other or with the caller's own.
+    """Builds modules that share no tensor with each other or with the user's own modules.
 
-    Every call of a user's ``make_model`` goes through here. A module that the user keeps stays as
-    it is: its values, its gradients, its hooks, its mode, and which parameters train.
+    Every call of a user's ``make_model`` goes through here. A module that the user keeps is not
+    changed: its values, gradients, hooks, mode, and which parameters train all stay the same.
 
     Attributes:
         make_model: The user's function.
@@ -81,7 +81,7 @@ class ModelFactory:
 
     @classmethod
     def of(cls, make_model: Callable[[], nn.Module]) -> Self:
-        """Return the factory of a function; a factory as it is.
+        """Wrap a function in a factory; a factory is returned unchanged.
 
         Raises:
             ConfigError: It is a model, or cannot be called without arguments.
@@ -92,15 +92,15 @@ class ModelFactory:
         return cls(make_model)
 
     def __call__(self) -> nn.Module:
-        """Build a module, or copy the one that the function keeps.
+        """Build a module, or copy it if the function keeps a reference to it.
 
         Raises:
-            ConfigError: The function returns no module, or keeps it, whole or in part, and it
-                cannot be copied.
-            Exception: What the function raises.
+            ConfigError: The function does not return a module, or it keeps a reference to the
+                module or a part of it and the module cannot be copied.
+            Exception: Any error of the function.
         """
-        with generator_turn():  # initial weights are drawn from the generator of all threads
-            # A local name for the module would be one more reference.
+        with generator_turn():  # initial weights come from the global generator of all threads
+            # In a list, since a local variable would add a reference, which `_held_part` counts.
             box: list[Any] = [self.make_model()]  # Any: whatever the user's function returns
         if not isinstance(box[0], nn.Module):
             raise ConfigError(
@@ -112,7 +112,7 @@ class ModelFactory:
 
 
 def _held_part(box: list[nn.Module]) -> str | None:
-    """Return the name of a part of the boxed module that is held from outside the box."""
+    """Return the name of a part of the module in ``box`` that has a reference from outside."""
     own = _reachable([box])
     counts = Counter(id(each) for value in own.values() for each in _referents(value))
     view = torch.zeros(1)[None]
@@ -121,7 +121,8 @@ def _held_part(box: list[nn.Module]) -> str | None:
     for base in {id(each._base) for each in own.values() if isinstance(each, Tensor)}:  # noqa: SLF001
         counts[base] += unheld_base - unheld
     held = [own[key] for key in own if sys.getrefcount(own[key]) > unheld + counts[key]]
-    # The box itself is the caller's. What a held object leads to is held with it.
+    # The caller holds the box itself, which does not count. Anything reachable from a held object
+    # is held, too.
     held_ids = _reachable([each for each in held if each is not box]).keys()
     memory = _Memory(own.values())
     for name, part in _parts(box[0]):
@@ -133,14 +134,15 @@ def _held_part(box: list[nn.Module]) -> str | None:
 
 
 def _copy(module: nn.Module, held: str) -> nn.Module:
-    """Return a copy of a module that is held from outside.
+    """Copy a module that is held from outside.
 
     Raises:
-        ConfigError: There is none, or it would still use the module's own tensors.
+        ConfigError: It cannot be copied, or the copy would still use the original's tensors.
     """
     remedy = "let make_model build a new module, with all of its parts, each time it is called"
     place = f"make_model() returns a module that is in use elsewhere ({held})"
-    # Old-style weight_norm computes such tensors in each forward pass; torch does not copy them.
+    # Old-style weight_norm stores non-leaf tensors, computed in each forward pass. torch refuses
+    # to deepcopy those, so detached copies are put in the memo.
     computed = {
         id(value): value.detach().clone()
         for value in _reachable([module]).values()
@@ -148,7 +150,7 @@ def _copy(module: nn.Module, held: str) -> nn.Module:
     }
     try:
         copied = copy.deepcopy(module, computed)
-    except Exception as error:  # what the user's module holds raises anything
+    except Exception as error:  # the user's own objects in the module may raise anything
         raise ConfigError(
             f"{place}, and it cannot be copied: {type(error).__name__}: {error}; {remedy}"
         ) from error
@@ -162,7 +164,7 @@ def _copy(module: nn.Module, held: str) -> nn.Module:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Yield the layers, parameters and buffers of a module, with names for the user to read."""
+    """Yield the layers, parameters and buffers of a module, with names for messages."""
     for name, layer in module.named_modules():
         yield f"layer {name} ({type(layer).__name__})" if name else type(layer).__name__, layer
     for name, parameter in module.named_parameters():
@@ -172,7 +174,10 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
 
 
 def _reachable(roots: Iterable[object]) -> dict[int, object]:
-    """Return by id what ``roots`` lead to, themselves included, short of the program itself."""
+    """Return all objects reachable from ``roots``, by id, except parts of the program.
+
+    The roots are included.
+    """
     found = dict[int, object]()
     waiting = list(roots)
     while waiting:
@@ -182,12 +187,12 @@ def _reachable(roots: Iterable[object]) -> dict[int, object]:
         found[id(value)] = value
         waiting += _referents(value)
         if isinstance(value, Tensor):
-            waiting.append(value._base)  # noqa: SLF001 - a view's, of which Python does not know
+            waiting.append(value._base)  # noqa: SLF001 - of a view; the gc does not report it
     return found
 
 
 def _referents(value: object) -> list[Any]:  # Any: whatever an object refers to
-    """Return what an object refers to; of a function, without the globals of its module."""
+    """List the objects that an object refers to; for a function, without its module's globals."""
     if isinstance(value, FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
     return gc.get_referents(value)
@@ -208,10 +213,10 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Memory:
-    """How many tensors use each piece of memory, by what an object leads to and in all.
+    """Detects tensors whose memory is also used from outside a module.
 
     Args:
-        own: What the object leads to.
+        own: All objects reachable from the module.
     """
 
     def __init__(self, own: Iterable[object]) -> None:
@@ -219,15 +224,15 @@ class _Memory:
         self._num_alone = _num_users(torch.empty(1))
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Return whether something else may write to a tensor's memory."""
+        """Return whether anything outside the module may write to a tensor's memory."""
         if not _has_memory(tensor):
             return False
-        if not tensor.untyped_storage().resizable():  # numpy's, a file's, or of other processes
+        if not tensor.untyped_storage().resizable():  # of numpy, a file, or shared memory
             return True
         return _num_users(tensor) > self._num_alone - 1 + self._num_own[_address(tensor)]
 
 
 def _num_users(tensor: Tensor) -> int:
-    """Return how many objects of torch use a tensor's memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the only count there is
+    """Return the number of torch objects that use a tensor's memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public count
     return count

@@ -1,11 +1,12 @@
-r"""Noise for guarantees: the discrete Gaussian on the integers, from a cryptographic source.
+r"""Noise for differential privacy: the discrete Gaussian, from a cryptographic source.
 
-:math:`P[X = x] \propto \exp(-x^2 / 2\sigma^2)`. Floating-point noise leaks through its low bits
-(Mironov, 2012); integers have none. A proposal x = s y + r takes y by inversion of a table and r
-uniformly from [0, s), where s is a power of two near :math:`\sigma / 8`, and is accepted with
-probability :math:`\exp(-(x^2 - x_y^2) / 2\sigma^2)`, where :math:`x_y` is the number nearest to 0
-that has this y. Both decisions compare random bits with a bound: 16 or 32 of them are enough for
-almost every sample, and for the rest as many are read as the comparison takes.
+:math:`P[X = x] \propto \exp(-x^2 / 2\sigma^2)` on the integers. Floating-point noise leaks
+information through its low bits (Mironov, 2012); integer noise does not. Samples are drawn by
+rejection. A proposal is x = s y + r, with y drawn by inversion of a table and r uniformly from
+[0, s), where s is a power of two near :math:`\sigma / 8`. It is accepted with probability
+:math:`\exp(-(x^2 - x_y^2) / 2\sigma^2)`, where :math:`x_y` is the number nearest to 0 that has
+this y. Both steps compare random bits with a bound: 16 or 32 bits are enough for almost every
+sample; for the rest, more bits are read until the comparison is decided.
 
 References:
     Canonne, Kamath and Steinke, 2020, `The Discrete Gaussian for Differential Privacy
@@ -29,25 +30,25 @@ from fedlearn.core.secret_bytes import SecretBytes
 
 WordT = TypeVar("WordT", np.uint16, np.uint32, np.uint64)
 
-#: Beyond it the numbers are not exact in float64, where a proposal is judged.
+#: Above this, proposals are not exact in float64, in which acceptance is decided.
 MAX_SIGMA = 2.0**40
 
-_BLOCK = 1 << 15  # samples at a time: what is computed of them stays in the cache
+_BLOCK = 1 << 15  # samples at a time, so that intermediate arrays stay in the cache
 _GUIDE_BITS = 16  # of a word
 _TABLE_BITS = 128
-_TAIL = 14  # standard deviations; what lies beyond has less than 2**-138 of the mass
+_TAIL = 14  # standard deviations; the tail beyond has less than 2**-138 of the mass
 _UNCLEAR = -1
-#: Bounds what float64 makes of an acceptance probability: a few roundings of 2**-53.
+#: Bounds the float64 error of an acceptance probability: a few roundings of 2**-53.
 _ROUNDING = 2.0**-48
-_SPARE = 1.08  # proposals a sample; between 0.97 and 1 of them are accepted
+_SPARE = 1.08  # proposals per sample; between 97 % and 100 % of them are accepted
 _ZEROS = bytes(8 * _BLOCK)
 
 
 class SecretStream:
-    """Words that nobody can predict: the keystream of AES-256 in counter mode.
+    """A cryptographic source of random words: the keystream of AES-256 in counter mode.
 
     Guarantees:
-        As unpredictable as the key, of which a stream is the only use.
+        As unpredictable as the key, which must not be used for anything else.
     """
 
     def __init__(self, key: SecretBytes) -> None:
@@ -56,7 +57,7 @@ class SecretStream:
 
     @classmethod
     def fresh(cls) -> "SecretStream":
-        """Return a stream by a key of the operating system's generator."""
+        """Return a stream with a new key from the operating system's generator."""
         return cls(SecretBytes.generate(32))
 
     def words(self, dtype: type[WordT], num: int) -> NDArray[WordT]:
@@ -74,9 +75,10 @@ def discrete_gaussian(sigma: float, size: int, *, source: SecretStream) -> NDArr
     """Return independent samples of the discrete Gaussian.
 
     Args:
-        sigma: Its parameter, in (0, 2**40]; from 1 on it is the standard deviation to 8 digits.
-        size: How many.
-        source: What they are drawn from.
+        sigma: The distribution's parameter, in (0, 2**40]. From 1 on it equals the standard
+            deviation to 8 digits.
+        size: Number of samples.
+        source: The source of randomness.
 
     Returns:
         Shape [size].
@@ -100,12 +102,14 @@ def discrete_gaussian(sigma: float, size: int, *, source: SecretStream) -> NDArr
 def add_discrete_gaussian(
     numbers: NDArray[np.int32] | NDArray[np.int64], *, sigma: float, source: SecretStream
 ) -> None:
-    """Add independent samples of the discrete Gaussian, as above, in place.
+    """Add independent samples of the discrete Gaussian in place.
+
+    Errors and guarantees are those of :func:`discrete_gaussian`.
 
     Args:
-        numbers: Integers whose sum with :func:`largest_sample` is one of their type.
-        sigma: As above, as is ``source``, and what is raised and guaranteed.
-        source: Of the samples.
+        numbers: Integers small enough that adding :func:`largest_sample` does not overflow.
+        sigma: As in :func:`discrete_gaussian`.
+        source: The source of randomness.
     """
     if not 0.0 < sigma <= MAX_SIGMA:
         raise ValueError(f"sigma is {sigma}; give a number above 0, and at most 2**40")
@@ -119,7 +123,7 @@ def add_discrete_gaussian(
 
 
 def largest_sample(sigma: float) -> int:
-    """Return the magnitude that no sample exceeds.
+    """Return a bound on the magnitude of every sample.
 
     Example:
         >>> largest_sample(3.0)
@@ -131,14 +135,15 @@ def largest_sample(sigma: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """How one parameter is sampled.
+    """The proposal distribution for one parameter sigma.
 
     Attributes:
         sigma: The parameter.
         log_s: Binary logarithm of s.
         least: The y of the table's first row.
-        table: By row, P[y is this or less] in units of 2**-128.
-        guide: By the first 16 bits of a draw the row, or :data:`_UNCLEAR` where they do not tell.
+        table: By row, P[y is at most that of the row] in units of 2**-128.
+        guide: The row for each value of a draw's first 16 bits, or :data:`_UNCLEAR` if those bits
+            do not determine it.
     """
 
     sigma: float
@@ -148,10 +153,10 @@ class Proposals:
     guide: NDArray[np.int64]
 
     def draw(self, num: int, source: SecretStream) -> NDArray[np.int64]:
-        """Return the accepted ones of ``num`` proposals."""
+        """Make ``num`` proposals and return the accepted ones."""
         y = self.rows(num, source) + self.least
         if self.log_s == 0:
-            return y  # each y is one number: nothing to choose, and nothing to reject
+            return y  # s = 1: the proposal is the target distribution itself
         s = 1 << self.log_s
         offset = _uniform(self.log_s, num, source)
         x = (y << self.log_s) + offset
@@ -160,8 +165,9 @@ class Proposals:
         product *= 2 * x - from_nearest  # x² - n² = (x - n)(x + n)
         chance = np.exp(product * (-0.5 / self.sigma**2))
         words = source.words(np.uint32, num)
-        level = words * 2.0**-32  # what is drawn lies in [level, level + 2**-32)
+        level = words * 2.0**-32  # the uniform draw lies in [level, level + 2**-32)
         is_accepted = level < chance
+        # If the chance lies in or near that interval, decide again with more bits.
         is_unclear = np.abs(level + 2.0**-33 - chance) <= 2.0**-33 + _ROUNDING
         for at in np.flatnonzero(is_unclear).tolist():
             numbers = int(x[at]), int(x[at] - from_nearest[at])
@@ -169,7 +175,7 @@ class Proposals:
         return x[is_accepted]
 
     def rows(self, num: int, source: SecretStream) -> NDArray[np.int64]:
-        """Return rows of the table, each as often as its y is proposed."""
+        """Draw rows of the table, by inversion: each with the probability of its y."""
         indices = source.words(np.uint16, num)
         rows = self.guide.take(indices)
         more = _TABLE_BITS - _GUIDE_BITS
@@ -179,11 +185,14 @@ class Proposals:
         return rows
 
     def accepts(self, x: int, nearest: int, *, drawn: int, source: SecretStream) -> bool:
-        """Return whether what begins with the 32 bits ``drawn`` is below the chance of ``x``."""
+        """Decide with more bits whether a uniform draw is below the acceptance chance of ``x``.
+
+        ``drawn`` has the first 32 bits of the draw.
+        """
         num_bits = 32
         while True:
             drawn, num_bits = (drawn << 64) | source.bits(64), num_bits + 64
-            with localcontext(prec=num_bits):  # digits: far more than the bits that are compared
+            with localcontext(prec=num_bits):  # in decimal digits: far more than num_bits bits
                 exponent = Decimal(nearest**2 - x**2) / (2 * Decimal(self.sigma) ** 2)
                 threshold = exponent.exp() * Decimal(2) ** num_bits
             if abs(Decimal(drawn) + Decimal("0.5") - threshold) > 1:
@@ -191,7 +200,7 @@ class Proposals:
 
 
 def _uniform(num_bits: int, num: int, source: SecretStream) -> NDArray[np.int64]:
-    """Return integers in [0, 2**num_bits)."""
+    """Draw ``num`` uniform integers in [0, 2**num_bits)."""
     if num_bits <= _GUIDE_BITS:
         return (source.words(np.uint16, num) >> np.uint16(16 - num_bits)).astype(np.int64)
     return (source.words(np.uint64, num) >> np.uint64(64 - num_bits)).astype(np.int64)
@@ -199,7 +208,7 @@ def _uniform(num_bits: int, num: int, source: SecretStream) -> NDArray[np.int64]
 
 @lru_cache(maxsize=64)
 def proposals_for(sigma: float) -> Proposals:
-    """Return how a parameter is sampled; what it takes to work it out is kept."""
+    """Build the proposal distribution for ``sigma``; cached, since the table is slow to compute."""
     log_s = max(0, math.frexp(sigma)[1] - 4)  # sigma / s in [8, 16)
     s = 1 << log_s
     reach = math.ceil(_TAIL * sigma / s) + 1
@@ -215,6 +224,8 @@ def proposals_for(sigma: float) -> Proposals:
             total += chance
             table.append(int(total * unit))
     table[-1] = 1 << _TABLE_BITS
+    # A bucket of 16-bit prefixes that lies between two bounds has one row. A bucket with a bound
+    # in it stays unclear.
     guide = np.full(1 << _GUIDE_BITS, _UNCLEAR, np.int64)
     begin = 0
     for row, bound in enumerate(table):

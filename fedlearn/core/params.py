@@ -1,4 +1,4 @@
-"""A model as one flat vector, and the layout that gives its parts their names.
+"""A model as one flat vector, and the layout that maps tensor names to parts of it.
 
 Each tensor of a model has one role, which follows from the module alone:
 
@@ -8,13 +8,13 @@ Each tensor of a model has one role, which follows from the module alone:
   (momentum 0, or in evaluation mode whenever the model is in training mode) are frozen instead,
   and so are those named by :func:`hold_buffers`.
 - *Frozen*: every other tensor: parameters without ``requires_grad``, of any dtype, and integer and
-  boolean buffers. It stays as the coordinator has it.
+  boolean buffers. Training never changes it.
 
-The vector holds what trains, then the statistics. Frozen tensors are not in it, so that no delta,
-clip, mask, noise or server optimizer reaches them.
+The vector has the trained parameters first, then the statistics. Frozen tensors are not in it, so
+no delta, clip, mask, noise or server optimizer affects them.
 
-Arithmetic on models works on vectors and on stacks of them; names and shapes matter only where
-tensors enter from a module or from the wire. Shape legend of the whole package: P numbers in the
+Arithmetic on models works on vectors and on stacks of them. Names and shapes matter only where
+tensors come from a module or from the wire. Shape legend of the whole package: P numbers in the
 vector of one model, Q of them trained, B clients in a block, so ``deltas_BP``.
 """
 
@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from fedlearn.core.messages import sent_apart
 
-#: Attribute of a module with the names of the buffers that are declared frozen.
+#: Attribute of a module for the names of the buffers that :func:`hold_buffers` froze.
 _HELD = "_fedlearn_held_buffers"
 
 
@@ -41,7 +41,7 @@ class TensorSpec:
 
     Attributes:
         name: Its name in ``Module.state_dict()``.
-        dtype: Its dtype in the module; in the vector it has the layout's.
+        dtype: Its dtype in the module; in the vector it has the layout's dtype.
         offset: Index of its first element in the vector.
     """
 
@@ -58,16 +58,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor that can change lies in a model's flat vector.
+    """Maps each trained parameter and statistic to its place in a model's flat vector.
 
     Attributes:
-        trainable: The parameters that training changes: the first :attr:`num_trainable` elements.
+        trainable: The trained parameters: the first :attr:`num_trainable` elements.
         statistics: The floating-point buffers, which come after them.
-        dtype: Dtype of the vector: float64 if any of these tensors is, else float32.
+        dtype: Dtype of the vector: float64 if any of these tensors is float64, else float32.
         common_dtype: The dtype of all floating-point tensors of the module, frozen ones included;
             ``None`` if there are several.
-        aliases: Further names of tied tensors in ``Module.state_dict()``, and the name under which
-            each is known here.
+        aliases: The other names of tied tensors in ``Module.state_dict()``, each with the name
+            that the layout uses for the tensor.
     """
 
     trainable: tuple[TensorSpec, ...]
@@ -81,8 +81,8 @@ class Layout:
         """Return the layout of ``module``.
 
         Raises:
-            ValueError: No parameter trains, one that trains is not a real float of 16 to 64 bits,
-                a tensor shares memory with one that changes, or a module is lazy.
+            ValueError: No parameter is trained, a trained one is not a real float of 16 to 64
+                bits, a tensor shares memory with one that training changes, or a module is lazy.
         """
         _require_shapes(module)
         parameters, saved = dict(module.named_parameters()), module.state_dict(keep_vars=True)
@@ -142,11 +142,11 @@ class Layout:
 
     @cached_property
     def others(self) -> tuple[TensorSpec, ...]:
-        """The specs of the tensors that the module has in another dtype than the vector."""
+        """The specs of the tensors whose dtype in the module is not that of the vector."""
         return tuple(spec for spec in self.specs if spec.dtype != self.dtype)
 
     def dtypes(self) -> str | None:
-        """Return a line for the user on the dtypes of the tensors, unless all have the vector's.
+        """Describe the tensors' dtypes to the user; ``None`` if all have the vector's dtype.
 
         Example:
             >>> Layout.of(nn.Linear(2, 2).bfloat16()).dtypes()
@@ -159,7 +159,7 @@ class Layout:
         return f"trains and travels in the model's own dtypes: {listed}"
 
     def views(self, stack: Tensor) -> dict[str, Tensor]:
-        """Return the named tensors, [..., *shape] each, as views into ``stack``, [..., P]."""
+        """Split vectors ``stack`` [..., P] into named views of shape [..., *shape] each."""
         lead = stack.shape[:-1]
         return {
             spec.name: stack[..., spec.offset : spec.offset + spec.size].view((*lead, *spec.shape))
@@ -167,7 +167,7 @@ class Layout:
         }
 
     def pack(self, tensors: Mapping[str, Tensor], *, out: Tensor | None = None) -> Tensor:
-        """Return the named tensors as one vector, written to ``out`` if given.
+        """Copy the named tensors into one vector: ``out`` if given, else a new one.
 
         Raises:
             KeyError: A name of the layout is missing.
@@ -179,7 +179,7 @@ class Layout:
 
 
 def _aliases(saved: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the saved names that are not known, and by which name each of their tensors is."""
+    """Map each saved name of a tied tensor that is not in ``known`` to its name there."""
     names = {id(value): name for name, value in known.items()}
     others = {name: names.get(id(value)) for name, value in saved.items() if name not in known}
     return {alias: name for alias, name in others.items() if name is not None}
@@ -201,8 +201,7 @@ class Params:
 
     Attributes:
         vector: Shape [P].
-        constants: Frozen parameters and buffers by name, in their own dtypes; kept as the
-            coordinator has them.
+        constants: Frozen parameters and buffers by name, in their own dtypes; never changed.
     """
 
     layout: Layout
@@ -233,9 +232,10 @@ class Params:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the model as it is sent in a round.
+        """Size in bytes of the model as sent in each round.
 
-        Clients have the constants that are sent apart: from an earlier round, or with their model.
+        Without the constants that are sent separately: clients have them already, from an earlier
+        round or from their own copy of the model.
         """
         changing = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
         kept = sent_apart(self.constants)
@@ -254,7 +254,7 @@ class Params:
         return {**tensors, **self.constants}
 
     def as_sent(self) -> Self:
-        """Return the model with every value as its own dtype has it."""
+        """Round every value to its tensor's own dtype, as clients receive it."""
         if not self.layout.others:
             return self
         vector = self.layout.pack(self.named(), out=torch.empty_like(self.vector))
@@ -265,7 +265,7 @@ class Params:
         return self.vector[self.layout.num_trainable :]
 
     def sent_statistics(self) -> Tensor:
-        """Return the statistics as clients are sent them: shape [P - Q], of the vector's dtype."""
+        """Return the statistics as clients receive them: shape [P - Q], in the vector's dtype."""
         return self.as_sent().current_statistics()
 
     def load_into(self, module: nn.Module) -> None:
@@ -302,9 +302,10 @@ def difference(
     """Return local minus start as one vector: float64 if any tensor of the start is, else float32.
 
     Args:
-        local: A client's model by name, of any device and floating-point dtype.
-        start: What it began with, of the same shapes.
-        order: The names of what is averaged, in the order in which they make one vector.
+        local: A client's model after training, by name, on any device and of any floating-point
+            dtype.
+        start: The model that it started from, with the same shapes.
+        order: The names of the averaged tensors, in the order in which they form one vector.
 
     Example:
         >>> start = {"w": torch.zeros(2), "b": torch.ones(1)}
@@ -314,23 +315,24 @@ def difference(
     sizes = [start[name].numel() for name in order]
     vector = torch.empty(sum(sizes), dtype=_delta_dtype(start, order))
     for name, part in zip(order, vector.split(sizes), strict=True):
-        # In the wider of both precisions: rounding the global model would be an update.
+        # Subtract in the wider of the two dtypes: rounding the global model to the narrower one
+        # would count as a change.
         value = torch.sub(local[name], start[name].to(local[name].device))
         part.view(start[name].shape).copy_(value)
     return vector
 
 
 def rebase_statistics(delta_P: Tensor, *, sent_S: Tensor | None, current_S: Tensor) -> Tensor:
-    """Return a client's delta with its statistics relative to the current model.
+    """Make the statistics in a client's delta relative to the current model.
 
-    Statistics are averaged as values: added to the current statistics, the mean of such deltas is
-    the mean of the clients' local values, whichever model each client started from. Changes
-    relative to older models would add up to anything, such as a negative variance.
+    Statistics are averaged as values: the current statistics plus the mean of such deltas are the
+    mean of the clients' local values, no matter which model each client started from. Adding up
+    changes relative to older models could give anything, such as a negative variance.
 
     Args:
-        delta_P: Local minus sent model: shape [P]; not written to.
-        sent_S: The statistics that the client was sent, as :meth:`Params.sent_statistics`;
-            ``None`` if they are no longer known: the client then counts with the current ones.
+        delta_P: Local model minus sent model: shape [P]; not written to.
+        sent_S: The statistics that the client was sent, as :meth:`Params.sent_statistics`.
+            ``None`` if they are no longer known: the delta then leaves the statistics unchanged.
         current_S: The statistics of the model that the delta will be added to: shape [P - Q].
 
     Example:
@@ -358,7 +360,7 @@ def _delta_dtype(start: Mapping[str, Tensor], order: Sequence[str]) -> torch.dty
 
 
 def _can_change(value: Tensor) -> bool:
-    return value.is_floating_point() and value.itemsize > 1  # float8 does not add
+    return value.is_floating_point() and value.itemsize > 1  # torch has no addition of float8
 
 
 def _specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
@@ -370,7 +372,7 @@ def _specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 
 def _frozen_buffers(module: nn.Module) -> set[str]:
-    """Return the buffers that are frozen: declared so, or never updated by their layer."""
+    """Find the frozen buffers: declared frozen, or never updated by their layer."""
     names = set[str](getattr(module, _HELD, ()))
     with _training_mode(module):
         for prefix, layer in module.named_modules():
@@ -383,7 +385,7 @@ def _frozen_buffers(module: nn.Module) -> set[str]:
 
 @contextmanager
 def _training_mode(module: nn.Module) -> Iterator[None]:
-    """Run the block with ``module`` in training mode: layers may have their own idea of it."""
+    """Run the block in training mode; a layer that overrides ``train()`` may stay in eval mode."""
     modes = [(layer, layer.training) for layer in module.modules()]
     module.train()
     try:
@@ -394,7 +396,9 @@ def _training_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _require_own_memory(tensors: Mapping[str, Tensor], *, changing: Collection[str]) -> None:
-    """Refuse two tensors that are one in memory and two in the vector: they would drift apart.
+    """Check that no tensor that changes shares memory with another one.
+
+    In the vector they would be two tensors, whose values would drift apart.
 
     Raises:
         ValueError: A tensor that changes shares memory with another one.
@@ -413,7 +417,7 @@ def _require_own_memory(tensors: Mapping[str, Tensor], *, changing: Collection[s
 
 
 def _span(value: Tensor) -> tuple[str, int, int]:
-    """Return the device of a tensor, and where its memory begins and ends; 0 without data."""
+    """Return a tensor's device and the start and end addresses of its memory; 0 without data."""
     begin = value.data_ptr()
     last = sum(
         (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
@@ -422,7 +426,7 @@ def _span(value: Tensor) -> tuple[str, int, int]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors with overlapping spans have an element in common: a span has gaps."""
+    """Whether two tensors with overlapping spans share an element; strided spans have gaps."""
     if one.itemsize != other.itemsize or _storage(one) != _storage(other):
         return True
     used = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Reads and writes at a position of a file, whichever thread or forked process makes them."""
+"""File access at explicit offsets, safe for several threads and forked processes."""
 
 import os
 import sys
@@ -7,12 +7,12 @@ from io import FileIO
 
 
 class PositionedFile:
-    """An open file without a position that its users share.
+    """An open file that is read and written at explicit offsets, without a shared position.
 
-    Windows has no such reads and writes: there they take turns, among the threads of one process.
+    Windows has no pread and pwrite: a lock serializes the threads of one process there.
 
     Args:
-        descriptor: Of the open file, which this object closes.
+        descriptor: Descriptor of the open file; this object closes it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -20,7 +20,7 @@ class PositionedFile:
         self._turn = threading.Lock()
 
     def read_at(self, num_bytes: int, offset: int) -> bytes:
-        """Return up to ``num_bytes`` from ``offset``; none at the end of the file.
+        """Read up to ``num_bytes`` from ``offset``; none at the end of the file.
 
         Raises:
             OSError: The disk fails.
@@ -33,10 +33,10 @@ class PositionedFile:
             return os.pread(self._file.fileno(), num_bytes, offset)
 
     def read_into(self, octets: memoryview, offset: int) -> None:
-        """Fill ``octets`` from ``offset``.
+        """Fill ``octets`` with the bytes from ``offset`` on.
 
         Raises:
-            EOFError: The file ends before.
+            EOFError: The file ends too early.
             OSError: The disk fails.
         """
         while octets:
@@ -54,7 +54,7 @@ class PositionedFile:
         """Write all of ``content`` at ``offset``.
 
         Raises:
-            OSError: The disk is full or fails; part of it may be written.
+            OSError: The disk is full or fails; a part may have been written.
         """
         rest = memoryview(content)
         while rest:
@@ -67,13 +67,13 @@ class PositionedFile:
             rest, offset = rest[num_written:], offset + num_written
 
     def truncate(self, num_bytes: int) -> None:
-        """Cut the file off after ``num_bytes``; raises OSError if the disk fails."""
+        """Shorten the file to ``num_bytes``; raises OSError if the disk fails."""
         self._file.truncate(num_bytes)
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the file descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""Numbers, durations and sizes as a person reads them."""
+"""Formats numbers, durations and sizes for people."""
 
 import math
 
@@ -7,7 +7,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 def number_text(value: float | None) -> str:
-    """Return a metric with four decimals, or four digits of a large one; a dash for none.
+    """Format a metric with four decimals, or with four digits if it is large; ``None`` is a dash.
 
     Example:
         >>> number_text(0.91234), number_text(123456.7), number_text(None), number_text(math.nan)
@@ -19,7 +19,7 @@ def number_text(value: float | None) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration in at most eight characters; a dash if it is not finite.
+    """Format a duration in at most eight characters; a dash if it is not finite.
 
     Example:
         >>> [duration_text(s) for s in (0.0421, 8.13, 75.0, 3720.0, 180000.0)]
@@ -40,13 +40,13 @@ def duration_text(seconds: float) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:
-    """Return the unit in which ``longest_s`` is a number a person reads, and its seconds."""
+    """Choose the unit of time for an axis up to ``longest_s``; return its name and its seconds."""
     units = (("days", _DAY_S), ("hours", _HOUR_S), ("minutes", _MINUTE_S))
     return next((unit for unit in units if longest_s >= 2 * unit[1]), ("seconds", 1))
 
 
 def size_text(size: int) -> str:
-    """Return bytes for a reader.
+    """Format a number of bytes in MiB or GiB.
 
     Example:
         >>> size_text(3 * 2**20), size_text(350_000_000_000)

@@ -1,8 +1,8 @@
-"""Two kinds of randomness, two types, never convertible.
+"""Public, reproducible randomness: seeds, hashes and generators.
 
-:class:`Seed` is public and reproducible, :class:`~fedlearn.core.secret_bytes.SecretBytes` comes
-from the operating system and is for keys and masks. Neither has a default, and nothing here draws
-from a global generator.
+:class:`Seed` is public and reproducible. :class:`~fedlearn.core.secret_bytes.SecretBytes` comes
+from the operating system and is for keys and masks. Neither converts to the other, neither has a
+default, and nothing here draws from a global generator.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Seed:
-    """A public seed; every use of it is labelled, so that no two uses coincide.
+    """A public seed. Each use derives its own seed by a label, so that no two uses coincide.
 
     Attributes:
         value: In [0, 2**63).
@@ -50,13 +50,13 @@ class Seed:
             raise ValueError(f"seed is {self.value!r}; give a whole number >= 0 and < 2**63")
 
     def derive(self, *labels: str | int) -> "Seed":
-        """Return the seed of one labelled use."""
+        """Derive the seed for one labelled use."""
         text = repr((self.value, *labels)).encode()
         digest = hashlib.blake2b(text, digest_size=8).digest()
         return Seed(int.from_bytes(digest, "little") & _MASK)
 
     def at(self, index: int) -> "Seed":
-        """Return the seed of one of many uses, by its number: cheaper than :meth:`derive`."""
+        """Derive the seed for one of many numbered uses; cheaper than :meth:`derive`."""
         return Seed(self.hash(index).item() & _MASK)
 
     def numpy(self) -> np.random.Generator:
@@ -70,8 +70,8 @@ class Seed:
     def hash(self, *labels: NDArray[np.int64] | int) -> NDArray[np.uint64]:
         """Return one 64-bit hash per element of the broadcast ``labels``.
 
-        Random access into a stream: element (client, round, …) does not depend on which
-        others are computed, so a million clients need no table.
+        This is random access into a stream: the hash of (client, round, …) does not depend on
+        which others are computed, so a million clients need no table.
 
         References:
             Steele, Lea and Flood, 2014, `Fast Splittable Pseudorandom Number Generators
@@ -88,7 +88,7 @@ class Seed:
 
     @staticmethod
     def hash_each(seeds: "Sequence[Seed]", labels_N: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Return :meth:`hash` of each seed for the same labels, one row a seed: shape [S, N].
+        """Return :meth:`hash` of the same labels for each seed, one row per seed: shape [S, N].
 
         Example:
             >>> labels = np.arange(3)
@@ -127,26 +127,28 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix_int(state: int) -> int:
-    """Return :func:`_mix` of one number."""
+    """Mix one number, with the same result as :func:`_mix`."""
     state = (state + int(_GOLDEN)) & _MASK_64
     state = ((state ^ (state >> 30)) * int(_MIX_1)) & _MASK_64
     state = ((state ^ (state >> 27)) * int(_MIX_2)) & _MASK_64
     return state ^ (state >> 31)
 
 
-#: All threads share the global generators: from a seed to the last draw they are one thread's.
+#: All threads share the global generators, so a thread holds this lock from seeding to its last
+#: draw.
 _TURN = threading.RLock()
 if sys.platform != "win32":
-    # A fork has this thread alone, which could not wait for another one to let go.
+    # A forked process has only the forking thread. If another thread held the lock, no one could
+    # ever release it there, so the fork takes the lock first.
     os.register_at_fork(
         before=_TURN.acquire, after_in_parent=_TURN.release, after_in_child=_TURN.release
     )
 
 
 def generator_turn() -> AbstractContextManager[bool]:
-    """Keep other threads from the global generators while the block seeds them and draws.
+    """Give this thread exclusive use of the global generators in the block.
 
-    Other threads wait, so the block must not wait for them.
+    Other threads that want them wait, so the block must not wait for those threads.
     """
     return _TURN
 
@@ -163,9 +165,10 @@ def seed_global_generators(seed: Seed) -> None:
 
 @contextmanager
 def global_generators_kept() -> Iterator[Callable[[], bool]]:
-    """Give Python's and numpy's global generators back as they were; yield whether they moved.
+    """Restore Python's and numpy's global generators after the block.
 
-    Other threads wait: see :func:`generator_turn`.
+    Yields a function that returns whether they have been used since. Other threads wait: see
+    :func:`generator_turn`.
 
     Example:
         >>> with global_generators_kept() as have_moved:
@@ -191,11 +194,12 @@ def global_generators_kept() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def keyed_draws() -> Iterator[Callable[[int], Callable[[], bool]]]:
-    """Key what a block draws from the global generators of Python, numpy and torch (on the CPU).
+    """Reseed the global generators of Python, numpy and torch (CPU) by key within a block.
 
-    Yields a function that takes a key of 32 bits. Draws after that call depend on the key alone.
-    It returns a function to call once, which says whether the block has drawn since. All three
-    generators are restored at the end. Other threads wait: see :func:`generator_turn`.
+    Yields a function that takes a 32-bit key and seeds all three, so that later draws depend on
+    the key alone. It returns a function, to be called once, which returns whether the block has
+    drawn since. All three generators are restored at the end. Other threads wait: see
+    :func:`generator_turn`.
 
     Example:
         >>> with keyed_draws() as set_key:
@@ -224,7 +228,7 @@ def keyed_draws() -> Iterator[Callable[[int], Callable[[], bool]]]:
         seed(key)
         return lambda: next_bits() != first
 
-    with global_generators_kept():  # and so in this thread's turn
+    with global_generators_kept():  # which also holds the lock of `generator_turn`
         before = generator.get_state()
         try:
             yield set_key

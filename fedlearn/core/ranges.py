@@ -1,7 +1,7 @@
-"""Ranges of numbers as types: what a field may be is declared once, where the field is.
+"""Ranges of numbers as annotated types, so that each range is declared once, at its field.
 
-A frozen piece that inherits from :class:`Ranged` refuses what is out of range when it is made,
-and a table of the configuration whose keys are the piece's fields admits the same range.
+A frozen dataclass that inherits from :class:`Ranged` rejects values out of range when it is
+created. A configuration table whose keys are its fields accepts the same ranges.
 """
 
 import math
@@ -27,9 +27,9 @@ BelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Probability: TypeAlias = Annotated[float, Ge(0), Le(1)]
 """In [0, 1]."""
 
-_LARGEST_INTEGER = 2**63 - 1  # of the libraries below
+_LARGEST_INTEGER = 2**63 - 1  # numpy's and torch's int64
 _Limit = Ge | Gt | Le | Lt | MultipleOf
-#: Python's and numpy's numbers alike.
+#: An abstract number type, which includes both Python's and numpy's numbers, or bool.
 _Kind: TypeAlias = type
 _NOUNS: Mapping[_Kind, str] = {
     Integral: "a whole number",
@@ -39,10 +39,10 @@ _NOUNS: Mapping[_Kind, str] = {
 
 
 class Ranged:
-    """A dataclass whose fields are in the ranges that their types declare.
+    """Base of dataclasses that check their fields against the ranges that their types declare.
 
     Raises:
-        ValueError: One is not.
+        ValueError: A field is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -51,23 +51,23 @@ class Ranged:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number, of Python or numpy."""
+    """Whether a value is an integer of Python or numpy; bools are not."""
     return _is_of(value, Integral)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a real number, of Python or numpy."""
+    """Whether a value is a real number of Python or numpy; bools are not."""
     return _is_of(value, Real)
 
 
 def require_count(value: object, *, name: str) -> None:
-    """Raise ValueError unless a value is a whole number of at least one."""
+    """Raise ValueError unless a value is an integer >= 1."""
     if not is_whole(value) or value < 1:
         raise ValueError(f"{name} is {value!r}; give a whole number >= 1")
 
 
 def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
-    """Return which field of a dataclass is not in the range of its type, with value and range.
+    """Describe the first field of a dataclass that is out of range; ``None`` if all are in range.
 
     Example:
         >>> from dataclasses import dataclass
@@ -83,7 +83,10 @@ def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
 
 
 def arguments_out_of_range(owner: Hashable, values: Mapping[str, Any]) -> str | None:  # Any: given
-    """Return which value is not in the range that a dataclass or function declares for its name."""
+    """Describe the first value outside the range that ``owner`` declares for its name.
+
+    ``owner`` is a dataclass or function; ``None`` if all values are in range or ``None``.
+    """
     for name, (kind, limits, or_none) in _limits_of(owner).items():
         value = values.get(name)
         range_ = " and ".join(map(_words, limits))
@@ -109,7 +112,7 @@ def _is_of(value: object, kind: _Kind) -> bool:
 
 
 def _hint(value: object, kind: _Kind) -> str:
-    """Return what else to say of a value that is no number."""
+    """Return the end of a message about a number that was given as text; else empty."""
     if not isinstance(value, str) or kind is bool:
         return ""
     try:
@@ -123,7 +126,10 @@ def _hint(value: object, kind: _Kind) -> str:
 
 @cache
 def _limits_of(owner: Hashable) -> Mapping[str, tuple[_Kind, tuple[_Limit, ...], str]]:
-    """Return by name what a value is, its limits, and what an error adds if it may be ``None``."""
+    """Return, by name, the kind of number, its limits, and ", or None" if that is allowed.
+
+    Names without limits are left out, except bools.
+    """
     hints = get_type_hints(owner, include_extras=True)
     found = {
         name: (_kind_in(hint), tuple(_limits_in(hint)), _or_none(hint))
@@ -142,7 +148,7 @@ def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its for
 
 
 def _kind_in(hint: Any) -> _Kind:  # Any: as above
-    """Return what values of a type are: whole numbers, or any real ones."""
+    """Return the kind of number that a type declares: bool, Integral or Real."""
     hint = _bare(hint)
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     bare = set(map(_bare, options))
@@ -159,7 +165,7 @@ def _bare(hint: Any) -> Any:  # Any: as above
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-#: How each limit is said, the name of its number, and what it asks of a value.
+#: For each limit: its words in messages, the attribute with its number, and the test of a value.
 _LIMITS: Mapping[type[_Limit], tuple[str, str, Callable[[Any, Any], bool]]] = {  # Any: numbers
     Ge: (">=", "ge", operator.ge),
     Gt: (">", "gt", operator.gt),

@@ -1,4 +1,4 @@
-"""Passwords in URLs: found, removed, and never shown."""
+"""Removes passwords from URLs and from text to show."""
 
 import re
 
@@ -7,12 +7,12 @@ _QUERY_PASSWORD = re.compile(r"(?i)([?&](?:password|passwd|pwd|sslpassword)=)[^&
 
 
 def without_password(url: str) -> str:
-    """Return ``url`` with neither a password nor a query parameter that holds one."""
+    """Remove the password from ``url``, and query parameters that contain one."""
     address, mark, query = _URL_PASSWORD.sub(r"\1@", url).partition("?")
     kept = [part for part in query.split("&") if not _QUERY_PASSWORD.match(f"?{part}")]
     return address + (mark if kept else "") + "&".join(kept)
 
 
 def redacted(text: str) -> str:
-    """Return a text to show, without the password of a URL in it."""
+    """Replace the passwords of URLs in a text by ``***``."""
     return _QUERY_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1:***@", text))

@@ -1,17 +1,17 @@
-"""Metrics that clients report, by names of their own: clients are not trusted with either."""
+"""Metrics that clients report. Clients choose names and values, and neither is trusted."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-#: So many metrics of one reply are kept.
+#: Most metrics kept of one reply.
 MAX_METRICS = 64
-#: Characters of a metric's name, at the most.
+#: Most characters in a metric's name.
 MAX_NAME = 64
 
 
 def named(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return those of a reply's metrics that may be recorded: of so many and so long names.
+    """Select the metrics of a reply that may be recorded, limiting their number and their names.
 
     Example:
         >>> named({"grad_norm": 0.5, "": 1.0, "x" * 65: 1.0})
@@ -24,15 +24,15 @@ def named(metrics: Mapping[str, float]) -> dict[str, float]:
 def usual(num_named: Mapping[str, int], *, num_replies: int) -> list[str]:
     """Return the names that more than half of the replies have, sorted.
 
-    What few clients name is a mistake or a nuisance, not a measurement. So many names at the most
-    are usual as twice those that one reply may have.
+    A name that only few clients report is a mistake or an attack, not a measurement. There are
+    fewer such common names than twice :data:`MAX_METRICS`.
     """
     return sorted(name for name, num in num_named.items() if 2 * num > num_replies)
 
 
 @dataclass
 class WeightedMeans:
-    """Training metrics of a round on their way to their means."""
+    """Accumulates the training metrics of a round into weighted means."""
 
     num_replies: int = 0
     _sums: dict[str, float] = field(default_factory=dict)
@@ -40,7 +40,10 @@ class WeightedMeans:
     _counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float], *, num_examples: int) -> None:
-        """Take the metrics of a report; ``loss`` is the participation's, and NaN counts as none."""
+        """Add the metrics of a report, without NaN and infinity.
+
+        ``loss`` is left out: it is recorded in the client's participation.
+        """
         self.num_replies += 1
         for name, value in named(metrics).items():
             if name != "loss" and math.isfinite(value):
@@ -49,7 +52,10 @@ class WeightedMeans:
                 self._counts[name] = self._counts.get(name, 0) + 1
 
     def close(self) -> dict[str, float]:
-        """Return the means over the reports that have them, weighted by examples; finite."""
+        """Return the means over the reports that have each metric, weighted by examples.
+
+        Only of names that more than half of the reports have, and only finite means.
+        """
         names = usual(self._counts, num_replies=self.num_replies)
         means = {name: self._sums[name] / self._weights[name] for name in names}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}

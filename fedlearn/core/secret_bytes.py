@@ -1,6 +1,7 @@
-"""Randomness of the operating system, that nobody can repeat.
+"""Secret randomness from the operating system, which cannot be reproduced.
 
-What can be repeated is in :mod:`fedlearn.core.randomness`, which needs torch; this does not.
+Reproducible randomness is in :mod:`fedlearn.core.randomness`, which imports torch; this module
+does not.
 """
 
 import secrets
@@ -8,11 +9,11 @@ from typing import NoReturn
 
 
 class SecretBytes:
-    """Bytes nobody may predict: keys, mask seeds, tokens.
+    """Secret bytes: keys, mask seeds, tokens.
 
     Guarantees:
-        Drawn from the operating system's generator. Neither printed, pickled, compared
-        in variable time, nor turned into a :class:`Seed`.
+        :meth:`generate` draws from the operating system's generator. The bytes are never printed
+        or pickled, are compared in constant time, and cannot become a :class:`Seed`.
 
     Example:
         >>> SecretBytes.generate(32)
@@ -26,11 +27,11 @@ class SecretBytes:
 
     @classmethod
     def generate(cls, num_bytes: int) -> "SecretBytes":
-        """Return ``num_bytes`` fresh secret bytes."""
+        """Draw ``num_bytes`` new secret bytes."""
         return cls(secrets.token_bytes(num_bytes))
 
     def reveal(self) -> bytes:
-        """Return the bytes, for the primitive that consumes them."""
+        """Return the bytes, for the cryptographic primitive that uses them."""
         return self._value
 
     def __repr__(self) -> str:
@@ -47,5 +48,5 @@ class SecretBytes:
 
 
 def jitter() -> float:
-    """Return a number in [0, 1) that nobody needs to reproduce: it spreads retries in time."""
+    """Draw a number in [0, 1) that spreads retries in time and is never reproduced."""
     return secrets.SystemRandom().random()

@@ -1,4 +1,4 @@
-"""Which release of fedlearn this is, as peers and operators read it."""
+"""Name and version of this fedlearn release, as shown to peers and operators."""
 
 from importlib.metadata import version
 

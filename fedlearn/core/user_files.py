@@ -1,4 +1,4 @@
-"""Modules in files that a user names by their path."""
+"""Imports Python files that a user names by path."""
 
 import hashlib
 import importlib.util
@@ -8,9 +8,9 @@ from types import ModuleType
 
 
 def module_in(path: Path) -> ModuleType:
-    """Import a file, once in a process as any module; what it raises passes.
+    """Import a file, once per process like any module; errors in it are raised unchanged.
 
-    Its neighbours can be imported from then on, as those of a script can.
+    Its folder is added to ``sys.path``, so that it can import its neighbors, as a script can.
     """
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
     name = f"{path.stem}_{digest[:8]}"
@@ -26,6 +26,6 @@ def module_in(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # as import does
+        del sys.modules[name]  # as Python's import does after an error
         raise
     return module

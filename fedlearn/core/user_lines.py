@@ -1,7 +1,7 @@
-"""The line of the user's own code that an error comes from, or that a thread has reached.
+"""Finds the line of the user's own code that caused an error, or that a thread has reached.
 
-The user's own code is what is neither fedlearn nor installed: scripts, notebook cells, and projects
-that are installed in editable mode. The standard library and everything in a ``site-packages`` are
+The user's own code is neither part of fedlearn nor installed: scripts, notebook cells, and projects
+installed in editable mode. The standard library and everything in a ``site-packages`` folder are
 libraries.
 """
 
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 _FEDLEARN = Path(__file__).resolve().parents[1]
 _STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
-#: Folders of installed packages, in whichever environment; the second name is Debian's.
+#: Folders of installed packages in any environment; the second name is Debian's.
 _INSTALLED = {"site-packages", "dist-packages"}
-#: What cells of notebooks and lines of a prompt have for a file name.
+#: Beginnings of the file names of notebook cells and interactive lines.
 _TYPED = ("<ipython-input", "<python-input", "<stdin", "<console>")
 
 
 class _Owner(IntEnum):
-    """Whose code a line is; the higher, the more likely the user can mend it there."""
+    """The owner of a line of code; the higher, the more likely the user can fix the error there."""
 
     FEDLEARN = 0
     LIBRARY = 1
@@ -37,13 +37,13 @@ class _Line(NamedTuple):
 def user_line(where: BaseException | FrameType | None) -> str | None:
     """Return file, line and function of the innermost line of the user's own code.
 
-    Without any it is the innermost line of a library, else of fedlearn; ``None``: there is none.
+    If there is none, the innermost line of a library, else of fedlearn, else ``None``.
 
-    An error that the user's code did not raise itself comes from further in: from the error that
-    it was raised from, or from the first error of its group.
+    For an error that the user's code did not raise itself, the search continues with its cause
+    (``raise ... from``), and with the errors in its group, the first one foremost.
 
     Args:
-        where: An error that was raised, or the innermost frame of a thread.
+        where: A raised error, or the innermost frame of a thread.
 
     Example:
         >>> user_line(ValueError("never raised")) is None
@@ -55,7 +55,7 @@ def user_line(where: BaseException | FrameType | None) -> str | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return where an error comes from, its type and its message: for this device alone.
+    """Return an error's origin, type and message. Do not send it anywhere: it may contain data.
 
     Example:
         >>> describe_error(KeyError("PART"))
@@ -71,12 +71,12 @@ def _lines_of_thread(frame: FrameType) -> list[_Line]:
 
 
 def _lines_of(error: BaseException | None, seen: set[int]) -> list[_Line]:
-    """Return the lines that an error has passed, outermost first; none of those ``seen``."""
+    """Return the lines of an error's traceback, outermost first; none of errors in ``seen``."""
     if error is None or id(error) in seen:  # `raise error from error` is possible
         return []
     seen.add(id(error))
     lines = list(_lines(traceback.walk_tb(error.__traceback__)))
-    if isinstance(error, SyntaxError) and error.filename:  # no frame has reached that line
+    if isinstance(error, SyntaxError) and error.filename:  # that line is in no frame
         lines += _classified(error.filename, f"{error.filename}:{error.lineno}")
     if lines and lines[-1].owner is _Owner.USER:
         return lines
@@ -90,7 +90,8 @@ def _lines(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
     for frame, number in walk:
         filename, function = frame.f_code.co_filename, frame.f_code.co_name
         place = f"{filename}:{number}, in {function}"
-        # A command line's code; what dataclasses generate belongs to a module that has a file.
+        # Code of `python -c`. Generated methods of dataclasses have the same file name, but their
+        # module has a __file__.
         if filename == "<string>" and "__file__" not in frame.f_globals:
             yield _Line(_Owner.USER, place)
         else:
@@ -98,12 +99,12 @@ def _lines(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
 
 
 def _classified(filename: str, place: str) -> list[_Line]:
-    """Return a line with its owner; none for generated code, and for the import system."""
+    """Return a line with its owner; empty for generated code and the import system."""
     if filename.startswith(_TYPED):
         return [_Line(_Owner.USER, place)]
     if filename.startswith("<"):
         return []
-    # Some tools link packages into site-packages, so the path that was imported counts, too.
+    # Some tools link packages into site-packages, so check the path as imported, too.
     paths = {Path(filename), Path(filename).resolve()}
     if any(path.is_relative_to(_FEDLEARN) for path in paths):
         return [_Line(_Owner.FEDLEARN, place)]

@@ -1,13 +1,13 @@
-"""Words that somebody else has chosen: a user, or another machine."""
+"""Handles text from users and other machines: safe printing, and suggestions for typos."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with U+FFFD for what could steer a terminal or reorder a line.
+    r"""Replace characters that could control a terminal or reorder a line by U+FFFD.
 
-    Names and reasons come from users and clients: an escape sequence among them is data.
+    Names and reasons come from users and clients, so escape sequences in them must not take effect.
 
     Example:
         >>> printable("lost\x1b[2J power") == "lost\ufffd[2J power"
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question for the middle of a message; nothing if no known name is near.
+    """Suggest the most similar known name, as part of a message; empty if none is similar.
 
     Example:
         >>> did_you_mean("oter", ["otter", "yak"])
