@@ -1,7 +1,7 @@
-"""The client: what someone with data implements, and what speaks for it to a coordinator.
+"""The client: the trainer interface to implement, and the agent that talks to a coordinator.
 
-The public names are imported when they are first used: diagnosing a connection does not
-wait for torch.
+Public names are imported on first use, so that ``fedlearn`` can diagnose a connection without
+waiting for torch.
 """
 
 import importlib

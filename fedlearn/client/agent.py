@@ -1,4 +1,4 @@
-"""Taking part from inside an application: starts at once, trains in a process of its own."""
+"""Take part in federated learning from inside an application, training in a separate process."""
 
 import asyncio
 import logging
@@ -31,33 +31,33 @@ from fedlearn.client.process import (
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
 
-if TYPE_CHECKING:  # the application does not wait for torch
+if TYPE_CHECKING:  # keeps torch out of the application's process
     from fedlearn.training.trainer import LocalTrainer
 
-#: Seconds that another process of this client gets to see that there is no consent any more.
+#: Seconds that another process of this client gets to notice that consent was revoked.
 _ALONE_S = 30.0
-#: Seconds that a caller waits for what goes on in the background anyway.
+#: Seconds that a caller waits by default for work that finishes in the background anyway.
 _SOON_S = 0.9
-#: Seconds between two questions to the probes.
+#: Seconds between two polls of the application's probes.
 _ASK_S = 1.0
 _CLOCK = SystemClock()
 
-# In the application's process: what becomes of a line is the application's to say; if it says
-# nothing, warnings and errors go to standard error.
+# Standard logging, not structlog: this runs in the application's process, which configures its own
+# logging. If it configures none, Python prints warnings and errors to standard error.
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentStatus:
-    """Where an agent stands.
+    """A snapshot of an agent's state.
 
     Attributes:
         has_consent: Whether the user agrees to take part.
-        is_running: Whether the training process is there.
-        pid: Its process id; ``None``: there is none.
-        is_connected: Whether the coordinator hears it.
-        num_accepted: Replies that counted since the agent was made.
-        last: The latest event that is not progress.
+        is_running: Whether the training process is running.
+        pid: The training process's id, or ``None`` if it is not running.
+        is_connected: Whether it is connected to the coordinator.
+        num_accepted: Replies that the coordinator has accepted since the agent was created.
+        last: The latest event other than progress.
     """
 
     has_consent: bool = False
@@ -71,30 +71,30 @@ class AgentStatus:
 class Agent:
     """Lets an application's device take part in federated learning.
 
-    Nothing connects before :meth:`give_consent`. The training process ends with the
-    application, however that ends, and is started again when it crashes. A script starts its
-    agent under ``if __name__ == "__main__":`` if its trainer lies in the same file, which the
-    training process imports. An agent works in the process that has started it: a worker forked
-    from there cannot use it.
+    The agent does not connect before :meth:`give_consent`. Training runs in a separate process,
+    which ends with the application, even if that crashes, and is restarted when it crashes itself.
+    If the trainer is defined in the script that starts the agent, start the agent under
+    ``if __name__ == "__main__":``, because the training process imports that script. An agent works
+    only in the process that has started it, not in one forked from it.
 
     Args:
-        home: The client's folder: its keys, the user's consent, what it works on.
-        trainer: The user's: ``"module:Class"``, ``"path/file.py:Class"``, or a class or
-            function at the top level of a module. It is made, without arguments, in the
-            training process.
-        invitation: The file from the coordinator's operator; one that was used changes nothing,
-            a new one renews keys and certificate.
+        home: The client's folder, for its keys, the user's consent and the task in work.
+        trainer: The user's trainer: ``"module:Class"``, ``"path/file.py:Class"``, or a class or
+            function at the top level of a module. The training process calls it without arguments.
+        invitation: The file from the coordinator's operator. A file that was used before has no
+            effect; a new one enrols again, with new keys and a new certificate.
         conditions: What must hold before and during training.
-        policy: What is refused, whatever the coordinator asks.
-        probes: What the application knows of the device.
-        on_progress: Called with each event, one at a time, on a thread of its own; what it
-            raises is reported as of any thread (:func:`threading.excepthook`).
+        policy: What the client refuses, no matter what the coordinator asks.
+        probes: What the application knows about the device.
+        on_progress: Called with each event, one at a time, on a separate thread. An exception in it
+            is reported like that of any thread (:func:`threading.excepthook`).
         resources: How much of the device training may use.
-        connection: How the coordinator is found, and whose keys are believed there.
+        connection: How to find the coordinator, and which clients' identity keys to trust.
 
     Raises:
-        DeploymentError: The trainer cannot be made in another process, or its name leads nowhere;
-            there is no such invitation, or no Python to start a process with.
+        DeploymentError: Another process cannot create the trainer, or its name cannot be found; the
+            invitation does not exist; or there is no Python interpreter to start the training
+            process with.
 
     Example:
         ::
@@ -143,11 +143,11 @@ class Agent:
         self._pid: int | None = None  # of the process that has started it
 
     def start(self) -> None:
-        """Begin in the background; returns at once. An agent that runs goes on.
+        """Start in the background and return at once; a running agent continues.
 
         Raises:
             DeploymentError: This is the training process, which has imported the application's
-                script, or a process forked from that in which the agent was started.
+                script, or a fork of the process that started the agent.
         """
         self._require_own_process()
         with self._changed:
@@ -156,23 +156,24 @@ class Agent:
             self._changed.notify_all()
             if self._thread is not None and self._thread.is_alive():
                 return
-            # It ends with the application, and the training process with its socket.
+            # A daemon thread ends with the application, and closing its socket ends the training
+            # process.
             self._thread = threading.Thread(
                 target=self._supervise, name="fedlearn-agent", daemon=True
             )
             self._thread.start()
 
     def stop(self, *, wait: float = _SOON_S) -> bool:
-        """End the training process at its next batch; what it has done so far is kept.
+        """Stop the training process at its next batch, keeping its last checkpoint.
 
-        A training that does not listen is ended after 15 s, with whatever it has started.
+        If it does not stop within 15 s, it is killed, together with its child processes.
 
         Args:
-            wait: Seconds to wait for that, :data:`math.inf` for as long as it takes; it goes on in
-                the background all the same.
+            wait: Seconds to wait for it to exit, or :data:`math.inf` to wait as long as it takes.
+                Stopping continues in the background after that.
 
         Returns:
-            Whether the process is gone. In a forked process there is none to end.
+            Whether the process has exited; always true in a forked process, which has none.
         """
         if self._is_forked():
             return True
@@ -182,15 +183,15 @@ class Agent:
         return _done_within(wait, self._await_stop)
 
     async def stop_async(self, *, wait: float = math.inf) -> bool:
-        """Do as :meth:`stop`, while the event loop goes on."""
+        """Do the same as :meth:`stop` without blocking the event loop."""
         return await asyncio.to_thread(self.stop, wait=wait)
 
     def give_consent(self) -> None:
-        """Note that the user agrees; an agent that was started connects now.
+        """Record that the user agrees; an agent that was started connects now.
 
         Raises:
-            DeploymentError: It cannot be written, what an earlier revocation has left cannot be
-                erased, or the process is a wrong one, as for :meth:`start`.
+            DeploymentError: The decision cannot be written; leftovers of an earlier revocation
+                cannot be erased; or this is the wrong process, as for :meth:`start`.
         """
         self._require_own_process()
         self._home.set_consent(granted=True)
@@ -199,22 +200,22 @@ class Agent:
             self._changed.notify_all()
 
     def revoke_consent(self, *, wait: float = _SOON_S) -> bool:
-        """Note that the user does not agree, stop within one batch, erase local state.
+        """Record that the user does not agree, stop within one batch, and erase local state.
 
         Keys and certificate stay, so that the user may agree again; see :meth:`forget`.
-        If the application dies inside this, the next start erases the rest.
+        If the application dies during this call, the next start erases the rest.
 
         Args:
-            wait: Seconds to wait for the end of training and for the erasure, as for :meth:`stop`;
-                the decision itself is kept when this returns.
+            wait: Seconds to wait for training to end and for the erasure, as for :meth:`stop`. The
+                decision itself has been saved when this returns.
 
         Returns:
-            Whether everything is erased; if not yet, an error in it goes to the log.
+            Whether everything is erased; if not yet, a later error goes to the log.
 
         Raises:
-            DeploymentError: It cannot be written, which this agent obeys all the same; another
-                process works in the folder and does not end; something cannot be erased; or
-                the process is a wrong one, as for :meth:`start`.
+            DeploymentError: The decision cannot be written (this agent obeys it all the same);
+                another process uses the folder and does not end; something cannot be erased; or
+                this is the wrong process, as for :meth:`start`.
         """
         self._require_own_process()
         with self._changed:
@@ -226,26 +227,26 @@ class Agent:
         return is_erased
 
     async def revoke_consent_async(self, *, wait: float = math.inf) -> bool:
-        """Do as :meth:`revoke_consent`, while the event loop goes on."""
+        """Do the same as :meth:`revoke_consent` without blocking the event loop."""
         return await asyncio.to_thread(self.revoke_consent, wait=wait)
 
     def forget(self) -> None:
-        """Revoke consent and remove everything, keys included; raises as :meth:`revoke_consent`.
+        """Revoke consent and remove everything, including the keys; return when that is done.
 
-        It waits until that is done.
+        Raises as :meth:`revoke_consent`.
         """
         self.revoke_consent(wait=math.inf)
         self._home.forget(timeout_s=_ALONE_S)
 
     def change(self, *, conditions: Conditions | None = None, policy: Policy | None = None) -> None:
-        """Have other conditions, or another policy, from now on; a training process goes on.
+        """Replace the conditions or the policy, without restarting the training process.
 
-        Conditions are heeded within a second. A policy is heeded from the next request on: what was
-        begun under the former one is finished.
+        New conditions take effect within a second. A new policy applies from the next request on; a
+        task that was started under the old policy is finished.
 
         Args:
-            conditions: ``None``: as before.
-            policy: Likewise.
+            conditions: The new conditions; ``None`` keeps the present ones.
+            policy: The new policy; ``None`` keeps the present one.
 
         Raises:
             DeploymentError: As for :meth:`start`.
@@ -262,13 +263,12 @@ class Agent:
             child.tell(self._wishes())
 
     def wake(self) -> None:
-        """Look for the coordinator now: the network is back, or the user has come.
+        """Try to connect now, for example because the network is back or the user has arrived.
 
-        Whatever this agent waits for before it tries again ends at once: its own back-off, an
-        absence that the coordinator has asked for, an attempt that gets no answer, and the pause
-        before a training process that has crashed is started again. Conditions must still hold. An
-        agent that is connected, was not started or has no consent does nothing. Any thread may
-        call this.
+        Ends every wait before the next attempt: the agent's back-off, an absence that the
+        coordinator has asked for, an attempt without an answer, and the pause before a crashed
+        training process is restarted. Conditions must still hold. Has no effect on an agent that is
+        connected, was not started or has no consent. Any thread may call this.
 
         Raises:
             DeploymentError: As for :meth:`start`.
@@ -282,7 +282,7 @@ class Agent:
             child.tell(Wake())
 
     def status(self) -> AgentStatus:
-        """Return where the agent stands; raises as :meth:`start`."""
+        """Return a snapshot of the agent's state; raises as :meth:`start`."""
         self._require_own_process()
         with self._changed:
             return replace(self._status, has_consent=self._has_consent())
@@ -295,7 +295,10 @@ class Agent:
         self.stop(wait=math.inf)
 
     def _is_forked(self) -> bool:
-        """Return whether threads, locks and training process are those of another process."""
+        """Check whether this is a fork of the process that started the agent.
+
+        A fork inherits copies of the locks, but neither the threads nor the training process.
+        """
         return self._pid is not None and self._pid != os.getpid()
 
     def _require_own_process(self) -> None:
@@ -324,14 +327,14 @@ class Agent:
         return Changes(conditions=self._options.conditions, policy=self._options.policy)
 
     def _has_consent(self) -> bool:
-        """Return whether the user agrees, as far as that can be read."""
+        """Check whether the user agrees; consent that cannot be read counts as none."""
         try:
             return not self._is_revoked and self._home.has_consent()
         except (OSError, UnicodeDecodeError) as error:
             _log.error("the user's consent cannot be read, so there is none: %s", error)
             return False
 
-    # The supervising thread
+    # The supervisor thread
 
     def _supervise(self) -> None:
         if not self._has_consent():
@@ -356,18 +359,18 @@ class Agent:
                     )
 
     def _wait_until_wanted(self) -> bool:
-        """Return once a child is wanted; false: the agent stops."""
+        """Block until a training process is wanted (true) or the agent stops (false)."""
         with self._changed:
             while not self._is_stopping:
                 if not self._is_hopeless and self._has_consent():
                     return True
                 self._changed.wait()
-            self._thread = None  # who starts the agent again needs another one
+            self._thread = None  # `start` must create a new thread
             self._changed.notify_all()
         return False
 
     def _erase_leftovers(self) -> None:
-        """Finish what a revocation did not come to."""
+        """Finish an erasure that an earlier revocation did not complete."""
         if not self._home.folder.exists():
             return
         try:
@@ -377,10 +380,11 @@ class Agent:
             _log.error("local state is not erased: %s", error)
 
     def _run_child(self, progress: Caller, asking: Caller) -> str | None:
-        """Run one training process to its end.
+        """Run one training process until it exits.
 
         Returns:
-            What it ended of; ``None``: it was asked to, or has said that to go on is no use.
+            The description of a crash. ``None`` if the process was asked to stop, or has reported
+            that another attempt would be pointless.
         """
         options = self._options
         if options.invitation is None and not self._home.has_keys():
@@ -418,17 +422,17 @@ class Agent:
         return ending.crash
 
     def _ask_probes(self, child: TrainingProcess, asking: Caller) -> None:
-        """Tell the process what the probes find, and again in a second, while it is the child."""
+        """Poll the probes every second, and send the results to ``child`` while it runs."""
         if self._child is not child:
             return
-        asking.call(partial(self._ask_probes, child, asking))  # also if one of them fails
+        asking.call(partial(self._ask_probes, child, asking))  # first, in case a probe raises
         try:
             child.tell(self._probes.facts())
         finally:
             _CLOCK.sleep(_ASK_S)
 
     def _await_stop(self) -> None:
-        """Return when the supervising thread has ended the child, or the agent is started again."""
+        """Block until the supervisor thread has ended, or the agent is started again."""
         self._end_child()
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None or not self._is_stopping)
@@ -436,14 +440,15 @@ class Agent:
                 self._pid = None
 
     def _await_erasure(self) -> None:
-        """Return when there is neither a child nor anything that it worked on."""
+        """End the training process and erase its local state."""
         self._end_child()
         with self._home.locked(timeout_s=_ALONE_S):
-            if not self._has_consent():  # given again meanwhile: that has erased it
+            # If consent was given again meanwhile, `set_consent` has erased the state already.
+            if not self._has_consent():
                 self._home.erase()
 
     def _end_child(self) -> None:
-        """Return when the child that there is now has ended."""
+        """Ask the current training process to stop, and kill it if it does not."""
         with self._changed:
             child = self._child
             if child is None:
@@ -474,9 +479,9 @@ class Agent:
 
 
 def _done_within(wait_s: float, job: Callable[[], None]) -> bool:
-    """Carry out ``job`` on a thread; return whether it is done in time, and raise what it raises.
+    """Run ``job`` on a thread; return whether it finishes within ``wait_s``.
 
-    An error of a job that takes longer goes to the log.
+    An error within that time is raised here; a later one goes to the log.
     """
     done, lock, has_left = Future[None](), threading.Lock(), False
 
@@ -492,7 +497,8 @@ def _done_within(wait_s: float, job: Callable[[], None]) -> bool:
         else:
             done.set_result(None)
 
-    # A daemon: an application that ends takes the training process with it.
+    # A daemon thread, so that it does not keep the application alive: the training process ends
+    # with the application anyway.
     threading.Thread(target=carry_out, name="fedlearn-ending", daemon=True).start()
     try:
         done.result(timeout=None if math.isinf(wait_s) else wait_s)

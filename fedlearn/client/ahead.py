@@ -1,4 +1,4 @@
-"""Fetching the model that comes next, while the one before is still trained on."""
+"""Prefetch the next model while the client still trains on the current one."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from fedlearn.client.tasks import OpenTask
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConnectionRefused, DeploymentError, PolicyViolation, ProtocolError
 
-#: How much earlier than the last one took a fetch begins: the link has an upload to carry, too.
+#: A fetch starts this many times its expected duration early: an upload may share the link.
 _MARGIN = 2.0
 
 _log = structlog.get_logger(__name__)
@@ -21,12 +21,14 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(kw_only=True)
 class TrainingTimes:
-    """When the training in work will end, by how far it is and by how long the last one took.
+    """Estimates when the current training will end.
+
+    The estimate uses the trainer's reported progress, or else the duration of the last training.
 
     Attributes:
-        begun_s: When the training in work began; ``None``: nothing is trained.
-        fraction: How much of it is done, as the trainer says.
-        last_s: How long the last one took; ``None``: nobody knows.
+        begun_s: When the current training began, in seconds; ``None`` if there is none.
+        fraction: The share of it that is done, [0, 1], as the trainer reports.
+        last_s: Duration of the last complete training, in seconds; ``None`` before the first.
     """
 
     begun_s: float | None = None
@@ -34,17 +36,17 @@ class TrainingTimes:
     last_s: float | None = None
 
     def begin(self, now_s: float) -> None:
-        """Note that a training begins."""
+        """Record the start of a training."""
         self.begun_s, self.fraction = now_s, 0.0
 
     def end(self, now_s: float, *, is_whole: bool) -> None:
-        """Note that it has ended; ``is_whole``: it was not called off."""
+        """Record the end of a training; ``is_whole`` is false if it was cancelled."""
         if self.begun_s is not None and is_whole:
             self.last_s = now_s - self.begun_s
         self.begun_s = None
 
     def left_s(self, now_s: float) -> float:
-        """Return how long the training in work will go on; 0: nothing is, or nobody knows.
+        """Estimate the seconds left in the current training; 0 if there is none, or if unknown.
 
         Example:
             >>> times = TrainingTimes()
@@ -63,16 +65,16 @@ class TrainingTimes:
 
 @dataclass(kw_only=True, eq=False)
 class FetchingAhead:
-    """Fetches a model so that it is here when the training in work ends, and not much earlier.
+    """Prefetches a model so that it arrives shortly before the current training ends.
 
-    The later it begins, the newer the model. Of what it is told to want it fetches one at a time;
-    one that cannot be had is let go. All in the event loop.
+    Starting as late as possible gets the newest model. One model is fetched at a time; a fetch that
+    fails is not retried. Use it from the event loop only.
 
     Attributes:
-        post: Told that a model is here.
-        require_allowed: Raises :class:`~fedlearn.errors.PolicyViolation` where this client would
-            not train on it anyway.
-        times: Of the training in work.
+        post: Called with :class:`Fetched` when a model has arrived.
+        require_allowed: Raises :class:`~fedlearn.errors.PolicyViolation` for a model that this
+            client would refuse to train on.
+        times: Timing of the current training.
     """
 
     home: Home
@@ -83,23 +85,23 @@ class FetchingAhead:
     _wanted: OpenTask | None = None
     _live: LiveSession | None = None
     _tried: OpenTask | None = None
-    _last_s: float | None = None  # that the last fetch took
+    _last_s: float | None = None  # duration of the last fetch
     _job: "asyncio.Task[None] | None" = None
 
     def follow(self, wanted: OpenTask | None, live: LiveSession | None) -> None:
-        """Have a model here in time, over a session; ``None``: none is wanted any more."""
+        """Set the model to prefetch and the session to use; ``None`` cancels the prefetch."""
         self._wanted, self._live = wanted, live
         if wanted is None and self._job is not None:
             self._job.cancel()
         self._begin_if_due()
 
     def progressed(self, fraction: float) -> None:
-        """Note how far the training in work is."""
+        """Update the progress of the current training, and start the fetch if it is due."""
         self.times.fraction = fraction
         self._begin_if_due()
 
     async def stop(self) -> None:
-        """Fetch nothing for now; what is here in part stays."""
+        """Cancel the fetch; a partial download stays on disk."""
         if self._job is not None:
             await cancel([self._job])
             self._job = self._tried = None
@@ -127,7 +129,7 @@ class FetchingAhead:
             DeploymentError,
             PolicyViolation,
             ProtocolError,
-        ) as error:  # nobody waits for it: it is asked for in its turn, and judged then
+        ) as error:  # harmless: the task itself fetches the model again, and reports errors then
             _log.debug("not_fetched_ahead", round_num=task.key.round_num, error=str(error))
             return
         self._last_s = self.clock.now_s() - begin_s

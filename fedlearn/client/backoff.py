@@ -1,4 +1,4 @@
-"""How long to wait before trying again: exponentially longer, and never all at once."""
+"""Exponential back-off with jitter, so that clients do not reconnect all at the same time."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -12,13 +12,13 @@ from fedlearn.errors import ConfigError
 
 #: Upper bound of the first wait.
 _FIRST_S = 1.0
-#: Least absence: whatever a coordinator asks, its client does not come all the time.
+#: Shortest absence, so that a coordinator that asks for none does not cause a busy loop.
 _LEAST_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reconnection:
-    """How soon a client looks for its coordinator again.
+    """How soon a client tries to reconnect to its coordinator.
 
     Raises:
         ConfigError: A value is out of range.
@@ -48,17 +48,18 @@ class Reconnection:
             raise ConfigError(f"reconnection.{wrong}")
 
     def absence_s(self, asked_s: float) -> float:
-        """Return for how long to stay away if a coordinator asks for ``asked_s``, NaN included."""
+        """Clamp the absence that a coordinator asks for, ``asked_s``, which may even be NaN."""
+        # The order of the arguments matters: max(_LEAST_S, nan) is _LEAST_S.
         return min(max(_LEAST_S, asked_s), self.max_absence_s)
 
 
 @dataclass
 class Backoff:
-    """Waits of up to 1 s, 2 s, 4 s and so on, each uniformly distributed from zero.
+    """Generates waits of up to 1 s, 2 s, 4 s and so on, each drawn uniformly from zero up.
 
     Attributes:
-        max_s: Upper bound of them all, in seconds.
-        jitter: A number in [0, 1).
+        max_s: Upper bound of every wait, in seconds.
+        jitter: Returns a random number in [0, 1).
 
     References:
         M. Brooker, 2015, "Exponential Backoff And Jitter" (full jitter).
@@ -75,10 +76,10 @@ class Backoff:
     _bound_s: float = 0.0
 
     def next_s(self) -> float:
-        """Return the seconds to wait now."""
+        """Draw the next wait, in seconds."""
         self._bound_s = min(self.max_s, 2.0 * self._bound_s or _FIRST_S)
         return self._bound_s * self.jitter()
 
     def reset(self) -> None:
-        """Begin again with short waits: something has worked."""
+        """Start again with short waits, after a success."""
         self._bound_s = 0.0

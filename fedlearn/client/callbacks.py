@@ -1,4 +1,4 @@
-"""The application's own code: its callbacks and its probes, which may fail or take their time."""
+"""Call the application's callbacks and probes, which may raise or block."""
 
 import threading
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from queue import SimpleQueue
 
 
 class Caller:
-    """Makes calls one at a time on a thread of its own, which keeps no application from ending.
+    """Makes queued calls one at a time on a daemon thread.
 
-    A call that fails is reported as the failure of any thread is (:func:`threading.excepthook`);
-    the calls after it are made all the same.
+    A call that raises is reported like an exception in any thread (:func:`threading.excepthook`),
+    and the calls after it are still made.
     """
 
     def __init__(self, name: str) -> None:
@@ -18,15 +18,15 @@ class Caller:
         self._start()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have ``function`` called after those before it; returns at once."""
+        """Queue a call of ``function``; returns at once."""
         self._calls.put(function)
 
     def close(self) -> None:
-        """End the thread after the calls that were asked for; returns at once."""
+        """End the thread after the queued calls; returns at once."""
         self._calls.put(None)
 
     def _start(self) -> None:
-        # A daemon: the interpreter does not wait for a call that hangs.
+        # A daemon, so that a call that hangs does not keep the interpreter from exiting.
         threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
@@ -36,5 +36,5 @@ class Caller:
                 function()
             has_failed = False
         finally:
-            if has_failed:
+            if has_failed:  # the exception ends this thread, so another one makes the next calls
                 self._start()

@@ -1,8 +1,8 @@
-"""The process that an :class:`~fedlearn.client.agent.Agent` starts, or ``fedlearn join``.
+"""The training process, started by an :class:`~fedlearn.client.agent.Agent` or ``fedlearn join``.
 
-It reads its options from standard input and talks to the application over one socket, a JSON
-object a line: events go out, facts about the device and wishes come in. When the socket closes, the
-application is gone, and so is this process. SIGTERM ends it at the next batch.
+It reads its options from standard input and talks to the application over one socket, one JSON
+object per line: it sends events, and receives facts about the device and commands. A closed socket
+means that the application is gone, so this process exits. SIGTERM ends it at the next batch.
 """
 
 import asyncio
@@ -36,29 +36,29 @@ from fedlearn.processes.forks import keep_from_forks
 from fedlearn.processes.links import take_link
 from fedlearn.session.faults import in_users_code
 
-if TYPE_CHECKING:  # imported once it is watched whether the application is still there
+if TYPE_CHECKING:  # imports torch, so `_serve` imports it once the watch thread runs
     from fedlearn.client.runtime import Runtime
 
-#: Seconds that the process of an application that has died may take to end.
+#: Seconds to wait for the training process of an application that has just died to exit.
 _PREDECESSOR_S = 15.0
-#: Seconds that an application gets to read the last events.
+#: Seconds that the application gets to read the last events.
 _FLUSH_S = 5.0
 _CHUNK_BYTES = 1 << 16
 
-#: What an application says, by what it is: Any, since it is JSON.
+#: A message from the application, keyed by its type; Any because it is JSON.
 _Words: TypeAlias = dict[str, Any]
 
 
 class _Application:
-    """The other end of the socket: events go there on one thread, words come from there on another.
+    """The application at the other end of the socket; one thread sends to it, another receives.
 
-    Until :meth:`attach`, an application that goes away, or wants the client to stop, ends this
-    process at once.
+    Until :meth:`attach`, this process exits at once if the application goes away or asks it to
+    stop.
     """
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        # It must come to its end with this process, whatever the trainer starts or forks.
+        # The socket must close when this process dies, even if a fork of the trainer survives.
         keep_from_forks(link)
         self._events = SimpleQueue[bytes]()
         self._lock = threading.Lock()
@@ -70,30 +70,30 @@ class _Application:
         threading.Thread(target=self._listen, name="fedlearn-watch", daemon=True).start()
 
     def tell(self, event: AgentEvent) -> None:
-        """Send one event; an application that has gone does not hear it."""
+        """Queue an event for the application; it is lost if the application has gone."""
         self._events.put(json.dumps(asdict(event)).encode() + b"\n")
 
     def tell_end(self, error: FedlearnError) -> None:
-        """Say why this process ends: it would end so again."""
+        """Report a final error: a restarted process would fail in the same way."""
         self.tell(AgentEvent(kind=EventKind.FAILED, message=str(error), is_final=True))
 
     def tell_crash(self, error: BaseException) -> None:
-        """Report the crash's type and place, but not its message, which may contain data."""
+        """Report the crash's type and location, but not its message, which may contain data."""
         words = f"{type(error).__name__} at {user_line(error)}"
         self.tell(AgentEvent(kind=EventKind.CRASHED, message=words))
         sys.excepthook(type(error), error, error.__traceback__)
 
     def finish(self) -> None:
-        """Return once all events are sent, or cannot be; none may follow."""
+        """Flush the queued events, for a few seconds at most; send none afterwards."""
         self._events.put(b"")
         self._sender.join(_FLUSH_S)
 
     def has_gone(self) -> bool:
-        """Return whether the other end is closed."""
+        """Check whether the application has closed its end of the socket."""
         return self._gone.is_set()
 
     def attach(self, runtime: "Runtime") -> None:
-        """From now on the client hears what the application says; in its event loop."""
+        """Pass the application's messages to ``runtime`` from now on; call it in the event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
             self._attached = loop, runtime
@@ -110,7 +110,7 @@ class _Application:
 
     def _listen(self) -> None:
         rest = b""
-        with suppress(OSError):  # it may be killed
+        with suppress(OSError):  # the application may be killed
             while data := self._link.recv(_CHUNK_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
@@ -120,7 +120,7 @@ class _Application:
             attached = self._attached
         if attached is not None:
             loop, runtime = attached
-            with suppress(RuntimeError):  # it has just ended
+            with suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(runtime.stop)
             SystemClock().sleep(END_S)
         end_family()
@@ -132,7 +132,7 @@ class _Application:
                 self._early.append(words)
         if attached is not None:
             loop, runtime = attached
-            with suppress(RuntimeError):  # it has just ended
+            with suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(_handle, words, runtime)
         elif "Stop" in words:
             end_family()
@@ -151,7 +151,7 @@ def _handle(words: "_Words", runtime: "Runtime") -> None:
 
 
 def _be_worker() -> None:
-    """Be a worker of the trainer's, which SIGTERM ends: the client's handler would not."""
+    """Restore the default SIGTERM in a fork of the trainer, which inherits the client's handler."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -163,17 +163,18 @@ async def _run(runtime: "Runtime", application: _Application) -> bool:
 
 
 def main() -> NoReturn:
-    """Serve one application until it stops or goes away; the argument is the socket's number.
+    """Serve one application until it stops this process or goes away.
 
-    Then this process ends at once: what the trainer has left running is not waited for, and ended
-    by whoever of the two is left.
+    The command-line argument identifies the socket. At the end this process exits at once, without
+    waiting for threads or processes of the trainer. The application kills those that are left, or
+    this process does if the application is gone.
     """
     application = _Application(take_link(sys.argv[1]))
     try:
         code = _serve(application)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:  # noqa: BLE001 - it is told, and ends this process
+    except BaseException as error:  # noqa: BLE001 - it is reported, and ends this process
         application.tell_crash(error)
         code = 1
     for stream in (sys.stdout, sys.stderr):
@@ -186,26 +187,26 @@ def main() -> NoReturn:
 
 
 def _serve(application: _Application) -> int:
-    """Return the exit code."""
+    """Run the client, and return the exit code of this process."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=_be_worker)
     options = OPTIONS.validate_json(sys.stdin.buffer.read())
     _configure_logs(options)
     from fedlearn.client.runtime import make_runtime  # noqa: PLC0415 (torch takes seconds)
 
-    if options.is_command:  # only now, so that no file there hides a module of those above
+    if options.is_command:  # only now, so that no local file shadows a module imported above
         find_modules_here()
 
     try:
         with ClientFolder(options.home).locked(timeout_s=_PREDECESSOR_S):
-            pass  # the process of an application that has just died ends within a batch
+            pass  # wait for the process of an application that has just died: it ends in a batch
         with (
             told_while_it_lasts(f"{options.trainer} is still being made", application.tell),
-            # An application's log is no place for an error's message, which may quote the data.
+            # In an application's log, leave out the error's message, which may quote the data.
             in_users_code() if options.is_command else nullcontext(),
         ):
             runtime = make_runtime(options, on_event=application.tell)
-    except FedlearnError as error:  # the trainer's, perhaps: there is no data
+    except FedlearnError as error:  # for example, the trainer has found no data
         application.tell_end(error)
         return 0
     try:
@@ -219,7 +220,7 @@ def _serve(application: _Application) -> int:
 def _configure_logs(options: RuntimeOptions) -> None:
     if options.is_command:
         configure_logs(level=options.log_level, quiet=False)
-    else:  # lines among those of an application
+    else:  # these lines appear among those of the application
         structlog.configure(
             wrapper_class=structlog.make_filtering_bound_logger(options.log_level),
             logger_factory=structlog.PrintLoggerFactory(sys.stderr),

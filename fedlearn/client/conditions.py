@@ -20,22 +20,22 @@ from annotated_types import doc
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
 
-#: Tells whether something holds; ``None``: it cannot tell.
+#: Checks one fact about the device; returns ``None`` if it cannot tell.
 Probe: TypeAlias = Callable[[], bool | None]
 
-#: A device is idle while others use less than this share of its processors.
+#: A device is idle while other programs use less than this share of its processors.
 _IDLE_SHARE = 0.25
 #: Seconds over which that share is averaged.
 _IDLE_WINDOW_S = 10.0
 _IDLE_SHORTEST_S = 0.5
-#: Of the times that an operating system counts, those in which a processor does nothing for this
-#: machine, and those that are counted in another one, too.
+#: CPU times that are not work of this machine (idle, iowait, steal), or that are counted twice:
+#: guest time is part of user time.
 _NOT_BUSY = frozenset({"idle", "iowait", "steal", "guest", "guest_nice"})
-#: Of the times of a process: its own, in the system, and both of its children that have ended.
+#: The first CPU times of a process: user, system, and both of its children that have exited.
 _NUM_TIMES = 4
-#: Seconds for which what the application tells holds: a probe may take its time, not for ever.
+#: Seconds for which facts from the application stay valid: a probe may be slow, but not hang.
 _TOLD_S = 10.0
-#: Seconds for which NetworkManager's answer holds.
+#: Seconds for which NetworkManager's answer is cached.
 _METERED_AGE_S = 30.0
 _TIME = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
 _NETWORK_MANAGER = "org.freedesktop.NetworkManager"
@@ -43,12 +43,12 @@ _NETWORK_MANAGER = "org.freedesktop.NetworkManager"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the device now; ``None``: it cannot tell.
+    """What is currently known about the device; ``None`` means unknown.
 
     Attributes:
         on_power: Whether it runs on mains power.
-        idle: Whether nobody uses it.
-        unmetered: Whether its network costs nothing by volume.
+        idle: Whether it is not in use.
+        unmetered: Whether its network is not billed by volume.
     """
 
     on_power: bool | None = None
@@ -56,15 +56,16 @@ class Facts:
     unmetered: bool | None = None
 
     def known(self) -> dict[str, bool]:
-        """Return what can be told."""
+        """Return the facts that are known, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
-    """What the application knows better than the operating system; polled in its process.
+    """Functions by which the application overrides what the operating system reports.
 
-    Each tells what :class:`Facts` has under its name; ``None``: ask the operating system.
+    They are polled in the application's process. Each determines the fact of the same name in
+    :class:`Facts`; without one, or if it returns ``None``, the operating system is asked.
     """
 
     on_power: Probe | None = None
@@ -72,13 +73,13 @@ class Probes:
     unmetered: Probe | None = None
 
     def facts(self) -> Facts:
-        """Ask every probe that there is."""
+        """Call all probes that are set."""
         return Facts(**{name: probe() for name, probe in vars(self).items() if probe is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What must hold before and during training; what is not asked for need not be known.
+    """What must hold before and during training.
 
     Raises:
         ConfigError: ``between`` is not two different times of day.
@@ -118,7 +119,7 @@ class Conditions:
             )
 
     def unmet(self, facts: Facts, *, local: datetime) -> tuple[str, ...]:
-        """Return what does not hold, in words; what is required and unknown does not."""
+        """Describe each condition that does not hold; one that is unknown does not hold."""
         unmet = []
         for name in ("on_power", "idle", "unmetered"):
             value = getattr(facts, name)
@@ -131,21 +132,23 @@ class Conditions:
 
 def _is_between(between: tuple[str, str], local: datetime) -> bool:
     begin, end = between
-    now = f"{local.hour:02d}:{local.minute:02d}"  # of one width: compares as a time does
+    now = f"{local.hour:02d}:{local.minute:02d}"  # zero-padded, so strings compare like times
     return begin <= now < end if begin < end else now >= begin or now < end
 
 
 def local_time(unix_s: float) -> datetime:
-    """Return seconds since 1970 as a time in this device's time zone."""
+    """Convert seconds since 1970 to a time in this device's time zone."""
     return datetime.fromtimestamp(unix_s, tz=UTC).astimezone()
 
 
 @dataclass
 class Device:
-    """Asks the operating system; what the application tells comes before.
+    """Finds out facts about the device from the operating system and the application.
+
+    Facts from the application take precedence.
 
     Attributes:
-        clock: When it was asked, or told.
+        clock: Measures how old an answer is.
         power_supplies: Where Linux lists mains adapters and batteries.
     """
 
@@ -156,36 +159,36 @@ class Device:
     _told: tuple[float, Facts] = (-math.inf, Facts())
 
     def tell(self, facts: Facts) -> None:
-        """Take what the application knows; it holds for a few seconds."""
+        """Store facts from the application; they stay valid for a few seconds."""
         self._told = self.clock.now_s(), facts
 
     def facts(self) -> Facts:
-        """Return what can be told; to be called every second or so, and may take a moment."""
+        """Find out all facts; call this about once a second, on a thread, since it may block."""
         found = self.found()
         told_s, told = self._told
         return found if self.clock.now_s() - told_s > _TOLD_S else replace(found, **told.known())
 
     def found(self) -> Facts:
-        """Return what the operating system tells."""
+        """Find out the facts that the operating system knows."""
         return Facts(on_power=self._on_power(), idle=self._idle(), unmetered=self._unmetered())
 
     def _on_power(self) -> bool | None:
-        """A device without a battery is on mains power; with one, a mains adapter must be."""
-        if sys.platform == "linux":  # where psutil takes the battery of a mouse for the machine's
+        """Check for mains power; a device without a battery is always on it."""
+        if sys.platform == "linux":  # psutil mistakes a mouse's battery for the machine's
             return _is_on_power(self.power_supplies)
         else:
             battery = psutil.sensors_battery()
             return True if battery is None else battery.power_plugged
 
     def _idle(self) -> bool | None:
-        """Compare what others than this process and its own have used of the processors' time."""
+        """Check that other programs than this process and its children use little CPU time."""
         busy_s, own_s, now_s = _busy_s(), _used_s(), self.clock.now_s()
         self._load.append((now_s, busy_s, own_s))
         while now_s - self._load[1 if len(self._load) > 1 else 0][0] >= _IDLE_WINDOW_S:
             self._load.popleft()
         then_s, busy_then_s, own_then_s = self._load[0]
         if now_s - then_s < _IDLE_SHORTEST_S:
-            return None  # the kernel counts in hundredths: too short to tell
+            return None  # too short to tell: the kernel counts in hundredths of a second
         others_s = (busy_s - busy_then_s) - (own_s - own_then_s)
         return others_s < _IDLE_SHARE * (os.cpu_count() or 1) * (now_s - then_s)
 
@@ -206,43 +209,43 @@ def _is_on_power(power_supplies: Path) -> bool | None:
     batteries = [
         _line(each / "status") == "Discharging"
         for kind, each in kinds
-        if kind == "Battery" and _line(each / "scope") != "Device"  # a mouse's is none
+        if kind == "Battery" and _line(each / "scope") != "Device"  # "Device": a mouse's battery
     ]
     return any(mains) or not any(batteries)
 
 
 def _busy_s() -> float:
-    """Return how long the processors have worked since the machine started, added up."""
+    """Return the CPU seconds that all processors have worked since boot."""
     times = psutil.cpu_times()._asdict()
     return math.fsum(seconds for name, seconds in times.items() if name not in _NOT_BUSY)
 
 
 def _used_s() -> float:
-    """Return the processor time of this process and all that come of it.
+    """Return the CPU seconds used by this process and its descendants.
 
-    A trainer's data may be loaded by processes of its own.
+    Descendants count because a trainer may load its data in worker processes.
     """
     used_s = 0.0
     for each in _family_of(psutil.Process()):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # it has just exited
             used_s += sum(each.cpu_times()[:_NUM_TIMES])
     return used_s
 
 
 def _family_of(process: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield a process and all that come of it."""
+    """Yield a process and all its descendants."""
     yield process
     if sys.platform == "linux":
-        # psutil looks at each process of the machine: 5 ms for a hundred, every second.
+        # psutil would scan every process of the machine: 5 ms per hundred of them, every second.
         for pid in _child_pids(process.pid):
-            with suppress(psutil.Error):  # it has just ended
+            with suppress(psutil.Error):  # it has just exited
                 yield from _family_of(psutil.Process(pid))
     else:
         yield from process.children(recursive=True)
 
 
 def _child_pids(pid: int) -> list[int]:
-    """Return the children of a process on Linux; none if it has just ended."""
+    """List the child process ids of a process on Linux; empty if it has just exited."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -251,7 +254,7 @@ def _child_pids(pid: int) -> list[int]:
 
 
 def _line(path: Path) -> str:
-    """Return the first line of a file, empty if it cannot be read."""
+    """Return the first line of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text().partition("\n")[0]
     except OSError:
@@ -259,7 +262,7 @@ def _line(path: Path) -> str:
 
 
 def _ask_network_manager() -> bool | None:
-    """Return whether the network is unmetered; ``None`` without NetworkManager or its guess."""
+    """Ask NetworkManager if the network is unmetered; ``None`` if it is absent or cannot tell."""
     program = shutil.which("busctl")
     if program is None:
         return None

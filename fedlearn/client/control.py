@@ -1,4 +1,4 @@
-"""How a running task hears from the runtime, and what it keeps against a restart."""
+"""Connect a running task to the runtime: cancellation, progress and checkpoints."""
 
 import asyncio
 import threading
@@ -14,9 +14,10 @@ from fedlearn.client.home import Home
 from fedlearn.core.clock import Clock
 from fedlearn.errors import Cancelled
 
-#: A checkpoint waits until this many times the last one's duration have passed since it.
+#: Wait this many times the duration of the last checkpoint before the next, so that checkpoints
+#: take at most about 5 % of the time.
 _CHECKPOINT_SPACING = 20.0
-#: Seconds between two reports, at least.
+#: Least number of seconds between two progress reports.
 _REPORT_SPACING_S = 0.1
 
 
@@ -26,7 +27,7 @@ class WorkControl:
     ``on_report`` is called in the training thread with a fraction and a loss.
 
     Attributes:
-        download: What fetches the request, once that has begun; it is called off, too.
+        download: The job that downloads the request, once it has started; it is cancelled, too.
     """
 
     def __init__(
@@ -38,30 +39,30 @@ class WorkControl:
         self._next_checkpoint_s = self._next_report_s = float("-inf")
 
     def call_off(self) -> None:
-        """End the task at its next :meth:`check`; from the event loop's thread."""
+        """Cancel the task at its next :meth:`check`; call this from the event loop's thread."""
         self._called_off.set()
         if self.download is not None:
             self.download.cancel()
 
     @property
     def is_called_off(self) -> bool:
-        """Whether the task shall end."""
+        """Whether the task was cancelled."""
         return self._called_off.is_set()
 
     def check(self) -> None:
-        """Raise :class:`Cancelled` if the task was called off."""
+        """Raise :class:`Cancelled` if the task was cancelled."""
         if self.is_called_off:
             raise Cancelled("the task was called off")
 
     def report(self, *, fraction: float, loss: float) -> None:
-        """Tell the application, a few times a second at most."""
+        """Report progress to the application, at most ten times a second."""
         now_s = self._clock.now_s()
         if now_s >= self._next_report_s or fraction >= 1.0:
             self._next_report_s = now_s + _REPORT_SPACING_S
             self._on_report(fraction, loss)
 
     def saved(self) -> Mapping[str, Tensor]:
-        """Return what :meth:`save` kept of this task."""
+        """Load the task's checkpoint; empty if there is none, or it is damaged."""
         try:
             content = self._home.checkpoint()
             return safetensors.torch.load(content) if content else {}
@@ -71,7 +72,7 @@ class WorkControl:
             return {}
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep ``tensors`` durably, unless that would take too large a share of the time."""
+        """Write ``tensors`` as the task's checkpoint, unless the last one was too recent."""
         begin_s = self._clock.now_s()
         if begin_s < self._next_checkpoint_s:
             return
