@@ -1,7 +1,7 @@
-"""From a configuration to a run that can start: the only registry of names.
+"""Builds a run from its configuration.
 
-First its pieces (:func:`simulation`, :func:`deployment`), then its plan
-(``fedlearn.assembly.plan``).
+:func:`simulation` and :func:`deployment` build the components of the run, and
+``fedlearn.assembly.plan`` turns them into its plan.
 """
 
 from fedlearn.assembly.deployed import deployment

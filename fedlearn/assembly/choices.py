@@ -1,4 +1,4 @@
-"""What is automatic in a simulation: device, workers, executor; and what its user is told."""
+"""Makes the automatic choices of a simulation (device, workers, executor) and explains them."""
 
 import math
 import os
@@ -40,30 +40,31 @@ from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision
 
-#: Clients that a note lists.
+#: Most clients that a note lists.
 _LISTED = 20
 
 
-#: A job of fewer floating-point operations is done before a second worker has started.
+#: A job with fewer floating-point operations finishes before a second worker has started.
 _SMALL_JOB_FLOP = 2e12
 
 
 def resolve(
     simulation: Simulation, *, clock: Clock, environ: Mapping[str, str], cache_dir: Path
 ) -> Simulation:
-    """Return the simulation with a decision for every ``auto`` of the engine's settings.
+    """Resolve every ``auto`` among the engine's settings.
 
-    Its notes say what was decided why, and which dtypes are not float32's or float64's alone.
+    The notes of the returned simulation explain each choice, and list the dtypes of a model that
+    mixes several.
 
     Args:
-        simulation: The pieces.
-        clock: Real time, for the probe.
-        environ: Tells whether torchrun has started workers.
-        cache_dir: Where probes are remembered.
+        simulation: The components of the run.
+        clock: Real time, for the probe that measures executors.
+        environ: Environment variables, which show whether torchrun started the workers.
+        cache_dir: Where probe results are cached.
 
     Raises:
-        ConfigError: Noise does not fit the model, or the coordinator's own training does not, or
-            there are fewer GPUs than processes.
+        ConfigError: Noise or the coordinator's own training does not fit the model, or there are
+            fewer GPUs than processes.
         DataError: A feature is beyond the range of the model's floats.
         EngineError: The engine cannot do what the configuration asks.
     """
@@ -107,7 +108,7 @@ def resolve(
 
 
 def _names(simulation: Simulation) -> tuple[str, ...]:
-    """Return which client is which, where the data name the clients."""
+    """Return a note on the clients' names, if the data give them names beyond a number."""
     population = simulation.population
     names = client_names(population)
     if names is None:
@@ -118,7 +119,7 @@ def _names(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[str, ...]:
-    """Return which integers reach the model as floats.
+    """Return a note on integer features that reach the model as floats.
 
     Raises:
         DataError: A feature is beyond the range of the model's floats.
@@ -136,12 +137,15 @@ def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[s
 
 
 def _has_noisy_updates(pieces: Pieces) -> bool:
-    """Whether noise is added to whole updates, not to the gradients of examples."""
+    """Whether noise is added to whole updates rather than to the gradients of examples."""
     return pieces.privacy is not None and not pieces.privacy.hides_examples
 
 
 def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
-    """Return the simulation with the buffers frozen that training does not change."""
+    """Freeze the buffers that training does not change.
+
+    A release with noise refuses buffers that clients would send; frozen ones are not sent.
+    """
     try:
         names = constant_buffers(
             simulation.make_model,
@@ -158,7 +162,7 @@ def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
 
 
 def _single_examples(simulation: Simulation) -> Iterator[str]:
-    """Yield a warning if the last batch of some clients is one example of a layer's statistics."""
+    """Warn if a layer uses batch statistics and some clients' last batch has one example."""
     with untouched(torch.default_generator):
         layer = batch_statistics(simulation.make_model().train())
     if layer is None or simulation.make_trainer is not None:
@@ -180,14 +184,14 @@ def _single_examples(simulation: Simulation) -> Iterator[str]:
 
 
 def _how(choice: Choice) -> str:
-    """Return how clients train, as a user thinks of it."""
+    """Say in words how many clients train at once."""
     if choice.kind is ExecutorKind.SEQUENTIAL:
         return "clients train one at a time"
     return f"clients train {choice.block_size} at once"
 
 
 def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
-    """Return on whose examples the coordinator trains by itself, if it does."""
+    """Return a note on the data of the coordinator's own training, if it is on."""
     section, own = simulation.config.coordinator.training, simulation.own
     if not section.is_on:
         return ()
@@ -200,7 +204,10 @@ def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _asked(simulation: Simulation) -> tuple[str, ...]:
-    """Return who is asked and waited for, where that is not the main job's to say."""
+    """Return a note on how many clients train in a round and how long the server waits.
+
+    The main job (the digits) and a centralized run need no such note.
+    """
     config, policy = simulation.config, simulation.policy
     if (asynchrony := simulation.asynchrony) is not None:
         text = (
@@ -219,7 +226,7 @@ def _asked(simulation: Simulation) -> tuple[str, ...]:
 
 
 def device_of(name: str, environ: Mapping[str, str]) -> torch.device:
-    """Return the device ``name`` for this process: under torchrun each has a GPU of its own.
+    """Return the device ``name`` for this process; under torchrun each process has its own GPU.
 
     Raises:
         EngineError: There is no such device.
@@ -267,18 +274,19 @@ def _num_workers(
 
 
 def workers_used(simulation: Simulation, asked: int) -> int:
-    """Return how many of the workers that were asked for have a client to train."""
+    """Return how many of the requested workers have a client to train."""
     if isinstance(simulation.sampler, SeededSampler):
         return min(asked, simulation.policy.num_asked)
-    return min(asked, simulation.population.num_clients)  # a sampler of the user's may ask them all
+    return min(asked, simulation.population.num_clients)  # a user's sampler may select all clients
 
 
 def _job_flop(simulation: Simulation, params: Params) -> float:
-    """Return the floating-point operations of all local training, for dense layers."""
+    """Estimate the floating-point operations of all local training, assuming dense layers."""
     config, population = simulation.config, simulation.population
     sample = torch.arange(min(64, population.num_clients)).numpy()
     mean_examples = float(population.num_examples(sample).mean())
     examples = mean_examples * simulation.algorithm.local.work.epochs
+    # 6 per parameter and example: 2 in the forward pass and 4 in the backward pass.
     return 6.0 * params.num_elements * examples * simulation.policy.num_wanted * config.num_rounds
 
 
@@ -301,14 +309,14 @@ def _executor(
                 "own, which train one at a time; leave it out"
             )
         return replace(choice, block_size=engine.block_size)
-    # Blocks of one size: a worker's share in as few as fit the cache.
+    # Split a worker's share into as few blocks of equal size as fit the cache.
     share = -(-simulation.policy.num_wanted // num_workers)
     num_blocks = -(-share // choice.block_size)
     return replace(choice, block_size=-(-share // num_blocks))
 
 
 def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
-    """Return what the executor is chosen by and made for."""
+    """Describe the training job for which an executor is chosen and built."""
     config = simulation.config
     return Job(
         make_model=simulation.make_model,

@@ -1,4 +1,4 @@
-"""What every run is checked for and told, simulated or deployed."""
+"""Wraps the algorithm and runs the checks that simulated and deployed runs have in common."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,17 +16,22 @@ from fedlearn.parallel.distillation import Distilling
 
 
 def furnished(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
-    """Return the pieces with all that the configuration puts around an algorithm.
+    """Add every wrapper around the algorithm that the configuration asks for.
 
     Raises:
-        ConfigError: ``extra`` cannot be told, or updates of earlier models cannot be in a round.
+        ConfigError: ``extra`` cannot be broadcast, or the run allows updates of earlier models and
+            the algorithm cannot aggregate them.
     """
     return _asynchronous(_bounded(_distilling(_told(pieces, extra))))
 
 
 def complete(pieces: PiecesT) -> PiecesT:
-    """Return ``pieces`` if secure aggregation holds with them, and they fit together."""
-    _ = pieces.secure, pieces.early_stopping()  # each raises otherwise
+    """Check that the components of a run fit together, and return them.
+
+    Raises:
+        ConfigError: They do not fit together, or secure aggregation is not secure with them.
+    """
+    _ = pieces.secure, pieces.early_stopping()  # both raise ConfigError if they cannot be built
     pieces.require_settings_of_rounds()
     most, num_wanted = pieces.algorithm.max_reports, pieces.policy.num_wanted
     if most is not None and num_wanted > most:
@@ -38,7 +43,7 @@ def complete(pieces: PiecesT) -> PiecesT:
 
 
 def _bounded(pieces: PiecesT) -> PiecesT:
-    """Return the pieces with the bounds of updates that the configuration asks for, if any."""
+    """Add the bounds on updates that the configuration sets, if any."""
     bounds = built(UpdateBounds, pieces.config.updates)
     if bounds == GENEROUS:
         return pieces
@@ -46,7 +51,7 @@ def _bounded(pieces: PiecesT) -> PiecesT:
 
 
 def _asynchronous(pieces: PiecesT) -> PiecesT:
-    """Return ``pieces`` if updates of earlier models may be in their rounds, or are not."""
+    """Check that the algorithm accepts updates of earlier models, if the run allows them."""
     modes = {"asynchronous": pieces.asynchrony, "late_updates": pieces.late_updates}
     for table, rule in modes.items():
         if rule is not None:
@@ -58,10 +63,10 @@ def _asynchronous(pieces: PiecesT) -> PiecesT:
 
 
 def _told(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
-    """Return the pieces with free-form settings for the clients' trainers, if there are any.
+    """Broadcast the free-form settings to the clients' trainers, if there are any.
 
     Raises:
-        ConfigError: A name or a value cannot be told.
+        ConfigError: A name or a value cannot be sent.
     """
     if not extra:
         return pieces
@@ -74,7 +79,7 @@ def _told(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
 
 
 def _distilling(pieces: PiecesT) -> PiecesT:
-    """Return the pieces with rounds that end in distillation, if they shall."""
+    """End each round with distillation, if the configuration asks for it."""
     num_steps = pieces.config.coordinator.training.distil_steps
     if not num_steps:
         return pieces

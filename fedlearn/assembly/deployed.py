@@ -1,4 +1,4 @@
-"""From a configuration to the pieces of a coordinator."""
+"""Builds the components of a deployed run from its configuration."""
 
 import re
 from collections.abc import Collection
@@ -27,21 +27,21 @@ from fedlearn.door.eligibility import Requirements
 from fedlearn.door.meanings import MEANINGS
 from fedlearn.errors import ConfigError
 
-#: What Prometheus adds to the name of a metric in those of its series.
+#: Suffixes that Prometheus adds to a metric's name in the names of its series.
 _OF_A_SERIES = re.compile(r"_(total|bucket|count|sum)$")
 
 
 def deployment(config: Config, *, data_dir: Path) -> Deployment:
-    """Return the pieces that ``config`` names for a coordinator.
+    """Build the components of the coordinator's run from its configuration.
 
     Args:
-        config: The resolved tree; its devices and engine describe a simulation and count for
-            nothing here, but for ``engine.slab_bytes``: replies wait for each other in a
+        config: The resolved configuration. Its devices and engine describe a simulation and are
+            ignored here, except ``engine.slab_bytes``: replies wait for each other in a
             coordinator as well.
-        data_dir: Where data sets lie that the configuration names without a path.
+        data_dir: Directory of data sets that the configuration names without a path.
 
     Raises:
-        ConfigError: A factory cannot be imported, or pieces do not fit together.
+        ConfigError: A factory cannot be imported, or the components do not fit together.
         DataError: Data are missing.
     """
     if config.centralized:
@@ -79,9 +79,9 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
 
 
 def _require_names(config: Config, objective: Objective) -> None:
-    """Refuse measures that cannot be recorded under their names.
+    """Refuse metrics that cannot be recorded under their names.
 
-    What ClientApps of Flower's measure they name themselves, "accuracy" and "loss" included.
+    ClientApps written for Flower name their own metrics, and may use "accuracy" and "loss".
     """
     for name, section in config.metrics.items():
         is_theirs = config.flower.is_foreign and section.factory is None
@@ -89,9 +89,9 @@ def _require_names(config: Config, objective: Objective) -> None:
 
 
 def _require_nothing_of_clients(algorithm: Strategy, *, apps: str) -> None:
-    """Refuse an algorithm whose clients do more than to train and to return their model."""
+    """Refuse an algorithm whose clients must do more than train and return their model."""
     local, own = algorithm.local, OwnTraining()
-    if isinstance(local, ExtraSettings):  # which they read in their `config`
+    if isinstance(local, ExtraSettings):  # Flower's ClientApps read these in their `config`
         local = local.inner
     asked = {
         "gives clients things of their own to do": isinstance(algorithm, PerClient),
@@ -109,7 +109,7 @@ def _require_nothing_of_clients(algorithm: Strategy, *, apps: str) -> None:
 
 
 def _require_free_in_telemetry(measures: Collection[str]) -> None:
-    """Refuse a measure whose name says something else in ``/metrics``."""
+    """Refuse a metric whose name already has another meaning in ``/metrics``."""
     for name in set(measures) - {"accuracy", "loss"}:
         if name in MEANINGS or _OF_A_SERIES.sub("", name) in MEANINGS:
             raise ConfigError(
@@ -119,10 +119,13 @@ def _require_free_in_telemetry(measures: Collection[str]) -> None:
 
 
 def _require_evaluable(pieces: Deployment) -> None:
-    """Check that what clients measure can be had by a sum: one of each measure, over enough.
+    """Check that client metrics can be measured through secure sums.
+
+    Each metric takes one sum over enough clients, so the coordinator learns its mean and no other
+    statistic.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: Too few clients evaluate, or early stopping watches another statistic.
     """
     config = pieces.config
     mode, num_clients = config.secure_aggregation.mode, config.evaluation.num_clients
@@ -147,7 +150,7 @@ def _require_evaluable(pieces: Deployment) -> None:
 
 
 def _deployed_privately(pieces: Deployment) -> Deployment:
-    """Return the pieces with what hides those clients that may enrol."""
+    """Add differential privacy for all clients that may enrol."""
     section = pieces.config.privacy
     num_users = section.num_users
     if num_users is None:

@@ -1,4 +1,4 @@
-"""The pieces of a run, before they are given workers or a channel, and a store."""
+"""The components of a run, before it has workers or a channel, and a store."""
 
 import math
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from fedlearn.simulation.sources import Examples
 PiecesT = TypeVar("PiecesT", bound="Pieces")
 
 
-#: Centralised training: one client that holds all examples and always reports.
+#: Centralized training: one client that holds all examples and always reports.
 ALONE = StragglerPolicy(
     num_wanted=1,
     over_selection=1.0,
@@ -46,20 +46,20 @@ ALONE = StragglerPolicy(
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """The pieces of a run, before they are given workers or a channel, and a store.
+    """The components of a run, before it has workers or a channel, and a store.
 
     Attributes:
         make_model: Builds the network.
         objective: Loss and metrics.
-        metrics: Measures of whole sets, by name.
-        test: What the model is measured on centrally; ``None``: the coordinator has no data, and
-            the clients measure it.
-        algorithm: What clients do, how it is combined, what becomes of the model.
-        sampler: Who is asked.
+        metrics: Metrics that are computed over whole sets, by name.
+        test: The central test set; ``None``: the coordinator has no data, and the clients evaluate
+            the model.
+        algorithm: Local training, aggregation and the server step.
+        sampler: Draws the clients of a round.
         policy: When a round closes.
-        config: Everything else: rounds, evaluation, engine, store.
-        privacy: What hides each user's taking part; ``None``: nothing does.
-        own: Whose examples the coordinator trains on by itself; ``None``: nobody's.
+        config: All other settings: rounds, evaluation, engine, store.
+        privacy: Differential privacy of the run; ``None``: it is off.
+        own: Clients whose examples the coordinator itself trains on; ``None``: there are none.
         by_round: Returns the clients' settings of a round; ``None``: they do not change.
         callbacks: Called after each round, in this order.
     """
@@ -79,56 +79,57 @@ class Pieces:
 
     @property
     def seed(self) -> Seed:
-        """The seed of everything random in the run that need not be secret."""
+        """The seed of all randomness in the run that need not be secret."""
         return Seed(self.config.seed)
 
     @property
     def directions(self) -> dict[str, Direction]:
-        """All measures of the run by name, and which way is better: the clients' own as well."""
+        """Which way is better for each metric of the run, including the clients' own, by name."""
         reported = {name: each.direction for name, each in self.config.metrics.items()}
         return Measures(self.objective, self.metrics).directions | reported
 
     @property
     def num_needed(self) -> int:
-        """How many clients a round would have there before it asks: those that it expects."""
+        """How many clients should be available before a round asks any of them."""
         return self.policy.num_asked if self.privacy is None else self.privacy.num_needed
 
     @property
     def asynchrony(self) -> Asynchrony | None:
-        """When the server steps in an asynchronous run; ``None``: when a cohort has reported."""
+        """When the server steps in an asynchronous run; ``None``: the run is synchronous."""
         return self.config.asynchrony()
 
     @property
     def late_updates(self) -> LateUpdates | None:
-        """What becomes of updates that miss the close of their round; ``None``: dropped."""
+        """How updates that miss the close of their round are used; ``None``: they are dropped."""
         return self.config.late_updates.late_updates(self.config.staleness)
 
     @property
     def staleness(self) -> LateUpdates | Asynchrony | None:
-        """How late updates count, or when a buffer is full; ``None``: rounds are synchronous."""
+        """How stale updates count, or when a buffer is full; ``None``: no update can be stale."""
         return self.asynchrony or self.late_updates
 
     @property
     def secure(self) -> SecurePlan | None:
-        """What sessions of secure aggregation ask; ``None``: it is off."""
+        """The plan of secure aggregation; ``None``: it is off."""
         return secure_plan(self.config, self.policy, self.algorithm)
 
     def require_settings_of_rounds(self) -> None:
-        """Refuse a function that does not return settings of the first round.
+        """Check that ``by_round`` returns valid settings for the first round.
 
         Raises:
-            ConfigError: It is one.
+            ConfigError: It does not.
         """
         if self.by_round is not None:
             in_round(self.algorithm, self.by_round, 0)
 
     def early_stopping(self) -> EarlyStopping:
-        """Return when the run stops before its last round, and which model is the best.
+        """Build the rule that stops the run early and picks its best model.
 
-        What nothing central measures is watched as the clients' mean.
+        A metric that is not measured centrally is watched as its mean over the clients.
 
         Raises:
-            ConfigError: Nobody measures what is watched, or it can never reach the target.
+            ConfigError: The watched metric is not measured, ranks no models, can never reach the
+                target, or would reveal what private clients measured.
         """
         section, evaluated = self.config.early_stopping, self.config.evaluation.num_clients
         central = {} if self.test is None else Measures(self.objective, self.metrics).directions
@@ -167,10 +168,13 @@ class Pieces:
         )
 
     def _watching_nobody(self, section: EarlyStoppingSection) -> EarlyStopping:
-        """Return a rule by which no model is the best, where only clients measure models.
+        """Build a rule that never stops the run and picks no best model.
+
+        For a private run whose models only clients measure. Their metrics carry no noise, so the
+        round in which a run stops, or its best model, would leak them.
 
         Raises:
-            ConfigError: The user asks for one.
+            ConfigError: The configuration asks for early stopping.
         """
         if section.metric != "auto" or section.patience_rounds or section.target is not None:
             raise ConfigError(
@@ -183,14 +187,14 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation(Pieces):
-    """The pieces of a simulated run.
+    """The components of a simulated run.
 
     Attributes:
-        test: What the model is measured on centrally.
+        test: The central test set.
         population: The clients.
-        behaviour: What the devices do.
-        make_trainer: Makes clients' trainers where the user brings them; else ``None``.
-        notes: What was decided why, for the user to read.
+        behaviour: How long the simulated devices take, and which of them fail.
+        make_trainer: Makes the clients' trainers if the user brings them; else ``None``.
+        notes: Explanations of the automatic choices, for the user.
     """
 
     test: Examples
@@ -202,11 +206,11 @@ class Simulation(Pieces):
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment(Pieces):
-    """The pieces of a deployed run; its seconds are real.
+    """The components of a deployed run, which runs in real time.
 
     Attributes:
-        requirements: Which clients may be asked.
-        draw: Whom a roster lets be asked in a round; ``None``: there is none.
+        requirements: Conditions that a client must meet to be asked.
+        draw: Roster that decides which clients may be asked in a round; ``None``: there is none.
     """
 
     requirements: Requirements

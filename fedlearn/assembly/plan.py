@@ -1,4 +1,4 @@
-"""The plan of a run, simulated or deployed, from its pieces."""
+"""Builds the plan of a run, simulated or deployed, from its components."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ from fedlearn.training.resident import ResidentModel
 
 
 def initial_params(pieces: Pieces, device: torch.device) -> Params:
-    """Return the global model before the first round: a function of the seed alone."""
+    """Return the global model before the first round, which depends on the seed alone."""
     generator_devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generator_devices):
         torch.manual_seed(pieces.seed.derive("model").value)
@@ -52,9 +52,10 @@ def run_plan(
     release: Release | None = None,
     charging: Charges | None = None,
 ) -> RunPlan:
-    """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name.
+    """Build the plan of a run, simulated or deployed.
 
-    With ``charging``, each round is charged before anybody is asked.
+    The evaluators must use different metric names. With ``charging``, each round is charged to the
+    privacy ledger before its clients are asked.
     """
     if charging is not None:
         each_attempt = pieces.staleness is None
@@ -83,17 +84,20 @@ def run_plan(
 def release_of(
     pieces: Pieces, params: Params, cluster: Cluster, *, has_sessions: bool
 ) -> Release | None:
-    """Return what becomes of the aggregates of a run before anybody looks at them.
+    """Build the mechanism that adds noise to each aggregate before release.
 
     Args:
-        pieces: Of the run.
-        params: Of the model.
+        pieces: The components of the run.
+        params: The model.
         cluster: The processes that share the work.
-        has_sessions: Whether there are clients that add their noise themselves.
+        has_sessions: Whether clients run real sessions, in which they add their noise themselves.
+
+    Returns:
+        The mechanism; ``None`` for a run without privacy.
 
     Raises:
-        ConfigError: Noise does not fit the model, the model couples examples that it is to hide,
-            or it has running statistics.
+        ConfigError: Noise does not fit the model, privacy is by example and the model couples the
+            examples of a batch, or updates get noise and the model has running statistics.
     """
     plan = pieces.privacy
     if plan is None:
@@ -115,7 +119,11 @@ def release_of(
 
 
 def _require_separable(pieces: Pieces) -> None:
-    """Raise ConfigError if the model couples the examples of a batch, before a client refuses."""
+    """Refuse a model that couples the examples of a batch, before a client would.
+
+    Raises:
+        ConfigError: It does.
+    """
     with untouched(torch.default_generator):
         model = pieces.make_model().train()  # a layer may stay in evaluation mode
     try:
@@ -125,7 +133,7 @@ def _require_separable(pieces: Pieces) -> None:
 
 
 def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
-    """Refuse running statistics: a few numbers that noise would drown, and make negative.
+    """Refuse running statistics: noise would drown them, and can make a variance negative.
 
     Raises:
         ConfigError: The model has some.
@@ -145,7 +153,7 @@ def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
 def central_evaluator(
     test: Examples, model: ResidentModel, cluster: Cluster, *, batch_size: int
 ) -> CentralEvaluator:
-    """Return what measures the model on a test set that no client holds."""
+    """Build the evaluator that measures the model on a test set held by no client."""
     device = model.vector_P.device
     return CentralEvaluator(
         model=model,

@@ -1,4 +1,4 @@
-"""What hides each user: noise, sampling and accounting, built together."""
+"""Adds differential privacy to a run: noise, sampling and accounting, built together."""
 
 import math
 from dataclasses import replace
@@ -23,18 +23,18 @@ from fedlearn.privacy.plan import (
 )
 from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
 
-#: Step size of the logarithm of a clip norm that follows a quantile; in the paper 0.2 as well.
+#: Step size of the adaptive clip norm, on a log scale; the value of Andrew et al., 2021.
 _CLIP_RATE = 0.2
 
 
 def with_privacy(pieces: PiecesT, num_users: int) -> PiecesT:
-    """Return the pieces with a bounded part of each of so many users, and a noise multiplier.
+    """Bound the contribution of each of ``num_users`` users, and calibrate the noise.
 
     Raises:
-        ConfigError: Something in it would make the guarantee false.
+        ConfigError: A setting would make the guarantee false.
     """
     section, policy = pieces.config.privacy, pieces.policy
-    pieces.early_stopping()  # raises where it would tell of clients
+    pieces.early_stopping()  # raises if stopping early would leak client metrics
     assert section.clip_norm is not None  # the configuration makes sure
     assert section.target_delta is not None
     if section.target_delta * num_users >= 1.0:
@@ -47,7 +47,7 @@ def with_privacy(pieces: PiecesT, num_users: int) -> PiecesT:
         policy, _ = plan.policy(policy), plan.strategy(pieces.algorithm)
     except ValueError as error:
         raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
-    section = _calibrated(pieces.config, plan)  # takes seconds: what is wrong is told first
+    section = _calibrated(pieces.config, plan)  # takes seconds, so the cheap checks come first
     assert section.noise_multiplier is not None
     plan = replace(plan, noise_multiplier=section.noise_multiplier)
     made = replace(
@@ -58,15 +58,15 @@ def with_privacy(pieces: PiecesT, num_users: int) -> PiecesT:
         sampler=plan.sampler,
         algorithm=plan.strategy(pieces.algorithm),
     )
-    _ = made.secure  # raises where there is no room for the noise
+    _ = made.secure  # raises if the secure sum has no room for the noise
     return made
 
 
 def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
-    """Return what hides one of so many users, with noise of 1 where it is to be found yet.
+    """Build the privacy plan, with a noise multiplier of 1 if it is yet to be calibrated.
 
     Raises:
-        ValueError: Something in it would make the guarantee false.
+        ValueError: A setting would make the guarantee false.
     """
     section, policy, cohorts = pieces.config.privacy, pieces.policy, _cohorts(pieces, num_users)
     assert section.clip_norm is not None  # the configuration makes sure
@@ -83,7 +83,7 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
     if section.mode == "local":
         return LocalPlan(**common)
     if section.bands is not None:
-        assert isinstance(cohorts, CyclicCohorts)  # likewise
+        assert isinstance(cohorts, CyclicCohorts)  # the configuration makes sure of this, too
         matrix = optimal(bands=section.bands, num_rounds=pieces.config.num_rounds)
         mean_size = round(num_users / cohorts.num_groups)
         return BandedPlan(**common | {"num_wanted": mean_size}, matrix=matrix)
@@ -98,15 +98,19 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
 
 
 def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
-    """Return how users are drawn, as is accounted for; raises ValueError if there are too few.
+    """Return the sampling of users that the privacy accounting may assume.
 
-    Of the clients that are there, asking some does not make it less likely that one is asked; nor
-    is anybody hidden by it from who sees single updates.
+    Subsampling among only the clients that happen to be available does not make it less likely that
+    a given client is asked. Nor does it hide a client from an observer of single updates. In both
+    cases the accounting assumes that all users take part.
+
+    Raises:
+        ValueError: There are too few users, or the cost of a user's own sampler is not known.
     """
     policy, mode, sampler = pieces.policy, pieces.config.privacy.mode, pieces.sampler
     is_deployed, alone = isinstance(pieces, Deployment), draws_each_alone(sampler)
     everybody = FixedCohorts(num_users, num_users)
-    if pieces.asynchrony is not None:  # who is fast takes part in every round
+    if pieces.asynchrony is not None:  # a fast client takes part in every round
         return everybody
     if mode == "local" or (is_deployed and (mode == "distributed" or not alone)):
         if policy.num_asked > num_users:
@@ -130,10 +134,12 @@ def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
 
 
 def _calibrated(config: Config, plan: PrivacyPlan) -> PrivacySection:
-    """Return the section with a noise multiplier; without a given one, the least that is enough.
+    """Return the privacy section with the least noise multiplier that keeps the budget.
+
+    A noise multiplier that is configured is kept.
 
     Raises:
-        ConfigError: No noise is.
+        ConfigError: No noise multiplier keeps the budget.
     """
     section = config.privacy
     if section.noise_multiplier is not None:

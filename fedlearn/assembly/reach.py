@@ -1,4 +1,4 @@
-"""How the clients of a run are reached, and what collects their updates."""
+"""Connects a run to its clients, and builds the collector of their updates."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -19,14 +19,14 @@ from fedlearn.transport.base import Channel
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Identities:
-    """What a run with secure aggregation signs and verifies with.
+    """The keys with which a run signs and verifies secure aggregation.
 
     Attributes:
-        run_id: Of the run, 16 bytes.
+        run_id: Identifier of the run, 16 bytes.
         signer: The coordinator's identity.
-        directory: Returns the clients' keys as they are now, each as a lineage in bytes
+        directory: Returns the clients' current keys, each as an encoded lineage
             (:mod:`fedlearn.identity.lineage`).
-        sends_directory: Whether clients are sent it, or have it.
+        sends_directory: Whether the directory is sent to clients; if not, they have it already.
     """
 
     run_id: bytes
@@ -38,20 +38,21 @@ class Identities:
     def of(
         cls, run_id: str, *, signer: Signer, directory: Callable[[], Mapping[ClientId, bytes]]
     ) -> "Identities":
-        """Return those of a run that is identified by a text of any length."""
+        """Return the identities of a run that is identified by a text of any length."""
         digest = hashlib.sha256(run_id.encode()).digest()
         return cls(run_id=digest[:RUN_BYTES], signer=signer, directory=directory)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reach:
-    """How the clients of a run are reached.
+    """The connection of a run to its clients.
 
     Attributes:
-        channel: To them.
-        identities: What secure aggregation signs and verifies with; ``None``: there are no keys.
-        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
-        congestion: How many of its clients may be in flight; ``None``: its concurrency.
+        channel: The channel to the clients.
+        identities: Keys for secure aggregation; ``None``: there are none.
+        ahead: Sends the models of an asynchronous run ahead of time; ``None``: they are not.
+        congestion: Limits the clients in flight of an asynchronous run; ``None``: its concurrency
+            is the only limit.
     """
 
     channel: Channel
@@ -67,13 +68,13 @@ def over_channel(
     masked_sum: MaskedSumStore | None = None,
     wait: Callable[[], None] | None = None,
 ) -> ChannelCollector:
-    """Return what collects the updates of clients that are reached by a channel.
+    """Build the collector of updates from clients that a channel reaches.
 
     Args:
-        pieces: Of the run.
-        reach: To the clients.
-        masked_sum: Where the sum of a round is kept until it is open; ``None``: nowhere.
-        wait: Waits a moment for clients to come; ``None``: no more will come.
+        pieces: The components of the run.
+        reach: The connection to the clients.
+        masked_sum: Stores the masked sum of a round until it is opened; ``None``: it is not stored.
+        wait: Waits a moment for clients to connect; ``None``: no more will connect.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities.
@@ -107,7 +108,7 @@ def over_channel(
 
 
 def require_plain(pieces: Pieces) -> None:
-    """Check that a run does without identities.
+    """Check that a run works without identities.
 
     Raises:
         ConfigError: Secure aggregation is on.

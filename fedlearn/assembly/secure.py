@@ -1,4 +1,4 @@
-"""How a run adds up in secret, and whom a roster lets take part."""
+"""Builds the secure aggregation plan of a run, and loads the roster that draws its clients."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from fedlearn.secagg.plan import SecurePlan
 
 
 def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> SecurePlan | None:
-    """Return what sessions of secure aggregation ask; ``None``: it is off.
+    """Build the plan of secure aggregation; ``None``: it is off.
 
     Raises:
-        ConfigError: Nothing satisfies the assumptions, a sum could overflow, or the algorithm needs
-            more than the sum.
+        ConfigError: No parameters satisfy the security assumptions, a sum could overflow, or the
+            algorithm needs more than the sum.
     """
     section = config.secure_aggregation
     if not section.is_on:
@@ -40,10 +40,10 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
 
 
 def require_summable(strategy: Strategy) -> WeightedMean:
-    """Return how a strategy combines updates, if secure aggregation can do that.
+    """Return the weighted mean with which a strategy aggregates, if a secure sum can compute it.
 
     Raises:
-        ConfigError: It needs more than one sum over clients that are all asked the same.
+        ConfigError: The strategy needs more than a sum, or gives clients different tasks.
     """
     if _tells_each(strategy):
         raise ConfigError(
@@ -55,7 +55,7 @@ def require_summable(strategy: Strategy) -> WeightedMean:
 
 
 def roster_draw(config: Config) -> Draw | None:
-    """Return whom the roster of a deployment lets be asked; ``None``: it has none.
+    """Load the roster that decides which clients may be asked; ``None``: there is none.
 
     Raises:
         DeploymentError: The file is missing, damaged or of a later version.
@@ -69,7 +69,7 @@ def roster_draw(config: Config) -> Draw | None:
 
 
 def _tells_each(strategy: Strategy) -> bool:
-    """Return whether clients may be told each what to do, by the strategy or one inside it."""
+    """Whether the strategy, or one that it wraps, may give each client its own task."""
     tells = type(strategy).locals_for
     if isinstance(strategy, Wrapped) and tells in (Wrapped.locals_for, ExampleNoised.locals_for):
         return _tells_each(strategy.inner)

@@ -1,4 +1,4 @@
-"""The coordinator's own training inside a run, from a configuration."""
+"""Runs the coordinator's own training inside a run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,26 +25,26 @@ from fedlearn.parallel.server_steps import ServerSteps, Trains
 from fedlearn.parallel.task import Progress, Task, TrainingState
 from fedlearn.training.trainer import UNATTENDED
 
-#: What a configuration is read as: other processes make the same task of it.
+#: How to read a configuration, so that other processes build the same task from it.
 Kind: TypeAlias = Literal["simulation", "deployment"]
 
 _TASK = "fedlearn.assembly.server_jobs:task_of"
-#: Of a run's own training, in the folder of the run.
+#: Subfolder of the run's folder for the coordinator's own training.
 FOLDER = "training"
 
-#: Told how far a training of a kind is.
+#: Receives the kind of a training and its progress.
 Told: TypeAlias = Callable[[str, Progress], None]
 
 _log = structlog.get_logger(__name__)
 
 
 def task_of(kind: Kind, config: str, data_dir: str) -> Task:
-    """Return what a configuration has its coordinator train, in any process.
+    """Build the coordinator's training task from a configuration, in any process.
 
     Args:
-        kind: What the configuration is read as.
-        config: As :meth:`~fedlearn.config.Config.canonical_json` wrote it.
-        data_dir: Where data sets lie that it names without a path.
+        kind: How to read the configuration.
+        config: The output of :meth:`~fedlearn.config.Config.canonical_json`.
+        data_dir: Directory of data sets that the configuration names without a path.
     """
     make: Mapping[str, Callable[..., Pieces]] = {
         "simulation": simulation,
@@ -58,17 +58,17 @@ def _tell_nobody(_kind: str, _progress: Progress) -> None: ...
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a run's own training takes place.
+    """Where and how the coordinator's own training inside a run is executed.
 
     Attributes:
-        kind: What the run is.
-        folder: Of the training's files: its own, and removed at its end.
-        data_dir: Where data sets lie.
-        is_described: Whether the configuration describes the model and the data: else they are
-            Python's, and other processes cannot make them.
-        control: How the training hears that it is called off.
+        kind: Whether the run is a simulation or a deployment.
+        folder: Folder of the training's files alone, which is removed at its end.
+        data_dir: Directory of the data sets.
+        is_described: Whether the configuration describes the model and the data. If not, they are
+            Python objects, which other processes cannot rebuild.
+        control: Signals that the training is cancelled.
         cluster: The processes of the simulation; only the first trains.
-        told: Told how far each training is.
+        told: Receives the progress of each training.
     """
 
     kind: Kind
@@ -81,15 +81,16 @@ class Place:
 
 
 def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -> Strategy:
-    """Return the strategy of a run, whose coordinator trains if it shall.
+    """Add the coordinator's own training to the strategy of a run, if it is configured.
 
-    It trains on what the innermost strategy makes of a round, so that those around it see the model
-    that clients will begin with, and what bounds and hides their updates stays outermost.
+    The coordinator trains on the model that the innermost strategy computes. The strategies around
+    it then see the model from which clients will start, and those that bound updates and keep them
+    private stay outermost.
 
     Args:
-        pieces: Of the run.
-        strategy: Of its rounds.
-        place: Where it trains; ``None``: nowhere, so it must not be asked for.
+        pieces: The components of the run.
+        strategy: The strategy of its rounds.
+        place: Where the coordinator trains; ``None``: its training must be off.
 
     Raises:
         ConfigError: The mesh does not fit the model, the data or this machine.
@@ -97,7 +98,7 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
     section = pieces.config.coordinator.training
     if not section.is_on:
         return strategy
-    assert place is not None  # whoever runs a configuration says where
+    assert place is not None  # every caller that runs a configuration gives a place
     if section.distil_steps:
         strategy = _watched(strategy, place, report_every=section.report_every)
     if not section.has_steps:
@@ -121,10 +122,10 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
 
 
 def _watched(strategy: Strategy, place: Place, *, report_every: int) -> Strategy:
-    """Return a strategy whose distillation is told of, and called off with the run."""
+    """Report the progress of distillation, and cancel it together with the run."""
     if isinstance(strategy, Distilling):
         watch = Watch(control=place.control, report_every=report_every)
-        if place.cluster.rank == 0:  # others distil the same
+        if place.cluster.rank == 0:  # the other processes distil the same, and stay silent
             watch = replace(watch, report=partial(_tell, place, DISTILLATION))
         return replace(strategy, watch=watch)
     if isinstance(strategy, Wrapped):
@@ -140,7 +141,7 @@ def _tell(place: Place, kind: str, progress: Progress) -> None:
 
 
 def job_of(pieces: Pieces, task: Task, place: Place, *, until: int) -> Job:
-    """Return the training of a run up to a step as a job."""
+    """Describe the coordinator's own training up to the step ``until`` as a job."""
     section = pieces.config.coordinator.training
     described: dict[str, object] = {
         "kind": place.kind,
@@ -177,7 +178,7 @@ def _trains(pieces: Pieces, task: Task, place: Place) -> Trains:
 
 @contextmanager
 def divergence_explained() -> Iterator[None]:
-    """Name the key that a user can change, where a training comes to no finite loss or model."""
+    """Name the configuration key to change in the error of a training that diverges."""
     try:
         yield
     except Diverged as error:
@@ -189,7 +190,7 @@ def _rounded(value: float) -> int | float:
 
 
 def _shared(trains: Trains, cluster: Cluster) -> Trains:
-    """Return what has the first process of a simulation train, and gives all what came of it."""
+    """Train in the first process of a simulation only, and broadcast the result to the others."""
 
     def shared(start: TrainingState, until: int) -> tuple[TrainingState, float]:
         return cluster.broadcast(trains(start, until) if cluster.rank == 0 else None)

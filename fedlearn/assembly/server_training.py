@@ -1,4 +1,4 @@
-"""What the coordinator trains by itself, and on whose examples."""
+"""Builds the coordinator's own training task, and picks the examples it trains on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,17 +26,17 @@ from fedlearn.training.keyed_dropout import untouched
 
 
 def server_task(pieces: Pieces) -> Task:
-    """Return what the coordinator trains by itself.
+    """Build the coordinator's own training task.
 
     Raises:
-        ConfigError: It does not, or batches cannot be cut as they shall.
+        ConfigError: It does not train, or batches cannot be cut as configured.
     """
     section, seed = pieces.config.coordinator.training, pieces.seed.derive("server training")
     order = seed.derive("order")
     if section.files:
         stream = section.stream(order)
     else:
-        assert pieces.own is not None  # only where it trains
+        assert pieces.own is not None  # there is a task only if the coordinator trains
         examples = PooledExamples(pieces.own, torch.device("cpu"), _input_dtypes(pieces))
         stream = Shuffled(examples, seed=order)
     return Task(
@@ -49,9 +49,9 @@ def server_task(pieces: Pieces) -> Task:
 
 
 def _input_dtypes(pieces: Pieces) -> Sequence[torch.dtype] | None:
-    """Return the dtypes in which the model takes the coordinator's own examples.
+    """Return the dtypes to which the coordinator's own examples are cast for the model.
 
-    ``None``: they are what a model takes already.
+    ``None``: they need no cast.
     """
     assert pieces.own is not None  # as above
     features = pieces.own.load(np.zeros(1, np.int64)).features
@@ -63,14 +63,14 @@ def _input_dtypes(pieces: Pieces) -> Sequence[torch.dtype] | None:
 
 
 def alone(config: Config, *, data_dir: Path) -> Pieces:
-    """Return the pieces of the coordinator's own training without a run: nobody is asked.
+    """Build the components for the coordinator's own training outside a run, without clients.
 
     Args:
-        config: The resolved tree; what is of rounds and clients counts for nothing.
-        data_dir: Where data sets lie that the configuration names without a path.
+        config: The resolved configuration; the settings of rounds and clients are ignored.
+        data_dir: Directory of data sets that the configuration names without a path.
 
     Raises:
-        ConfigError: There are no data, or pieces do not fit together.
+        ConfigError: There are no data, or the components do not fit together.
         DataError: Data are missing or cannot be trained on.
     """
     has_data = not isinstance(config.data, NoData)
@@ -88,7 +88,7 @@ def alone(config: Config, *, data_dir: Path) -> Pieces:
 def own_population(
     config: Config, data: FederatedData | None, *, is_needed: bool = False
 ) -> Population | None:
-    """Return whose examples the coordinator has, where it simulates no clients."""
+    """Return the clients whose examples the coordinator has, where it simulates no clients."""
     section = config.coordinator.training
     if section.files or not (section.is_on or is_needed):
         return None
@@ -102,7 +102,7 @@ def own_population(
 
 
 def set_apart(config: Config, data: FederatedData) -> tuple[FederatedData, Population]:
-    """Return the data of the clients that are simulated, and whose the coordinator has."""
+    """Split the data into the clients to simulate and those whose examples the coordinator has."""
     section = config.coordinator.training
     aside, others = set_aside(data.population, share=section.share, seed=_aside(config))
     if not others.num_clients:

@@ -1,4 +1,4 @@
-"""From a configuration to the pieces of a simulation."""
+"""Builds the components of a simulation from its configuration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,19 +32,19 @@ from fedlearn.simulation.population import PooledPopulation, Population
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What the author of an experiment brings as objects; a configuration says the rest.
+    """The parts of an experiment that are Python objects; the configuration has the rest.
 
     Attributes:
         make_model: Builds the network.
         objective: Loss and metrics.
         data: Clients and test set.
-        algorithm: What clients do, how it is combined, what becomes of the model.
-        metrics: Measures of whole sets, by name.
+        algorithm: Local training, aggregation and the server step.
+        metrics: Metrics that are computed over whole sets, by name.
         make_trainer: Makes a client's trainer; ``None``: fedlearn's own.
-        extra: Free-form settings that every trainer is told.
+        extra: Free-form settings that are broadcast to every trainer.
         by_round: Returns the clients' settings of a round; ``None``: they do not change.
-        sampler: Who is asked; ``None``: as the configuration says.
-        devices: What the devices do; ``None``: as the configuration says.
+        sampler: Draws the clients of a round; ``None``: as the configuration says.
+        devices: How long devices take and which of them fail; ``None``: as the configuration says.
         callbacks: Called after each round, in this order.
     """
 
@@ -68,16 +68,16 @@ def simulation(
     of_clients: Callable[[Population], Population] | None = None,
     of_algorithm: Callable[[Strategy], Strategy] | None = None,
 ) -> Simulation:
-    """Return the pieces that ``config`` names for a simulation.
+    """Build the components of a simulation from its configuration.
 
     Args:
-        config: The resolved tree.
-        data_dir: Where data sets lie that the configuration names without a path.
-        of_clients: Returns other clients in the place of those that the configuration names.
-        of_algorithm: Likewise the algorithm.
+        config: The resolved configuration.
+        data_dir: Directory of data sets that the configuration names without a path.
+        of_clients: Receives the configured clients, and returns those to simulate instead.
+        of_algorithm: The same for the algorithm.
 
     Raises:
-        ConfigError: A factory cannot be imported, or pieces do not fit together.
+        ConfigError: A factory cannot be imported, or the components do not fit together.
         DataError: Data are missing or cannot be trained on.
     """
     data = config.data.federated(seed=config.seed, data_dir=data_dir)
@@ -103,13 +103,12 @@ def simulation(
 
 
 def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) -> Simulation:
-    """Build the pieces of a simulation from what its author brings and from ``config``.
+    """Build the components of a simulation from Python objects and ``config``.
 
     Raises:
-        ConfigError: More clients are asked in a round than there are, values contradict each other
-            once "auto" is a number, nothing of the name of what is watched is measured, the
-            objective does not declare its measures, secure aggregation cannot hold, or nobody would
-            act on ``extra``.
+        ConfigError: A round asks more clients than there are, values contradict each other once
+            "auto" is resolved, the watched metric is not measured, the objective does not declare
+            its metrics, secure aggregation cannot hold, or no trainer acts on ``extra``.
         DataError: Bandwidth traces are missing.
     """
     secure = config.secure_aggregation
@@ -178,7 +177,7 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
 
 
 def _agreed(pieces: Simulation) -> Simulation:
-    """Return the pieces; refuse sums to which clients that are deployed would not agree."""
+    """Refuse secure sums that deployed clients would reject by default; return the components."""
     plan, limit = pieces.secure, SecureAggregationPolicy().max_clip
     if plan is not None and (clip := max(plan.clip_norm, plan.statistics_norm)) > limit:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The plan of a simulation in one of its processes: engine or sessions, and evaluators."""
+"""Builds the plan of a simulation in one of its processes: engine or sessions, and evaluators."""
 
 import math
 
@@ -58,10 +58,10 @@ def assemble(
     charging: Charges | None = None,
     place: Place | None = None,
 ) -> tuple[RunPlan, Params]:
-    """Return the plan of a resolved run in this process of ``cluster``, and the initial model.
+    """Build the plan of a resolved run in this process of ``cluster``, and the initial model.
 
-    With ``charging``, each round is charged before it is opened. ``place`` is where the
-    coordinator's own training takes place.
+    With ``charging``, each round is charged before its clients are asked. ``place`` says where the
+    coordinator's own training runs.
     """
     params = initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
@@ -91,7 +91,11 @@ def assemble(
 
 
 def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
-    """Return who is asked; our own samplers are the same in every process by the seed alone."""
+    """Return a sampler that draws the same cohort in every process.
+
+    The seeded samplers do so by themselves. The samplers of users and of private runs draw on
+    rank 0, which shares the cohort.
+    """
     given = simulation.sampler
     if simulation.privacy is not None:
         return SharedSampler(given, cluster)
@@ -101,7 +105,10 @@ def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
 
 
 def _behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
-    """Return what the devices do; ours are the same in every process by the seed alone."""
+    """Return a device model that gives the same answers in every process.
+
+    The built-in ones do so by themselves, from the seed. A user's is called on rank 0 only.
+    """
     given = simulation.behaviour
     return given if isinstance(given, Behaviour | Instant) else UserDevices(given, cluster)
 
@@ -109,7 +116,7 @@ def _behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
 def _sessions(
     simulation: Simulation, model: ResidentModel, behaviour: ClientBehaviour
 ) -> tuple[MemoryChannel, Collector]:
-    """Return the channel to real client sessions, and what collects their updates."""
+    """Build the channel to real client sessions, and the collector of their updates."""
     population, strategy, plan = simulation.population, simulation.algorithm, simulation.secure
     simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
     locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])
@@ -128,7 +135,7 @@ def _sessions(
     identities = None
     if simulated is not None:
         identities = Identities(
-            run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
+            run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # a resumed run starts new sessions
             signer=simulated.coordinator[0],
             directory=lambda: simulated,
             sends_directory=False,
@@ -144,7 +151,7 @@ def _sessions(
 
 def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     config, plan, summing = simulation.config, simulation.secure, None
-    if plan is not None:  # to be simulated as a sum, or building it would have failed
+    if plan is not None:  # as a modular sum: the protocol itself takes sessions, not the engine
         seed = simulation.seed.derive("rounding")
         summing = ModularSum(plan=plan, layout=job.params.layout, seed=seed)
     assert isinstance(config.engine.block_size, int)  # resolved

@@ -1,4 +1,4 @@
-"""What is trained, and how: network, loss, measures, algorithm."""
+"""Builds the network, loss, metrics and algorithm of a run."""
 
 from collections.abc import Mapping
 from typing import TypedDict
@@ -18,7 +18,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.sources import Examples
 
-#: Of a model at the least: the global one, a client's, and the sum of what clients send.
+#: Fewest copies of a model in memory: the global one, a client's, and the sum of the updates.
 _COPIES = 3
 
 
@@ -30,7 +30,7 @@ class _Trained(TypedDict):
 
 
 def training_of(config: Config, data: FederatedData | None) -> _Trained:
-    """Return what is trained, and how, as arguments of :class:`Pieces`."""
+    """Build the network, loss, metrics and algorithm, as arguments of :class:`Pieces`."""
     if data is not None:
         _require_fitting(config.loss, data.test)
     return {
@@ -42,10 +42,11 @@ def training_of(config: Config, data: FederatedData | None) -> _Trained:
 
 
 def model_factory(config: Config, data: FederatedData | None) -> ModelFactory:
-    """Return what builds the network, shaped for ``data``, if there are any.
+    """Return the factory of the network, shaped for ``data`` if there are any.
 
     Raises:
-        ConfigError: It cannot take the data, or a factory cannot be imported or called.
+        ConfigError: The network cannot take the data, or a user's factory cannot be imported or
+            called.
     """
     model, shaped = config.model, dict[str, object]()
     if not isinstance(model, PythonModel):
@@ -60,7 +61,7 @@ def model_factory(config: Config, data: FederatedData | None) -> ModelFactory:
 
 
 def _require_memory(make_model: ModelFactory, model: Model) -> None:
-    """Refuse a model that this machine cannot hold, before it is told so by the kernel."""
+    """Refuse a model too large for this machine, before the kernel kills the process."""
     with torch.device("meta"):  # shapes without memory
         parameters = list(make_model().parameters())
     needed = _COPIES * sum(each.nbytes for each in parameters)
@@ -86,7 +87,7 @@ def _require_one_input(model: Model, test: Examples) -> None:
 
 
 def _num_outputs(loss: Loss, test: Examples) -> int:
-    """Return how many outputs a network has an example."""
+    """Return the number of outputs of the network per example."""
     values = test.labels.shape[1:].numel()
     if loss.kind in ("bce_with_logits", "mse") or test.num_classes is None:
         return values
@@ -100,7 +101,7 @@ def _num_outputs(loss: Loss, test: Examples) -> int:
 
 
 def _require_fitting(loss: Loss, test: Examples) -> None:
-    """Refuse a loss that these labels have no meaning for."""
+    """Refuse a loss that is not defined for these labels."""
     if loss.kind == "cross_entropy" and test.num_classes is None:
         raise ConfigError(
             f'loss.kind: "cross_entropy" needs classes, but the labels are {test.labels.dtype}; '
@@ -112,7 +113,8 @@ def _require_fitting(loss: Loss, test: Examples) -> None:
 
 def _require_binary(test: Examples) -> None:
     low, high = (float(extreme) for extreme in test.labels.aminmax())
-    largest = high if test.num_classes is None else test.num_classes - 1  # in training too
+    # The number of classes counts those of the training labels, too.
+    largest = high if test.num_classes is None else test.num_classes - 1
     if test.labels.shape[1:].numel() != 1 or low < 0 or largest > 1:
         raise ConfigError(
             'loss.kind: "bce_with_logits" needs one label an example in 0..1, but labels have '
@@ -122,7 +124,7 @@ def _require_binary(test: Examples) -> None:
 
 
 def metrics(sections: Mapping[str, MetricSection]) -> dict[str, Metric]:
-    """Return the measures of whole sets that have a factory, by name.
+    """Build the metrics that have a factory, by name.
 
     Raises:
         ConfigError: A factory cannot be imported or called, or does not return a metric.
@@ -131,11 +133,11 @@ def metrics(sections: Mapping[str, MetricSection]) -> dict[str, Metric]:
 
 
 def algorithm(config: Config) -> Strategy:
-    """Return the algorithm with its local update.
+    """Build the algorithm with its local update.
 
     Raises:
-        ConfigError: The pieces do not fit together, or a strategy of the user's own cannot be
-            imported or lacks something.
+        ConfigError: Its settings do not fit together, or a user's strategy cannot be imported or
+            lacks something.
     """
     try:
         return config.algorithm.strategy(config.client.local_update())

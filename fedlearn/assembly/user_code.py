@@ -1,4 +1,7 @@
-"""What only rank 0 of a simulation calls: code of the user's, and what nobody may foresee."""
+"""Calls user code, and draws secret randomness, on rank 0 of a simulation.
+
+The other processes receive the results, so that all of them compute the same round.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,9 +29,9 @@ from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 
 @dataclass(frozen=True)
 class SharedSampler:
-    """A sampler that rank 0 asks, and all processes have the cohort.
+    """A sampler that runs on rank 0, which broadcasts the cohort.
 
-    So one that draws at random, or remembers, gives all processes the same.
+    All processes get the same cohort even if the sampler is random or has state.
     """
 
     sampler: CohortSampler
@@ -43,7 +46,7 @@ class SharedSampler:
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        """Return rank 0's cohort; raises what its sampler does."""
+        """Return rank 0's cohort; what its sampler raises is raised here."""
         cohort = None
         if self.cluster.rank == 0:
             cohort = self.sampler.sample(
@@ -54,7 +57,7 @@ class SharedSampler:
 
 @dataclass(frozen=True)
 class SharedNoise:
-    """Noise that rank 0 draws, and all processes have: drawn by each, the model would fork."""
+    """Noise that rank 0 draws for all processes: with noise of their own, their models differ."""
 
     noise: Noise
     cluster: Cluster
@@ -65,13 +68,14 @@ class SharedNoise:
             samples = self.noise.draw(sigma, size, labels=labels)
         else:
             samples = torch.zeros(size, dtype=torch.float64)
+        # The others add zeros, so the sum is rank 0's noise.
         self.cluster.all_reduce([samples])
         return samples
 
 
 @dataclass(frozen=True)
 class UserSampler:
-    """A sampler of the user's, whose cohorts are looked at."""
+    """A sampler of the user's, whose cohorts are validated."""
 
     sampler: CohortSampler
 
@@ -119,10 +123,11 @@ class UserSampler:
 
 @dataclass(frozen=True)
 class UserDevices:
-    """Devices of the user's, whose answers are looked at; rank 0 has them for all processes.
+    """A device model of the user's, whose answers are validated and shared by rank 0.
 
     Raises:
-        ConfigError: An answer is not one number, or one truth value, a client, or no duration.
+        ConfigError: An answer has not one number, or one boolean, for each client, or a duration is
+            negative or not finite.
         Exception: What the user's code raises.
     """
 
@@ -139,7 +144,7 @@ class UserDevices:
         return self.cluster.broadcast(durations_s).astype(np.float64)
 
     def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        """Return who fails by the user: [B]."""
+        """Return the user's failures, true where a client fails: [B]."""
         fails = None
         if self.cluster.rank == 0:
             answer = self.behaviour.failures(asked)
@@ -160,7 +165,7 @@ class UserDevices:
     ) -> NDArray[Any]:
         try:
             array = np.asarray(answer)
-        except ValueError:  # numpy's word for ragged nested lists
+        except ValueError:  # numpy raises it for ragged nested lists
             array = np.asarray(None)
         if array.dtype.kind not in kinds or array.shape != asked.client_ids.shape:
             told = f"{array.dtype} of shape {array.shape}"
@@ -177,10 +182,10 @@ class UserDevices:
 
 @dataclass(frozen=True)
 class AfterRound:
-    """What follows a round: who is told of it, and whether the callbacks end the run.
+    """Reports a finished round, and asks the callbacks whether to end the run.
 
-    Rank 0 calls all this, first ``progress``, and the others hear what it says. The callbacks are
-    shown a network of ``make_model``, one a round.
+    Only rank 0 calls ``progress`` and then the callbacks; it broadcasts their answer. The callbacks
+    of a round share one network, which ``make_model`` builds.
     """
 
     cluster: Cluster
@@ -192,7 +197,7 @@ class AfterRound:
         """Return whether the run ends here.
 
         Raises:
-            ConfigError: A callback returned what is neither ``None`` nor a boolean.
+            ConfigError: A callback returned neither ``None`` nor a boolean.
             Exception: What the user's code raises.
         """
         if self.cluster.rank == 0:
@@ -212,7 +217,8 @@ class AfterRound:
 class LoggedCallback:
     """A callback of a deployed run, whose errors are logged and do not end the run.
 
-    The clients have done the work of the round: it must not be lost because a tracker is away.
+    The clients have done the work of the round: it must not be lost because an experiment tracker
+    is down.
     """
 
     callback: RoundCallback
@@ -232,7 +238,7 @@ class LoggedCallback:
 
 
 def answer_of(callback: RoundCallback, record: RoundRecord, model: nn.Module) -> bool:
-    """Return whether a callback ends the run; raises as :class:`AfterRound`."""
+    """Call a callback and return whether it ends the run; raises like :class:`AfterRound`."""
     answer = callback.after_round(record, model)
     if not isinstance(answer, bool | np.bool_ | None):
         raise ConfigError(
