@@ -1,4 +1,4 @@
-"""Finding the coordinator: enrolment, sessions one after the other, and what comes in them."""
+"""Connect to the coordinator: enrol, hold one session after another, and receive its messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -36,34 +36,35 @@ from fedlearn.transport.addresses import announced_addresses, join_addresses
 from fedlearn.transport.content import TaskKey
 from fedlearn.transport.grpc_client import ComeBackLater, DoorSession, enrol
 
-#: A session that lasted so long worked: the next back-off begins anew, else it grew with each life
-#: of a coordinator that comes and goes. Two processes with the keys of one client, which take turns
-#: at ending each other's sessions, slow down to this pace.
+#: A session that lasted this long worked, so the back-off starts over; without this, the back-off
+#: would grow with every restart of the coordinator. Shorter sessions do not count: two processes
+#: with the same client's keys keep ending each other's sessions, and must slow down.
 _STEADY_S = 2.0
 
-#: A session of secure aggregation that has not gone on for so long is over: what its secrets could
-#: still open is not kept for a coordinator that comes back for them.
+#: A secure-aggregation session without progress for this long is abandoned, and its secrets are
+#: erased, so that a coordinator cannot come back later to use them.
 _ABANDONED_S = 86_400.0
 
 _log = structlog.get_logger(__name__)
 
 
 class Connector:
-    """Keeps a session with the coordinator while that is allowed.
+    """Keeps a session with the coordinator open while that is allowed.
 
     Args:
-        invitation: The file from the operator; ``None``: this client has enrolled.
-        connection: Where the coordinator is looked for, how soon again, and who is believed.
-        hello: Makes what a session begins with.
-        post: Takes what happens, for the conversation.
-        on_event: Told what happens, for the user.
+        invitation: The file from the operator; ``None`` if this client has enrolled before.
+        connection: Where to find the coordinator, how soon to retry, and which keys to trust.
+        hello: Builds the first message of a session.
+        post: Receives events for the conversation's state machine.
+        on_event: Receives events for the user.
+        on_receipt: Receives the coordinator's receipts for replies.
 
     Attributes:
-        allowed: Set while this client may look for its coordinator.
-        enrolment: Once there is one.
-        live: The session while there is one: work goes on from one to the next.
-        run_id: The run last heard of; empty: of none.
-        backoff: Between two visits.
+        allowed: Set while this client may connect.
+        enrolment: The client's enrolment, once it has one.
+        live: The current session, if any; work continues from one session to the next.
+        run_id: The run of the latest session; empty before the first.
+        backoff: Waits between attempts to connect.
     """
 
     def __init__(
@@ -82,21 +83,22 @@ class Connector:
         self._on_event, self._on_receipt = on_event, on_receipt
         self._clock = SystemClock()
         self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
-        self._asked_s: float | None = None  # to stay away, by the coordinator
+        self._asked_s: float | None = None  # absence that the coordinator has asked for
         self._farewell, self._is_offline = "", False
         self._woken = asyncio.Event()
-        self._attempt: asyncio.Timeout | None = None  # that is not answered yet
+        self._attempt: asyncio.Timeout | None = None  # the attempt that has no answer yet
         self.backoff, self.allowed = Backoff(connection.reconnection.max_backoff_s), asyncio.Event()
         self.enrolment: Enrolment | None = None
         self.live: LiveSession | None = None
         self.run_id = ""
 
     async def run(self) -> None:
-        """Enrol if need be, then visit one address after the other, for ever.
+        """Enrol if necessary, then connect to the known addresses in turn, forever.
 
         Raises:
-            DeploymentError: The folder cannot be used, or there is no enrolment.
-            EnrolmentRefused: The coordinator does not take the invitation.
+            DeploymentError: The folder cannot be used, or the client has neither an enrolment nor
+                an invitation.
+            EnrolmentRefused: The coordinator rejects the invitation.
         """
         await self.allowed.wait()
         path = self._connection.roster
@@ -111,7 +113,7 @@ class Connector:
             self.enrolment = self._home.keys.move(self.enrolment, known)
         num_in_vain = 0
         for num_visits in count():
-            addresses = self.enrolment.invitation.addresses  # a session may change them
+            addresses = self.enrolment.invitation.addresses  # a session may have changed them
             address = addresses[num_visits % len(addresses)]
             await self.allowed.wait()
             self._expire_sessions()
@@ -121,11 +123,13 @@ class Connector:
                         self.enrolment = await self._rotation.carried_out(self.enrolment)
             was_welcome = await self._visit(address, self.enrolment)
             num_in_vain = 0 if was_welcome else num_in_vain + 1
-            if num_in_vain % len(addresses) == 0:  # else another address may be the right one
+            # Pause after a session, or once every address has failed: until then, the next address
+            # may be the right one.
+            if num_in_vain % len(addresses) == 0:
                 await self._pause()
 
     def wake(self) -> None:
-        """Wait no longer for a coordinator, be it for its answer or until the next visit."""
+        """Cut short the current wait: for an answer, or before the next attempt to connect."""
         if self.live is not None:
             return
         self.backoff.reset()
@@ -136,7 +140,7 @@ class Connector:
 
     @asynccontextmanager
     async def _attempting(self) -> AsyncIterator[None]:
-        """Have :meth:`wake` end an attempt that is not answered; raises TimeoutError then."""
+        """Let :meth:`wake` end an attempt that has no answer yet, by a TimeoutError."""
         async with asyncio.timeout(None) as attempt:
             self._attempt = attempt
             try:
@@ -145,7 +149,7 @@ class Connector:
                 self._attempt = None
 
     async def _pause(self) -> None:
-        """Wait as long as the coordinator has asked, else ever longer; :meth:`wake` ends it."""
+        """Wait as long as the coordinator has asked, or else back off; :meth:`wake` ends it."""
         asked_s, self._asked_s = self._asked_s, None
         if asked_s is None:
             pause_s = self.backoff.next_s()
@@ -158,7 +162,7 @@ class Connector:
         self._woken.clear()
 
     def _expire_sessions(self) -> None:
-        """Forget the secrets of sessions that were abandoned, shares of others' among them."""
+        """Erase the secrets of abandoned sessions, including the shares of other clients."""
         before_unix_s = self._clock.unix_s() - _ABANDONED_S
         for run_id in self._home.untouched(before_unix_s=before_unix_s):
             state = self._home.state(run_id)
@@ -167,7 +171,7 @@ class Connector:
                 self._home.set_state(run_id, ended)
 
     async def _enrolled(self) -> Enrolment:
-        """Return this client's enrolment, made now, or anew, if there is a new invitation."""
+        """Return the existing enrolment, or enrol now if there is none or a new invitation."""
         current = self._home.keys.enrolment()
         given = None if self._invitation is None else Invitation.load(self._invitation)
         if current is not None and (given is None or current.is_with(given)):
@@ -200,7 +204,7 @@ class Connector:
         )
 
     async def _visit(self, address: str, enrolment: Enrolment) -> bool:
-        """Hold one session with the coordinator at ``address``; return whether it began."""
+        """Hold one session with the coordinator at ``address``; return whether it started."""
         begin_s, was_welcome = 0.0, False
         try:
             async with (
@@ -221,8 +225,9 @@ class Connector:
         return was_welcome
 
     def _late_hint(self, given: Invitation) -> str:
-        """Return that an invitation has expired; empty if it has not."""
-        if utc(self._clock.unix_s()) < given.expires_utc:  # both ISO 8601 in UTC
+        """Describe the remedy for an expired invitation; empty if it has not expired."""
+        # Both are ISO 8601 in UTC, so strings compare like times.
+        if utc(self._clock.unix_s()) < given.expires_utc:
             return ""
         return (
             f"; the invitation ended at {given.expires_utc}: ask the operator for a new one "
@@ -230,8 +235,8 @@ class Connector:
         )
 
     def _be_offline(self, address: str, error: ConnectionError, *, hint: str = "") -> None:
-        """Say once that there is no connection; a device is offline more often than not."""
-        if isinstance(error, ComeBackLater):  # of several addresses, the soonest
+        """Report that there is no connection, but only once: devices are often offline."""
+        if isinstance(error, ComeBackLater):  # keep the shortest absence of several addresses
             self._asked_s = min(error.after_s, self._asked_s or error.after_s)
         log = _log.debug if self._is_offline else _log.info
         log("offline", address=address, error=str(error))
@@ -267,10 +272,10 @@ class Connector:
             self._post(Disconnected())
             await cancel([*live.jobs, *ends])
         for end in done:
-            end.result()  # raises what cut the session
+            end.result()  # raises the error that ended the session
 
     def _keep_addresses(self, announced: Sequence[str], *, here: str) -> None:
-        """Keep where the coordinator says that it is reached, now or soon."""
+        """Save the addresses at which the coordinator says it can be reached, now or soon."""
         assert self.enrolment is not None
         is_secure = bool(self.enrolment.invitation.ca_pem)
         addresses = announced_addresses(announced, here=here, is_secure=is_secure)
@@ -298,7 +303,7 @@ class Connector:
                     self._post(Withdrawn(key, message.cancel.reason))
                 case "come_back":
                     self._asked_s = message.come_back.after_s
-                    self.backoff.reset()  # it goes in good order
+                    self.backoff.reset()  # an orderly end, not a failure
                     self._farewell = message.come_back.reason
                     return
                 case "receipt":
@@ -312,7 +317,7 @@ class Connector:
             self.live.leave.set()
 
     def leave_for_rotation(self) -> None:
-        """Leave the session if certificate or keys are to be replaced, before the next."""
+        """End the session if the certificate or keys are due to be replaced before the next."""
         if self.live is not None and self._rotation.is_due(
             self.live.enrolment, run_id=self.run_id, is_connected=True
         ):

@@ -1,21 +1,22 @@
-"""What a client does next: a state machine without I/O, events in and actions out.
+"""The client's state machine: decides what to do next, without I/O; events in, actions out.
 
-::
+The life of one task, as events and actions::
 
     Offered -> Begin -> Answered -> Hold -> Held -> Deliver -> Settled -> Drop
                  |
-                 +-- called off (coordinator, conditions, user) -> CallOff -> Ended
+                 +-- cancelled (coordinator, conditions, user) -> CallOff -> Ended
 
-The work on a task (downloading, training) is one action; it ends with exactly one of
-:class:`Answered` and :class:`Ended`, also after it was called off, because training stops at
-the end of a batch and not at once. A task that came meanwhile waits for that.
+The work on a task (download and training) is one action. It ends with exactly one of
+:class:`Answered` and :class:`Ended`, even after a cancellation, because training stops only at the
+end of a batch. A task that arrives in between waits for that.
 
-A model may be sent ahead, before it is asked about. Once it is here, the client begins on it as
-soon as it has nothing else to do; the next question that it may answer takes that work over::
+The coordinator may announce a model before it sends a task for it, so that the client can prefetch
+it. Once the model is here and the client is idle, it starts to train. The next task for which this
+model is recent enough then adopts that work::
 
     SentAhead -> Fetched -> Begin -> Offered -> Adopt -> Answered -> Hold
                               |
-                              +-- Answered, nobody asks yet -> Offered -> Hold
+                              +-- Answered before any task came -> Offered -> Hold
 """
 
 from collections.abc import Callable
@@ -38,33 +39,33 @@ class Connected:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The session has ended, for whatever reason."""
+    """The session has ended, for any reason."""
 
 
 @dataclass(frozen=True)
 class Offered:
-    """The coordinator has pushed a task."""
+    """The coordinator has sent a task."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
 class SentAhead:
-    """The coordinator has told of a model that it may ask this client about."""
+    """The coordinator has announced a model that a coming task may need."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A model that was sent ahead is here."""
+    """A prefetched model has arrived."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """The coordinator no longer waits for a task."""
+    """The coordinator no longer waits for this task's reply."""
 
     key: TaskKey
     reason: str
@@ -72,14 +73,14 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class Settled:
-    """A receipt has come: the coordinator has the reply, or does not want it."""
+    """A receipt has arrived: the coordinator has the reply, or does not want it."""
 
     key: TaskKey
 
 
 @dataclass(frozen=True)
 class Answered:
-    """Work on a task has ended with a reply, and this client's state (``None``: as before)."""
+    """Work on a task has produced a reply and a new client state (``None`` if unchanged)."""
 
     task: OpenTask
     reply: bytes = field(repr=False)
@@ -89,19 +90,19 @@ class Answered:
 
 @dataclass(frozen=True)
 class Ended:
-    """Work on the task has ended without a reply: called off, or the download broke."""
+    """Work on the task has ended without a reply: cancelled, or the download failed."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A reply is durable."""
+    """A reply has been stored durably."""
 
     held: HeldReply
 
 
 @dataclass(frozen=True)
 class Surveyed:
-    """A second has passed; some conditions do not hold now."""
+    """The conditions were checked, as they are every second; ``unmet`` lists those that fail."""
 
     unmet: tuple[str, ...]
     now_unix_s: float
@@ -109,7 +110,7 @@ class Surveyed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The user or the operating system wants this process to end."""
+    """The user or the operating system has asked this process to end."""
 
 
 Event: TypeAlias = (
@@ -132,14 +133,14 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class Begin:
-    """Work on a task, from what an earlier attempt at it has left."""
+    """Start work on a task, resuming an earlier attempt if there was one."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
 class CallOff:
-    """Have the work on a task end at the next batch."""
+    """Cancel the work on a task; it ends at the next batch."""
 
     key: TaskKey
     reason: str
@@ -147,29 +148,29 @@ class CallOff:
 
 @dataclass(frozen=True)
 class Erase:
-    """Remove what the work on the task has left."""
+    """Remove the request and the checkpoint of the task."""
 
 
 @dataclass(frozen=True)
 class Adopt:
-    """Have the work that was begun ahead be the work on a task."""
+    """Make the work that was started in advance the work on this task."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Make a reply durable, with the state after it."""
+    """Store a reply durably, together with the client state after it."""
 
     answered: Answered
 
 
 @dataclass(frozen=True)
 class Deliver:
-    """Send a reply; again, if its task came once more.
+    """Send a reply; send it again if its task was offered again.
 
-    What was sent before a coordinator had opened its exchange again, after a restart, was not
-    heard.
+    A restarted coordinator ignores replies until it has reopened the task's exchange, so an earlier
+    delivery may have been lost.
     """
 
     held: HeldReply
@@ -178,7 +179,7 @@ class Deliver:
 
 @dataclass(frozen=True)
 class Drop:
-    """Forget a reply."""
+    """Remove a stored reply."""
 
     held: HeldReply
     reason: str
@@ -194,21 +195,22 @@ Action: TypeAlias = Begin | Adopt | CallOff | Erase | Hold | Deliver | Drop | Di
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Where a client stands.
+    """The state of a client.
 
     Attributes:
-        is_stopping: Whether this process shall end.
+        is_connected: Whether there is a session with the coordinator.
+        is_stopping: Whether this process is to end.
         unmet: Conditions that do not hold.
-        task: What is worked on, or was until it was called off.
-        is_called_off: Whether that work shall end.
-        is_withdrawn: Whether its reply would be of no use to anyone.
-        waiting: A task that came while a called off one has not ended yet.
-        held: The finished reply that is not settled.
-        run_id: Of the run that the latest session was of.
-        begun_round: Of the newest model of this run that was trained, or is; -1: none.
-        told: The newest model that was sent ahead, where it is not fetched.
-        ahead: One that was sent ahead and is here, on which nothing is begun.
-        ready: What came of work ahead, where nobody has asked for it yet.
+        task: The task in work; a cancelled one stays here until its work has ended.
+        is_called_off: Whether the task in work was cancelled.
+        is_withdrawn: Whether the coordinator no longer wants the reply to the task in work.
+        waiting: A task that arrived while a cancelled one is still ending.
+        held: The finished reply that is not settled yet.
+        run_id: The run of the latest session; empty before the first.
+        begun_round: Round of the newest model of this run on which training has started, or -1.
+        told: The newest announced model that is not fetched yet.
+        ahead: A prefetched model on which work has not started.
+        ready: The result of work in advance for which no task has come yet.
     """
 
     is_connected: bool = False
@@ -227,7 +229,7 @@ class Conversation:
 
     @property
     def may_connect(self) -> bool:
-        """Whether this client may go looking for its coordinator."""
+        """Whether this client may connect to its coordinator."""
         return not self.unmet and not self.is_stopping
 
     @property
@@ -237,7 +239,7 @@ class Conversation:
 
     @property
     def to_fetch(self) -> OpenTask | None:
-        """The model that is to be fetched ahead, if there is one: one for each training."""
+        """The model to prefetch, if any; none while a prefetched one is still unused."""
         return self.told if self.is_connected and self.ahead is None else None
 
 
@@ -245,7 +247,7 @@ Transition: TypeAlias = tuple[Conversation, tuple[Action, ...]]
 
 
 def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911 - one line per event
-    """Return where the client stands after ``event``, and what is to be done."""
+    """Return the client's state after ``event``, and the actions to perform."""
     match event:
         case Connected(run_id):
             return _connected(here, run_id)
@@ -285,16 +287,17 @@ def _connected(here: Conversation, run_id: str) -> Transition:
 
 def _offered(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping:
-        return here, ()  # the session is about to end; the next one is offered it again
+        return here, ()  # the session is about to end; the task is offered again in the next one
     if here.held is not None and here.held.key == task.key:
         return here, (Deliver(here.held, is_asked_again=True),)
     if here.task is None:
         return _begin(here, task)
     if here.task.key == task.key and not here.is_called_off:
-        return here, ()  # offered again by a new session: the work goes on
+        return here, ()  # offered again in a new session: the work continues
     if here.task.is_ahead and here.task.may_answer(task) and not here.is_called_off:
         return replace(here, task=task), (Adopt(task),)
-    # One thing is asked at a time: if this is another, the one in work has closed.
+    # The coordinator has one open task per client, so a different task means that the one in work
+    # has been closed.
     here = replace(here, waiting=task, is_withdrawn=here.is_withdrawn or here.task.key != task.key)
     return _call_off(here, "the coordinator has moved on")
 
@@ -319,12 +322,12 @@ def _sent_ahead(here: Conversation, task: OpenTask) -> Transition:
 def _fetched(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping or task.key.run_id != here.run_id:
         return here, ()
-    told = None if here.told == task else here.told  # else a newer one, of which it was told since
+    told = None if here.told == task else here.told  # a newer model was announced meanwhile
     return _next(_without_old(replace(here, told=told, ahead=task)))
 
 
 def _without_old(here: Conversation) -> Conversation:
-    """Forget models that were sent ahead and are no newer than what was trained, or is."""
+    """Drop announced and prefetched models that are no newer than the one last trained on."""
     told, ahead = (
         None if each is None or each.key.round_num <= here.begun_round else each
         for each in (here.told, here.ahead)
@@ -347,7 +350,10 @@ def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Transition:
 
 
 def _is_meant(task: OpenTask, withdrawn: TaskKey) -> bool:
-    """Return whether a task is withdrawn; with a model that was sent ahead all before it are."""
+    """Check whether a withdrawal covers ``task``.
+
+    Withdrawing an announced model also withdraws all earlier ones of its run.
+    """
     if not (task.is_ahead and withdrawn.exchange == NO_QUESTION):
         return task.key == withdrawn
     return task.key.run_id == withdrawn.run_id and task.key.round_num <= withdrawn.round_num
@@ -368,21 +374,22 @@ def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
 def _answered(here: Conversation, event: Answered) -> Transition:
     if here.is_withdrawn:
         return _ended(here)
-    task = here.task or event.task  # what asks for it, where it was begun ahead
+    task = here.task or event.task  # `here.task` is the adopting task, if work started in advance
     here = replace(here, task=None, is_called_off=False)
     if task.is_ahead:
         return _next(replace(here, ready=None if event.is_failure else event))
     if here.waiting is not None and here.waiting.key == task.key:
-        here = replace(here, waiting=None)  # called off too late to end: this is its answer
+        here = replace(here, waiting=None)  # finished before the cancellation took effect
     if event.state is not None and task.key.kind != TRAIN_KIND:
-        here = replace(here, ready=None)  # it began at the state before
+        here = replace(here, ready=None)  # it was computed from the state before this task
     here, actions = _next(here)
     return here, (Hold(replace(event, task=task)), *actions)
 
 
 def _ended(here: Conversation) -> Transition:
     erase = (Erase(),) if here.is_withdrawn else ()
-    # Work that ended unasked lost its connection: the next session is offered it again.
+    # Work that ended without being cancelled has lost its connection. Reconnecting makes the
+    # coordinator offer the task again.
     is_missed = not here.is_called_off and here.task is not None and not here.task.is_ahead
     leave = (Disconnect(),) if is_missed and here.is_connected else ()
     here = replace(here, task=None, is_called_off=False, is_withdrawn=False)
@@ -391,7 +398,7 @@ def _ended(here: Conversation) -> Transition:
 
 
 def _next(here: Conversation) -> Transition:
-    """Begin what waits, or else what was sent ahead, where nothing is worked on."""
+    """If the client is idle, begin the waiting task, or else work on a prefetched model."""
     if here.task is not None or here.unmet or here.is_stopping:
         return here, ()
     if here.waiting is not None:
@@ -411,7 +418,7 @@ def _surveyed(here: Conversation, event: Surveyed) -> Transition:
     if not event.unmet:
         return here, actions
     here, called_off = _call_off(replace(here, waiting=None, told=None, ahead=None), "conditions")
-    # A reply that is on its way may arrive, unless it is the network that must not be used.
+    # Stay connected while a reply is being delivered, unless the network must not be used.
     may_stay = here.held is not None and not any("unmetered" in each for each in event.unmet)
     leave = (Disconnect(),) if here.is_connected and not may_stay else ()
     return here, (*actions, *called_off, *leave)
@@ -420,7 +427,7 @@ def _surveyed(here: Conversation, event: Surveyed) -> Transition:
 def _give_up(
     here: Conversation, is_over: Callable[[OpenTask | HeldReply], bool], reason: str
 ) -> Transition:
-    """Withdraw the task, and forget the reply, of which ``is_over`` holds."""
+    """Withdraw the task in work and drop the stored reply, each if ``is_over`` holds for it."""
     actions: tuple[Action, ...] = ()
     for each in (here.task, here.held):
         if each is not None and is_over(each):

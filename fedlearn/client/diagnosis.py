@@ -1,6 +1,6 @@
-"""Before joining: whether address, TLS, clock, disk and data are as they must be.
+"""Check a device before it joins: address, TLS, clock, disk and data.
 
-Connections are those that a client makes, by the same code, so that proxies apply to both.
+The checks connect with the client's own code, so that proxies affect both in the same way.
 """
 
 import asyncio
@@ -27,28 +27,28 @@ from fedlearn.transport.grpc_client import look
 
 _CLOCK = SystemClock()
 _TIMEOUT_S = 10.0
-#: A difference between two clocks that is worth a word.
+#: Clock difference above which to warn.
 _MAX_OFFSET_S = 60.0
-#: A request, a reply and the checkpoints between them of a model of 100 million parameters.
+#: Room for the request, the reply and the checkpoints of a model of 100 million parameters.
 _ENOUGH_BYTES = 2 << 30
 #: Where gRPC looks for a proxy, in this order.
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-#: gRPC's words.
+#: Patterns in gRPC's error messages.
 _CLOCK_WRONG = re.compile(r"certificate (has expired|is not yet valid)")
 _PROXY_REFUSES = re.compile(r"HTTP proxy returned response code (\d+)")
 
 
 class Verdict(StrEnum):
-    """How something is."""
+    """The outcome of one check."""
 
     OK = "ok"
-    WARNING = "warn"  # not as it should be, and no obstacle
+    WARNING = "warn"  # should be fixed, but does not prevent joining
     BAD = "BAD"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, how it is, and what to do if it is not fine."""
+    """The result of one check: its name, its outcome, and a message with the remedy."""
 
     name: str
     verdict: Verdict
@@ -56,7 +56,7 @@ class Finding:
 
     @property
     def is_fine(self) -> bool:
-        """Whether it does not keep this device from taking part."""
+        """Whether this device can take part in spite of it."""
         return self.verdict is not Verdict.BAD
 
 
@@ -68,14 +68,14 @@ def diagnose(
     addresses: tuple[str, ...] = (),
     clock: WallClock = _CLOCK,
 ) -> Iterator[Finding]:
-    """Yield what is found, one thing after another; nothing is joined, and no token redeemed.
+    """Run all checks, and yield each result; this neither joins nor redeems the invitation.
 
     Args:
-        invitation: The file.
-        home: The client's folder, or where it would be.
-        trainer: Its name; ``None``: none is made.
-        addresses: Of the coordinator, looked at in the place of those that are known.
-        clock: This device's.
+        invitation: The invitation file.
+        home: The client's folder, which need not exist.
+        trainer: Name of the trainer; ``None`` skips the check of the data.
+        addresses: Addresses of the coordinator to check instead of the known ones.
+        clock: This device's clock.
     """
     try:
         invited = Invitation.load(invitation)
@@ -89,7 +89,7 @@ def diagnose(
     if enrolment is None or not enrolment.is_with(invited):
         looks = (_look(each, invited, clock) for each in addresses or invited.token_addresses)
         yield from _one_clock(chain.from_iterable(looks))
-    elif disk.is_fine:  # a session would end that of a process that runs
+    elif disk.is_fine:  # not if the folder is in use: this would end the running client's session
         yield from _session(enrolment, addresses or enrolment.invitation.addresses, clock)
     if trainer is not None:
         yield _data(trainer)
@@ -101,7 +101,7 @@ def _invitation(invited: Invitation, enrolment: Enrolment | None, *, now_unix_s:
         verdict = Verdict.OK if advice is None else Verdict.WARNING
         return Finding("invitation", verdict, advice or f"{invited.name} is enrolled")
     now = utc(now_unix_s)
-    if invited.expires_utc < now:  # both ISO 8601 in UTC: they compare as times do
+    if invited.expires_utc < now:  # both ISO 8601 in UTC, so strings compare like times
         words = f"expired at {invited.expires_utc}, it is {now} by this clock; ask for a new one"
         return Finding("invitation", Verdict.BAD, words)
     words = f"for {invited.name}, until {invited.expires_utc}"
@@ -111,7 +111,7 @@ def _invitation(invited: Invitation, enrolment: Enrolment | None, *, now_unix_s:
 
 
 def _one_clock(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Leave out what was said of the clock already: each certificate shows it."""
+    """Drop repeated findings about the clock, which the certificate of each address yields."""
     said = set[Verdict]()
     for finding in findings:
         if finding.name != "clock":
@@ -134,9 +134,9 @@ def _disk(home: Path) -> Finding:
 
 
 def _obstacle(home: Path, place: Path) -> str | None:
-    """Return what keeps a client from working in ``home``, by a look that changes nothing there.
+    """Describe why a client cannot work in ``home``, without changing anything there.
 
-    ``place`` is the innermost folder of its path that is there.
+    ``place`` is the innermost folder on its path that exists. ``None`` means no obstacle.
     """
     if home.exists() and place != home:
         return f"{home} is a file; name a folder"
@@ -152,7 +152,7 @@ def _obstacle(home: Path, place: Path) -> str | None:
 
 
 def _look(address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:
-    """Connect as the client will, by the same way, and ask whether the invitation is open."""
+    """Connect in the same way as the client, and ask if the invitation is still unused."""
     try:
         asyncio.run(asyncio.wait_for(look(address, invited), _TIMEOUT_S))
     except TimeoutError:
@@ -171,12 +171,12 @@ def _look(address: str, invited: Invitation, clock: WallClock) -> Iterator[Findi
 
 
 def explain(address: str, error: str, *, now: str) -> Finding:
-    """Return what kept gRPC from connecting, and the remedy.
+    """Translate a gRPC connection error into a finding with its cause and remedy.
 
     Args:
-        address: ``host:port``, where to.
-        error: In gRPC's words.
-        now: By this device's clock, for people.
+        address: The address that gRPC tried, ``host:port``.
+        error: gRPC's error message.
+        now: The time by this device's clock, as text.
     """
     if found := _CLOCK_WRONG.search(error):
         words = f"{address}: {found[0]} at {now}, this device's time; set its clock"
@@ -200,7 +200,7 @@ def explain(address: str, error: str, *, now: str) -> Finding:
 
 
 def _ask_for(address: str) -> str:
-    """Return what to do where a connection does not come about."""
+    """Describe what to check if there is no connection."""
     if any(os.environ.get(name) for name in _PROXY_VARIABLES):
         way = "through the proxy that https_proxy names, unless no_proxy excepts it"
     else:
@@ -214,7 +214,7 @@ def _ask_for(address: str) -> str:
 def _session(
     enrolment: Enrolment, addresses: tuple[str, ...], clock: WallClock
 ) -> Iterator[Finding]:
-    """Connect as this client, and leave."""
+    """Open a session as this client at each address, and close it again."""
     for address in addresses:
         begin_unix_s = clock.unix_s()
         try:
@@ -229,9 +229,9 @@ def _session(
 
 
 def _offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -> Finding:
-    """Compare the coordinator's clock with what this one said before and after it was read.
+    """Compare the coordinator's clock with this one, read before and after the request.
 
-    Only certificates, and the user's own conditions, go by it: deadlines travel as seconds left.
+    Only certificates and the user's conditions depend on it: deadlines are sent as seconds left.
     """
     ahead_s = max(0.0, begin_unix_s - their_unix_s) - max(0.0, their_unix_s - end_unix_s)
     verdict, words = Verdict.OK, f"within {_MAX_OFFSET_S:.0f} s of the coordinator's clock"
@@ -258,7 +258,7 @@ def _data(name: str) -> Finding:
         with in_users_code():
             trainer = make_trainer(name)
             if (try_out := getattr(trainer, "try_out", None)) is not None:
-                try_out()  # puts some of its examples through its model
+                try_out()  # runs some of its examples through its model
     except FedlearnError as error:
         return Finding("data", Verdict.BAD, str(error))
     num_examples = getattr(trainer, "num_examples", None)

@@ -1,4 +1,4 @@
-"""What a client's process tells the application that it works for."""
+"""Events that the training process reports to its application."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,26 +8,26 @@ from fedlearn.transport.content import TaskKey
 
 
 class EventKind(StrEnum):
-    """What has happened."""
+    """The kind of an event."""
 
-    ENROLLED = "enrolled"  # certified by the coordinator
+    ENROLLED = "enrolled"  # the coordinator has issued or renewed a certificate
     CONNECTED = "connected"
-    DISCONNECTED = "disconnected"  # if by the coordinator's wish, the message says why
-    EXPIRING = "expiring"  # the certificate ends soon: the message says what to do
-    OFFLINE = "offline"  # told once; it is tried again, ever less often
-    WAITING = "waiting"  # a condition does not hold, or the trainer is still being made
+    DISCONNECTED = "disconnected"  # the message gives the coordinator's reason, if it has one
+    EXPIRING = "expiring"  # the certificate ends soon; the message says what to do
+    OFFLINE = "offline"  # sent once, although the client keeps retrying with growing back-off
+    WAITING = "waiting"  # a condition does not hold, or creating the trainer takes long
     DOWNLOADING = "downloading"
     TRAINING = "training"
-    EVALUATING = "evaluating"  # the model after a round, which is the one named
+    EVALUATING = "evaluating"  # evaluates the model after round `round_num`
     PROGRESS = "progress"  # with fraction and loss
-    CANCELLED = "cancelled"  # the task was called off, by whom the message says
+    CANCELLED = "cancelled"  # the task was cancelled; the message says why
     UPLOADING = "uploading"
-    ACCEPTED = "accepted"  # the reply counts: it was no failure
-    LATE = "late"  # the round had closed without it
-    REFUSED = "refused"  # the coordinator does not want the client or its reply
-    POLICY = "policy"  # the client does not want the task
-    FAILED = "failed"  # what goes wrong on this device
-    CRASHED = "crashed"  # the training process ended by itself; it is started again
+    ACCEPTED = "accepted"  # the reply counts, and is not a failure
+    LATE = "late"  # the round had closed before the reply arrived
+    REFUSED = "refused"  # the coordinator rejected the client or its reply
+    POLICY = "policy"  # the client's policy forbids the task
+    FAILED = "failed"  # an error on this device
+    CRASHED = "crashed"  # the training process died; it is restarted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,14 @@ class AgentEvent:
     """One step of a client's work.
 
     Attributes:
-        kind: What has happened.
-        round_num: The round it is about, from 0; ``None``: none.
-        fraction: Share of the local training done, [0, 1].
+        kind: The kind of event.
+        round_num: The round that it concerns, from 0; ``None`` if it concerns no round.
+        fraction: Share of the local training that is done, [0, 1].
         loss: Mean training loss of the latest batch.
-        message: In words, where there is more to say.
-        is_final: Whether nothing more is tried until the application starts the agent again or
-            the user agrees anew: trying would change nothing, and the message says what to do.
+        message: Details in words; may be empty.
+        is_final: Whether the client gives up, because a retry would fail in the same way, until the
+            application starts the agent again or the user gives consent again. The message says
+            what to do.
     """
 
     kind: EventKind
@@ -53,7 +54,10 @@ class AgentEvent:
 
     @classmethod
     def of(cls, kind: EventKind, *, key: TaskKey | None = None, message: str = "") -> "AgentEvent":
-        """Return what is told of a task; an evaluation is of the model after the round named."""
+        """Create an event about the task with ``key``.
+
+        The request of round r evaluates the model after round r - 1, which the event reports.
+        """
         round_num = None if key is None else key.round_num
         if key is not None and key.kind == EVALUATE_KIND:
             round_num = key.round_num - 1 if key.round_num else None

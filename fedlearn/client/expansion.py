@@ -1,8 +1,8 @@
-"""Masks expanded while the network waits: between a client's shares and the model.
+"""Expand the masks of secure aggregation early, while the client waits for the network.
 
-Once a client has shared its secrets it knows all its masks, and not yet what to add them to. So
-they are expanded then, for all its neighbours; those of neighbours that never shared are taken
-out again when the packets come.
+Once a client has shared its secrets, it knows the seeds of all its masks, but does not have the
+model to train on yet. It uses this time to expand the masks for all its neighbours. Masks of
+neighbours that turn out not to have shared are subtracted again later.
 """
 
 import os
@@ -20,73 +20,75 @@ from fedlearn.secagg.client_state import Shared
 from fedlearn.secagg.fixed_point import Lane, Words
 from fedlearn.session.secure import KeptState
 
-#: Masks that would take more memory are expanded when they are needed, into the vector itself.
+#: Masks that would take more memory are expanded only when needed, directly into the vector.
 MAX_EXPANDED_BYTES = 256 << 20
 
-#: How much less urgent than the rest of the process. Not the least urgent: a thread that waits
-#: for a core may hold the interpreter's lock, which all the others need.
+#: Niceness of the thread, relative to the rest of the process. Not the maximum: a thread that is
+#: starved of CPU time may hold the GIL, which all other threads need.
 _NICER = 10
 _NICEST = 19
 
-#: Masks, and of which step; ``None``: there was nothing to expand, or it was dropped.
+#: A step and its masks; ``None`` if there was nothing to expand, or the expansion was dropped.
 _Found: TypeAlias = tuple[Shared, tuple[Words, ...]] | None
 
 _log = structlog.get_logger(__name__)
 
 
 class MasksAhead:
-    """Expands the masks of the session under way, on a thread that gives way to all others.
+    """Expands the masks of the current session on a low-priority background thread.
 
-    Holds those of one step at most, in memory alone: after a restart, masks are expanded when
-    they are needed. :meth:`follow` and :meth:`drop` are for one thread and return at once.
+    It holds the masks of one step at most, and only in memory: after a restart, masks are expanded
+    when they are needed. Call :meth:`follow` and :meth:`drop` from one thread; both return at once.
     """
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(
             1, thread_name_prefix="fedlearn-masks", initializer=_give_way
         )
-        # Set once it is of no use any more; of an expansion that is under way, or done.
+        # The current or finished expansion, with an event that cancels it.
         self._latest: tuple[threading.Event, Future[_Found]] | None = None
 
     def follow(self, secure: SecureClient, state: bytes) -> None:
-        """Drop what was expanded for an earlier state, and begin on what ``state`` will need.
+        """Drop earlier masks, and start to expand those that ``state`` will need.
 
-        The client will answer the next message from that, and it is durable: of a state that was
-        never kept, the masks would be another session's.
+        ``state`` must have been saved already. If saving it failed, the client would answer the
+        next message from an older state, with other secrets that these masks do not fit.
         """
         self.drop()
         is_dropped = threading.Event()
         self._latest = is_dropped, self._worker.submit(_expanded, secure, state, is_dropped)
 
     def take(self, step: Shared) -> tuple[Words, ...] | None:
-        """Return the masks of ``step``, once they are expanded; ``None``: there are none.
+        """Wait for the masks of ``step``, and return them; ``None`` if there are none.
 
-        From any thread. To wait for what has begun takes no longer than to begin again.
+        Any thread may call this.
         """
+        # Waiting for an expansion in progress takes no longer than starting another one.
         latest = self._latest
         if latest is None or (found := latest[1].result()) is None:
             return None
         of, masks = found
-        if (of.session.id, of.seed) != (step.session.id, step.seed):  # also of other secrets
+        # The seed tells apart two attempts at one session, which have different secrets.
+        if (of.session.id, of.seed) != (step.session.id, step.seed):
             return None
         self.drop()
         _log.info("masks_were_ready", round_num=step.session.terms.round_num)
         return masks
 
     def drop(self) -> None:
-        """Forget what was expanded; what is under way ends soon."""
+        """Discard the masks; an expansion in progress is cancelled."""
         latest, self._latest = self._latest, None
         if latest is not None:
             latest[0].set()
 
     def close(self) -> None:
-        """End for good."""
+        """Discard the masks and shut down the thread."""
         self.drop()
         self._worker.shutdown(wait=False)
 
 
 def _expanded(secure: SecureClient, state: bytes, is_dropped: threading.Event) -> _Found:
-    """Expand what a client at ``state`` will need next; ``None``: nothing, or it was dropped."""
+    """Expand the masks that a client in ``state`` needs next; ``None`` if none, or if dropped."""
 
     def check() -> None:
         if is_dropped.is_set():
@@ -102,7 +104,7 @@ def _expanded(secure: SecureClient, state: bytes, is_dropped: threading.Event) -
             return None
         words = secure.expand(step, check=check)
     except (Cancelled, AggregationAborted, MemoryError) as error:
-        # An abort will be said in words when the message comes that it is an answer to.
+        # An abort is reported when the coordinator's next message is handled.
         _log.debug("masks_not_expanded", reason=type(error).__name__)
         return None
     _log.debug("masks_expanded", round_num=step.session.terms.round_num)
@@ -110,12 +112,12 @@ def _expanded(secure: SecureClient, state: bytes, is_dropped: threading.Event) -
 
 
 def expanded_bytes(lanes: Iterable[Lane]) -> int:
-    """Return how much memory the masks of these lanes take."""
+    """Return the memory that the masks of these lanes take, in bytes."""
     return sum(lane.size * lane.dtype.itemsize for lane in lanes)
 
 
 def _give_way() -> None:
-    """Make this thread less urgent, and those that it starts: on Linux, priorities are theirs."""
+    """Lower the priority of this thread and the threads it starts; Linux has one per thread."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         niceness = min(_NICEST, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
