@@ -1,8 +1,7 @@
-"""Federated learning on PyTorch: one round, written once, simulated or deployed.
+"""Federated learning on PyTorch: the same rounds, simulated or deployed.
 
-The public names are imported when they are first used, so that ``fedlearn --help`` does not
-wait for torch and the simulation engine does not need a database library. The import itself asks
-for products that can be repeated to the bit, while there is time: torch is not used yet.
+Public names are imported when they are first used, so that ``fedlearn --help`` does not wait for
+torch, and the simulation engine needs no database library.
 """
 
 import importlib
@@ -77,7 +76,7 @@ if TYPE_CHECKING:
     from fedlearn.simulation.sources import TrainTest as TrainTest
     from fedlearn.training.local_data import Columns as Columns
 
-#: Names by the module that each is imported from, at its first use.
+#: Public names by the module from which they are imported at their first use.
 _HOME = {
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean",
@@ -112,15 +111,16 @@ _HOME = {
     "training.local_data": "Columns",
 }
 
-#: Names that users look for here, by the module that has them.
+#: Names that users look for in this module, by the module that has them.
 _ELSEWHERE = {"fedlearn.client": "Client TorchTrainer", "fedlearn.testing": "FakeCoordinator"}
 
 __all__ = [name for names in _HOME.values() for name in names.split()]
 
+# MKL reads its environment once, when torch first uses it, so this cannot wait for a later import.
 prepare_for_mkl(os.environ)
 
 
-def __getattr__(name: str) -> Any:  # Any: the type of a name is declared above
+def __getattr__(name: str) -> Any:  # Any: type checkers see the imports above
     for module, names in _HOME.items():
         if name in names.split():
             return getattr(importlib.import_module(f"fedlearn.{module}"), name)

@@ -1,12 +1,12 @@
-"""Every exception fedlearn raises on purpose.
+"""Every exception that fedlearn raises on purpose.
 
-A client that fails is not an exception at the coordinator: it is a
+A failing client raises no exception at the coordinator: its failure is a
 :class:`fedlearn.core.messages.Failure` among the replies.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
-#: Characters of a tensor's name in a message: a peer chose it.
+#: Most characters of a tensor's name in a message; a peer chooses the name, so it may be huge.
 _MAX_NAME = 80
 
 
@@ -23,11 +23,11 @@ class CallError(ConfigError, TypeError):
 
 
 class DataError(FedlearnError):
-    """The examples are missing, malformed or cannot be divided as asked."""
+    """The examples are missing or malformed, or cannot be partitioned as configured."""
 
 
 class RoundError(FedlearnError):
-    """A round failed; the server state is the one before the round."""
+    """A round failed; the server state is as it was before the round."""
 
 
 class CohortTooSmall(RoundError):
@@ -42,7 +42,7 @@ class CohortTooSmall(RoundError):
 
 
 class TooFewNodes(RoundError):
-    """Fewer clients came to a Flower run than make a round."""
+    """Fewer clients joined a Flower run than a round needs."""
 
     def __init__(
         self, *, present: int, minimum: int, waited_s: float, attendance: str, num_strangers: int
@@ -63,7 +63,7 @@ class TooFewNodes(RoundError):
 
 
 class TooFewReports(RoundError):
-    """Fewer usable reports than the minimum when the round closed; a buffer has other remedies."""
+    """A round closed with fewer usable reports than the minimum, or than its buffer takes."""
 
     def __init__(
         self, *, round_num: int, received: int, minimum: int, failures: str, is_buffer: bool
@@ -88,7 +88,7 @@ class TooFewReports(RoundError):
 
 
 class NoUpdates(RoundError):
-    """A run came to its end, and none of the clients that it asked reported in any round."""
+    """A run ended without a single update from its clients."""
 
     def __init__(self, *, num_rounds: int, failures: str) -> None:
         rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
@@ -104,9 +104,9 @@ class AggregationAborted(RoundError):
     """A session of secure aggregation ended without a sum; a retry begins with fresh keys.
 
     Attributes:
-        stage: Where: ``advertise``, ``share``, ``mask``, ``confirm`` or ``unmask``.
-        reason: Why; never a key, a share or a parameter.
-        culprits: Numbers of the clients whose fault it is, as far as that can be told.
+        stage: Stage that failed: ``advertise``, ``share``, ``mask``, ``confirm`` or ``unmask``.
+        reason: Why it failed; never contains a key, a share or a parameter.
+        culprits: Ids of the clients at fault, as far as they are known.
     """
 
     def __init__(self, *, stage: str, reason: str, culprits: Iterable[int] = ()) -> None:
@@ -115,9 +115,9 @@ class AggregationAborted(RoundError):
 
 
 class ModelMismatch(FedlearnError):
-    """The coordinator's model has other tensors, ``theirs``, than this client's trainer, ``mine``.
+    """The coordinator's model and this client's trainer have different tensors.
 
-    Its message has names and shapes, which are no data: it goes to the coordinator in full.
+    The message contains names and shapes but no data, so it is sent to the coordinator in full.
     """
 
     def __init__(
@@ -138,26 +138,26 @@ def _shapes(tensors: Mapping[str, Sequence[int]]) -> str:
 
 
 class SettingsRefused(FedlearnError):
-    """The local settings ask for what this client's trainer does not know or would ignore."""
+    """The local settings are malformed, or ask for what this client's trainer does not support."""
 
 
 class ProcessesParted(FedlearnError):
-    """Processes that share a training do not go on together: one failed, or is gone.
+    """Processes that share a training cannot continue: one of them failed or died.
 
-    Its message names processes, never the data: it goes to the coordinator in full.
+    The message names processes and contains no data, so it is sent to the coordinator in full.
     """
 
 
 class UnusableResult(FedlearnError):
-    """A trainer's result would be refused by the coordinator; it does not leave the client."""
+    """A trainer's result is invalid, and is not sent, because the coordinator would refuse it."""
 
 
 class Diverged(UnusableResult):
-    """A training gave values that are not finite, or absurdly large."""
+    """A training produced values that are not finite or absurdly large."""
 
 
 class PolicyViolation(FedlearnError):
-    """A client refuses what its own policy does not allow; the rule is named by its key."""
+    """A client refuses a request that its own policy forbids; ``rule`` is the policy's key."""
 
     def __init__(self, *, rule: str, asked: str, limit: str) -> None:
         super().__init__(
@@ -172,7 +172,7 @@ class ProtocolError(FedlearnError):
 
 
 class OtherVersion(ProtocolError):
-    """A peer sent a message of a version that this side does not read."""
+    """A peer sent a message in a version that this side cannot read."""
 
 
 class StoreError(FedlearnError):
@@ -180,7 +180,7 @@ class StoreError(FedlearnError):
 
 
 class CorruptCheckpoint(StoreError):
-    """A checkpoint's bytes are not those that were committed."""
+    """A checkpoint's bytes differ from those that were committed."""
 
 
 class NewerStore(StoreError):
@@ -188,19 +188,19 @@ class NewerStore(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The database is away, or busy for long: the same operation may succeed later."""
+    """The database is unreachable, or has been busy for long; a retry may succeed later."""
 
 
 class NoSpace(StoreUnavailable):
-    """The disk is full: the same operation succeeds once there is space."""
+    """The disk is full; a retry succeeds once there is space."""
 
 
 class Fenced(StoreError):
-    """Another coordinator has taken over this run; what this one does no longer counts."""
+    """Another coordinator has taken over this run; this one may no longer write to it."""
 
 
 class RunHeld(StoreError):
-    """A run is alive in another process, or in another thread of this one."""
+    """A run is being executed by another process, or by another thread of this one."""
 
     def __init__(self, *, run: str, holder: str) -> None:
         super().__init__(
@@ -211,46 +211,46 @@ class RunHeld(StoreError):
 
 
 class EnrolmentRefused(FedlearnError):
-    """A client may not join: its invitation is unknown, used, expired or of another name."""
+    """A client may not join: its invitation is unknown, used, expired or for another name."""
 
 
 class ConnectionRefused(FedlearnError):
-    """The coordinator does not hear this client, or speaks another version, and says so."""
+    """The coordinator rejected the connection of this client, and said why."""
 
 
 class OtherProtocol(ConnectionRefused):
-    """The coordinator does not speak this version of the protocol, or its run needs a newer one."""
+    """The coordinator does not support this protocol version, or its run needs a newer one."""
 
 
 class Cancelled(FedlearnError):
-    """A task was called off before it was done: by the coordinator, the user or the device."""
+    """A task was cancelled before it was done: by the coordinator, the user or the device."""
 
 
 class Parked(FedlearnError):
-    """The coordinator was told to stop or pause; the round it was in waits for the next start."""
+    """The coordinator was stopped or paused; the round in progress resumes at the next start."""
 
 
 class Aborted(FedlearnError):
-    """An operator ended the run; what is committed stays."""
+    """An operator aborted the run; committed rounds are kept."""
 
 
 class DeploymentError(FedlearnError):
-    """A coordinator or a client cannot do what an operator asked of it."""
+    """A coordinator or a client cannot do what its operator asked."""
 
 
 class OutputClosed(FedlearnError):
-    """Who reads what a run prints has gone away, as ``head`` does."""
+    """The reader of standard output closed it, as ``head`` does when it has enough."""
 
     def __init__(self) -> None:
         super().__init__("standard output was closed by who reads it")
 
 
 class EngineError(FedlearnError):
-    """The simulation engine cannot do what it was asked to."""
+    """The simulation engine cannot do what the configuration asks, or a worker died."""
 
 
 class BudgetExhausted(FedlearnError):
-    """The next round would exceed the privacy budget; the model is the one of the last round."""
+    """The next round would exceed the privacy budget; the model is that of the last round."""
 
     def __init__(
         self,
