@@ -1,1 +1,1 @@
-"""The command line: it reads arguments, calls the floors below, and prints; no logic."""
+"""The command line: reads arguments, calls the packages below it and prints; no logic."""

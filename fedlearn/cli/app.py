@@ -1,6 +1,7 @@
-"""The commands of runs: arguments, options, help texts, and what they do.
+"""The commands for simulations and for the records of runs, and the entry point.
 
-Each imports what it needs when it runs: torch takes a second, ``fedlearn --help`` a quarter.
+Each command imports what it needs when it runs: importing torch takes a second, and
+``fedlearn --help`` a quarter of one.
 """
 # ruff: noqa: PLC0415 (the imports inside functions: see above)
 
@@ -36,8 +37,8 @@ from fedlearn.cli.options import (
 from fedlearn.core.logs import configure_logs
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
-# Where rich is installed, typer escapes "[required]" for its markup, which is off here: without
-# this, help shows the backslash.
+# If rich is installed, typer escapes "[required]" for rich's markup. The markup is off here, so the
+# help would show the backslash.
 typer.core.HAS_RICH = False
 
 _EPILOG = """\b
@@ -60,7 +61,7 @@ app = typer.Typer(
     epilog=_EPILOG,
     add_completion=False,
     rich_markup_mode=None,  # plain help: the same everywhere, and rich is not imported for it
-    pretty_exceptions_enable=False,  # main tells of errors
+    pretty_exceptions_enable=False,  # main reports errors
 )
 
 
@@ -150,10 +151,10 @@ def check(
     from fedlearn.experiment.simulate import resolve_config
 
     config = load(experiment, overrides=overrides or ())
-    # The parameters of secure aggregation come first: a deployment has them, too, where the
-    # rest may not be fit to be simulated.
+    # Secure aggregation comes first: it also applies to a deployment whose other settings cannot
+    # be simulated.
     served, facts = config.resolved(num_clients=None), list[tuple[str, str]]()
-    if config.privacy.is_on:  # whose noise is found with the clients alone
+    if config.privacy.is_on:  # the noise depends on the clients, so the run must be built
         pieces = built_on(config, data_dir=site(config, data_dir=data_dir).addresses.data_dir)
         plan, privacy = pieces.secure, pieces.privacy
         assert privacy is not None
@@ -169,7 +170,7 @@ def check(
     for line in table_text(facts).splitlines():
         typer.echo(f"# {line}")
     here = site(config, data_dir=data_dir)
-    if isinstance(config.data, NoData):  # it cannot be simulated, so it is built as it is served
+    if isinstance(config.data, NoData):  # it cannot be simulated, only deployed
         deployment(config, data_dir=here.addresses.data_dir).make_model()
         notes: Sequence[str] = ("a deployment: the coordinator has no data, the clients evaluate",)
     else:
@@ -484,7 +485,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     debug = "--debug" in given or os.environ.get("FEDLEARN_DEBUG", "0") not in ("", "0")
     configure_logs(level=logging.DEBUG if debug else logging.INFO, quiet=rank > 0)
-    prepare_for_grpc(os.environ, verbosity="ERROR")  # or every stranger at a port writes a line
+    # At gRPC's default verbosity, every stray connection to a port would log a line.
+    prepare_for_grpc(os.environ, verbosity="ERROR")
     command = typer.main.get_command(app)
     try:
         with _only_rank_0_speaks(rank):
@@ -499,7 +501,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):
             raise
-        return OUTPUT_CLOSED  # typer has made it one; who went away wants to hear no more
+        return OUTPUT_CLOSED  # typer turns a broken pipe into SystemExit; there is no reader left
     return code if isinstance(code, int) else 0
 
 

@@ -1,6 +1,6 @@
-"""The commands about a deployment: its coordinator, its clients, and what operators do.
+"""The commands of a deployment, for its coordinator, its clients and its operators.
 
-As in :mod:`fedlearn.cli.app`, what takes long to import is imported by the command that runs.
+As in :mod:`fedlearn.cli.app`, each command imports slow modules itself.
 """
 # ruff: noqa: PLC0415 (the imports inside functions: see above)
 
@@ -437,7 +437,7 @@ def pins(
 
 
 def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
-    """Tell the coordinator of ``config`` to run, pause or abort; a done run hears nothing."""
+    """Tell the coordinator of ``config`` to run, pause or abort, unless its run is done."""
     from fedlearn.rounds.records import RunStatus
     from fedlearn.store.lease import deployment
 
@@ -459,7 +459,7 @@ def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
 
 @contextmanager
 def _operator(config: Path) -> Iterator["Operator"]:
-    """Open the deployment; where nothing was deployed, no database is made."""
+    """Open the deployment of a configuration file; create no database if nothing was deployed."""
     from fedlearn.config import load_served
     from fedlearn.core.clock import SystemClock
     from fedlearn.deployment.operator import Operator

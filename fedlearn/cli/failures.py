@@ -1,4 +1,4 @@
-"""How a command ends when it does not end well: exit code, message, and the run it left."""
+"""Reports the error that ended a command: exit code, message, and how to resume its run."""
 
 import json
 import os
@@ -24,18 +24,18 @@ from fedlearn.errors import (
 )
 
 BAD_INPUT, RUN_FAILED, BUDGET_SPENT, INTERRUPTED = 2, 3, 4, 130
-OUTPUT_CLOSED = 141  # 128 + SIGPIPE, as a shell tells of what that signal has killed
+OUTPUT_CLOSED = 141  # 128 + SIGPIPE, the exit code a shell reports for a process it killed
 
 
 @runtime_checkable
 class UsageError(Protocol):
-    """An error of click's about the arguments; its class has a public name in no typer."""
+    """An error of click's about the arguments; typer does not export its class."""
 
     def format_message(self) -> str:
-        """Return what is wrong with the arguments."""
+        """Return the description of the mistake in the arguments."""
 
 
-#: The first row that an error is an instance of decides.
+#: Exit codes by error class; the first match decides.
 _CODES: tuple[tuple[tuple[type, ...], int], ...] = (
     ((KeyboardInterrupt, typer.Abort), INTERRUPTED),
     ((OutputClosed,), OUTPUT_CLOSED),
@@ -46,9 +46,9 @@ _CODES: tuple[tuple[tuple[type, ...], int], ...] = (
 
 
 class RunEnded(Exception):
-    """A run that had begun was ended by an error.
+    """An error ended a run that had begun.
 
-    ``resume`` is the command that goes on; ``None`` where there is nothing to go on from.
+    ``resume`` is the command that resumes the run; ``None`` if there is nothing to resume from.
     """
 
     def __init__(self, run: str, cause: BaseException, *, resume: str | None) -> None:
@@ -57,7 +57,7 @@ class RunEnded(Exception):
 
 
 def exit_code(error: BaseException) -> int:
-    """Return what the process exits with; 3 where something unexpected happened, too.
+    """Return the exit code for an error; 3 if it is unexpected.
 
     Example:
         >>> exit_code(ConfigError("client.epoch: unknown key")), exit_code(ValueError())
@@ -69,10 +69,10 @@ def exit_code(error: BaseException) -> int:
 
 
 def message(error: BaseException) -> str:
-    """Return what to tell the user, with what to do next."""
+    """Return the message for the user, including what to do next."""
     match error:
         case RunEnded(cause=BudgetExhausted() | NoUpdates()):
-            return message(error.cause)  # to go on would end here, too
+            return message(error.cause)  # a resumed run would end with the same error
         case RunEnded(resume=None):
             return message(error.cause)
         case RunEnded():
@@ -88,13 +88,16 @@ def message(error: BaseException) -> str:
 
 
 def _command_path(error: UsageError) -> str:
-    """Return the command whose arguments are wrong, as typed; of an unknown one, its parent."""
-    context = getattr(error, "ctx", None)  # of click's; None where it was raised without
+    """Return the command whose arguments are wrong, as typed; for an unknown one, its parent."""
+    context = getattr(error, "ctx", None)  # click's context; None if it was raised without one
     return "fedlearn" if context is None else str(context.command_path)
 
 
 def report(error: BaseException, *, as_json: bool, debug: bool, rank: int) -> int:
-    """Tell what ended the command, if this is rank 0 of torchrun's, and return the exit code."""
+    """Print the error that ended the command, and return the exit code.
+
+    Under torchrun only rank 0 prints, except for the traceback with ``debug``.
+    """
     if debug:
         traceback.print_exception(error)
     elif rank == 0:
@@ -108,13 +111,16 @@ def report(error: BaseException, *, as_json: bool, debug: bool, rank: int) -> in
 
 
 def _close_output() -> None:
-    """Let what is still in the buffer of standard output go nowhere: the interpreter writes it."""
-    with suppress(OSError), Path(os.devnull).open("w") as nowhere:  # a test's has no descriptor
+    """Redirect standard output to the null device.
+
+    The interpreter flushes its buffer at exit, which would raise BrokenPipeError again.
+    """
+    with suppress(OSError), Path(os.devnull).open("w") as nowhere:  # in tests it has no descriptor
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def json_line(error: BaseException) -> str:
-    """Return the last line of standard output with ``--json``."""
+    """Format an error as the last line of standard output with ``--json``."""
     cause, run = (error.cause, error.run) if isinstance(error, RunEnded) else (error, None)
     kind, words = type(cause).__name__, message(cause)
     return json.dumps({"event": "error", "kind": kind, "message": words, "run": run})

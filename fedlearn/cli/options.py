@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take, with their help texts."""
+"""Arguments and options that several commands share, with their help texts."""
 
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -53,7 +53,7 @@ FromPrevious: TypeAlias = Annotated[
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help: how it may be typed, a line each."""
+    """Format the examples at the end of a command's help, one a line."""
     return "\n".join(["\b", "Examples:", *(f"  fedlearn {each}" for each in commands)])
 
 

@@ -1,4 +1,4 @@
-"""Runs as text and as JSON: a line for each, or all about one."""
+"""Formats runs as text and as JSON: one line each, or all about one run."""
 
 import json
 from collections import deque
@@ -23,13 +23,13 @@ from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.checkpoints import CheckpointFile
 from fedlearn.store.registry import StoredRegistry
 
-#: A run, and its rounds without what became of each client.
+#: A run and its rounds, without their participations.
 Brief: TypeAlias = tuple[RunRecord, Sequence[Measured]]
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
-#: Of who was late or failed: the latest rounds, clients of one, and objects of all.
+#: Limits on late and failed clients: rounds in the text, clients of each, and JSON objects in all.
 _MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
-#: Modes of tables that say nothing more.
+#: Modes of configuration tables that are not worth printing.
 _OFF = ("off", "drop")
 
 
@@ -37,7 +37,7 @@ _OFF = ("off", "drop")
 
 
 def runs_table(histories: Sequence[Brief], *, width: int | None) -> str:
-    """Return an aligned table, one line a run: name, status, rounds, best accuracy, created."""
+    """Format runs as an aligned table of name, status, rounds, best accuracy and creation time."""
     return table_text([_HEADER, *map(_row, histories)], width=width)
 
 
@@ -53,7 +53,7 @@ def _row(history: Brief) -> tuple[str, ...]:
 
 
 def run_line(history: Brief) -> str:
-    """Return the facts of :func:`runs_table` about one run as a JSON object."""
+    """Format one run as a JSON object with the columns of :func:`runs_table`."""
     return json_text(_brief(history))
 
 
@@ -78,7 +78,7 @@ def _best_accuracy(history: Brief) -> float | None:
 
 
 def run_page(run: Run, *, width: int | None) -> str:
-    """Return everything about a run, a labelled fact a line, broken for a terminal's ``width``."""
+    """Format everything about a run, one labelled fact a line, wrapped to a terminal's ``width``."""
     return facts_text(_facts(run), width=width)
 
 
@@ -120,7 +120,7 @@ def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _missed(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield who was late or failed in the latest rounds where anybody was."""
+    """Yield the late and failed clients of the latest rounds that had any."""
     names = _names(run)
     found = [(each, missed) for each in run.history if (missed := _who_missed(each))]
     for record, missed in found[-_MISSED_ROUNDS:]:
@@ -139,7 +139,7 @@ def _who_missed(record: RoundRecord) -> list[Participation]:
 
 
 def _names(run: Run) -> dict[ClientId, str]:
-    """Return the names of clients; those of a simulation have none."""
+    """Return the clients' names by id; empty for a simulation."""
     if not run.record.is_deployed:
         return {}
     registry = StoredRegistry(run.stored.database, SystemClock())
@@ -147,7 +147,7 @@ def _names(run: Run) -> dict[ClientId, str]:
 
 
 def _settings(table: object) -> str:
-    """Return a table of the configuration in one line; empty if there is none."""
+    """Format a table of the configuration in one line; empty if there is none."""
     if not isinstance(table, Mapping):
         return ""
     set_ones = ((key, value) for key, value in leaves(table) if value not in (None, {}))
@@ -160,7 +160,10 @@ def _checkpoint(file: CheckpointFile) -> str:
 
 
 def run_object(run: Run) -> str:
-    """Return everything about a run as a JSON object in one line; what is not finite is null."""
+    """Format everything about a run as a one-line JSON object; values that are not finite are null.
+
+    Late and failed clients are limited to the latest.
+    """
     record, rounds = run.record, run.history
     summary, spent = summarize(record, rounds), run.privacy
     best, counts = summary.best, summary.counts

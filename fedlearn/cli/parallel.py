@@ -1,6 +1,6 @@
-"""The commands about training over several processes, and what it costs.
+"""The commands for the coordinator's own training: ``train`` and ``memory``.
 
-As in :mod:`fedlearn.cli.app`, what takes long to import is imported by the command that runs.
+As in :mod:`fedlearn.cli.app`, each command imports slow modules itself.
 """
 # ruff: noqa: PLC0415 (the imports inside functions: see above)
 
@@ -24,7 +24,7 @@ from fedlearn.errors import ConfigError
 
 app = typer.Typer()
 
-#: There are no rounds, so that they ask more clients than there are is no matter.
+#: Overrides for commands without rounds, so that a cohort larger than the population is no error.
 _NOBODY_IS_ASKED = ("cohort.num_wanted=auto", "stragglers.min_reports=half")
 
 
@@ -100,7 +100,8 @@ def train(
     config = config.resolved(num_clients=config.num_partitioned)
     here = site(config, runs_dir=runs_dir, data_dir=data_dir)
     path = output or Path("model.safetensors")
-    if here.environ.get("RANK", "0") == "0":  # it writes; and it is told now, not after hours
+    # Only rank 0 writes. Check that it can before hours of training, not after them.
+    if here.environ.get("RANK", "0") == "0":
         require_writable(path, raises=StoreError)
         if path.exists() and not force:
             raise ConfigError(f"{path} is there already; give --force to replace it")

@@ -1,4 +1,4 @@
-"""What surrounds a command: its site, its store, and the run that it follows."""
+"""Opens what the commands share: the site, the store, and the progress of a run."""
 
 import os
 import signal
@@ -26,7 +26,10 @@ def site(
     runs_dir: Path | None = None,
     data_dir: Path | None = None,
 ) -> Site:
-    """Return what surrounds a run here; a command that runs nothing has no progress."""
+    """Build the site of a run from its configuration and the environment.
+
+    Without a ``progress``, plain lines are printed; a command that runs nothing needs none.
+    """
     addresses = resolve_addresses(
         config or Served(), environ=os.environ, runs_dir=runs_dir, data_dir=data_dir
     )
@@ -35,12 +38,16 @@ def site(
 
 
 def has_runs(site: Site) -> bool:
-    """Return whether there may be a store: where there is none, reading makes none."""
+    """Whether there may be a store, so that a command that only reads does not create one."""
     return site.addresses.store_url is not None or site.addresses.runs_dir.is_dir()
 
 
 def require_runs(site: Site) -> Site:
-    """Return ``site``, where there may be a store; otherwise raise what to do."""
+    """Return ``site`` if it may have a store.
+
+    Raises:
+        ConfigError: It has none; the message says how to name or make one.
+    """
     if not has_runs(site):
         raise ConfigError(
             f"{site.addresses.runs_dir}: there is no such directory of runs; name the one there "
@@ -50,22 +57,22 @@ def require_runs(site: Site) -> Site:
 
 
 def terminal_width() -> int | None:
-    """Return how many columns standard output has; ``None`` where it is no terminal."""
+    """Return the width of the terminal in columns; ``None`` if standard output is not one."""
     return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @contextmanager
 def opened(names: Sequence[str], *, runs_dir: Path | None) -> Iterator[list[Run]]:
-    """Yield the runs of these names from a store that is open meanwhile."""
+    """Yield the runs of these names; the store stays open until the block ends."""
     with require_runs(site(runs_dir=runs_dir)).database() as database:
         yield [Run(database.run(name)) for name in names]
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does: what runs in it is recorded as interrupted.
+    """Let SIGTERM end the block as Ctrl-C does, so that its run is recorded as interrupted.
 
-    In the main thread only. A second SIGTERM does not disturb the end.
+    For the main thread only. A second SIGTERM is ignored, so it does not disturb the shutdown.
     """
 
     def interrupt(number: int, _: FrameType | None) -> None:
@@ -81,10 +88,10 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def followed(*, as_json: bool, resume: str | None = None) -> Iterator[Progress]:
-    """Yield what prints the rounds of a run on standard output.
+    """Yield the progress printer of a run.
 
-    An error that comes after the run has begun is told with the command that goes on with it:
-    ``resume``, or that of a simulation, where there is something to go on from.
+    An error after the run has begun is raised as :class:`RunEnded`, with the command that resumes
+    the run: ``resume``, or that of a simulation if there is something to resume from.
     """
     progress = progress_to(sys.stdout, as_json=as_json)
     try:

@@ -1,4 +1,4 @@
-"""What a deployment has, as tables and as JSON: its clients, invitations and rounds."""
+"""Formats the clients, invitations and rounds of a deployment as tables and as JSON."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ def members(
     contacts: Mapping[ClientId, Contact],
     counts: Mapping[ClientId, Mapping[Status, int]],
 ) -> list[dict[str, Any]]:  # Any: JSON values
-    """Return all clients, then those that are invited, as JSON values: all have all keys."""
+    """Describe enrolled clients, then open invitations, as JSON values with the same keys."""
     nothing = dict.fromkeys((*_OF_CLIENT, *_OF_CONTACT, *_OF_ROUNDS, "invitation_expires_utc"))
     never = dict.fromkeys(Status, 0)
     enrolled = [
@@ -68,7 +68,7 @@ def _contact_values(contact: Contact | None) -> dict[str, object]:
 
 
 def members_table(members: Iterable[Mapping[str, Any]], *, now_unix_s: float) -> str:  # Any: JSON
-    """Return a table of :func:`members`."""
+    """Format the output of :func:`members` as a table."""
     rows = [_member_row(each, now_unix_s=now_unix_s) for each in members]
     header = ("id", "name", "status", "tags", "last seen", "software", "examples", *_OF_ROUNDS)
     return table_text([(*header, "enrolled", "certificate"), *rows])
@@ -104,13 +104,13 @@ def _number(value: int | None) -> str:
 
 
 def key_row(client_id: ClientId, known: KnownKey) -> tuple[str, ...]:
-    """Return a row under :data:`KEY_HEADER`."""
+    """Format a client's identity key as a row under :data:`KEY_HEADER`."""
     name = printable(known.name) or "-"
     return str(client_id), name, fingerprint(known.key), str(known.num_rotations)
 
 
 def rounds_table(rounds: Iterable[RoundSummary]) -> str:
-    """Return a table of rounds."""
+    """Format rounds as a table."""
     header = ("round", "accuracy", "loss", *_OF_ROUNDS, "took", "outcome")
     return table_text([header, *map(_round_row, rounds)])
 
@@ -118,7 +118,7 @@ def rounds_table(rounds: Iterable[RoundSummary]) -> str:
 def missed_values(
     missed: Iterable[Participation], names: Mapping[ClientId, str]
 ) -> list[dict[str, object]]:
-    """Return who was late or failed in a round, and why, as JSON values."""
+    """Describe the late and failed clients of a round, with the reasons, as JSON values."""
     return [
         {
             "client_id": each.client_id,
@@ -133,7 +133,7 @@ def missed_values(
 def missed_table(
     missed: Mapping[int, Iterable[Participation]], names: Mapping[ClientId, str]
 ) -> str:
-    """Return a table of who was late or failed in which round, and why."""
+    """Format the late and failed clients, by round and with the reasons, as a table."""
     rows = [
         (str(round_num + 1), client_text(each.client_id, names), how_text(each))
         for round_num, ended in missed.items()
@@ -143,19 +143,19 @@ def missed_table(
 
 
 def client_text(client_id: ClientId, names: Mapping[ClientId, str]) -> str:
-    """Return what a client is called."""
+    """Return the name of a client, or its id if it has no name."""
     return printable(names.get(client_id, "")) or f"client {client_id}"
 
 
 def how_text(ended: Participation) -> str:
-    """Return how a client ended that did not report, and why."""
+    """Describe the status of a client that did not report, with the reason of a failure."""
     if ended.status is Status.FAILED:
         return f"failed: {printable(ended.reason) or 'no reason given'}"
     return ended.status.value
 
 
 def round_line(each: RoundSummary, **more: object) -> str:
-    """Return a round, and ``more``, as a JSON object; what is not finite is null."""
+    """Format a round, and ``more``, as a JSON object; values that are not finite are null."""
     values: dict[str, object] = {
         "round": each.round_num + 1,
         "outcome": each.outcome.value,
