@@ -1,1 +1,1 @@
-"""The coordinator's side of the network: gRPC, enrolment, transfers."""
+"""The coordinator's network side: the gRPC server, enrolment, and transfers."""

@@ -1,12 +1,13 @@
-"""The certificate authority of one deployment: whom the door believes, and who the door is.
+"""The certificate authority of one deployment.
 
-The authority is five files in a folder: ``ca.key`` and ``ca.pem``, made on the first start and
-good for ten years; ``server.key`` and ``server.pem``, whose certificate lasts a year and renews
-itself; ``coordinator.key`` (Ed25519), made on the first start, which signs the terms of secure
-aggregation and is pinned by every client at its enrolment. Coordinators of one deployment share
-the folder (or copies of it).
+It certifies the coordinator to its clients and the clients to the coordinator. It consists of
+five files in a folder: ``ca.key`` and ``ca.pem``, created on the first start and valid for ten
+years; ``server.key`` and ``server.pem``, whose certificate is valid for a year and is renewed
+automatically; ``coordinator.key`` (Ed25519), created on the first start, which signs the terms of
+secure aggregation and is pinned by every client at its enrolment. Coordinators of one deployment
+share the folder (or copies of it).
 
-How to replace the authority, or the server's key alone, stands in ``docs/how-to/operate.md``.
+``docs/how-to/operate.md`` explains how to replace the authority, or only the server's key.
 """
 
 import ipaddress
@@ -46,7 +47,7 @@ _log = structlog.get_logger(__name__)
 _CA_DAYS = 3652
 _SERVER_DAYS = 365
 _RENEW_BEFORE = timedelta(days=30)
-_BACKDATED = timedelta(days=1)  # a client whose clock is slow must not refuse a fresh certificate
+_BACKDATED = timedelta(days=1)  # so that a client whose clock is slow accepts a fresh certificate
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
 _INVITED = x509.UniformResourceIdentifier("urn:fedlearn:invitation")
 _DAY_S, _DAYS_LATE = 86_400.0, 30
@@ -54,26 +55,27 @@ _ANEW = "move its folder away, start the coordinator, and invite every client an
 
 
 class Authority:
-    """The certificate authority in a folder, made there if it is not; any thread may use it.
+    """The certificate authority in a folder, created on first use; thread-safe.
 
     Guarantees:
-        Private keys lie in files that their owner alone reads, and are never printed.
+        Private keys are stored in files that only their owner can read, and are never printed.
         Coordinators that open one folder at the same time get the same authority.
 
     Args:
-        folder: Made with mode 0700.
-        host_names: DNS names and IP addresses that clients reach the coordinator by, besides
-            ``fedlearn-coordinator`` and those of the loopback.
+        folder: Created with mode 0700.
+        host_names: DNS names and IP addresses by which clients reach the coordinator, in addition
+            to ``fedlearn-coordinator`` and the loopback names.
         now: The wall clock, ISO 8601 in UTC.
 
     Attributes:
         ca_pem: The authority's own certificate, which goes into invitations.
-        signer: The coordinator's identity: what signs the terms of secure aggregation.
-        coordinator_key: What verifies that, 32 bytes; it goes into invitations, too.
+        signer: The coordinator's identity key, which signs the terms of secure aggregation.
+        coordinator_key: The public key that verifies those signatures, 32 bytes; it goes into
+            invitations, too.
 
     Raises:
         DeploymentError: A file is damaged or cannot be written, the authority has expired, or a
-            host name is not one.
+            host name is invalid.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class Authority:
     def server_certificate(self) -> tuple[bytes, bytes]:
         """Return the server's private key and its certificate chain, both PEM.
 
-        To be asked before each handshake: the certificate is renewed 30 days before its end. The
-        last one ends with the authority.
+        Call it before each handshake: the certificate is renewed 30 days before it expires. The
+        last one expires together with the authority.
 
         Raises:
-            DeploymentError: It must be renewed, and the authority has expired.
+            DeploymentError: The certificate must be renewed, but the authority has expired.
         """
         with self._lock:
             if self._time() >= self._renew_after:
@@ -109,14 +111,14 @@ class Authority:
             return private_pem(self._server_key), self._certificate_pem + self.ca_pem
 
     def ends(self) -> dict[str, datetime]:
-        """Return when the authority's own certificate ends, and when the server's."""
+        """Return the expiry times of the authority's own certificate and of the server's."""
         server_end = load_certificate(self._certificate_pem).not_valid_after_utc
         return {"authority": self._ca.not_valid_after_utc, "server": server_end}
 
     def sign(self, csr_pem: bytes, *, name: str, client_id: int, valid_days: int) -> bytes:
         """Return a certificate, PEM, for the key of a client's signing request.
 
-        What else the request asks for is ignored. The certificate does not outlive the authority.
+        Everything else in the request is ignored. The certificate does not outlive the authority.
 
         Raises:
             EnrolmentRefused: The request is not valid, or its key is not ECDSA P-256.
@@ -132,12 +134,13 @@ class Authority:
         )
 
     def certify_invitation(self, name: str, *, valid_s: float) -> tuple[bytes, bytes]:
-        """Return a certificate and its private key, both PEM, with which a client may enrol.
+        """Return a certificate and its private key, both PEM, for an invited client to enrol with.
 
-        It is worth nothing but the way to the token's redemption: the door hears enrolled clients
-        alone. It outlives the token, so that a client that comes too late is told why.
+        The certificate only grants access to the enrolment service; every other call requires an
+        enrolled client. It outlives the invitation's token, so that a client that comes too late
+        receives the reason.
 
-        Raises as :meth:`sign` does.
+        Raises the same errors as :meth:`sign`.
         """
         key = _new_p256()
         pem = self._issued(
@@ -150,7 +153,10 @@ class Authority:
         return pem, private_pem(key)
 
     def _stored(self) -> tuple[bytes, datetime]:
-        """Return what is served, and until when: until now if it is not for this key and names."""
+        """Return the saved server certificate and its renewal time.
+
+        If there is none for this key and these names, the renewal time is in the past.
+        """
         if self._path.exists():
             content = _read(self._path)
             with suppress(
@@ -174,12 +180,12 @@ class Authority:
         )
         try:
             write_private(self._path, content)
-        except DeploymentError as error:  # it serves from memory as well, and can be made again
+        except DeploymentError as error:  # it works from memory, too, and can be renewed again
             _log.warning("server_certificate_not_saved", reason=str(error))
         return self._in_use(content, load_certificate(content))
 
     def _in_use(self, content: bytes, certificate: x509.Certificate) -> tuple[bytes, datetime]:
-        """Return a certificate with its renewal; one that ends with the authority has none."""
+        """Return a certificate and its renewal time; the authority's last one is never renewed."""
         end = certificate.not_valid_after_utc
         if end < self._ca.not_valid_after_utc:
             return content, end - _RENEW_BEFORE
@@ -196,7 +202,7 @@ class Authority:
         usage: x509.ObjectIdentifier,
         valid_days: int,
     ) -> bytes:
-        """Return a certificate for one use, PEM; it does not outlive the authority."""
+        """Issue a certificate for one use, PEM; it does not outlive the authority."""
         now, latest = self._time(), self._ca.not_valid_after_utc
         if now >= latest:
             raise DeploymentError(
@@ -222,8 +228,9 @@ def _new_p256() -> ec.EllipticCurvePrivateKey:
 
 
 def _key(path: Path, make: Callable[[], KeyT]) -> KeyT:
-    """Return the key in ``path``, made there if it is not; whoever comes second loads."""
+    """Load the key in ``path``, which is created first if it is missing."""
     fresh = make()
+    # Another process may create the file first: both then load the same key from it.
     if not path.exists():
         create_private(path, private_pem(fresh))
     try:
@@ -236,7 +243,7 @@ def _key(path: Path, make: Callable[[], KeyT]) -> KeyT:
 
 
 def _ca(path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime) -> x509.Certificate:
-    """Return the authority's certificate in ``path``, made there if it is not."""
+    """Load the authority's certificate in ``path``, which is created first if it is missing."""
     if not path.exists():
         name, public = common_name("fedlearn authority"), key.public_key()
         builder = x509.CertificateBuilder(name, name, public).add_extension(
@@ -264,7 +271,7 @@ def _signed(
     end: datetime,
     ca: bool,
 ) -> bytes:
-    """Return a certificate, PEM: an authority's key signs certificates, another's handshakes."""
+    """Return a signed certificate, PEM, whose key may sign certificates (``ca``) or handshakes."""
     usage = x509.KeyUsage(
         digital_signature=not ca,
         key_cert_sign=ca,
@@ -287,7 +294,7 @@ def _signed(
 
 
 def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
-    """Return the key of a signing request that its owner holds."""
+    """Return the public key of a signing request, after a check that the requester holds it."""
     try:
         request = x509.load_pem_x509_csr(csr_pem)
         key = request.public_key()

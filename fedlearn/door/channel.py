@@ -1,4 +1,4 @@
-"""The run loop's side of the door: a channel whose clients are across the network."""
+"""The channel through which the round loop reaches clients across the network."""
 
 import threading
 from collections import deque
@@ -35,32 +35,33 @@ from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, Asked, are_same, reply_in, require_free
 from fedlearn.transport.content import NO_QUESTION, TaskKey, digest_of
 
-#: Seconds between two looks at whether waiting shall end.
+#: Seconds between two checks of whether to stop waiting.
 _LOOK_S = 0.2
 _GIVEN_UP = "this client took too long, and is not waited for any more"
 
 _log = structlog.get_logger(__name__)
 
-#: Raises what shall end waiting: :class:`~fedlearn.errors.Parked`, for one.
+#: Raises an error to end a wait, such as :class:`~fedlearn.errors.Parked`.
 Check = Callable[[], None]
-#: Surrounds each wait for replies.
+#: Creates the context manager that surrounds each wait for replies.
 Waiting = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(kw_only=True, eq=False)
 class DoorChannel:
-    """A :class:`fedlearn.transport.base.Channel` to the clients at a door; for one thread.
+    """A :class:`fedlearn.transport.base.Channel` to clients connected over gRPC; for one thread.
 
-    A crash or an interruption inside an exchange loses no reply to a training request that was
-    logged: the same exchange, opened again, returns those first, in the same order, and waits for
-    the rest. If it asks several times, each question is durable by itself, by its kind, round,
-    attempt and place among such questions; which of two was answered first is not on record.
+    A crash or an interruption during an exchange loses no logged reply to a training request: the
+    same exchange, opened again, returns those replies first, in the same order, and waits for the
+    rest. If the exchange asks several questions, each is durable separately, identified by its
+    kind, round, attempt and position among such questions; the order of replies across questions
+    is not recorded.
 
     Attributes:
-        loop: Where the door runs; ``exchanges`` and ``sessions`` are only ever touched on it.
-        folder: For requests on their way out and replies on their way in.
-        recovery_grace_s: How long clients have at least to come back to an exchange that goes on.
-        changed: Set by the door when a client comes, goes, or becomes eligible or not.
+        loop: The event loop of the server; ``exchanges`` and ``sessions`` are only used on it.
+        folder: For outgoing requests and incoming replies.
+        recovery_grace_s: Minimum time that clients have to reconnect to a resumed exchange.
+        changed: Set by the server when a client connects, disconnects, or changes its eligibility.
         check: Called often while the channel waits.
         waiting: Surrounds each wait for replies.
     """
@@ -77,15 +78,15 @@ class DoorChannel:
     clock: RealClock
     _last: dict[str, TaskKey] = field(default_factory=dict)  # by kind
     _open: list[LiveQuestion] = field(default_factory=list)
-    _encoded: tuple[Request, Offer] | None = None  # what was asked last
-    _ahead: Offer | None = None  # what was sent ahead last
+    _encoded: tuple[Request, Offer] | None = None  # the last request
+    _ahead: Offer | None = None  # the last model that was sent ahead
     #: The constants of the model that was sent last, and their offer.
     _constants: tuple[Mapping[str, Tensor], Offer] | None = None
-    _training: "DoorExchange | None" = None  # the last that asked clients to train
+    _training: "DoorExchange | None" = None  # the last exchange that asked clients to train
 
     def __post_init__(self) -> None:
-        # Another coordinator may have been taken over and not know it yet: it has its own. The
-        # door removes all when it starts.
+        # A coordinator that has been taken over may still run without knowing it, so each process
+        # writes to its own folder. The server removes all of them when it starts.
         self._passing = self.folder / "passing" / SecretBytes.generate(8).reveal().hex()
 
     def available(self) -> Sequence[ClientId]:
@@ -93,11 +94,11 @@ class DoorChannel:
         return tuple(self.loop.ask(self.sessions.eligible))
 
     def set_aside(self, client_id: ClientId) -> None:
-        """Have a client not be available any more until it connects anew."""
+        """Make a client unavailable until it reconnects."""
         self.loop.post(partial(self.sessions.set_aside, client_id))
 
     def num_set_aside(self) -> int:
-        """Return how many clients are connected and set aside."""
+        """Return the number of connected clients that are set aside."""
         return len(self.loop.ask(self.sessions.all_set_aside))
 
     def wait_for(self, num: int, check: Check) -> None:
@@ -109,13 +110,14 @@ class DoorChannel:
             check()
 
     def open(self, *, deadline_s: float) -> "DoorExchange":
-        """Open an exchange; one that goes on after a restart leaves clients time to come back."""
+        """Open an exchange; if it resumes after a restart, clients get time to reconnect."""
         return DoorExchange(self, deadline_s)
 
     def forget(self, before_round: int) -> None:
         """Remove the replies of rounds before ``before_round``, which are part of a commit.
 
-        Those to open questions stay, and the last round's: its clients may ask for receipts.
+        Replies to open questions are kept, and those of the last round: its clients may still ask
+        for receipts.
         """
         in_use = {question.state.key.folder for question in self._open}
 
@@ -127,7 +129,7 @@ class DoorChannel:
         self.loop.post(partial(self.exchanges.committed, before_round))
 
     def num_waiting(self) -> int:
-        """Return how many replies to training requests are here, durable or not, and not read yet.
+        """Return the number of unread replies to training requests, durable or not.
 
         Those that an earlier process has logged count as well.
         """
@@ -137,13 +139,13 @@ class DoorChannel:
     def send_ahead(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
     ) -> None:
-        """Tell clients of a model that they may be asked about next.
+        """Announce a model to clients that they may be asked to train next.
 
-        They may have it in advance, and begin on it; whoever is asked in a round up to
-        ``last_round_num`` may answer with that. A disk that is full keeps it from them.
+        Clients may download it in advance and begin to train; those that are asked in a round up to
+        ``last_round_num`` may answer with that result. If the disk is full, nothing is sent.
         """
         key = TaskKey(self.run_id, request.kind, request.round_num, request.attempt, NO_QUESTION)
-        encoded = self._encoded  # of those who are asked, of whom there may be more
+        encoded = self._encoded  # more clients may be sent the present request: keep it encoded
         try:
             (self._ahead,) = self._offers([request], client_ids)
         except NoSpace:
@@ -154,14 +156,14 @@ class DoorChannel:
         self.loop.post(partial(send, key, self._ahead, client_ids, last_round_num))
 
     def call_ahead_off(self) -> None:
-        """Tell clients that they will not be asked about what was sent ahead."""
+        """Cancel the models that were sent ahead: clients will not be asked about them."""
         self._ahead = None
         self.loop.post(self.exchanges.call_ahead_off)
 
-    # What an exchange is made of.
+    # Used by exchanges.
 
     def next_key(self, request: Request, *, number: int | None) -> TaskKey:
-        """Return the key of a question, the first of whose requests this is."""
+        """Return the key of a question, given the first of its requests."""
         key = TaskKey(self.run_id, request.kind, request.round_num, self._attempt(request), 0)
         if number is not None:
             return key._replace(exchange=number)
@@ -172,7 +174,7 @@ class DoorChannel:
         return key
 
     def put_back(self, key: TaskKey) -> None:
-        """Have the next question of its kind take this key, and go on where it was left."""
+        """Let the next question of this kind reuse this key, so that it resumes this question."""
         self._last.pop(key.kind, None)
         if key.exchange > 0:
             self._last[key.kind] = key._replace(exchange=key.exchange - 1)
@@ -180,7 +182,7 @@ class DoorChannel:
     def put(
         self, key: TaskKey, requests: Mapping[ClientId, Request], exchange: "DoorExchange"
     ) -> LiveQuestion:
-        """Ask as :meth:`DoorExchange.ask` does, at least one client."""
+        """Send a question to at least one client, as :meth:`DoorExchange.ask` does."""
         question, is_told = None, False
         while question is None:
             try:
@@ -200,7 +202,7 @@ class DoorChannel:
         return question
 
     def leave(self, question: LiveQuestion, how: Callable[[LiveQuestion], None]) -> None:
-        """Have the door close a question, or suspend it."""
+        """Close or suspend a question on the server."""
         self._open.remove(question)
         self.loop.post(partial(how, question))
 
@@ -209,9 +211,8 @@ class DoorChannel:
     ) -> LiveQuestion:
         asked = Asked.of(requests)
         _require_fit(asked.personal)
-        offers = self._offers(
-            asked.shared, asked.places
-        )  # before the log: it says that clients were asked
+        # Before the log, whose existence means that clients were asked.
+        offers = self._offers(asked.shared, asked.places)
         now_s, now_unix_s = self.clock.now_s(), self.clock.unix_s()
         durable = key.kind == TrainRequest.kind
         log = ReplyLog(
@@ -231,14 +232,14 @@ class DoorChannel:
         )
 
     def _remaining_s(self, log: ReplyLog, deadline_s: float, *, now_unix_s: float) -> float:
-        """Return the seconds until an exchange ends that may have been opened before."""
+        """Return the seconds until an exchange ends, which an earlier process may have opened."""
         if not log.is_resumed or not isfinite(deadline_s):
             return deadline_s
         left_s = log.opened_unix_s + deadline_s - now_unix_s
         return min(deadline_s, max(left_s, self.recovery_grace_s))
 
     def _attempt(self, request: Request) -> int:
-        """Return the attempt of a request; a model is measured in the one that has made it."""
+        """Return the attempt of a request; for an evaluation, the one that made its model."""
         if not isinstance(request, EvaluateRequest):
             return request.attempt
         trained = [last for kind, last in self._last.items() if kind != EvaluateRequest.kind]
@@ -246,9 +247,9 @@ class DoorChannel:
         return max((last.attempt for last in made_in), default=0)
 
     def _offer(self, request: Request, folder: Path, *, has_older: bool) -> Offer:
-        """Return a request encoded, for clients of the protocol before as well if there are some.
+        """Return an encoded request, with a version for older clients if some are connected.
 
-        One that is asked again, as others answer, is encoded once.
+        A request is encoded once even if it is sent again later, as other clients reply.
         """
         if self._encoded is None or self._encoded[0] is not request:
             bare, constants = split(request)
@@ -270,7 +271,7 @@ class DoorChannel:
         return known[1]
 
     def _offers(self, requests: Iterable[Request], client_ids: Collection[ClientId]) -> list[Offer]:
-        """Encode each request once; a large one goes to a file, so that it is not held twice."""
+        """Encode each request once; large ones go to files instead of staying in memory."""
         folder = self._passing / "requests"
         has_older = not self.loop.ask(partial(self.sessions.speak_newest, client_ids))
         with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
@@ -282,34 +283,34 @@ class DoorChannel:
             needed |= {None if self._constants is None else self._constants[1].path}
             for path in folder.iterdir():
                 if path not in needed:
-                    path.unlink(missing_ok=True)  # a download that reads it has it open
+                    path.unlink(missing_ok=True)  # a running download keeps its open file
         return offers
 
 
 @dataclass
 class _Read:
-    """A reply that was read, and what becomes of it."""
+    """A reply that was read, and its verdict."""
 
     question: LiveQuestion
     ruling: Ruling = ACCEPTED
     failed: bool = False
 
     def refuse(self, reason: str) -> None:
-        """Have it not count."""
+        """Reject the reply, with the reason."""
         self.ruling = unusable(reason)
 
 
 class DoorExchange:
-    """An :class:`fedlearn.transport.base.Exchange` with the clients at a door.
+    """A :class:`fedlearn.transport.base.Exchange` with clients connected over gRPC.
 
-    A reply is read and decoded when it is asked for; its client is told whether it counts with the
-    next call of the exchange. What its methods raise, a :class:`ValueError` excepted, puts it
-    aside as a crash would: it can be opened again, and goes on.
+    A reply is read and decoded when it is requested; its client receives the verdict with the next
+    call of the exchange. Any error from its methods, except a :class:`ValueError`, suspends the
+    exchange as a crash would: it can be opened again, and resumes.
 
     Attributes:
         deadline_s: In seconds after the first question.
         ends_s: The same on the channel's clock; ``None`` before the first question.
-        arrivals: Replies that are logged.
+        arrivals: Logged replies.
     """
 
     def __init__(self, channel: DoorChannel, deadline_s: float) -> None:
@@ -328,13 +329,14 @@ class DoorExchange:
         self._is_over = False
 
     def ask(self, requests: Mapping[ClientId, Request], *, number: int | None = None) -> None:
-        """Ask clients, those too that connect later. A disk that is full is waited for.
+        """Send requests to clients, also to those that connect later; wait while the disk is full.
 
         Raises:
-            ConfigError: What is for one client alone is too large for its task; nobody is asked.
+            ConfigError: The part for one client alone is too large for its task; no client is
+                asked.
             StoreError: The disk is broken.
             ValueError: See the protocol.
-            FedlearnError: What the channel's ``check`` raises.
+            FedlearnError: Raised by the channel's ``check``.
         """
         require_free(self._awaited, requests, is_open=self._is_open)
         self._accept()
@@ -347,8 +349,8 @@ class DoorExchange:
         with self._put_aside_by_errors():
             question = self._channel.put(key, requests, self)
         if self.ends_s is None:
-            # Questions with numbers of their own are asked at times of their own, perhaps by an
-            # earlier process: the time of their exchange is this one's.
+            # A numbered question may have been asked at another time, by an earlier process. The
+            # exchange's clock still starts now, in this process.
             own_s = question.started_s if number is None else self._channel.clock.now_s()
             self._started_s, self.ends_s = own_s, question.deadline_s
         log = question.log
@@ -358,7 +360,7 @@ class DoorExchange:
         self._questions.append(question)
         found = [reply for reply in log.replies if reply.client_id in question.state.participants]
         awaited: Iterable[ClientId] = question.state.participants
-        if log.closed is not None:  # it has only to be read again
+        if log.closed is not None:  # closed by an earlier process: its replies are read again
             found = found[: log.closed.num_consumed]
             awaited = [reply.client_id for reply in found]
         self._found.extend((question, reply) for reply in found)
@@ -366,11 +368,11 @@ class DoorExchange:
         self._is_over = False
 
     def next(self, *, until_s: float) -> Arrival | None:
-        """Return the next reply; within a question in the order of its log.
+        """Return the next reply; replies to one question come in the order of its log.
 
         Raises:
             StoreError: The disk is broken.
-            FedlearnError: What the channel's ``check`` raises.
+            FedlearnError: Raised by the channel's ``check``.
         """
         self._accept()
         is_found = bool(self._found)
@@ -396,7 +398,7 @@ class DoorExchange:
         return Arrival(reply.client_id, answer, elapsed_s, read.refuse, logged_s)
 
     def num_waiting(self) -> int:
-        """Return how many replies are logged and not read yet."""
+        """Return the number of logged replies that have not been read yet."""
         return len(self._found) + self.arrivals.qsize()
 
     def elapsed_s(self) -> float:
@@ -404,17 +406,17 @@ class DoorExchange:
         return 0.0 if self.ends_s is None else self._channel.clock.now_s() - self._started_s
 
     def grace_until_s(self) -> float:
-        """Return until when clients get time to return, in seconds since the first question.
+        """Return the end of the time for clients to reconnect, in seconds since the first question.
 
         0 if no earlier process has asked one of its questions.
         """
         return self._grace_until_s
 
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
-        """Wait for some clients no more; those whose question was theirs alone are told so.
+        """Stop waiting for some clients, and cancel their tasks.
 
         Raises:
-            ValueError: Another one who was asked with them is still awaited.
+            ValueError: Another client that was asked in the same question is still awaited.
         """
         self._accept()
         gone = {self._awaited[each] for each in client_ids if each in self._awaited}
@@ -428,8 +430,8 @@ class DoorExchange:
         self._found = deque(each for each in self._found if each[0].state.key not in gone)
 
     def close(self) -> None:
-        """Take no more replies; the clients are told so once that is durable."""
-        self._accept()  # also if the caller leaves with this reply, which it has had
+        """Take no more replies; clients are told once that is durable."""
+        self._accept()  # the caller has the last reply, even if it stops there
         for question in self._left():
             self._close(question, by_itself=self._is_over)
 
@@ -449,7 +451,7 @@ class DoorExchange:
         self._channel.leave(question, close)
 
     def _left(self) -> Sequence[LiveQuestion]:
-        """Wait for nobody any more; return what was open."""
+        """Stop waiting for any client; return the questions that were open."""
         questions, self._questions = self._questions, []
         self._is_open = False
         self._awaited.clear()
@@ -464,7 +466,7 @@ class DoorExchange:
             self._last = None
 
     def _close_answered(self) -> None:
-        """Close questions that all have answered: an exchange may ask for hours."""
+        """Close questions that every client has answered: an exchange may stay open for hours."""
         open_keys = set(self._awaited.values())
         for question in self._questions:
             if question.state.key not in open_keys:
@@ -496,7 +498,7 @@ class DoorExchange:
 
 
 def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
-    """Refuse what is too large to travel in a client's task."""
+    """Raise ConfigError if a client's personal part is too large for its task."""
     for client_id, own in personal.items():
         if len(own) > wire.MAX_PERSONAL_BYTES:
             raise ConfigError(
@@ -516,7 +518,7 @@ def _offer(content: bytes, *, constants: Offer | None, folder: Path) -> Offer:
 
 
 def _older(request: Request, *, folder: Path) -> Offer | None:
-    """Return a request for clients of the protocol before; ``None``: they cannot do it."""
+    """Return a request encoded for the previous protocol; ``None`` if it has no such form."""
     try:
         content = encode(request, newest=wire.MESSAGE_VERSIONS[min(wire.MESSAGE_VERSIONS)])
     except ValueError:
@@ -529,5 +531,5 @@ def _in_file(content: bytes, *, folder: Path) -> Offer:
     digest = digest_of(content)
     path, written = folder / digest.hex(), folder / f"{digest.hex()}.new"
     written.write_bytes(content)
-    written.replace(path)  # who is downloading the same from there goes on with what it has open
+    written.replace(path)  # a running download of the old file keeps its open copy
     return Offer(digest=digest, num_bytes=len(content), data=b"", path=path)

@@ -1,7 +1,7 @@
-"""The sessions of the clients that are connected, and who is asked to come back later.
+"""The sessions of connected clients, and which clients are asked to come back later.
 
-A client that does not read costs its own session and nobody else's time: what it is to be
-told waits in a queue of a few messages, and whoever lets that run over is dropped.
+A client that does not read only harms its own session: each session has a queue of at most a few
+messages, and a session whose queue overflows is dropped.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Ending(NamedTuple):
-    """Why a call ends.
+    """The status with which a call ends.
 
     Attributes:
-        code: OK ends it in order.
+        code: OK for a regular end.
         reason: For the client to log.
         cause: One word to count it by if the call, or a message in it, is refused.
     """
@@ -53,7 +53,7 @@ class Ending(NamedTuple):
 
 
 class Ended(Exception):
-    """A call is over before its time; its client, where it is known, is told why."""
+    """A call ends early; its peer, a client if it is known, receives the reason."""
 
     def __init__(
         self,
@@ -75,7 +75,11 @@ async def read(context: Context) -> bytes | None:
 
 
 async def read_first(context: Context, *, timeout_s: float) -> bytes:
-    """Return the first message of a call, empty at its end; raise :class:`Ended` if it is late."""
+    """Return the first message of a call, empty at its end.
+
+    Raises:
+        Ended: It did not come within ``timeout_s``.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             return await read(context) or b""
@@ -85,7 +89,7 @@ async def read_first(context: Context, *, timeout_s: float) -> bytes:
 
 
 def parsed(kind: type[MessageT], data: bytes) -> MessageT:
-    """Return ``data`` as a message, or raise :class:`Ended` if it is none of this kind."""
+    """Parse ``data`` as a message of this kind; raise :class:`Ended` if it is malformed."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -97,7 +101,7 @@ def parsed(kind: type[MessageT], data: bytes) -> MessageT:
 def counted(
     running: Counter[ClientId], client_id: ClientId, *, at_most: int, what: str
 ) -> Iterator[None]:
-    """Count a call while it is ``running``, or raise :class:`Ended` if it is one too many."""
+    """Count a call while it runs; raise :class:`Ended` if the client has too many."""
     if running[client_id] >= at_most:
         reason = f"{at_most} {what} of this client have not ended; wait, or close its connections"
         raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, what)
@@ -114,15 +118,15 @@ class ServerSession:
     """One connected client.
 
     Attributes:
-        protocol: The version that it speaks.
-        software: What it runs, as it says.
-        is_eligible: Whether it may be asked.
-        only_looks: Whether it leaves after the welcome, and must not be.
-        is_set_aside: Whether it must not be, since it keeps failing: while it is connected.
-        since_s: When it connected, on the door's clock.
-        held: Replies that it holds and waits for a receipt of.
-        ending: Why the session has ended; ``None`` while it lives.
-        is_cut: Set once it has ended whatever still waits to be sent.
+        protocol: The protocol version that it speaks.
+        software: The software that it runs, as it reports.
+        is_eligible: Whether it may be sent tasks.
+        only_looks: Whether it disconnects after the welcome, so it must not be sent tasks.
+        is_set_aside: Whether it is sent no tasks while it is connected, because it keeps failing.
+        since_s: When it connected, on the server's clock.
+        held: Replies for which the client still waits for a receipt.
+        ending: Why the session has ended; ``None`` while it is open.
+        is_cut: Set once the session has ended without sending its queued messages.
     """
 
     def __init__(self, client: EnrolledClient, hello: wire_pb2.Hello, *, since_s: float) -> None:
@@ -141,7 +145,7 @@ class ServerSession:
         self.is_cut = asyncio.Event()
 
     def push(self, message: bytes) -> bool:
-        """Send a message when the client can take it; False: too many wait already."""
+        """Queue a message to the client; return False if its queue is full."""
         if self.ending is not None:
             return True
         if len(self._waiting) >= _MAX_WAITING:
@@ -152,7 +156,7 @@ class ServerSession:
         return True
 
     def finish(self, ending: Ending) -> None:
-        """End the session once what waits has been sent."""
+        """End the session once its queue has been sent."""
         self.ending = self.ending or ending
         self._wake.set()
 
@@ -166,10 +170,10 @@ class ServerSession:
     async def write(
         self, context: Context, *, timeout_s: float, beat_s: float, counters: DoorCounters
     ) -> None:
-        """Send what is pushed until the session finishes or its client stops reading.
+        """Send queued messages until the session finishes or its client stops reading.
 
-        Where nothing is, a beat is sent every ``beat_s``, so that the client knows that this
-        coordinator lives; 0: none is.
+        While the queue is empty, a beat is sent every ``beat_s`` seconds to show that this
+        coordinator is alive; 0 disables beats.
         """
         while True:
             while self._waiting:
@@ -195,15 +199,16 @@ class ServerSession:
 
 @dataclass(kw_only=True, eq=False)
 class Sessions:
-    """All sessions, one a client at the most.
+    """All sessions, at most one for each client.
 
     Attributes:
-        admits: Whether a client may be asked, by what it says of itself.
-        changed: Told when a client comes, goes, or becomes eligible or not.
-        pace: When those that are not needed come back.
-        versions: Which protocols are spoken.
-        is_needed: Whether a client's reply is awaited: it is never sent away.
-        num_wanted: Clients that a round would ask: until so many may be asked, nobody is too many.
+        admits: Whether a client may be sent tasks, judged by the eligibility that it reports.
+        changed: Called when a client connects, disconnects, or changes its eligibility.
+        pace: Decides when clients that are not needed come back.
+        versions: Which protocol versions may connect.
+        is_needed: Whether a client's reply is awaited; such a client is never sent away.
+        num_wanted: Number of clients that a round would ask. Clients check in at any pace until so
+            many are eligible.
     """
 
     settings: DoorSettings
@@ -230,22 +235,25 @@ class Sessions:
         return list(self._sessions.values())
 
     def eligible(self) -> list[ClientId]:
-        """Return the clients that may be asked, by number."""
+        """Return the ids of clients that may be sent tasks, in ascending order."""
         return sorted(each for each, session in self._sessions.items() if session.is_eligible)
 
     def may_check_in(self, client_id: ClientId) -> bool:
-        """Return whether a client may come now: the pace allows it, or it is needed."""
+        """Return whether a client may check in now: the pace allows it, or the client is needed."""
         if self.pace.admits() or self.is_needed(client_id):
             return True
         return sum(each.is_eligible for each in self._sessions.values()) < self.num_wanted
 
     def take_touched(self) -> list[ServerSession]:
-        """Return the last session of each client that came, went or spoke of itself since."""
+        """Return the last session of each client that changed since the last call.
+
+        A session changes when its client connects, disconnects, or reports its eligibility.
+        """
         touched, self._touched = self._touched, {}
         return list(touched.values())
 
     def enter(self, session: ServerSession) -> bool:
-        """Take a session in, in place of its client's last; False: it is sent away."""
+        """Add a session, replacing the client's previous one; return False if it is sent away."""
         client_id = session.client.client_id
         old = self._sessions.pop(client_id, None)
         if old is not None:
@@ -259,13 +267,13 @@ class Sessions:
         return session.ending is None
 
     def leave(self, session: ServerSession) -> None:
-        """Forget a session that has ended, unless another took its place before."""
+        """Remove a session that has ended, unless a newer one has replaced it."""
         if self._sessions.get(session.client.client_id) is session:
             del self._sessions[session.client.client_id]
             self._touch(session)
 
     def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
-        """Note what a client says of itself now."""
+        """Update a client's eligibility with its latest report."""
         session.eligibility = eligibility
         may_be_asked = not (session.only_looks or session.is_set_aside)
         session.is_eligible = may_be_asked and self.admits(session.client, eligibility)
@@ -276,7 +284,7 @@ class Sessions:
         self.changed()
 
     def set_aside(self, client_id: ClientId) -> None:
-        """Have a client not be asked any more until it connects anew."""
+        """Send a client no more tasks until it reconnects."""
         session = self._sessions.get(client_id)
         if session is not None and not session.is_set_aside:
             session.is_set_aside = True
@@ -291,7 +299,7 @@ class Sessions:
         return all(each is not None and each.protocol == wire.PROTOCOL for each in found)
 
     def refuse_version(self, client_id: ClientId, reason: str) -> None:
-        """End the session of a client whose reply is of another version, until it is upgraded."""
+        """End the session of a client whose reply has another version; refuse it until upgraded."""
         session = self._sessions.get(client_id)
         if session is None:
             return
@@ -303,11 +311,11 @@ class Sessions:
         self.leave(session)
 
     def all_set_aside(self) -> list[ClientId]:
-        """Return the clients that are set aside, by number."""
+        """Return the ids of clients that are set aside, in ascending order."""
         return sorted(each for each, session in self._sessions.items() if session.is_set_aside)
 
     def push(self, client_id: ClientId, message: bytes) -> bool:
-        """Tell a client something if it is connected; return whether it is."""
+        """Send a message to a client; return whether it is connected."""
         session = self._sessions.get(client_id)
         if session is None:
             return False
@@ -320,7 +328,7 @@ class Sessions:
         return True
 
     def send_surplus_away(self) -> None:
-        """End sessions until there are as many as may be: those not needed go, the oldest first."""
+        """Send away clients above the limit: those that are not needed, oldest session first."""
         for session in self.all():
             if len(self._sessions) <= self.settings.max_connected:
                 break
@@ -330,7 +338,7 @@ class Sessions:
     def send_away(
         self, session: ServerSession, reason: str, *, after_s: float | None = None
     ) -> None:
-        """Ask a client to come back after ``after_s`` or later, as the pace has it."""
+        """Ask a client to come back after at least ``after_s``, at a time that the pace chooses."""
         least_s = self.settings.come_back_s if after_s is None else after_s
         after_s = self.pace.after_s(least_s, client_id=session.client.client_id)
         come_back = wire_pb2.ComeBack(after_s=after_s, reason=reason)
@@ -340,11 +348,11 @@ class Sessions:
         self.leave(session)
 
     def _make_room(self, newcomer: ServerSession) -> None:
-        """Send away whoever was here for long and is not needed, else the newcomer."""
+        """Send away the longest-connected client that is not needed, or else the newcomer."""
         now_s = self.clock.now_s()
         for client_id, session in self._sessions.items():
             if session is newcomer or now_s - session.since_s < self.settings.come_back_s:
-                break  # and those behind it are here for less long
+                break  # sessions are in order of age: all others are younger
             if not self.is_needed(client_id):
                 self.send_away(session, "other clients have their turn")
                 return

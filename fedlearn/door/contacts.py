@@ -1,4 +1,4 @@
-"""Who is connected and what clients say of themselves, written down for operators."""
+"""Records in the registry, for operators, which clients are connected and what they report."""
 
 import asyncio
 import math
@@ -13,23 +13,23 @@ from fedlearn.door.connections import ServerSession, Sessions
 from fedlearn.errors import StoreError
 from fedlearn.identity.registry import Contact, Registry
 
-#: Seconds between two times that all who are connected are written down; those who come and go
-#: in between are as it happens.
+#: Seconds between two times that all connected clients are written; clients that connect or
+#: disconnect in between are written as it happens.
 _ALL_EVERY_S = 60.0
-_MOST_EXAMPLES = 2**63 - 1  # that a database takes; a client may say more
+_MOST_EXAMPLES = 2**63 - 1  # the largest integer of a database; a client may report more
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
 class Contacts:
-    """Keeps in the registry what is known of clients since they were last connected.
+    """Records in the registry when each client was last connected, and what it reported.
 
-    What could not be written is, the next time.
+    A failed write is retried the next time.
 
     Attributes:
-        registry: Only ever called in threads of its own.
-        is_leader: Another coordinator writes down its own.
+        registry: Only called in worker threads.
+        is_leader: Whether this coordinator leads; each leader writes its own contacts.
     """
 
     registry: Registry
@@ -40,7 +40,7 @@ class Contacts:
     _all_s: float = -math.inf
 
     async def keep(self) -> None:
-        """Write down who came, went or spoke of itself; now and then, all who are connected."""
+        """Write the clients that changed since the last call; once a minute, all connected ones."""
         if not self.is_leader():
             return
         now_s = self.clock.now_s()

@@ -1,4 +1,4 @@
-"""What the door counts; telemetry reads it from any thread."""
+"""Counters of the coordinator's network side, which telemetry reads from any thread."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass
 class Histogram:
-    """How often a value fell where, written by one thread.
+    """Counts of values by bucket, written by one thread.
 
     Attributes:
         bounds: Upper ends of all buckets but the last, which has none; ascending.
@@ -34,7 +34,7 @@ class Histogram:
         self.total += value
 
     def cumulated(self) -> list[int]:
-        """Return how many values were at most each bound, and last how many there were."""
+        """Return the number of values up to each bound, and last the number of all values."""
         counts = self._counts.copy()
         return [sum(counts[: place + 1]) for place in range(len(counts))]
 
@@ -46,9 +46,9 @@ _UPLOAD_BYTES = tuple(10.0**power for power in range(3, 12))
 
 @dataclass
 class DoorCounters:
-    """Numbers that only grow, written by the door's thread alone.
+    """Counters that only increase, written by the server's event loop alone.
 
-    What each counts stands in :mod:`fedlearn.door.meanings`.
+    :mod:`fedlearn.door.meanings` says what each one counts.
     """
 
     connections: int = 0
@@ -80,12 +80,12 @@ class DoorCounters:
     upload_bytes: Histogram = field(default_factory=lambda: Histogram(_UPLOAD_BYTES))
 
     def values(self) -> dict[str, float]:
-        """Return the counters by name; ``refused`` by its cause: ``refused{reason=revoked}``."""
+        """Return the counters by name; refusals by cause: ``refused{reason=revoked}``."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         named = {name: float(value) for name, value in values.items() if isinstance(value, int)}
         refused = dict(self.refused)
         return named | {f"refused{{reason={cause}}}": n for cause, n in refused.items()}
 
     def histograms(self) -> dict[str, Histogram]:
-        """Return the others by name."""
+        """Return the histograms by name."""
         return {"upload_seconds": self.upload_seconds, "upload_bytes": self.upload_bytes}

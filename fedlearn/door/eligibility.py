@@ -1,4 +1,4 @@
-"""Which connected clients may be asked: by the tags they were given and by what they say."""
+"""Which connected clients may be sent tasks, judged by their tags and what they report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from annotated_types import doc
 from fedlearn.core.ranges import Whole
 from fedlearn.identity.registry import EnrolledClient
 
-if TYPE_CHECKING:  # the configuration, which declares a table by this, does not wait for protobuf
+if TYPE_CHECKING:  # the configuration imports this module, and must not wait for protobuf
     from fedlearn.transport.wire_pb2 import Eligibility
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a client must be and say before it is asked.
+    """The tags and reported properties that a client needs to be sent tasks.
 
-    A device that cannot tell whether it is on power, idle or unmetered does not say so.
+    A device that cannot tell whether it is on power, idle or unmetered does not report it, and does
+    not meet such a requirement.
     """
 
     tags: Annotated[Sequence[str], doc("All of them must be among its own.")] = ()
@@ -30,11 +31,11 @@ class Requirements:
     unmetered: Annotated[bool, doc("Whether it must say that its network is unmetered.")] = False
 
     def admits(self, client: EnrolledClient, told: "Eligibility") -> bool:
-        """Return whether ``client`` may be asked."""
+        """Return whether ``client`` may be sent tasks."""
         return not self.missing(client, told)
 
     def missing(self, client: EnrolledClient, told: "Eligibility") -> list[str]:
-        """Return what ``client`` lacks, in words; empty if it may be asked."""
+        """List the requirements that ``client`` does not meet, in words; empty if it meets all."""
         lacks = [f"tag {tag}" for tag in self.tags if tag not in client.tags]
         if told.num_examples < self.min_examples:
             lacks.append(f"{self.min_examples} examples (it has {told.num_examples})")

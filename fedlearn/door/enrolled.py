@@ -1,4 +1,4 @@
-"""The enrolled clients in memory: a handshake cannot wait for a database."""
+"""An in-memory copy of the enrolled clients, since a handshake cannot wait for a database."""
 
 import asyncio
 import math
@@ -12,24 +12,24 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
 from fedlearn.identity.registry import EnrolledClient, Registry
 
-#: Seconds between two looks for certificates that are not known: who has an old one may call as
-#: fast as it likes.
+#: Seconds between two registry reads for unknown certificates: a client with an old one may call
+#: in a tight loop.
 _LOOK_AGAIN_S = 1.0
 
 _log = structlog.get_logger(__name__)
 
 
 class EnrolledClients:
-    """A copy of the registry on the event loop, renewed when its revision changes.
+    """A copy of the registry for the event loop, refreshed when the registry's revision changes.
 
     Args:
-        registry: The original; only ever called in threads of its own.
-        changed: Told after each renewal.
-        clock: By which looks are spaced.
+        registry: The original; only called in worker threads.
+        changed: Called after each refresh.
+        clock: Spaces the reads for unknown certificates.
 
     Attributes:
-        is_away: Whether the registry could not be read when it was last looked at: then who is
-            not known need not be a stranger.
+        is_away: Whether the last read of the registry failed: an unknown client may then be an
+            enrolled one.
     """
 
     def __init__(self, registry: Registry, changed: Callable[[], None], clock: Clock) -> None:
@@ -49,7 +49,7 @@ class EnrolledClients:
         return len(self._by_id)
 
     async def renew(self) -> None:
-        """Read the registry if it has changed; one that is away leaves the copy as it is."""
+        """Read the registry if it has changed; if it cannot be read, keep the present copy."""
         async with self._renewing:
             try:
                 revision = await asyncio.to_thread(self._registry.revision)
@@ -69,9 +69,9 @@ class EnrolledClients:
         self._changed()
 
     async def by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
-        """Return the client with this certificate; a new one is looked up again.
+        """Return the client with this certificate; for an unknown one, read the registry again.
 
-        That is once in a while for all that ask meanwhile: they wait for the next time.
+        Reads are limited to one a second, which all callers that wait meanwhile share.
         """
         if fingerprint not in self._by_fingerprint:
             came_s = self._clock.now_s()
@@ -83,17 +83,17 @@ class EnrolledClients:
         return self._by_fingerprint.get(fingerprint)
 
     async def by_name(self, name: str) -> EnrolledClient | None:
-        """Return the client called ``name``; a new one is looked up again."""
+        """Return the client called ``name``; for an unknown one, read the registry again."""
         if name not in self._by_name:
             await self.renew()
         return self._by_name.get(name)
 
     def first_end(self) -> datetime | None:
-        """Return when the certificate of an active client ends, the first to."""
+        """Return the earliest expiry of an active client's certificate; ``None``: there is none."""
         active = (each for each in self._by_id.values() if each.status == "active")
         ends = [datetime.fromisoformat(each.certificate_expires_utc) for each in active]
         return min(ends, default=None)
 
     def by_id(self, client_id: ClientId) -> EnrolledClient | None:
-        """Return the client with this number."""
+        """Return the client with this id; ``None`` if there is none."""
         return self._by_id.get(client_id)

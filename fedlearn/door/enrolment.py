@@ -1,8 +1,8 @@
-"""The enrolment service: an invitation's token in, a certificate out.
+"""The enrolment service: exchanges an invitation's token for a certificate.
 
-It is served at the door, where a client shows the certificate of its invitation, or its own. For
-clients of an earlier version there may be a port that asks for none. Without a token, an enrolled
-client replaces its keys: its old identity key has named the new one.
+It shares the port of the other services, where a client shows its invitation's certificate or its
+own. For clients of an earlier version there may be a port that requires no certificate. Without a
+token, an enrolled client replaces its keys: its old identity key has signed the new one.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import enrolment_bytes
 
-#: A signing request has less than 1 kB, the longest chain of identity keys 10 kB.
+#: Bytes: a signing request has less than 1 kB, the longest chain of identity keys 10 kB.
 MAX_ENROLMENT_BYTES = 16 << 10
 
 _MAX_PER_S = 50.0
 _MAX_NAME, _MAX_TOKEN_BYTES = 64, 128
-_MAX_LOOKS = 16  # that are announced at once
+_MAX_LOOKS = 16  # connections that one call may announce
 
 _log = structlog.get_logger(__name__)
 
@@ -43,10 +43,10 @@ class Enrolments:
     """Redeems invitations, and replaces keys.
 
     Attributes:
-        registry: Called in threads.
-        enrolled: Renewed at once where keys are new, so that they are known when their client
+        registry: Called in worker threads.
+        enrolled: Refreshed at once after new keys, so that they are known when their client
             connects.
-        authority: ``None`` without TLS, where a certificate would say nothing.
+        authority: ``None`` without TLS, where no certificates are issued.
     """
 
     registry: Registry
@@ -60,7 +60,7 @@ class Enrolments:
         self._bucket = TokenBucket(_MAX_PER_S, self.clock.now_s())
 
     async def enrol(self, context: Context) -> None:
-        """Answer one request, or raise :class:`Ended` if it is refused or cannot be granted now."""
+        """Answer one request; raise :class:`Ended` if it is refused or cannot be granted now."""
         request = parsed(wire_pb2.EnrolRequest, await self._read(context))
         before = await self.enrolled.by_name(request.name)
         try:
@@ -75,16 +75,20 @@ class Enrolments:
         self.counters.enrolled += 1
         has_same_keys = before is not None and before.identity_key == client.identity_key
         _tell(client, before, has_same_keys=has_same_keys)
-        # Thousands may renew at a time: their certificates are looked up together, as they connect.
+        # Thousands of clients may renew at once. Their certificates are looked up together when
+        # they connect, so only new keys are worth a registry read here.
         if not has_same_keys:
             await self.enrolled.renew()
         reply = wire_pb2.EnrolReply(certificate_pem=certificate_pem, client_id=client.client_id)
         await context.write(reply.SerializeToString())
 
     async def announce(self, context: Context) -> None:
-        """Say whether an invitation is open; expect connections to the door that say nothing.
+        """Confirm that an invitation is open, and expect the connections that its client announces.
 
-        Raises as :meth:`enrol`.
+        Clients of an earlier version open connections that send nothing, to see whether the server
+        is there; they are counted, so that they are not reported as strangers.
+
+        Raises the same errors as :meth:`enrol`.
         """
         request = parsed(wire_pb2.LookRequest, await self._read(context))
         try:
@@ -100,7 +104,7 @@ class Enrolments:
         await context.write(wire_pb2.LookReply().SerializeToString())
 
     async def _read(self, context: Context) -> bytes:
-        """Return the request of a call, or raise :class:`Ended`."""
+        """Return the request of a call, or raise :class:`Ended` for too many or too large ones."""
         data = await read_first(context, timeout_s=self.settings.handshake_timeout_s)
         if not self._bucket.has(now_s=self.clock.now_s()):
             reason = "too many enrolments; try again"
@@ -140,7 +144,7 @@ class Enrolments:
     def _certificate(
         self, request: wire_pb2.EnrolRequest, client_id: ClientId
     ) -> tuple[bytes, str, str]:
-        """Return a certificate, its fingerprint and its end."""
+        """Return a certificate, PEM, its fingerprint and its expiry."""
         if self.authority is None:
             return b"", sha256(request.identity_key).hexdigest(), "9999-12-31T23:59:59Z"
         pem = self.authority.sign(
@@ -153,7 +157,7 @@ class Enrolments:
 
 
 def _tell(client: EnrolledClient, before: EnrolledClient | None, *, has_same_keys: bool) -> None:
-    """Log an enrolment, and whether other clients will believe its key."""
+    """Log an enrolment, and warn if other clients will not trust its key."""
     num_rotations = Lineage.from_bytes(client.lineage).num_rotations
     event = "certificate_renewed" if has_same_keys else "enrolled"
     _log.info(event, client_id=client.client_id, client=client.name, num_rotations=num_rotations)

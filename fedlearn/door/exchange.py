@@ -1,7 +1,7 @@
-"""What the door knows of a question, without a network: who was asked, who counts, who is late.
+"""The state of questions, without a network: which clients were asked, and which replies count.
 
-An exchange is one question to a cohort, or several, one after the other: each has a key, a log and
-verdicts of its own. They stay open together until the exchange closes.
+An exchange sends one question to a cohort, or several, one after the other: each has its own key,
+log and verdicts. They stay open together until the exchange closes.
 """
 
 from collections import OrderedDict
@@ -13,15 +13,15 @@ from typing import TypeAlias
 from fedlearn.core.messages import ClientId
 from fedlearn.transport.content import TaskKey
 
-#: Questions whose verdicts are still known after they have closed: so many at least, and more as
-#: long as they are few together.
+#: How many closed questions keep their verdicts: always the last 32, and older ones while all
+#: verdicts together are at most 10,000.
 _NUM_PAST, _NUM_VERDICTS = 32, 10_000
 
 
 class ClientPhase(StrEnum):
-    """How far a client is, as the operator reads it."""
+    """A client's progress with its task, as the operator sees it."""
 
-    ASKED = "asked"  # and not connected since
+    ASKED = "asked"  # but has not connected since
     CONNECTED = "connected"  # has been sent the task
     DOWNLOADING = "downloading"
     TRAINING = "training"
@@ -32,7 +32,7 @@ class ClientPhase(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What becomes of a reply."""
+    """Whether a reply counts."""
 
     ACCEPTED = "accepted"
     LATE = "late"
@@ -41,7 +41,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Ruling:
-    """A verdict and, for a person, why; of a refusal one word to count by, too."""
+    """A verdict and its reason, for people; refusals also have one word to count them by."""
 
     verdict: Verdict
     reason: str = ""
@@ -54,15 +54,15 @@ def refusal(reason: str, cause: str) -> Ruling:
 
 
 class Standing(Enum):
-    """A reply without a verdict so far."""
+    """The state of a reply that has no verdict yet."""
 
-    OPEN = auto()  # it may come now
-    TAKEN = auto()  # it is here, and waits for its verdict
-    UNKNOWN = auto()  # to a question that this process has not opened (again) yet
+    OPEN = auto()  # it may be sent now
+    TAKEN = auto()  # it was received, and waits for its verdict
+    UNKNOWN = auto()  # this process has not opened the question (again) yet
 
 
 def unusable(reason: str) -> Ruling:
-    """Return the verdict on a reply that was read, and does not count."""
+    """Return the verdict on a reply that was read but does not count."""
     return refusal(reason, "unusable")
 
 
@@ -74,13 +74,13 @@ Judgement: TypeAlias = Ruling | Standing
 
 @dataclass
 class Participant:
-    """One client that is asked.
+    """A client that was asked a question.
 
     Attributes:
-        offer: Which of the requests it is sent.
-        since_s: When it came to its phase, on the door's clock.
-        is_taken: Whether its reply is here.
-        ruling: What became of it, for good.
+        offer: Index of its request among those of the question.
+        since_s: When it entered its phase, on the server's clock.
+        is_taken: Whether its reply has been received.
+        ruling: The final verdict on its reply.
     """
 
     offer: int
@@ -95,9 +95,9 @@ class QuestionState:
     """One question from the first request to its close.
 
     Attributes:
-        participants: All that are asked.
-        logged: Those whose reply counts unless it is late, in order.
-        num_consumed: The first so many of them have their verdict.
+        participants: All clients that were asked.
+        logged: Clients whose replies are durable, in order; they count unless they are late.
+        num_consumed: Number of them, from the first, that have their verdict.
     """
 
     key: TaskKey
@@ -107,14 +107,14 @@ class QuestionState:
 
     @classmethod
     def of(cls, key: TaskKey, offers: Mapping[ClientId, int], *, now_s: float) -> "QuestionState":
-        """Return a question that nobody has answered."""
+        """Create a question that no client has answered."""
         asked = {
             each: Participant(offer, ClientPhase.ASKED, now_s) for each, offer in offers.items()
         }
         return cls(key=key, participants=asked)
 
     def move(self, client_id: ClientId, phase: ClientPhase, *, now_s: float) -> None:
-        """Note how far a client is; nothing changes once its reply is here."""
+        """Set a client's phase; nothing changes once its reply has been received."""
         participant = self.participants.get(client_id)
         if participant is not None and not participant.is_taken and participant.phase != phase:
             participant.phase, participant.since_s = phase, now_s
@@ -125,11 +125,11 @@ class QuestionState:
         return participant is not None and not participant.is_taken
 
     def take(self, client_id: ClientId) -> None:
-        """Note that the reply of an awaited client is on its way into the log."""
+        """Note that the reply of an awaited client is being logged."""
         self.participants[client_id].is_taken = True
 
     def put_back(self, client_id: ClientId) -> None:
-        """Note that it could not be logged: the client is awaited again."""
+        """Note that the reply could not be logged: the client is awaited again."""
         self.participants[client_id].is_taken = False
 
     def log(self, client_id: ClientId, *, now_s: float) -> None:
@@ -140,7 +140,7 @@ class QuestionState:
         self.logged.append(client_id)
 
     def consume(self, *, ruling: Ruling, failed: bool) -> ClientId:
-        """Note the verdict on the next reply, or that its client failed; return whose it is."""
+        """Record the verdict on the next reply, or its client's failure; return the client."""
         client_id = self.logged[self.num_consumed]
         self.num_consumed += 1
         participant = self.participants[client_id]
@@ -155,12 +155,15 @@ class QuestionState:
         return {each: ruling for each, ruling in found.items() if ruling is not None}
 
     def rest(self) -> tuple[list[ClientId], list[ClientId]]:
-        """Return whose replies came too late if this is the end, and who has not answered."""
+        """Return the clients with unread replies, and those that have not answered.
+
+        If the question closes now, the former are late.
+        """
         silent = [each for each, found in self.participants.items() if not found.is_taken]
         return self.logged[self.num_consumed :], silent
 
     def judge(self, client_id: ClientId) -> Judgement:
-        """Return what is to be said of a reply of ``client_id``."""
+        """Return the verdict on a reply of ``client_id``, or its state so far."""
         participant = self.participants.get(client_id)
         if participant is None:
             return refusal("this client was not asked", "not_asked")
@@ -170,7 +173,7 @@ class QuestionState:
 
 
 class ExchangeHistory:
-    """The verdicts on a run's questions that are not open any more, or not yet."""
+    """The verdicts on a run's questions that are closed, or not open yet."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -178,22 +181,22 @@ class ExchangeHistory:
         self._latest: dict[str, tuple[int, int, int]] = {}
 
     def open(self, key: TaskKey) -> None:
-        """Forget the verdicts on a question: it is open, perhaps once more."""
+        """Forget the verdicts on a question because it is open, perhaps again."""
         self._past.pop(key, None)
         self._latest[key.kind] = key.order
 
     def remember(self, key: TaskKey, rulings: Mapping[ClientId, Ruling]) -> None:
-        """Note the verdicts on replies to a closed question; all others are late."""
+        """Record the verdicts on a closed question; replies without one are late."""
         self._past[key] = rulings
         while len(self._past) > _NUM_PAST and sum(map(len, self._past.values())) > _NUM_VERDICTS:
             self._past.popitem(last=False)
 
     def is_past(self, key: TaskKey) -> bool:
-        """Whether the verdicts on a question stand."""
+        """Whether a question is closed and its verdicts are known."""
         return key in self._past
 
     def judge(self, key: TaskKey, client_id: ClientId) -> Judgement:
-        """Return what is to be said of a client's reply to a question that is not open."""
+        """Return the verdict on a client's reply to a question that is not open."""
         if key.run_id != self.run_id:
             return refusal("it belongs to another run", "other_run")
         if key in self._past:
@@ -222,14 +225,14 @@ class TokenBucket:
         self._tokens = 2.0 * self.rate_per_s
 
     def has(self, *, now_s: float) -> bool:
-        """Take one if it is there; return whether it was."""
+        """Take a token if there is one; return whether there was."""
         if self.take(now_s=now_s) == 0.0:
             return True
-        self._tokens += 1.0
+        self._tokens += 1.0  # the caller does not wait for its token, so it goes back
         return False
 
     def take(self, *, now_s: float) -> float:
-        """Take one and return the seconds to wait before going on; 0 within the bound."""
+        """Take a token and return the seconds to wait before proceeding; 0 within the bound."""
         grown = self._tokens + (now_s - self.now_s) * self.rate_per_s
         self._tokens = min(grown, 2.0 * self.rate_per_s) - 1.0
         self.now_s = now_s

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and how other threads reach it."""
+"""An event loop in its own thread, and how other threads reach it."""
 
 import asyncio
 import threading
@@ -20,12 +20,12 @@ class LoopThread:
         self._thread.start()
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have the loop call ``function`` after what was posted before, unless it is stopped."""
+        """Call ``function`` on the loop, after what was posted before; ignored once stopped."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns on the loop."""
+        """Call ``function`` on the loop and return its result."""
         return self.call(_returned(function)).result()
 
     def call(self, coroutine: Coroutine[object, object, T]) -> Future[T]:

@@ -1,4 +1,4 @@
-"""What each metric of a coordinator means: the help texts of ``/metrics``, and of the reference."""
+"""The meaning of each metric of a coordinator: help texts for ``/metrics`` and the reference."""
 
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
@@ -10,9 +10,9 @@ class Meaning(NamedTuple):
     """One metric.
 
     Attributes:
-        kind: Its type.
-        unit: Of its value; a flag is 0 or 1.
-        text: What it says, in a sentence.
+        kind: Its Prometheus type.
+        unit: The unit of its value; a flag is 0 or 1.
+        text: Its description, in a sentence.
     """
 
     kind: Kind
@@ -28,7 +28,7 @@ def _gauges(unit: str, **texts: str) -> dict[str, Meaning]:
     return {name: Meaning("gauge", unit, text) for name, text in texts.items()}
 
 
-#: By name, without ``fedlearn_`` and the ``_total`` of a counter. Labels stand in braces in a text.
+#: By name, without ``fedlearn_`` and the ``_total`` of a counter. Texts name labels in backticks.
 MEANINGS: Final[Mapping[str, Meaning]] = {
     **_gauges(
         "flag",
@@ -189,5 +189,5 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     ),
 }
 
-#: What is said of a measure that the run's configuration declares.
+#: The meaning of all measures that a run's configuration declares.
 OF_THE_RUN: Final = Meaning("gauge", "its own", "A measure of the run's own, under [metrics].")

@@ -1,16 +1,17 @@
-"""How many files this process may open; each connection takes one."""
+"""The limit on open files of this process; each connection takes one."""
 
 import sys
 
 if sys.platform != "win32":
     from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
 
-#: macOS sets no hard limit, begins with a soft one of 256, and refuses much more than this.
+#: macOS has no hard limit, but starts with a soft one of 256 and rejects much larger ones than
+#: this.
 _MACOS_MOST = 10_240
 
 
 def max_open_files() -> int | None:
-    """Return how many files this process may open; ``None``: as many as it likes."""
+    """Return the number of files that this process may open; ``None`` if unlimited."""
     limit: int | None = None
     if sys.platform != "win32":
         soft, _ = getrlimit(RLIMIT_NOFILE)

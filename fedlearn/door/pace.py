@@ -1,11 +1,11 @@
-"""Pace steering: at which rate clients may check in, by what that costs, and when others come back.
+"""Pace steering: limits the rate of check-ins, and spreads out when clients come back.
 
-A check-in is a client that connects and says hello, whether it may stay or not: most of what it
-costs is spent by then. What one costs in processor time is measured, and so is how late the event
-loop is: from the first follows a rate at which all together take a share of a core, and the second
-slows it down where something else (open transfers, a database) keeps the loop. Whoever is told to
-come back gets a time of its own, so that as many come a second as may: a few clients soon, many
-over as long as it takes, and never together.
+A check-in is a client that connects and says hello, whether it may stay or not: most of its cost is
+spent by then. The processor time of a check-in is measured, and gives the rate at which all
+check-ins together take a fixed share of a core. The lateness of the event loop is measured, too,
+and slows this rate down while something else (open transfers, a database) keeps the loop busy.
+Every client that is sent away gets its own time to come back, such that the rate is met: a few
+clients come back soon, many are spread over as long as it takes, and they never come together.
 
 References:
     K. Bonawitz et al., 2019, `Towards Federated Learning at Scale: System Design
@@ -23,33 +23,34 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.door.exchange import TokenBucket
 
-#: Until a check-in's cost is known.
+#: The rate until the cost of a check-in is known.
 _FIRST_PER_S = 100.0
-#: Below this nobody would ever come.
+#: The lowest rate, so that some clients always get in.
 _LEAST_PER_S = 1.0
-#: Of the rate, what is told when to come. The rest is for whoever comes untold, and for what a
-#: check-in costs then: of a rush, which keeps the coordinator at it, each costs it less.
+#: The part of the rate that is assigned to clients that were told when to come back. The rest is
+#: for clients that come unannounced, and because a check-in then costs more than it did in a rush,
+#: in which the coordinator does nothing else.
 _TOLD = 2 / 3
-#: Fewer check-ins say little of what one costs: something else is in it.
+#: The cost is not computed from fewer check-ins: other work would dominate it.
 _FEWEST = 10
-#: In which what was measured comes to count half. Long enough that all of a rush is in it, whose
-#: connections are made before the first of them says hello.
+#: The half-life of measurements. Long enough to cover a whole rush, whose connections are all made
+#: before the first client says hello.
 _HALF_LIFE_S = 10.0
-#: An event loop that is later than this is slowed down, and then given its rate back slowly.
+#: If the event loop is later than this, the rate is cut at once, and then restored slowly.
 _LATE_S = 0.1
 _LESS, _MORE, _LEAST_PART = 0.5, 1.25, 1 / 64
-#: A client stays away no longer than this, as it is told by default.
+#: The longest time that a client is told to stay away.
 _LONGEST_S = 3600
 
 
 @dataclass(eq=False)
 class Pace:
-    """How many may check in a second, and who comes when.
+    """The rate of check-ins, and the times at which clients come back.
 
     Attributes:
-        share: Of one core that check-ins may take.
+        share: The share of one core that check-ins may take.
         cost_s: Processor time of one check-in; NaN before it is known.
-        late_s: By how much the event loop was late at the last look.
+        late_s: How late the event loop was when last measured.
 
     Example:
         >>> from fedlearn.core.clock import VirtualClock
@@ -68,11 +69,11 @@ class Pace:
     jitter: Generator = field(default_factory=Seed(0).derive("come back").numpy)
     cost_s: float = math.nan
     late_s: float = 0.0
-    _cpu_s: float = 0.0  # of the check-ins that count, and how many they are
+    _cpu_s: float = 0.0  # this and the next: decayed sums, whose quotient is the cost
     _num_check_ins: float = 0.0
-    _part: float = 1.0  # of the rate, where the loop is late
+    _part: float = 1.0  # factor on the rate; below 1 after the loop was late
     _booked: Counter[int] = field(default_factory=Counter)  # by second of the clock
-    _seconds: dict[ClientId, int] = field(default_factory=dict)  # when each was last told to come
+    _seconds: dict[ClientId, int] = field(default_factory=dict)  # the place of each client
     _measured_s: float = field(init=False)
     _bucket: TokenBucket = field(init=False)
 
@@ -86,17 +87,17 @@ class Pace:
         return self._bucket.rate_per_s
 
     def values(self) -> dict[str, float]:
-        """Return what is known, by name."""
+        """Return the current measurements by metric name."""
         cost = {} if math.isnan(self.cost_s) else {"check_in_seconds": round(self.cost_s, 6)}
         rate = {"check_in_rate": round(self.rate_per_s, 1)}
         return {**rate, "loop_late_seconds": round(self.late_s, 3), **cost}
 
     def measured(self, *, cpu_s: float, num_check_ins: int) -> None:
-        """Take what check-ins have cost since the last time.
+        """Update the cost of a check-in with what happened since the last call.
 
         Args:
-            cpu_s: Processor time of the door.
-            num_check_ins: How many there were.
+            cpu_s: Processor time that the server has taken.
+            num_check_ins: Number of check-ins.
         """
         before_s, self._measured_s = self._measured_s, self.clock.now_s()
         kept = 0.5 ** ((self._measured_s - before_s) / _HALF_LIFE_S)
@@ -107,7 +108,7 @@ class Pace:
         self._set_rate()
 
     def look(self, *, late_s: float) -> None:
-        """Take by how much the event loop is late."""
+        """Adjust the rate to how late the event loop is, in seconds."""
         self.late_s = late_s
         self._part *= _LESS if late_s > _LATE_S else _MORE
         self._part = min(1.0, max(_LEAST_PART, self._part))
@@ -124,13 +125,13 @@ class Pace:
         return self._bucket.has(now_s=self.clock.now_s())
 
     def after_s(self, least_s: float, *, client_id: ClientId | None = None) -> float:
-        """Return after how many seconds a client shall come back, ``least_s`` at least.
+        """Return the seconds after which a client should come back, at least ``least_s``.
 
-        A client that comes before its time takes no second place: it is told another one, and
-        somebody else has the place.
+        A client that comes before its time does not take a second place: it gets a new one, and
+        its old one becomes free.
 
-        Of as many as may come in a second, two thirds are told it; whoever finds none free within
-        an hour comes at any time of that.
+        Each second of the schedule takes two thirds of the rate. If no place is free within an
+        hour, the client gets a random time within that hour.
         """
         if client_id is not None:
             self._release(client_id)
@@ -147,5 +148,5 @@ class Pace:
 
     def _release(self, client_id: ClientId) -> None:
         second = self._seconds.pop(client_id, -1)
-        if second in self._booked:  # else it is past
+        if second in self._booked:  # otherwise that second is over
             self._booked[second] -= 1

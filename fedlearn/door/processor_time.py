@@ -1,7 +1,7 @@
-"""Processor time of the door's own threads: the event loop's, and gRPC's, which encrypt.
+"""Processor time of the server's own threads: the event loop, and gRPC's, which encrypt.
 
-What the process computes beside them, as when it evaluates or trains a model, is no cost of the
-door's clients.
+Other work of the process, such as evaluating or training a model, must not count as a cost of its
+clients.
 """
 
 import threading
@@ -10,18 +10,18 @@ from pathlib import Path
 
 from fedlearn.core.clock import process_processor_s, thread_processor_s
 
-#: What gRPC calls the threads in which it shakes hands, encrypts and moves bytes.
+#: gRPC's name for the threads that do handshakes, encrypt and move bytes.
 _GRPC_THREAD = "event_engine"
 
 
 class ProcessorTime:
-    """What the calling thread and gRPC's have taken; made and used in the thread of the loop.
+    """Measures the calling thread and gRPC's threads; created and used on the event loop's thread.
 
-    Where threads cannot be told apart (on another system than Linux, or none has gRPC's name), it
-    is what the whole process has taken.
+    Where threads cannot be told apart (on systems other than Linux, or if no thread has gRPC's
+    name), it measures the whole process.
 
     Args:
-        tasks: The folder of this process's threads, as Linux has it.
+        tasks: Linux's folder of this process's threads.
     """
 
     def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
@@ -34,15 +34,15 @@ class ProcessorTime:
         self.passed_s()
 
     def find_threads(self) -> None:
-        """Look for threads that gRPC has started meanwhile, a tenth of a millisecond or more."""
+        """Look for threads that gRPC has started since; takes 0.1 ms or more."""
         named = self._tasks.glob("*/comm")
         self._grpc = {int(each.parent.name) for each in named if _name(each) == _GRPC_THREAD}
 
     def passed_s(self) -> float:
-        """Return the processor time since the last call, or since this was made."""
+        """Return the processor time since the last call, or since creation."""
         threads_s = dict[int, float]()
         for thread in (self._loop, *self._grpc):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the thread has ended
                 threads_s[thread] = thread_processor_s(thread)
         passed_s = sum(now - self._seen_s.get(each, 0.0) for each, now in threads_s.items())
         before_s, self._process_s = self._process_s, process_processor_s()
@@ -51,7 +51,7 @@ class ProcessorTime:
 
 
 def _name(path: Path) -> str:
-    """Return what a thread is called; one that has ended, nothing."""
+    """Return a thread's name; empty if it has ended."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""

@@ -1,8 +1,9 @@
-"""The door: clients come in over gRPC, from behind mutual TLS, and are bounded in all they do.
+"""The gRPC server of a coordinator: clients connect with mutual TLS, and all they do is bounded.
 
-It is an asyncio loop on a thread of its own; another one logs replies, and four more move files.
-The run loop speaks to it through a :class:`DoorChannel`, as ``docs/explanation/deployment.md``
-shows. Nothing that a client does or leaves undone holds up another one, or the run.
+It is an asyncio loop on its own thread; another thread logs replies, and four more read and write
+files. The round loop talks to it through a :class:`DoorChannel`, as
+``docs/explanation/deployment.md`` shows. No client, active or silent, can delay another one, or the
+run.
 """
 
 import asyncio
@@ -67,50 +68,50 @@ from fedlearn.transport.grpc_client import NAME_METADATA
 
 __all__ = ["Door", "DoorChannel", "DoorSettings"]
 
-_POLL_S = 1.0  # between two looks at the registry and at who leads
-_STOP_S = 0.5  # past the grace, for calls that were cancelled to end
-_LAST_WORD_S = 1.0  # that a client has to read the last message of its session
-_REPORT_S = 10.0  # between two lines about strangers and refused calls, which come as they like
+_POLL_S = 1.0  # between two reads of the registry and of the leadership
+_STOP_S = 0.5  # after the grace period, for cancelled calls to end
+_LAST_WORD_S = 1.0  # for a client to read the last message of its session
+_REPORT_S = 10.0  # between two log lines about strangers and refused calls, however many come
 
-#: When whoever is not served now may come back, at the earliest.
+#: Earliest time at which a client that is not served now may come back.
 _SOON_S = 0.5
-#: Of one core that check-ins may take.
+#: Share of one core that check-ins may take.
 _SHARE = 0.5
-#: Check-ins after which what they cost is measured before the next look: each that is told to come
-#: back by a rate that is wrong does so.
+#: So many check-ins trigger a measurement of their cost before the next poll: until the rate is
+#: corrected, every client that is sent away gets a wrong time.
 _MANY = 10
 _NOT_NOW = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
-_MAX_PEERS = 1 << 16  # connections, whose client has been recognised, that are remembered
+_MAX_PEERS = 1 << 16  # remembered connections of known clients
 _MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
-_MAX_CALLS = 16  # of one client that have not ended, over all its connections
+_MAX_CALLS = 16  # unfinished calls of one client, over all its connections
 _MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
-_MAX_TOLD = 100  # clients that are set aside, in the status
-_MAX_ENROLMENT_CONNECTIONS = 1000  # at once; whoever reaches the port may hold one, for a while
+_MAX_TOLD = 100  # clients that the status lists as set aside
+_MAX_ENROLMENT_CONNECTIONS = 1000  # at once; any peer that reaches the port may hold one
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, repr=False)
 class Door:
-    """The gRPC server of a coordinator, on a thread of its own.
+    """The gRPC server of a coordinator, on its own thread.
 
     Attributes:
-        spool_dir: For requests and replies on their way; this run's alone.
-        authority: Signs and shows certificates; ``None``: plaintext on the loopback, where
-            clients say themselves who they are, for tests and demonstrations.
-        eligible: Whether a client may be asked, by what it says of itself.
-        is_leader: Whether this coordinator may accept replies now; cheap.
+        spool_dir: Folder for requests and replies in transit; used by this run alone.
+        authority: Issues and serves certificates; ``None``: plaintext on the loopback, where
+            clients are trusted to give their own names, for tests and demonstrations.
+        eligible: Whether a client may be sent tasks, judged by what it reports.
+        is_leader: Whether this coordinator may accept replies now; must be cheap.
         beat_s: Longest silence towards a client, in seconds, so that it knows that this
-            coordinator lives; 0: any, since no other can take over.
-        needs_newest: Why the run needs clients of the newest protocol; empty: the one before will
-            do.
-        public_addresses: Where clients are to look for the coordinator from now on; empty: where
-            they do.
-        pace: How many clients may check in; ``None``: as many as it finds that it can take.
-        counters: What has happened so far.
+            coordinator is alive; 0: unlimited, since no other coordinator can take over.
+        needs_newest: Why the run needs clients of the newest protocol; empty: the previous one
+            suffices.
+        public_addresses: Where clients reach the coordinator from now on; empty: where they do
+            now.
+        pace: Limits the rate of check-ins; ``None``: the rate is measured.
+        counters: Counters of all events so far.
         address: Where clients enrol and connect, once started.
-        enrolment_address: Where those of an earlier version enrol; empty if nowhere.
+        enrolment_address: Where clients of an earlier version enrol; empty if they cannot.
     """
 
     settings: DoorSettings
@@ -135,7 +136,7 @@ class Door:
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
         self._strangers = self._num_paced = self._num_connections = 0
-        self._refusals: dict[str, tuple[int, str]] = {}  # how many by cause, and whose was the last
+        self._refusals: dict[str, tuple[int, str]] = {}  # by cause: number of calls, last peer
         self._reported_s = self.clock.now_s()
         self._pace = self.pace or Pace(self.clock, share=_SHARE)
         self._num_measured = 0  # check-ins
@@ -154,8 +155,8 @@ class Door:
         """Open the ports and return.
 
         Raises:
-            DeploymentError: A port cannot be listened on, or is not the loopback's without TLS.
-            StoreError: What is in the spool cannot be read.
+            DeploymentError: A port cannot be opened, or is not on the loopback without TLS.
+            StoreError: The upload store cannot be read.
         """
         history, is_recovering = ExchangeHistory(self.run_id), False
         for name, ended in ended_exchanges(self.spool_dir / "replies", run_id=self.run_id):
@@ -167,7 +168,8 @@ class Door:
                 for number, reason in ended.closed.refused.items():
                     rulings[ClientId(int(number))] = unusable(reason)
                 history.remember(TaskKey.of_folder(self.run_id, name), rulings)
-        if self.is_leader():  # a successor has its own there
+        # A coordinator that no longer leads would delete the files of its successor.
+        if self.is_leader():
             shutil.rmtree(self.spool_dir / "passing", ignore_errors=True)
         self._loop = LoopThread("door")
         self._writer = GroupWriter(self._loop.post)
@@ -204,17 +206,20 @@ class Door:
             raise
 
     def stop(self, *, grace_s: float, reason: str = "the coordinator is stopping") -> None:
-        """Tell clients to come back and why, give calls ``grace_s`` to end, close the ports."""
+        """Ask clients to come back later, with a reason, and close the ports.
+
+        Running calls have ``grace_s`` seconds to end.
+        """
         self._loop.call(self._close(grace_s, reason)).result()
         self._end()
 
     def channel(
         self, *, check: Check = lambda: None, waiting: Waiting = nullcontext
     ) -> DoorChannel:
-        """Return the run loop's side.
+        """Create the channel for the round loop.
 
         Args:
-            check: Asked often; what it raises ends waiting.
+            check: Called often while the channel waits; any error that it raises ends the wait.
             waiting: Surrounds each wait for replies.
         """
         return DoorChannel(
@@ -231,7 +236,7 @@ class Door:
         )
 
     def when_blind(self, tell: Callable[[StoreError], None]) -> None:
-        """Have ``tell`` told if the open door looks at the registry no more, not even in vain."""
+        """Call ``tell`` if the task that polls the registry dies while the server is open."""
 
         def ended(poll: asyncio.Task[None]) -> None:
             error = None if poll.cancelled() else poll.exception()
@@ -247,15 +252,15 @@ class Door:
         self._loop.post(lambda: self._poll.add_done_callback(ended))
 
     def want(self, num_clients: int) -> None:
-        """Let clients in at any pace until so many may be asked: a round would ask them."""
+        """Let clients check in at any pace until ``num_clients`` are eligible for a round."""
         self._loop.post(partial(setattr, self._sessions, "num_wanted", num_clients))
 
     def status(self) -> dict[str, object]:
-        """Return who is connected and where the open exchange stands, as JSON values."""
+        """Return the connected clients and the state of the open exchange, as JSON values."""
         return self._loop.ask(self._status)
 
     def names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
-        """Return the names of clients; one that is not enrolled has none."""
+        """Return the names of clients; the name of a client that is not enrolled is empty."""
         return self._loop.ask(lambda: {each: self._name(each) for each in client_ids})
 
     def _name(self, client_id: ClientId) -> str:
@@ -274,7 +279,7 @@ class Door:
         }
 
     def client_ends(self) -> datetime | None:
-        """Return when the first certificate of an active client ends; ``None``: there is none."""
+        """Return the earliest expiry of an active client's certificate; ``None``: there is none."""
         return self._loop.ask(self._enrolled.first_end)
 
     def _end(self) -> None:
@@ -316,7 +321,7 @@ class Door:
             mutual=True,
             max_bytes=wire.MAX_MESSAGE_BYTES,
             max_connections=num_connections,
-            idle_s=2 * wire.KEEPALIVE_S,  # a client that is there has a session
+            idle_s=2 * wire.KEEPALIVE_S,  # a connected client has a session, which is not idle
         )
         if settings.enrolment_address is not None:
             self.enrolment_address = self._listen_on(
@@ -348,7 +353,7 @@ class Door:
         max_connections: int,
         idle_s: float,
     ) -> str:
-        """Make a server for ``address``, and return that with the port that it came to."""
+        """Create a server for ``address``; return the address with the port that was opened."""
         if self.authority is None and not is_loopback(address):
             raise DeploymentError(
                 f"without TLS the door opens on the loopback only, not on {address!r}; take "
@@ -356,12 +361,12 @@ class Door:
             )
         server = grpc.aio.server(
             options=[
-                ("grpc.so_reuseport", 0),  # two coordinators on one port would share its clients
+                ("grpc.so_reuseport", 0),  # or two coordinators on one port would split its clients
                 ("grpc.max_receive_message_length", max_bytes),
                 ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
                 ("grpc.max_metadata_size", 16 << 10),
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
-                # Else gRPC drops calls of a rush, and their clients are not told when to come.
+                # Otherwise gRPC drops calls in a rush, without telling clients when to come back.
                 ("grpc.server.max_pending_requests", max_connections),
                 ("grpc.server.max_pending_requests_hard_limit", max_connections),
                 ("grpc.max_allowed_incoming_connections", max_connections),
@@ -374,7 +379,8 @@ class Door:
                 ("grpc.http2.min_ping_interval_without_data_ms", _ms(wire.KEEPALIVE_S / 2)),
             ]
         )
-        # On the wire all calls are streams; read as such, a client that says nothing times out.
+        # On the wire all calls are streams. Handling them as streams lets a silent client time
+        # out: gRPC would wait for the request of a unary call without limit.
         for service, calls in services.items():
             handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
                 name: grpc.stream_stream_rpc_method_handler(call) for name, call in calls.items()
@@ -396,7 +402,7 @@ class Door:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _credentials(self, authority: Authority, *, mutual: bool) -> grpc.ServerCredentials:
-        """Return credentials that are looked up for every connection: certificates renew."""
+        """Return credentials that are looked up for every connection, since certificates renew."""
         served = authority.server_certificate()
 
         def configuration() -> grpc.ServerCertificateConfiguration:
@@ -420,7 +426,7 @@ class Door:
 
         return grpc.dynamic_ssl_server_credentials(
             configuration(),
-            # None, "as before", is documented and missing in the types.
+            # None means "no change": documented, but missing in gRPC's types.
             cast("Callable[[], grpc.ServerCertificateConfiguration]", current),
             require_client_authentication=mutual,
         )
@@ -431,10 +437,11 @@ class Door:
         self._exchanges.abandon()
         for session in self._sessions.all():
             self._sessions.send_away(session, reason, after_s=_SOON_S)
-        if not self._enrolled.is_away:  # else this would wait for a database
+        if not self._enrolled.is_away:  # otherwise this would wait for a database
             await self._contacts.keep()
         stopping = [asyncio.create_task(each.stop(grace_s)) for each in self._servers]
-        # gRPC waits on for calls whose client is gone without a word: until its keepalive ends.
+        # For calls of a client that vanished, gRPC waits longer than the grace period: until the
+        # keepalive fails.
         _, late = await asyncio.wait(stopping, timeout=grace_s + _STOP_S)
         if late:
             _log.warning("door_closed_late", servers=len(late), waited_s=grace_s + _STOP_S)
@@ -449,7 +456,7 @@ class Door:
             await self._contacts.keep()
 
     async def _look_at_pace(self) -> None:
-        """Wait until the next poll, and find out what check-ins cost meanwhile."""
+        """Wait until the next poll; measure the cost of check-ins and how late the loop is."""
         began_s = self.clock.now_s()
         await asyncio.sleep(_POLL_S)
         late_s = max(0.0, self.clock.now_s() - began_s - _POLL_S)
@@ -463,13 +470,13 @@ class Door:
         self._pace.measured(cpu_s=cpu_s, num_check_ins=self._num_measured - before)
 
     def _report(self) -> None:
-        """Log now and then who came and was not let in: nobody else tells of them."""
+        """Log every 10 s which peers were not let in: nothing else reports them."""
         now_s = self.clock.now_s()
         if now_s - self._reported_s < _REPORT_S:
             return
         self._reported_s = now_s
         counters = self.counters
-        # Of the connections at the last report: one that is new may say who it is in a moment.
+        # Counted from the connections at the last report: newer ones may still authenticate.
         strangers = self._num_connections - counters.authenticated - counters.looks
         self._num_connections = counters.connections
         if strangers > self._strangers:
@@ -478,7 +485,7 @@ class Door:
         if (num_paced := counters.paced) > self._num_paced:
             _log.info("paced", num_sent_away=num_paced - self._num_paced, **self._pace.values())
             self._num_paced = num_paced
-        self._strangers = max(strangers, self._strangers)  # a look may be announced and not come
+        self._strangers = max(strangers, self._strangers)  # an announced look may not come
         self._report_refusals()
 
     def _report_refusals(self) -> None:
@@ -493,7 +500,7 @@ class Door:
             self._sessions.reconsider(session, session.eligibility)
 
     def _cut_strangers(self) -> None:
-        """End the sessions of clients that would not be let in any more."""
+        """End the sessions of clients that are no longer admitted."""
         for session in self._sessions.all():
             if (objection := self._objection(session.client)) is None:
                 continue
@@ -506,7 +513,7 @@ class Door:
             self._leave(session)
 
     def _objection(self, client: EnrolledClient) -> tuple[str, str] | None:
-        """Return why a client that was known is not let in, and one word to count it by."""
+        """Return why a known client is no longer admitted, with one word to count it by."""
         now = self._enrolled.by_id(client.client_id)
         if now is None or now.status != "active":
             return "this client was revoked", "revoked"
@@ -527,9 +534,10 @@ class Door:
         _: object,
         context: Context,
     ) -> None:
-        """Serve who calls, unless too many of its calls have not ended.
+        """Serve an enrolled client, unless it has too many unfinished calls.
 
-        Even an end has to be read: a client that does not keeps its calls while it is connected.
+        A call lasts until the client has read its end: one that does not read keeps its calls
+        open, and counted, as long as it is connected.
         """
         async with self._told(context):
             client = await self._authenticated(context)
@@ -546,7 +554,7 @@ class Door:
     async def _serve_invited(
         self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
     ) -> None:
-        """Serve a client at the door that need not be enrolled; one that is served is known."""
+        """Serve a client that need not be enrolled; count its connection as known afterwards."""
         async with self._told(context):
             await serve(context)
             self._count_peer(context.peer())
@@ -555,7 +563,7 @@ class Door:
     async def _told(
         self, context: Context, *, client: EnrolledClient | None = None
     ) -> AsyncIterator[None]:
-        """Tell the peer why its call ends before its time; a refusal is counted."""
+        """Tell the peer why its call ends early, and count refusals."""
         try:
             yield
         except Ended as ended:
@@ -572,8 +580,8 @@ class Door:
                     context.set_trailing_metadata(((wire.COME_BACK_METADATA, f"{after_s:.3f}"),))
                 await context.abort(code, reason)
             except grpc.aio.InternalError as error:
-                # A message is still being sent to a client that does not read: its call cannot be
-                # ended in words. A call that is let go of is reset.
+                # A message is still being sent to a client that does not read, so gRPC takes no
+                # status for its call. Cancelling the task resets the call.
                 _log.info("call_dropped", client_id=None if client is None else client.client_id)
                 raise asyncio.CancelledError from error
 
@@ -599,7 +607,7 @@ class Door:
             addresses=self.public_addresses,
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
-        self._exchanges.answer_held(session)  # also if there is no room
+        self._exchanges.answer_held(session)  # even if there is no room for the session
         if self._sessions.enter(session):
             self._exchanges.greet(session)
         await self._converse(session, context)
@@ -607,11 +615,11 @@ class Door:
             raise Ended(*session.ending)
 
     def _beat_s(self, protocol: int) -> float:
-        """Return how often a client hears something; those of version 2 take no beats."""
+        """Return the seconds between beats; clients of protocol 2 do not understand them."""
         return self.beat_s if protocol == wire.PROTOCOL else 0.0
 
     async def _converse(self, session: ServerSession, context: Context) -> None:
-        """Listen and speak until one side ends the session."""
+        """Receive and send messages until one side ends the session."""
         timeout_s = self.settings.stall_timeout_s
         writing = asyncio.create_task(
             session.write(
@@ -630,7 +638,7 @@ class Door:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._leave(session)
             session.finish(Ending(grpc.StatusCode.OK, "the client has left"))
-            # gRPC takes no end of a call while a message is being sent.
+            # gRPC cannot end a call while a message is being sent.
             await asyncio.wait({writing}, timeout=_LAST_WORD_S)
         finally:
             for task in tasks:
@@ -668,7 +676,7 @@ class Door:
                 self._exchanges.progressed(session, message.progress)
             case "eligibility":
                 self._sessions.reconsider(session, message.eligibility)
-            case _:  # a second hello, or what a later version says
+            case _:  # a second hello, or a message of a later version
                 self.counters.refused["unexpected"] += 1
 
     async def _hello(self, client: EnrolledClient, context: Context) -> wire_pb2.Hello:
@@ -681,7 +689,11 @@ class Door:
         return message.hello
 
     async def _authenticated(self, context: Context) -> EnrolledClient:
-        """Return the client that calls, by its certificate."""
+        """Identify the client that calls by its certificate.
+
+        Raises:
+            Ended: It is unknown, or is no longer admitted.
+        """
         client = await self._recognised(context)
         if client is None and self._enrolled.is_away:
             reason = "the coordinator cannot look up new clients now; try again"
@@ -709,7 +721,7 @@ class Door:
         return None
 
     def _count_peer(self, peer: str) -> None:
-        """Count a connection whose client is known, once."""
+        """Count a connection of a known client, once."""
         if peer not in self._peers:
             self.counters.authenticated += 1
             self._peers[peer] = None
@@ -718,7 +730,7 @@ class Door:
 
 
 def _parsed(data: bytes) -> wire_pb2.FromClient:
-    """Return a message of a session; one that is no reply is small."""
+    """Parse a message of a session; only a reply may be large."""
     message = parsed(wire_pb2.FromClient, data)
     kind = message.WhichOneof("what")
     if kind != "result" and len(data) > _MAX_SMALL_BYTES:
@@ -728,10 +740,11 @@ def _parsed(data: bytes) -> wire_pb2.FromClient:
 
 
 def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:
-    """Return how many of these connections may be open, for clients and to enrol.
+    """Return the limits on open connections: of clients, and to the enrolment port.
 
-    Both together are at most half of the files that the process may open, those to enrol an
-    eighth: without a bound, whoever connects often enough keeps the run from its own database.
+    Together they take at most half of the files that the process may open, and enrolment at most
+    an eighth. Without a limit, a peer that opens enough connections could keep the run from its own
+    database.
     """
     max_files = max_open_files()
     if max_files is None:

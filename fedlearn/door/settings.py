@@ -1,4 +1,4 @@
-"""The bounds of the door: how many, how fast, how long."""
+"""The limits of the server: how many clients, how fast, how long."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +10,7 @@ from fedlearn.core.ranges import Count, NotNegative, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class DoorSettings:
-    """What an operator may choose of the door."""
+    """The server settings that an operator may choose."""
 
     address: Annotated[
         str, doc("``host:port`` for clients, who enrol there, too; port 0 takes any free one.")

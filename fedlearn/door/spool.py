@@ -1,14 +1,14 @@
-"""What clients have sent, on disk: the log of replies, large replies, and unfinished uploads.
+"""The upload store: the log of replies, large replies, and unfinished uploads, on disk.
 
-Every exchange has a folder of its own::
+Every exchange has its own folder::
 
     TrainRequest-000007-0-0/
         replies.log         records with a CRC, appended; small replies are inside
-        12-ab34….reply      a large reply, complete
-        15-cd56….part       an upload that is on its way, or was cut
+        12-ab34….reply      a complete large reply
+        15-cd56….part       an upload that is running, or was interrupted
 
-A reply counts once its record is durable. Whoever is killed at any instruction finds a log
-whose last record may be torn: it is cut off, and what remains is what counts.
+A reply counts once its record is durable. After a crash at any point, at most the last record of
+the log is torn: it is cut off, and the remaining records count.
 """
 
 import errno
@@ -39,19 +39,20 @@ from fedlearn.core.positioned import PositionedFile
 from fedlearn.errors import StoreError
 from fedlearn.transport.content import hashed
 
-_RECORD = struct.Struct("<2sBxII")  # magic, what it is, length and CRC-32 of the body
+_RECORD = struct.Struct("<2sBxII")  # magic, kind, length and CRC-32 of the body
 _MAGIC = b"FR"
 _REPLY = struct.Struct("<Qd32sQ")  # client, seconds, digest, bytes
 _LOG_NAME = "replies.log"
 
-#: Of records: what another version adds may change what the others mean.
+#: Records with unknown fields are rejected: a field of another version may change the meaning of
+#: the others.
 _KNOWN_ALONE = ConfigDict(extra="forbid")
 _REMEDY = (
     "go on with the version of fedlearn that wrote it, or remove the folder and lose the replies "
     "in it"
 )
 
-_GROUP = 512  # replies that share one fsync at the most
+_GROUP = 512  # most replies that share one fsync
 
 
 class _Kind(IntEnum):
@@ -63,7 +64,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The first record of a log: whose exchange this is, and when clients were asked first."""
+    """The first record of a log: the run of the exchange, and when its clients were first asked."""
 
     __pydantic_config__: ClassVar = _KNOWN_ALONE
 
@@ -76,10 +77,11 @@ class Closed:
     """The last record of a log.
 
     Attributes:
-        num_consumed: The first so many replies were taken; the others came too late.
-        by_itself: Whether its deadline passed or all had answered; else there were enough.
-        refused: Of those taken, whose do not count, and why: by the client's number, in JSON a
-            text.
+        num_consumed: Number of replies, from the first, that were read; the others came too late.
+        by_itself: Whether the deadline passed or all clients answered; otherwise there were
+            enough replies.
+        refused: By client id (text, since JSON has no other keys), why its reply does not count
+            although it was read.
     """
 
     __pydantic_config__: ClassVar = _KNOWN_ALONE
@@ -93,12 +95,12 @@ _OPENED, _CLOSED = TypeAdapter(Opened), TypeAdapter(Closed)
 
 
 class LoggedReply(NamedTuple):
-    """A reply as it stands in a log.
+    """A reply as it is recorded in a log.
 
     Attributes:
-        elapsed_s: Since the clients were asked.
-        digest: Of its bytes, verified.
-        offset: Where they are in the log; -1: in a file of their own.
+        elapsed_s: Seconds since the clients were asked.
+        digest: The digest of its bytes, verified.
+        offset: Position of its bytes in the log; -1: they are in a separate file.
     """
 
     client_id: ClientId
@@ -109,28 +111,28 @@ class LoggedReply(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A reply that is to be logged, with its bytes or the finished upload."""
+    """A reply to be logged, with its bytes or the finished upload."""
 
     reply: LoggedReply
     data: "bytes | PartialUpload"
 
 
 class ReplyLog:
-    """The replies of one exchange, in the order in which they came to count.
+    """The replies of one exchange, in the order in which they were logged.
 
-    One thread appends at a time; any thread reads what was appended.
+    Only one thread appends at a time; any thread may read what was appended.
 
     Args:
-        folder: Of the exchange, made if it is not there; another run's is replaced.
-        opened: What a new log begins with.
-        durable: Whether what is appended shall survive a crash; otherwise the log starts empty,
-            and only keeps the replies out of memory.
+        folder: The folder of the exchange, created if missing; one of another run is replaced.
+        opened: The first record of a new log.
+        durable: Whether appended replies must survive a crash; otherwise the log starts empty,
+            and only serves to keep the replies out of memory.
 
     Attributes:
-        opened_unix_s: When the exchange began, in this process or one before it.
+        opened_unix_s: When the exchange began, in this process or an earlier one.
         is_resumed: Whether it began before this log was opened.
-        replies: Those that were found when the log was opened.
-        closed: How the exchange ended, if it did so by itself.
+        replies: The replies that were found when the log was opened.
+        closed: How the exchange ended, if it ended by itself.
 
     Raises:
         NoSpace: The disk is full.
@@ -148,8 +150,9 @@ class ReplyLog:
                 folder.mkdir(mode=0o700, parents=True)
                 found = RecoveredLog(opened)
             self.opened_unix_s, self.replies = found.opened.opened_unix_s, found.replies
-            # One that had enough replies may want more now: it is open again, and has the same
-            # ones. One that closed by itself stays closed, until it is closed once more.
+            # An exchange that was closed because it had enough replies may need more now: it opens
+            # again with the same ones. One that ended by itself stays closed; its last record stays
+            # until it is closed again.
             self.closed = found.closed if found.closed and found.closed.by_itself else None
             if self.is_resumed:
                 num_bytes = found.num_bytes if self.closed else found.end
@@ -165,14 +168,14 @@ class ReplyLog:
                     sync_folder(folder.parent)
             except OSError:
                 self._file.close()
-                if not self.is_resumed:  # nobody was asked: a later log is not this one resumed
+                if not self.is_resumed:  # no client was asked, so a later log must not resume this
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
 
     def append(self, drafts: Sequence[Draft]) -> list[LoggedReply | OSError]:
-        """Log replies with one fsync; each counts when this returns, or it is told why not.
+        """Log replies with one fsync; return each logged reply, or the error that prevented it.
 
-        A disk that is full leaves the log as it was.
+        A reply counts once this returns. A full disk leaves the log unchanged.
         """
         logged, records, end = list[LoggedReply | OSError](), list[bytes](), self._end
         for reply, data in drafts:
@@ -191,17 +194,17 @@ class ReplyLog:
             end += len(records[-1])
         try:
             if self._durable and any(isinstance(data, PartialUpload) for _, data in drafts):
-                sync_folder(self.folder)  # names of files, before the records that need them
+                sync_folder(self.folder)  # files must be durable before records that name them
             self._write(records)
         except OSError as error:
             for reply, _ in drafts:
-                with suppress(OSError):  # a disk that is read-only keeps even what is not there
+                with suppress(OSError):  # a read-only disk fails even for a missing file
                     _reply_path(self.folder, reply).unlink(missing_ok=True)
             return [error] * len(drafts)
         return logged
 
     def read(self, reply: LoggedReply) -> bytes | mmap:
-        """Return the bytes of a logged reply; a large one is mapped, which saves a copy.
+        """Return the bytes of a logged reply; a large one is memory-mapped, which saves a copy.
 
         Raises:
             StoreError: They cannot be read.
@@ -213,7 +216,7 @@ class ReplyLog:
             return self._file.read_at(reply.num_bytes, reply.offset)
 
     def close(self, closed: Closed | None) -> None:
-        """Write down how the exchange ended, if it has; let go of the file.
+        """Record how the exchange ended, if it has, and close the file.
 
         Raises:
             OSError: The record could not be written; a restart opens the exchange again.
@@ -227,7 +230,7 @@ class ReplyLog:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, records: Sequence[bytes]) -> None:
-        """Append, all or nothing; a record that is half there lies beyond the end."""
+        """Append all records or none; what a failed write leaves behind is cut off."""
         content = b"".join(records)
         try:
             self._file.write_at(content, self._end)
@@ -240,14 +243,14 @@ class ReplyLog:
 
 
 class PartialUpload:
-    """The bytes of an upload that are here; one thread at a time adds to them.
+    """The received bytes of an upload; one thread at a time adds to them.
 
-    A client has one upload in the ``folder`` of an exchange: to begin another removes it.
+    A client has one upload in the ``folder`` of an exchange: a new one removes the previous one.
 
     Attributes:
-        offset: How many.
-        num_bytes: How many there will be.
-        was_resumed: Whether some were here before; they are hashed again.
+        offset: Number of bytes received.
+        num_bytes: Number of bytes of the complete upload.
+        was_resumed: Whether an earlier upload left some bytes, which are hashed again.
 
     Raises:
         OSError: One of the files cannot be read, written or removed.
@@ -266,10 +269,10 @@ class PartialUpload:
         self.was_resumed = self.offset > 0
 
     def write(self, *chunks: bytes | memoryview) -> None:
-        """Append ``chunks``, which must fit into what is missing.
+        """Append ``chunks``, which must fit into the missing part.
 
         Raises:
-            OSError: The disk is full; what was written stays, for another object to go on with.
+            OSError: The disk is full; the bytes written so far stay, for a later upload to resume.
         """
         begin = self.offset
         for chunk in chunks:
@@ -279,20 +282,22 @@ class PartialUpload:
                 written = os.write(self._stream.fileno(), missing)
                 self.offset, missing = self.offset + written, missing[written:]
         if sys.platform == "linux":
-            # Pages that are not on the disk yet are only sent there: the last sync waits less.
+            # For pages that are not on the disk yet, this only starts writing them, so that the
+            # final sync has less to wait for.
             num_bytes = self.offset - begin
             os.posix_fadvise(self._stream.fileno(), begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def digest(self) -> bytes:
-        """Return the digest of what is here."""
+        """Return the digest of the received bytes."""
         return self._hash.digest()
 
     def finish(self, path: Path, *, durable: bool) -> None:
-        """Give the complete file its final name and let go of it; it is durable before that.
+        """Rename the complete file to ``path`` and close it; it is made durable first.
 
         Raises:
-            OSError: It could not be made durable, or another coordinator, taken over and not
-                aware of it yet, has written to it: then it is too long, and begun again.
+            OSError: It could not be made durable, or another coordinator that does not know yet
+                that it was taken over has written to it. The file is then too long, and the upload
+                starts again.
         """
         with self._stream:
             if os.fstat(self._stream.fileno()).st_size != self.num_bytes:
@@ -302,7 +307,7 @@ class PartialUpload:
         self._path.rename(path)
 
     def close(self) -> None:
-        """Let go of the file; another one may go on with it."""
+        """Close the file; a later upload may resume it."""
         self._stream.close()
 
     def discard(self) -> None:
@@ -313,14 +318,14 @@ class PartialUpload:
 
 @dataclass(frozen=True)
 class RecoveredLog:
-    """What is whole in a log.
+    """The intact part of a log.
 
     Attributes:
         opened: Its first record.
         replies: In order.
         closed: Its last record; ``None``: it ended in a crash, and will be opened again.
-        end: Where the next record belongs: there, or over the record that closed it.
-        num_bytes: Of all whole records.
+        end: Position of the next record, which replaces the closing record if there is one.
+        num_bytes: Size of all intact records.
     """
 
     opened: Opened
@@ -331,10 +336,10 @@ class RecoveredLog:
 
 
 def ended_exchanges(folder: Path, *, run_id: str) -> Iterator[tuple[str, RecoveredLog]]:
-    """Yield the names of folders in ``folder``, and what processes of the run have left in them.
+    """Yield the folder names in ``folder`` and the logs of this run found in them.
 
     Raises:
-        StoreError: It cannot be read.
+        StoreError: A log cannot be read.
     """
     with disk_errors(folder, raises=StoreError, doing="read"):
         for each in sorted(folder.iterdir()) if folder.exists() else ():
@@ -344,13 +349,13 @@ def ended_exchanges(folder: Path, *, run_id: str) -> Iterator[tuple[str, Recover
 
 
 def forget_exchanges(folder: Path, *, unneeded: Callable[[str], bool]) -> None:
-    """Remove the exchanges whose folder is called something that is not needed any more."""
+    """Remove the exchanges whose folder names are ``unneeded``."""
     for each in folder.iterdir() if folder.exists() else ():
         if unneeded(each.name):
             shutil.rmtree(each, ignore_errors=True)
 
 
-#: What became of something handed to the writer; ``None``: a log that is closed.
+#: The outcome of a job of the writer; ``None``: the log was closed.
 WriteResult: TypeAlias = LoggedReply | OSError | None
 
 
@@ -361,9 +366,9 @@ class _Job(NamedTuple):
 
 
 class GroupWriter:
-    """A thread that logs with one fsync whatever came while it was busy with the last one.
+    """A thread that logs replies; those that come during one fsync share the next one.
 
-    ``deliver`` is called in it with what is to run elsewhere: telling the outcomes.
+    It calls ``deliver`` with a function that reports outcomes, to be run on another thread.
     """
 
     def __init__(self, deliver: Callable[[Callable[[], None]], None]) -> None:
@@ -375,18 +380,18 @@ class GroupWriter:
     def put(
         self, log: ReplyLog, what: Draft | Closed | None, done: Callable[[WriteResult], None]
     ) -> None:
-        """Log a reply, or close a log as it says; ``done`` is told what became of it."""
+        """Log a reply, or close a log; ``done`` is called with the outcome."""
         self._jobs.put(_Job(log, what, done))
 
     def stop(self) -> None:
-        """Write what was handed in, and end the thread."""
+        """Write all pending replies, and end the thread."""
         self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         is_over = False
         while not is_over:
-            size = max(1, min(self._jobs.qsize(), _GROUP))  # at least one is waited for
+            size = max(1, min(self._jobs.qsize(), _GROUP))  # wait for at least one
             batch = [self._jobs.get() for _ in range(size)]
             is_over = None in batch
             jobs, outcomes = [job for job in batch if job is not None], list[WriteResult]()
@@ -397,7 +402,7 @@ class GroupWriter:
 
 
 def _written(group: Sequence[_Job]) -> Sequence[WriteResult]:
-    """Return what became of drafts for one log, or of its only end."""
+    """Write drafts for one log, or close it; return the outcome of each job."""
     log, what, _ = group[0]
     if isinstance(what, Draft):
         return log.append([job.what for job in group if isinstance(job.what, Draft)])
@@ -414,7 +419,7 @@ def _tell(jobs: Sequence[_Job], outcomes: Sequence[WriteResult]) -> None:
 
 
 def _recovered(folder: Path, *, run_id: str) -> RecoveredLog | None:
-    """Return what is whole in the log of ``folder``; ``None``: there is no log of this run."""
+    """Read the intact part of the log in ``folder``; ``None`` if there is no log of this run."""
     try:
         stream = (folder / _LOG_NAME).open("rb")
     except FileNotFoundError:
@@ -455,10 +460,10 @@ def _parsed(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
 
 
 def _make_own(log: Path, *, num_bytes: int) -> None:
-    """Put a copy of the first ``num_bytes`` in the place of ``log``, durably.
+    """Replace ``log`` with a durable copy of its first ``num_bytes``.
 
-    A coordinator that was taken over while it stood still, and wakes, has the old one open:
-    what it appends before it hears of that would lie on top of what is appended here.
+    A coordinator that froze and was taken over may still have the old file open when it wakes.
+    Its writes go to the old file, and do not overwrite the records that this one appends.
     """
     copy = log.with_suffix(".new")
     shutil.copyfile(log, copy)
@@ -469,7 +474,7 @@ def _make_own(log: Path, *, num_bytes: int) -> None:
 
 
 def _records(stream: BinaryIO) -> Iterator[tuple[_Kind, bytes, int]]:
-    """Yield the whole records of a log: what each is, its body, and where that begins."""
+    """Yield the intact records of a log: the kind, the body and the body's position."""
     begin = 0
     while len(head := stream.read(_RECORD.size)) == _RECORD.size:
         magic, kind, size, crc = _RECORD.unpack(head)

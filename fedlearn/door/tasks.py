@@ -1,6 +1,6 @@
-"""The exchange that is open: tasks out, replies in, receipts back. All on the door's event loop.
+"""The open exchange: sends tasks, receives replies and sends receipts, on the server's event loop.
 
-Each time that an exchange asks is a question with a key and a log of its own.
+Each time an exchange asks clients, that is a question with its own key and log.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import DIGEST_BYTES, TaskKey, digest_of, signed_bytes
 
-#: Bytes of small replies of one cohort that may be under way at once.
+#: Bytes of small replies of one cohort that may be in flight at once.
 _INLINE_TOTAL_BYTES = 256 << 20
 _MIN_INLINE_BYTES = 16 << 10
 
@@ -53,7 +53,7 @@ NOT_STORED = Ending(
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     "the coordinator cannot store this reply now (its disk is full or broken); try again",
 )
-#: Of an exchange that will be opened again, in most cases by another process.
+#: Ends uploads to an exchange that will be opened again, in most cases by another process.
 PUT_ASIDE = Ending(
     grpc.StatusCode.UNAVAILABLE, "no such exchange is open (any more, or yet); try again later"
 )
@@ -69,18 +69,18 @@ _PHASES = {
 
 _log = structlog.get_logger(__name__)
 
-#: What becomes of an upload that is here: its verdict, or why there is none yet.
+#: The future outcome of a received upload: its verdict, or why there is none yet.
 Waiter: TypeAlias = asyncio.Future[Ruling | Ending]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One request, encoded once for all that are sent it: as ``data``, or at ``path`` if large.
+    """A request, encoded once for all of its clients: in ``data``, or in a file if it is large.
 
     Attributes:
-        constants: The tensors of its model that stay the same in a run, which a client downloads
+        constants: The model's tensors that stay the same in a run, which a client downloads
             once; ``None``: they are in the request.
-        older: The same request for clients that speak an older protocol; ``None``: they read this
+        older: The same request for clients of an older protocol; ``None``: they can read this
             one, or none is connected.
     """
 
@@ -92,31 +92,31 @@ class Offer:
     older: "Offer | None" = None
 
     def for_protocol(self, protocol: int) -> "Offer":
-        """Return the request as a client that speaks ``protocol`` is sent it."""
+        """Return the version of the request for clients that speak ``protocol``."""
         return self if self.older is None or protocol == wire.PROTOCOL else self.older
 
     @property
     def files(self) -> "list[Offer]":
-        """All that clients may download for this request."""
+        """All downloads that clients may need for this request."""
         others = [each for each in (self.constants, self.older) if each is not None]
         return [self, *others]
 
     @property
     def max_reply_bytes(self) -> int:
-        """Bytes of the largest reply that makes sense."""
+        """Size limit of a reply."""
         return 2 * self.num_bytes + (1 << 20)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveQuestion:
-    """What is asked at once, with all that it needs.
+    """An open question, with all that it needs.
 
     Attributes:
-        personal: By client what it alone is sent beside its offer; whoever is absent, nothing.
-        log: Where replies are made durable.
-        arrivals: What has been logged in the exchange, for the thread that collects.
-        started_s: When it was asked, on the door's clock; before now if it goes on.
-        deadline_s: When its exchange ends, on the door's clock; infinite: not before it closes.
+        personal: By client the bytes for it alone, in addition to its offer; others get none.
+        log: Makes replies durable.
+        arrivals: Logged replies of the exchange, for the thread that collects them.
+        started_s: When it was first asked, on the server's clock; in the past if it was resumed.
+        deadline_s: When its exchange ends, on the server's clock; infinite: not before it closes.
     """
 
     state: QuestionState
@@ -128,17 +128,18 @@ class LiveQuestion:
     deadline_s: float
 
     def offer_to(self, client_id: ClientId) -> Offer:
-        """Return what a client that takes part is asked."""
+        """Return the request for a participating client."""
         return self.offers[self.state.participants[client_id].offer]
 
 
 @dataclass(kw_only=True, eq=False)
 class Exchanges:
-    """Runs exchanges, one after the other; each asks once or several times.
+    """Runs exchanges, one after the other; each asks clients once or several times.
 
     Attributes:
-        is_leader: Whether a reply may be called accepted here and now.
-        is_recovering: Whether a crash has left an exchange that may wait for anyone.
+        is_leader: Whether this coordinator may accept replies now.
+        is_recovering: Whether a crash has left an unfinished exchange. Until it is opened again,
+            every client may be one that it needs.
         num_unlogged: Verified replies that are not durable yet.
     """
 
@@ -151,18 +152,18 @@ class Exchanges:
     is_recovering: bool
     num_unlogged: int = 0
     _live: dict[TaskKey, LiveQuestion] = field(default_factory=dict)
-    _asked: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # what it was asked last
+    _asked: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # the last question
     _waiters: dict[tuple[TaskKey, ClientId], Waiter] = field(default_factory=dict)
     _untold: dict[tuple[TaskKey, ClientId], Ruling] = field(default_factory=dict)
-    _called_off: dict[ClientId, TaskKey] = field(default_factory=dict)  # while away
+    _called_off: dict[ClientId, TaskKey] = field(default_factory=dict)  # for their return
     _ahead: dict[ClientId, tuple[TaskKey, Offer]] = field(default_factory=dict)  # last sent ahead
-    _closing: set[TaskKey] = field(default_factory=set)  # until how they ended is durable
-    _late_to: dict[ClientId, TaskKey] = field(default_factory=dict)  # last
+    _closing: set[TaskKey] = field(default_factory=set)  # until their end is durable
+    _late_to: dict[ClientId, TaskKey] = field(default_factory=dict)  # the last late reply counted
 
-    # The exchange, from the thread that collects.
+    # Called on behalf of the thread that collects replies.
 
     def open(self, live: LiveQuestion) -> None:
-        """Ask everyone; replies of an earlier process count already."""
+        """Send tasks to all participants; replies that an earlier process logged count already."""
         now_s = self.clock.now_s()
         self._live[live.state.key] = live
         self._asked |= dict.fromkeys(live.state.participants, live)
@@ -172,7 +173,7 @@ class Exchanges:
             if live.state.is_awaited(reply.client_id):
                 live.state.log(reply.client_id, now_s=now_s)
         if live.log.closed is not None:
-            return  # it has only to be read again
+            return  # its replies only have to be read again
         alike = dict[bytes, bytes]()  # by the request's digest: encoded once for all
         for client_id, participant in live.state.participants.items():
             self._called_off.pop(client_id, None)
@@ -194,7 +195,7 @@ class Exchanges:
     def send_ahead(
         self, key: TaskKey, offer: Offer, client_ids: Sequence[ClientId], last_round_num: int
     ) -> None:
-        """Tell clients of a request that they are not asked yet, if they have use for it."""
+        """Announce a request to clients that are not asked yet, if they can use it."""
         alike = dict[bytes, bytes]()
         for client_id in client_ids:
             session = self.sessions.find(client_id)
@@ -219,17 +220,17 @@ class Exchanges:
         return wire_pb2.FromCoordinator(ahead=task).SerializeToString()
 
     def call_ahead_off(self) -> None:
-        """Tell clients that they will not be asked about what was sent ahead."""
+        """Cancel all requests that were sent ahead."""
         for client_id, (key, _) in self._ahead.items():
             self.sessions.push(client_id, _cancel(key, "no more rounds are open"))
         self._ahead.clear()
 
     def found_no_space(self) -> None:
-        """Count an attempt to open an exchange, which the disk was too full for."""
+        """Count an attempt to open an exchange that failed because the disk was full."""
         self.counters.disk_full += 1
 
     def consumed(self, live: LiveQuestion, ruling: Ruling, *, failed: bool) -> None:
-        """Tell the verdict on the next reply; ``failed``: it says that its client did."""
+        """Send the verdict on the next reply; ``failed``: it reports that its client failed."""
         client_id = live.state.consume(ruling=ruling, failed=failed)
         if ruling.verdict is Verdict.ACCEPTED:
             self.counters.replies_accepted += 1
@@ -238,9 +239,9 @@ class Exchanges:
         self._settle(live.state.key, client_id, ruling)
 
     def close(self, live: LiveQuestion, *, by_itself: bool, reason: str = "") -> None:
-        """Take no more replies; clients are told so, and why, once that is durable."""
+        """Take no more replies; clients receive the reason once the close is durable."""
         if not self._leave(live):
-            return  # the door has closed, and the exchange will be opened again
+            return  # the server has stopped, and the exchange will be opened again
         key, state = live.state.key, live.state
         late, silent = state.rest()
         rulings = state.rulings()
@@ -253,12 +254,12 @@ class Exchanges:
         self.writer.put(live.log, closed, tell)
 
     def committed(self, before_round: int) -> None:
-        """Tell what was kept back of rounds before ``before_round``: now it stands."""
+        """Send the verdicts that waited for the commit of rounds before ``before_round``."""
         self._closing = {key for key in self._closing if key.round_num >= before_round}
         self.tell_untold()
 
     def suspend(self, live: LiveQuestion) -> None:
-        """Put the exchange aside as a crash would: it goes on when it is opened again."""
+        """Stop the exchange as a crash would: it resumes when it is opened again."""
         if not self._leave(live):
             return
         for key, client_id in list(self._waiters):
@@ -267,14 +268,14 @@ class Exchanges:
         self.writer.put(live.log, None, partial(_log_closed, live.state.key))
 
     def abandon(self) -> None:
-        """Put the open exchange aside if there is one: the door closes."""
+        """Suspend all open questions because the server stops."""
         for live in list(self._live.values()):
             self.suspend(live)
 
     # Clients.
 
     def answer_held(self, session: ServerSession) -> None:
-        """Tell a client of the replies that it holds; keep those that nothing is known of."""
+        """Send the verdicts on the replies that a client holds; keep those that are unknown."""
         unknown = []
         for key in session.held:
             judgement = self._judge(TaskKey.of(key), session.client.client_id)
@@ -285,7 +286,7 @@ class Exchanges:
         session.held = tuple(unknown)
 
     def greet(self, session: ServerSession) -> None:
-        """Tell a client that has just connected what it has missed."""
+        """Send a client that has just connected the messages that it missed."""
         client_id = session.client.client_id
         live = self._asked.get(client_id)
         if client_id in self._called_off:
@@ -302,19 +303,19 @@ class Exchanges:
         return self.is_recovering or (live is not None and live.state.is_awaited(client_id))
 
     def progressed(self, session: ServerSession, progress: wire_pb2.Progress) -> None:
-        """Note how far a client says it is."""
+        """Record the progress that a client reports."""
         live, phase = self._live.get(TaskKey.of(progress.key)), _PHASES.get(progress.phase)
         if live is not None and phase is not None:
             live.state.move(session.client.client_id, phase, now_s=self.clock.now_s())
 
     def moved(self, client_id: ClientId, phase: ClientPhase) -> None:
-        """Note how far a client is."""
+        """Set the phase of a client."""
         live = self._asked.get(client_id)
         if live is not None:
             live.state.move(client_id, phase, now_s=self.clock.now_s())
 
     def offer_to(self, client_id: ClientId, digest: bytes) -> Offer | None:
-        """Return the request with this hash if this client is asked it, or was sent it ahead."""
+        """Return the offer with this digest if it was sent to this client, also ahead."""
         live = self._asked.get(client_id)
         _, ahead = self._ahead.get(client_id, (None, None))
         asked = None if live is None else live.offer_to(client_id)
@@ -322,7 +323,7 @@ class Exchanges:
         return next((each for each in offers if each.digest == digest), None)
 
     def is_asked(self, client_id: ClientId, offer: Offer) -> bool:
-        """Return whether a request is what this client is asked now."""
+        """Return whether a client is being asked this request now."""
         live = self._asked.get(client_id)
         if live is None:
             return False
@@ -330,7 +331,7 @@ class Exchanges:
         return offer.digest in {each.digest for each in (asked, asked.older) if each is not None}
 
     def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
-        """Return whether a reply may come, by its envelope alone; a refusal is counted."""
+        """Judge a reply by its envelope alone, before its bytes come; a refusal is counted."""
         key = TaskKey.of(envelope.key)
         judgement = self._judge(key, client.client_id)
         if judgement is Standing.OPEN:
@@ -342,14 +343,14 @@ class Exchanges:
         return judgement
 
     def refused(self, client: EnrolledClient, ruling: Ruling) -> None:
-        """Count and log that a reply was refused."""
+        """Count and log a refused reply."""
         self.counters.refused[ruling.cause] += 1
         _log.warning(
             "reply_refused", client_id=client.client_id, name=client.name, reason=ruling.reason
         )
 
     def result(self, session: ServerSession, result: wire_pb2.Result) -> None:
-        """Take a small reply."""
+        """Receive a small reply."""
         client, envelope = session.client, result.envelope
         judgement = self.admit(client, envelope)
         if judgement is Standing.OPEN and (mismatch := _mismatch(envelope, result.data)):
@@ -363,7 +364,7 @@ class Exchanges:
     def take(
         self, client_id: ClientId, envelope: wire_pb2.Envelope, data: bytes | PartialUpload
     ) -> None:
-        """Log the verified reply of an awaited client; what becomes of it is told later."""
+        """Log the verified reply of an awaited client; its verdict follows later."""
         live = self._live[TaskKey.of(envelope.key)]
         live.state.take(client_id)
         self.num_unlogged += 1
@@ -379,9 +380,9 @@ class Exchanges:
         *,
         wait_s: float,
     ) -> Ruling:
-        """Return what becomes of an upload that is here, or not needed, once that stands.
+        """Wait for the final verdict on an upload that was received, or is not needed.
 
-        What is known already is waited for until it stands, ``wait_s`` at most.
+        A verdict that is known already but not final yet is waited for at most ``wait_s``.
 
         Raises:
             Ended: There is no verdict, or not in time, or the client asks in another call.
@@ -415,14 +416,14 @@ class Exchanges:
         return self._live[key].log.folder
 
     def tell_untold(self) -> None:
-        """Tell what could not be told before: it was not durable, or not this coordinator's."""
+        """Send the verdicts that were not final before: not durable, or not the leader's."""
         if self._untold and self.is_leader():
             untold, self._untold = self._untold, {}
             for (key, client_id), ruling in untold.items():
                 self._settle(key, client_id, ruling)
 
     def status(self, name: Callable[[ClientId], str]) -> dict[str, object]:
-        """Return where each client of the open exchange is, and since when; JSON values."""
+        """Return the phase of each client of the open exchange, and since when; JSON values."""
         if not self._live:
             return {"exchange": None, "clients": {}}
         live, now_s = next(reversed(self._live.values())), self.clock.now_s()
@@ -484,26 +485,26 @@ class Exchanges:
         self._settle(key, client_id, LATE)
 
     def _count_late(self, key: TaskKey, client_id: ClientId) -> None:
-        """Count a late reply once: it comes again where its client missed the receipt."""
+        """Count a late reply once; a client that missed the receipt sends it again."""
         if self._late_to.get(client_id) != key:
             self._late_to[client_id] = key
             self.counters.replies_late += 1
 
     def _settle(self, key: TaskKey, client_id: ClientId, ruling: Ruling) -> None:
-        """Tell a client what becomes of its reply; one that is away asks when it is back."""
+        """Send a client the verdict on its reply; a disconnected one asks when it reconnects."""
         if not self._may_tell(key, ruling):
             self._untold[key, client_id] = ruling
         elif not self._answer(key, client_id, ruling):
             self.sessions.push(client_id, _receipt(key, ruling))
 
     def _may_tell(self, key: TaskKey, ruling: Ruling) -> bool:
-        """Whether a verdict stands: a crash cannot undo it, and no other coordinator."""
+        """Whether a verdict is final: neither a crash nor another coordinator can change it."""
         if ruling.verdict is Verdict.LATE and key in self._closing:
             return False
         return ruling.verdict is Verdict.REFUSED or self.is_leader()
 
     def _answer(self, key: TaskKey, client_id: ClientId, outcome: Ruling | Ending) -> bool:
-        """End the wait for a verdict; return whether the client's upload was waiting."""
+        """Give an outcome to a client's waiting upload; return whether there was one."""
         waiter = self._waiters.pop((key, client_id), None)
         if waiter is None or waiter.done():
             return False
@@ -513,7 +514,7 @@ class Exchanges:
     def _tell(self, key: TaskKey, session: ServerSession, ruling: Ruling) -> None:
         if self._may_tell(key, ruling):
             session.push(_receipt(key, ruling))
-        elif self.history.is_past(key):  # a client makes up as many others as it likes
+        elif self.history.is_past(key):  # a client could invent any number of other keys
             self._untold[key, session.client.client_id] = ruling
 
     def _closed(
@@ -525,14 +526,15 @@ class Exchanges:
         silent: Sequence[ClientId],
         reason: str,
     ) -> None:
-        """Tell the late ones, and call off whoever still works: no crash undoes it any more."""
+        """Answer late clients and cancel silent ones, once no crash can undo the close."""
         _log_closed(key, outcome)
         if not isinstance(outcome, OSError):
             self._closing.discard(key)
             self.tell_untold()
         for client_id in late:
             self._late(key, client_id)
-        if silent and self._may_tell(key, LATE):  # otherwise another process may wait for them
+        # Unless the verdict is final, another process may still wait for the silent clients.
+        if silent and self._may_tell(key, LATE):
             message = _cancel(key, reason)
             for client_id in silent:
                 if not self.sessions.push(client_id, message):
@@ -540,7 +542,7 @@ class Exchanges:
         self.sessions.send_surplus_away()
 
     def _leave(self, live: LiveQuestion) -> bool:
-        """Take a question off the exchanges; return whether it was there."""
+        """Remove a question from the open ones; return whether it was there."""
         if self._live.get(live.state.key) is not live:
             return False
         del self._live[live.state.key]
@@ -550,7 +552,7 @@ class Exchanges:
         return True
 
     def _max_inline_bytes(self) -> int:
-        """Return bytes of the largest reply that comes whole: all that are asked are bounded."""
+        """Return the size limit of a reply sent whole, which bounds the total over all clients."""
         share = _INLINE_TOTAL_BYTES // max(1, len(self._asked))
         return max(_MIN_INLINE_BYTES, min(wire.MAX_INLINE_BYTES, share))
 
@@ -571,14 +573,14 @@ class Exchanges:
 
 
 def _name_constants(task: wire_pb2.Task, offer: Offer) -> None:
-    """Tell in a task which constants its request lacks, so that a client has them."""
+    """Add to a task the digest of the constants that its request lacks."""
     if offer.constants is not None:
         task.constants_digest = offer.constants.digest
         task.constants_bytes = offer.constants.num_bytes
 
 
 def receipt(key: wire_pb2.TaskKey, ruling: Ruling) -> wire_pb2.Receipt:
-    """Return a ruling as a message, whose verdicts have the names of ours."""
+    """Return a ruling as a wire message; both sides use the same verdict names."""
     return wire_pb2.Receipt(key=key, verdict=ruling.verdict.name, reason=ruling.reason)
 
 
@@ -593,7 +595,7 @@ def _cancel(key: TaskKey, reason: str) -> bytes:
 
 
 def _mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
-    """Return why ``data`` is not what its envelope says."""
+    """Return a refusal if ``data`` does not match its envelope."""
     if len(data) != envelope.num_bytes:
         return refusal(f"{len(data)} bytes came, {envelope.num_bytes} were announced", "size")
     if digest_of(data) != envelope.digest:
@@ -603,6 +605,6 @@ def _mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
 
 def _log_closed(key: TaskKey, outcome: WriteResult) -> None:
     if isinstance(outcome, OSError):
-        # Harmless: no verdict is told before the next commit; a restart before it opens the
+        # Harmless: no verdict is sent before the next commit, and a restart before that opens the
         # exchange again.
         _log.error("reply_log_not_closed", folder=key.folder, reason=str(outcome))

@@ -1,9 +1,10 @@
-"""Whether a coordinator lives, is ready, and what it counts: ``/livez``, ``/readyz``, ``/metrics``.
+"""HTTP endpoints for supervisors and Prometheus: ``/livez``, ``/readyz``, ``/metrics``.
 
-HTTP without TLS and without a secret in it, in a thread of its own: a coordinator that waits for
-its turn has no door yet. Whoever reaches the port cannot keep a supervisor from its answer.
+They are served without TLS, and contain no secret, on a separate thread, since a standby
+coordinator has no gRPC server yet. Other peers that reach the port cannot keep a supervisor from
+its answer.
 
-What each metric means stands in :mod:`fedlearn.door.meanings`.
+:mod:`fedlearn.door.meanings` describes each metric.
 """
 
 import asyncio
@@ -25,24 +26,24 @@ from fedlearn.door.loop import LoopThread
 from fedlearn.door.meanings import MEANINGS, OF_THE_RUN
 from fedlearn.errors import DeploymentError
 
-_STEP_S = 30.0  # to start or to stop; a bound, not a wait
+_STEP_S = 30.0  # limit for starting or stopping, which usually takes far less
 _STOP_S = 2.0
 _MAX_CONNECTIONS = 128  # at once; there is one supervisor, and one Prometheus
-_IDLE_S = 15.0  # that a connection may keep without a whole request
+_IDLE_S = 15.0  # for which a connection may be open without a complete request
 
 
-#: Of requests, which are no news.
+#: The access log, which is disabled: routine requests are not worth a line.
 _SILENT = logging.getLogger(f"{__name__}.requests")
 _SILENT.disabled = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What is told of a coordinator at one moment.
+    """The state of a coordinator at one moment, for telemetry.
 
     Attributes:
         run: Name of the run: a label of all metrics.
-        not_ready: Why it serves no clients now; empty: it does.
+        not_ready: Why it serves no clients now; empty if it does.
         counters: By name without prefix and ``_total``, or with labels:
             ``refused{reason=rate}``, ``build_info{version=1.0,python=3.11}``.
         gauges: By name in the same way.
@@ -61,9 +62,9 @@ class Telemetry:
 
     Args:
         address: ``host:port``; port 0 takes any free one.
-        snapshot: Asked at each request, in this server's thread.
-        stuck: Likewise: what in this process stands still and must not; empty: nothing does. It
-            waits for nothing.
+        snapshot: Called at each request, in this server's thread.
+        stuck: Called likewise; returns which part of this process hangs, empty if none does. It
+            must not block.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class Telemetry:
         self._process = ProcessCollector(registry=None)
 
     def __enter__(self) -> Self:
-        """Serve.
+        """Start serving.
 
         Raises:
-            DeploymentError: The address cannot be listened on.
+            DeploymentError: The address cannot be opened.
         """
         self._loop = LoopThread("telemetry")
         try:
@@ -118,7 +119,7 @@ class Telemetry:
 
 
 class _Handler(web.RequestHandler):
-    """What speaks on one connection; a peer that does not speak HTTP gets the status alone."""
+    """Handles one connection; a peer that does not speak HTTP only gets a status."""
 
     def handle_error(
         self,
@@ -127,12 +128,12 @@ class _Handler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - it quotes what the peer has sent
     ) -> web.StreamResponse:
-        """Answer what cannot be served, without quoting it."""
+        """Answer a bad request without quoting it."""
         return super().handle_error(request, status, exc, web.HTTPBadRequest().reason)
 
 
 class _Server(web.Server):
-    """Serves so many connections: the oldest makes room for the newest."""
+    """Serves a limited number of connections: a new one replaces the oldest."""
 
     def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.Response]]) -> None:
         logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class _Server(web.Server):
         self._kept: deque[web.RequestHandler] = deque()
 
     def __call__(self) -> web.RequestHandler:
-        """Return what speaks on a new connection."""
+        """Create the handler of a new connection."""
         handler = _Handler(
             self,
             loop=asyncio.get_running_loop(),
@@ -157,7 +158,7 @@ class _Server(web.Server):
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Whether something is more than a peer that does not speak HTTP."""
+    """Filter out errors that only mean that a peer does not speak HTTP."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
@@ -169,7 +170,7 @@ def _verdict(problem: str) -> web.Response:
 
 @dataclass(frozen=True)
 class _Families:
-    """What Prometheus reads of a snapshot, and of the process."""
+    """The metric families that Prometheus reads from a snapshot and the process."""
 
     taken: Snapshot
     process: ProcessCollector
@@ -200,7 +201,7 @@ class _Families:
 
 
 def _bound(value: float) -> str:
-    """Return the upper end of a bucket, as Prometheus writes it."""
+    """Format the upper end of a bucket as Prometheus does."""
     return "+Inf" if math.isinf(value) else repr(value)
 
 

@@ -1,4 +1,7 @@
-"""Large requests out, large replies in: chunked, resumable, bounded; the disk in threads."""
+"""Downloads of large requests and uploads of large replies: chunked, resumable, bounded.
+
+Worker threads do all reading and writing of files.
+"""
 
 import asyncio
 import os
@@ -32,8 +35,8 @@ from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import TaskKey
 
-_MAX_TRANSFERS = 3  # of one client at once: a reply, a request, and one that comes ahead
-_MAX_TOGETHER, _MAX_WAITING_CHUNKS = 8, 32  # chunks of an upload, and of all, for the disk
+_MAX_TRANSFERS = 3  # of one client at once: a reply, a request, and one that is sent ahead
+_MAX_TOGETHER, _MAX_WAITING_CHUNKS = 8, 32  # chunks held for writing: of one upload, and of all
 
 _NOT_AS_ANNOUNCED = refusal("not as many bytes came as were announced", "size")
 
@@ -48,10 +51,10 @@ class Transfers:
     """Downloads and uploads.
 
     Attributes:
-        files: Threads for the disk.
-        objection: Why a client is not heard any more, and one word to count it by.
-        stall_timeout_s: A transfer in which nothing moves for so long is ended.
-        chunk_bytes: Of a download.
+        files: Threads for file access.
+        objection: Returns why a client is no longer admitted, with one word to count it by.
+        stall_timeout_s: Seconds without progress after which a transfer is ended.
+        chunk_bytes: Chunk size of downloads.
     """
 
     exchanges: Exchanges
@@ -65,7 +68,7 @@ class Transfers:
     _uploads: dict[ClientId, asyncio.Task[Ruling]] = field(default_factory=dict)
 
     async def download(self, client: EnrolledClient, context: Context) -> None:
-        """Send the bytes of a request from an offset on."""
+        """Send the bytes of a request, starting at the offset that the client asks for."""
         with counted(self._running, client.client_id, at_most=_MAX_TRANSFERS, what="transfers"):
             request = parsed(wire_pb2.DownloadRequest, await self._read(client, context))
             offer = self.exchanges.offer_to(client.client_id, request.digest)
@@ -73,12 +76,13 @@ class Transfers:
                 reason = "this request is not asked of this client (any more)"
                 raise Ended(grpc.StatusCode.NOT_FOUND, reason)
             self.counters.downloads += 1
-            if self.exchanges.is_asked(client.client_id, offer):  # else it does something else
+            # For a request sent ahead, the client's phase is that of its present task.
+            if self.exchanges.is_asked(client.client_id, offer):
                 self.exchanges.moved(client.client_id, ClientPhase.DOWNLOADING)
             await self._send(offer, request.offset, client, context)
 
     async def upload(self, client: EnrolledClient, context: Context) -> None:
-        """Receive a reply and, in the end, send its receipt."""
+        """Receive a reply, then send its receipt."""
         with counted(self._running, client.client_id, at_most=_MAX_TRANSFERS, what="transfers"):
             envelope = parsed(wire_pb2.UploadPart, await self._read(client, context)).envelope
             ruling = await self._ruling(client, envelope, context)
@@ -95,12 +99,12 @@ class Transfers:
             file = PositionedFile(os.open(offer.path, os.O_RDONLY))
         except FileNotFoundError as error:  # another coordinator has taken over
             raise Ended(*PUT_ASIDE) from error
-        # To wake a thread costs as much as a small chunk: several are read at once.
+        # Waking a thread costs as much as reading a small chunk, so several are read at once.
         block_bytes = wire.CHUNK_BYTES // self.chunk_bytes * self.chunk_bytes
         try:
             while offset < offer.num_bytes:
                 data = await self._on_disk(partial(file.read_at, block_bytes, offset))
-                if not data:  # somebody has cut the file off
+                if not data:  # the file was truncated
                     raise Ended(*PUT_ASIDE)
                 await self._write_chunks(client, context, data)
                 offset += len(data)
@@ -110,7 +114,7 @@ class Transfers:
     async def _on_disk(
         self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda _: None
     ) -> T:
-        """Call in a thread; where this is cancelled, it ends no sooner than the call is undone."""
+        """Call in a thread; if cancelled, wait for the call to end, and undo it."""
         running = asyncio.get_running_loop().run_in_executor(self.files, call)
         try:
             return await asyncio.shield(running)
@@ -130,7 +134,7 @@ class Transfers:
     async def _ruling(
         self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
     ) -> Ruling:
-        """Return what becomes of a reply; the upload that its client has begun before ends."""
+        """Receive a reply and return its verdict; the client's previous upload is ended."""
         client_id = client.client_id
         old = self._uploads.pop(client_id, None)
         if old is not None:
@@ -152,7 +156,7 @@ class Transfers:
     async def _receive(
         self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
     ) -> Ruling:
-        """Ask for the bytes of a reply where they are missing, and wait for its verdict."""
+        """Receive the missing bytes of a reply if it is admitted, and wait for its verdict."""
         judgement = self.exchanges.admit(client, envelope)
         if judgement is Standing.OPEN:
             try:
@@ -194,7 +198,7 @@ class Transfers:
                 self.exchanges.take(client.client_id, envelope, upload)
                 self.counters.upload_seconds.observe(self.clock.now_s() - begun_s)
                 self.counters.upload_bytes.observe(upload.num_bytes)
-                is_taken = True  # and the file is the log's
+                is_taken = True  # the file now belongs to the log
                 return Standing.TAKEN
             upload.discard()
             if missing == 0 and upload.was_resumed:
@@ -208,9 +212,9 @@ class Transfers:
                 upload.close()
 
     async def _pump(self, upload: PartialUpload, client: EnrolledClient, context: Context) -> int:
-        """Receive chunks while those before are written; return how many bytes are missing.
+        """Receive chunks while earlier ones are written; return the number of missing bytes.
 
-        However it ends, what has come is in the file, for the upload to go on from there.
+        However it ends, all bytes that came are in the file, so that the upload can resume there.
         """
         missing, chunks = upload.num_bytes - upload.offset, list[memoryview]()
         writing = self._write_to(upload, ())
@@ -225,18 +229,18 @@ class Transfers:
                     await asyncio.shield(writing)
                     writing, chunks = self._write_to(upload, chunks), []
             await asyncio.shield(writing)
-        finally:  # the file is not closed under a write
+        finally:  # the file must not be closed during a write
             is_cancelled = await _ended(writing)
             if chunks and writing.exception() is None:
                 writing = self._write_to(upload, chunks)
                 is_cancelled |= await _ended(writing)
-                writing.exception()  # this upload is over already
+                writing.exception()  # mark it as retrieved: this upload has failed already
             if is_cancelled:
                 raise asyncio.CancelledError
         return missing
 
     def _num_together(self) -> int:
-        """Return how many chunks to write together: to wake a thread costs as much as one."""
+        """Return the number of chunks to write at once: waking a thread costs as much as one."""
         return max(1, min(_MAX_TOGETHER, _MAX_WAITING_CHUNKS // max(1, len(self._uploads))))
 
     def _write_to(self, upload: PartialUpload, chunks: Collection[memoryview]) -> _Writing:
@@ -251,7 +255,11 @@ class Transfers:
         return data
 
     async def _moved(self, client: EnrolledClient, message: Awaitable[T]) -> T:
-        """Return a message that is read, or wait for one to be written; not for ever."""
+        """Await one read or write, with the stall timeout.
+
+        Raises:
+            Ended: Nothing moved in time, or the client is no longer admitted.
+        """
         try:
             async with asyncio.timeout(self.stall_timeout_s):
                 moved = await message
@@ -259,7 +267,8 @@ class Transfers:
             self.counters.stalled += 1
             reason = f"nothing has moved for {self.stall_timeout_s:g} s; go on with it later"
             raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from error
-        if (objection := self.objection(client)) is not None:  # it may be so since the call began
+        # The client may have been revoked since the call began.
+        if (objection := self.objection(client)) is not None:
             raise Ended(grpc.StatusCode.UNAUTHENTICATED, *objection)
         return moved
 
@@ -267,8 +276,8 @@ class Transfers:
 async def _ended(job: "asyncio.Future[T]") -> bool:
     """Wait until a thread's job has ended; return whether this was cancelled meanwhile.
 
-    A connection that is cut both ends a read and cancels the call, in either order; and a loop that
-    stops cancels every task that there is.
+    Cancellation may come more than once: when a connection breaks, its read fails and its call is
+    cancelled, in either order, and a stopping loop cancels every task.
     """
     is_cancelled = False
     while not job.done():
@@ -280,6 +289,6 @@ async def _ended(job: "asyncio.Future[T]") -> bool:
 
 
 def _parsed_data(data: bytes) -> memoryview:
-    """Return the bytes in an UploadPart, without a copy as our clients send them."""
+    """Return the bytes in an UploadPart, without a copy if it is encoded as our clients do."""
     found = wire.only_field(wire_pb2.UploadPart.DATA_FIELD_NUMBER, data)
     return memoryview(parsed(wire_pb2.UploadPart, data).data) if found is None else found

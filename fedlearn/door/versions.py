@@ -1,4 +1,4 @@
-"""Clients of other versions: whom the door refuses at hello, and what operators read of them."""
+"""Clients of other versions: which ones are refused at hello, and what operators see of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,16 +7,16 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.software import SOFTWARE
 from fedlearn.transport import wire, wire_pb2
 
-#: Letters of what a client calls its software.
+#: Characters of a client's software name that are kept.
 MAX_SOFTWARE = 100
 
-#: Clients that are named in the status.
+#: Most refused clients that the status lists.
 _MAX_TOLD = 100
 
 
 @dataclass(frozen=True)
 class _Refused:
-    """A client that was refused for its version: what it said at hello, and why."""
+    """A client that was refused for its version: what it reported at hello, and the reason."""
 
     protocol: int
     software: str
@@ -28,14 +28,14 @@ class Versions:
     """Decides which versions may connect, and remembers the clients that it refused.
 
     Attributes:
-        needs_newest: Why the run needs the newest protocol; empty: it does not.
+        needs_newest: Why the run needs the newest protocol; empty if it does not.
     """
 
     needs_newest: str = ""
     _refused: dict[ClientId, _Refused] = field(default_factory=dict)
 
     def objection(self, client_id: ClientId, hello: wire_pb2.Hello) -> str:
-        """Return why a client may not connect, for it to log; empty if it may."""
+        """Return the reason why a client may not connect, for it to log; empty if it may."""
         protocol, software = hello.protocol, hello.software[:MAX_SOFTWARE]
         before = self._refused.get(client_id)
         if before is not None and (before.protocol, before.software) == (protocol, software):
@@ -54,7 +54,7 @@ class Versions:
         return self._refuse(client_id, protocol, software, what)
 
     def unreadable(self, client_id: ClientId, protocol: int, software: str, reason: str) -> str:
-        """Refuse a client whose replies cannot be read, until it says another hello."""
+        """Refuse a client whose replies cannot be read, until it connects with another version."""
         return self._refuse(client_id, protocol, software, reason)
 
     def may_have_older(self) -> bool:
@@ -62,7 +62,7 @@ class Versions:
         return not self.needs_newest
 
     def status(self, name: Callable[[ClientId], str]) -> list[dict[str, object]]:
-        """Return the clients that are refused, as JSON values."""
+        """Return the refused clients, as JSON values."""
         return [
             {"client_id": client_id, "name": name(client_id), "reason": refused.reason}
             for client_id, refused in sorted(self._refused.items())[:_MAX_TOLD]
