@@ -1,1 +1,1 @@
-"""The composable pieces of a round: frozen values with pure methods, no I/O."""
+"""The components of a round, such as samplers and aggregations: frozen values, without I/O."""

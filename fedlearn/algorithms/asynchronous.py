@@ -1,7 +1,7 @@
 """Asynchronous federated learning: rounds that are buffers of updates.
 
-Clients are in flight at all times. As one answers, another is asked to train the newest model, and
-the server steps whenever so many updates have come, however old the models are that they began at.
+A fixed number of clients train at all times. When one replies, another is sent the newest model.
+The server steps whenever its buffer of updates is full, even if they started from older models.
 The recipes are :func:`~fedlearn.algorithms.recipes.FedBuff` and, with a buffer of one update,
 :func:`~fedlearn.algorithms.recipes.FedAsync`.
 """
@@ -18,7 +18,7 @@ from fedlearn.core.ranges import Count
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchrony(Staleness):
-    """When an asynchronous run steps, and how many clients are in flight.
+    """Settings of an asynchronous run: buffer size, concurrency and staleness.
 
     Raises:
         ValueError: A number is out of range, or more clients would be in flight than can count.
@@ -42,23 +42,24 @@ class Asynchrony(Staleness):
 
     @property
     def num_counting(self) -> int:
-        """How many updates, of clients that train now, can count at the most.
+        """Most updates of the current model that can count.
 
-        Those of this round's model have the buffers of ``max_staleness + 1`` rounds to be in.
+        They must fit into the buffers of the next ``max_staleness + 1`` rounds: after that, the
+        remaining ones are too stale.
         """
         return (self.max_staleness + 1) * self.buffer_size
 
 
 @dataclass(frozen=True)
 class Buffered:
-    """A strategy whose rounds are buffers of an asynchronous run.
+    """A strategy that runs asynchronously.
 
     Attributes:
-        strategy: What clients do, and what becomes of the model.
-        asynchrony: When the server steps, and what staleness does.
+        strategy: The federated algorithm.
+        asynchrony: When the server steps, and how staleness weighs updates.
 
     Raises:
-        ValueError: The strategy holds in synchronous rounds only.
+        ValueError: The strategy is valid in synchronous rounds only.
     """
 
     strategy: Strategy
@@ -69,7 +70,7 @@ class Buffered:
 
 
 def require_asynchronous(strategy: Strategy) -> None:
-    """Raise ValueError, with the reason, if a strategy holds in synchronous rounds only."""
+    """Raise ValueError, with the reason, if a strategy is valid in synchronous rounds only."""
     if strategy.needs_same_round:
         raise ValueError(
             f"{type(strategy).__name__} cannot be asynchronous: {strategy.needs_same_round}; take "

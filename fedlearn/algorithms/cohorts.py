@@ -1,4 +1,4 @@
-"""How the users in a cohort are drawn: what privacy accounts for."""
+"""Sampling schemes of users as privacy accounting models them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from fedlearn.core.ranges import Count, Ranged
 
 
 class Adjacency(StrEnum):
-    """Which data sets a guarantee cannot tell apart: by one user, or by one example of a user."""
+    """Neighbouring data sets of a privacy guarantee: how they differ in one user or one example."""
 
     ADD_OR_REMOVE = "add_or_remove"
     REPLACE = "replace"
@@ -17,15 +17,15 @@ class Adjacency(StrEnum):
 
 @dataclass(frozen=True)
 class PoissonCohorts(Ranged):
-    """Each user is asked in a round or not, by a coin of its own.
+    """Poisson sampling: each user is in a cohort independently, with the same probability.
 
     Attributes:
-        population: Users there are, N.
-        expected: Mean size of a cohort, m <= N: the coin's rate is m / N.
+        population: Number of users, N.
+        expected: Mean size of a cohort, m <= N: the sampling rate is m / N.
         largest: A larger cohort is cut to this size, >= m.
 
     Raises:
-        ValueError: They contradict each other.
+        ValueError: The numbers contradict each other.
     """
 
     population: Count
@@ -41,7 +41,7 @@ class PoissonCohorts(Ranged):
 
     @property
     def adjacency(self) -> Adjacency:
-        """A user is there or not."""
+        """Neighbours differ by the presence of one user."""
         return Adjacency.ADD_OR_REMOVE
 
     @property
@@ -56,14 +56,14 @@ class PoissonCohorts(Ranged):
 
 @dataclass(frozen=True)
 class FixedCohorts(Ranged):
-    """So many users are asked in each round, uniformly without replacement.
+    """Cohorts of a fixed size, drawn uniformly without replacement.
 
     Attributes:
-        population: Users there are, N.
+        population: Number of users, N.
         size: Users in a cohort, <= N.
 
     Raises:
-        ValueError: They contradict each other.
+        ValueError: The numbers contradict each other.
     """
 
     population: Count
@@ -76,7 +76,7 @@ class FixedCohorts(Ranged):
 
     @property
     def largest(self) -> int:
-        """The largest cohort: there is one size."""
+        """Size of the largest cohort: all have the same size."""
         return self.size
 
     @property
@@ -86,7 +86,7 @@ class FixedCohorts(Ranged):
 
     @property
     def adjacency(self) -> Adjacency:
-        """One user's data are others': the number of users is public."""
+        """Neighbours differ in the data of one user: the number of users is public."""
         return Adjacency.REPLACE
 
     def participations(self, num_rounds: int) -> int:
@@ -96,15 +96,15 @@ class FixedCohorts(Ranged):
 
 @dataclass(frozen=True)
 class CyclicCohorts(Ranged):
-    """Users are in groups, which are asked in turn: nobody is hidden by not being asked.
+    """Groups of users that take turns. Without random sampling there is no privacy amplification.
 
     Attributes:
-        population: Users there are, N.
-        expected: Users that a cohort shall have, m: there are as many groups as have so many.
-        largest: Users in a group at the most, >= m.
+        population: Number of users, N.
+        expected: Wanted size of a cohort, m: there are floor(N / m) groups.
+        largest: Most users in a group, >= m.
 
     Raises:
-        ValueError: They contradict each other, or there is one group.
+        ValueError: The numbers contradict each other, or there are fewer than two groups.
     """
 
     population: Count
@@ -124,21 +124,21 @@ class CyclicCohorts(Ranged):
 
     @property
     def num_groups(self) -> int:
-        """Groups, G: a user is in one of so many consecutive rounds."""
+        """Number of groups, G: a user takes part in one of G consecutive rounds."""
         return self.population // self.expected
 
     @property
     def adjacency(self) -> Adjacency:
-        """A user is there or not: what the others' groups are does not depend on it."""
+        """Neighbours differ by the presence of one user, which moves no other to another group."""
         return Adjacency.ADD_OR_REMOVE
 
     @property
     def rate(self) -> float:
-        """How probable it is that a user is asked when its turn comes."""
+        """Probability that a user is asked when its turn comes."""
         return 1.0
 
     def participations(self, num_rounds: int) -> int:
-        """Return in how many of so many consecutive rounds one user may be.
+        """Return the most rounds that one user can be in, out of ``num_rounds`` consecutive ones.
 
         Example:
             >>> cohorts = CyclicCohorts(population=60, expected=15, largest=15)
@@ -148,5 +148,5 @@ class CyclicCohorts(Ranged):
         return -(-num_rounds // self.num_groups)
 
 
-#: How users are asked.
+#: Any sampling scheme that privacy can account for.
 UserCohorts: TypeAlias = PoissonCohorts | FixedCohorts | CyclicCohorts

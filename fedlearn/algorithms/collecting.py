@@ -1,7 +1,7 @@
-"""The seam of a round: from a cohort and a request to an aggregate.
+"""The collector interface: sends a round's model to clients and returns their aggregate.
 
-A :class:`Collector` over a channel talks to client sessions, the simulation engine trains blocks
-of clients; the round does not know which one it has.
+One :class:`Collector` talks to client sessions over a channel; another, the simulation engine,
+trains blocks of clients. The round loop does not know which one it has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,18 +22,18 @@ from fedlearn.core.params import Layout, Params
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRequest:
-    """What a round asks of its cohort.
+    """The work that a round asks of its cohort.
 
     Attributes:
         round_num: Round index, from 0.
-        attempt: 0, or how often the round was retried.
+        attempt: Retry number of the round, starting at 0.
         params: The global model.
-        strategy: What clients do and contribute, and how that is combined.
-        told: What the strategy tells clients beside the model, one vector each.
+        strategy: The federated algorithm.
+        told: Vectors that the strategy broadcasts together with the model.
         seed: Public seed of client-side randomness.
-        kept: What clients kept, for a collector that plays them.
-        durations: What clients took in the last rounds, where a deadline follows it.
-        counted: As clients are told; see :class:`~fedlearn.core.messages.TrainRequest`.
+        kept: Client state, for a collector that simulates the clients.
+        durations: Clients' durations in the last rounds, if the deadline adapts to them.
+        counted: See :class:`~fedlearn.core.messages.TrainRequest`.
     """
 
     round_num: int
@@ -47,7 +47,7 @@ class RoundRequest:
     counted: Mapping[ClientId, int] | None = None
 
     def message(self) -> TrainRequest:
-        """Return the request as clients are sent it that do not differ."""
+        """Build the message for clients that use the strategy's own local update."""
         return TrainRequest(
             round_num=self.round_num,
             attempt=self.attempt,
@@ -61,9 +61,10 @@ class RoundRequest:
         )
 
     def messages(self, cohort: Sequence[ClientId]) -> dict[ClientId, TrainRequest]:
-        """Return the request to each client; those that do the same are sent the same object.
+        """Build the message for each client of a cohort.
 
-        Clients are told of the cohort alone whose updates counted.
+        Clients with the same local update share one message object. Its ``counted`` lists clients
+        of this cohort only.
         """
         usual, transforms = self.message(), self.strategy.transforms
         if self.counted is not None:
@@ -81,18 +82,18 @@ class RoundRequest:
 
     @property
     def download_bytes(self) -> int:
-        """Size of what a client is sent: the model, and what it is told."""
+        """Size of the broadcast to one client: the model and the strategy's vectors."""
         return self.params.num_bytes + sum(vector.nbytes for vector in self.told.values())
 
     @property
     def upload_bytes(self) -> int:
-        """Size of what it contributes: the model's delta, and the other lanes."""
+        """Size of one client's update: the model's delta and the other lanes."""
         layout = self.params.layout
         return layout.size * layout.dtype.itemsize + further_bytes(self.strategy, layout)
 
 
 def further_bytes(strategy: Strategy, layout: Layout) -> int:
-    """Return the size of what a client contributes beside the model's delta."""
+    """Return the size of the lanes in an update other than the model's delta."""
     further = [lane.size(layout) for lane in strategy.lanes if lane is not DELTA]
     return sum(further) * layout.dtype.itemsize
 
@@ -102,20 +103,21 @@ class Collected:
     """The outcome of one collection.
 
     Attributes:
-        aggregate: What the reports come to; ``None``: there were fewer than the policy's minimum,
-            so nothing is released.
-        participations: One a client asked, in order of arrival.
+        aggregate: Aggregate of the reports; ``None`` if there were fewer than the policy's minimum,
+            so that nothing is released.
+        participations: One for each client asked, in order of arrival.
         duration_s: Seconds from the broadcast to the close of the round.
-        train_metrics: What the clients measured in training beyond the loss, by names of their
-            own: means over the reports, weighted by examples. A secure sum has no lane for them.
-        kept: What clients keep after the round; nothing over a channel: they do so themselves.
-        staleness: Of an asynchronous round, or one that takes late updates, how many updates in the
-            aggregate have which staleness.
-        flight: Of such a round, who is in flight when it has closed.
-        durations: What clients took in the last rounds, where a deadline follows it.
-        culprits: By whose fault nothing is released; another attempt is better off without them.
-        counted: By client in the aggregate the round whose model its update is based on; ``None``:
-            all who reported, and this round.
+        train_metrics: Training metrics of the clients other than the loss, by the clients' own
+            names: means over the reports, weighted by examples. A secure sum has no lane for them.
+        kept: Client state after the round; empty over a channel, where clients store it themselves.
+        staleness: Number of updates in the aggregate by staleness, for an asynchronous or
+            semi-synchronous round.
+        flight: Pending tasks at the close of such a round.
+        durations: Clients' durations in the last rounds, if the deadline adapts to them.
+        culprits: Clients that caused the failure to release anything; a retry should leave them
+            out.
+        counted: For each client in the aggregate, the round whose model its update is based on;
+            ``None``: all clients that reported, each based on this round's model.
     """
 
     aggregate: Aggregate | None
@@ -146,15 +148,14 @@ class Collector(Protocol):
         """Collect one attempt at a round. A client's failure is data, never raised.
 
         Args:
-            flight: Clients in flight when the round opens; none in a synchronous round.
-            requests: The request of this round, and those that clients in flight were sent, by
-                round.
-            round_num: Index, from 0.
+            flight: Pending tasks when the round opens; none in a synchronous round.
+            requests: By round, this round's request and those that the pending tasks belong to.
+            round_num: Round index, from 0.
             draw: Draws the clients to ask.
 
         Returns:
-            Who took part, and the clients in flight after the round. There is no aggregate if too
-            few reported.
+            The outcome, with the tasks that are still pending. There is no aggregate if too few
+            clients reported.
         """
 
 
@@ -162,10 +163,10 @@ class ChannelCollector(Collector, Protocol):
     """Collects over a channel, where clients may work on a task from one round to another."""
 
     def busy(self) -> frozenset[ClientId]:
-        """Return the clients that have a task between two rounds."""
+        """Return the clients that still have a task between two rounds."""
 
     def close(self) -> None:
-        """End all tasks: the run is done."""
+        """Cancel all tasks at the end of the run."""
 
 
 def draw_cohort(policy: StragglerPolicy, request: RoundRequest, draw: Draw) -> Sequence[ClientId]:

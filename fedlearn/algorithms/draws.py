@@ -1,7 +1,7 @@
-"""Random numbers for local updates: a client's are the same wherever and with whomever it trains.
+"""Random numbers for local updates, reproducible for each client.
 
-They do not come from a generator that all clients share, but from one for each client, round and
-step. So neither executor, block, worker, transport nor a restart changes them.
+Each client, round and step has its own generator. So the numbers depend neither on the executor,
+block, worker process or transport that runs the client, nor on restarts.
 
 Shape legend: K clients.
 """
@@ -14,21 +14,21 @@ import torch
 from fedlearn.algorithms.local import LocalUpdate, Memory
 from fedlearn.core.randomness import Seed
 
-#: Stand for ``begin`` and ``report`` where steps are counted from 0.
+#: Step indices of ``begin`` and ``report``; training steps count from 0.
 BEGIN, REPORT = -1, -2
 
 
 def client_seed(seed: Seed, *, round_num: int, client_id: int) -> Seed:
-    """Return the seed of all that one client draws in its local update of one round."""
+    """Return the seed of a client's random numbers in its local update of one round."""
     return seed.derive("local update", round_num, client_id)
 
 
 class Draws:
-    """Fills the memory that a local update declares as draws.
+    """Fills the memory that a local update declares as random draws.
 
     Args:
-        local: The update.
-        seeds: Of each client, from :func:`client_seed`: K.
+        local: The local update.
+        seeds: Seeds of the K clients, from :func:`client_seed`.
     """
 
     def __init__(self, local: LocalUpdate, seeds: Sequence[Seed]) -> None:
@@ -40,8 +40,9 @@ class Draws:
         """Draw the numbers of a step, in place.
 
         Args:
-            memory: Of the first of the clients, perhaps with more rows, which stay as they are.
-            step: Index, from 0; or :data:`BEGIN` or :data:`REPORT`.
+            memory: Memory of the first clients of ``seeds``, or of all and further rows, which do
+                not change.
+            step: Step index, from 0; or :data:`BEGIN` or :data:`REPORT`.
         """
         for name, law in self._laws.items():
             tensors, seeds = memory[name], self._seeds[name][: len(memory[name][0])]

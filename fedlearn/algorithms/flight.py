@@ -1,4 +1,4 @@
-"""The clients in flight: each has a task and has not answered yet."""
+"""Pending tasks: clients that were sent a task and have not replied yet ("in flight")."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -11,16 +11,17 @@ from fedlearn.core.messages import ClientId
 
 
 class PendingTask(NamedTuple):
-    """A client in flight: it was asked, and has not answered yet.
+    """A client that was sent a task and has not replied yet.
 
     Attributes:
         based_on: The round whose model it trains.
-        attempt: The how manieth drawing of clients in that round it is of, from 0.
-        place: Its place in the drawing, from 0.
-        asked_s: When it was asked, in seconds since the present round opened; of those that were
-            asked before, negative.
-        duration_s: Seconds from then to its answer; NaN where nobody knows beforehand.
-        fails: Whether it is known that it will fail.
+        attempt: Number of the draw in that round that chose the client, starting at 0.
+        place: Position of the client in that draw, starting at 0.
+        asked_s: When the task was sent, in seconds since the current round opened; negative if it
+            was sent in an earlier round.
+        duration_s: Seconds from then to the reply, which a simulation knows in advance; NaN if it
+            is not known yet.
+        fails: Whether it is known in advance that the client will fail.
     """
 
     client_id: ClientId
@@ -32,23 +33,23 @@ class PendingTask(NamedTuple):
     fails: bool = False
 
 
-#: All that are in flight, in the order of asking.
+#: All pending tasks, in the order in which they were sent.
 Flight = tuple[PendingTask, ...]
 
 
 class Draw(Protocol):
-    """Draws clients to be asked, as reproducibly as a cohort."""
+    """Draws the next clients to send tasks to, as reproducibly as a cohort sampler."""
 
     def __call__(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
     ) -> Sequence[ClientId]:
-        """Return up to ``num`` clients that are there and not busy, in the order of asking.
+        """Draw up to ``num`` idle clients, in the order in which to send them tasks.
 
         Args:
-            num: How many at the most.
-            round_num: Index, from 0.
-            attempt: The how manieth drawing of the round, from 0.
-            busy: Clients that are in flight, or in the buffer.
+            num: Most clients to draw.
+            round_num: Round index, from 0.
+            attempt: Number of the draw in this round, starting at 0.
+            busy: Clients to leave out: they are in flight, or have replied in this round.
         """
 
 
@@ -64,7 +65,9 @@ _DTYPES = {
 
 
 def flight_tensors(flight: Flight) -> dict[str, Tensor]:
-    """Return who is in flight, for a checkpoint: by field one number a client; none if nobody is.
+    """Convert pending tasks to checkpoint tensors: one tensor per field, shape [clients].
+
+    Without pending tasks the result is empty.
 
     Example:
         >>> known = PendingTask(ClientId(7), 2, 0, 5, -1.5, 3.0)
@@ -73,11 +76,11 @@ def flight_tensors(flight: Flight) -> dict[str, Tensor]:
         True
     """
     columns = zip(*flight, strict=True)
-    named = zip(_DTYPES.items(), columns, strict=False)  # of nobody there are no columns
+    named = zip(_DTYPES.items(), columns, strict=False)  # no tasks, no columns
     return {name: torch.tensor(column, dtype=dtype) for (name, dtype), column in named}
 
 
 def flight_from(tensors: Mapping[str, Tensor]) -> Flight:
-    """Return what :func:`flight_tensors` was given."""
+    """Restore pending tasks from the tensors of :func:`flight_tensors`."""
     columns = (tensors[name].tolist() for name in _DTYPES if name in tensors)
     return tuple(PendingTask(*row) for row in zip(*columns, strict=True))

@@ -1,6 +1,7 @@
-"""What clients keep from one of their rounds to the next, as a part of the run's state.
+"""Client state: tensors that a client keeps between its rounds, such as momentum.
 
-A deployed client keeps it on its own disk; a simulation, for all that have ever trained.
+A deployed client stores its state on its own disk. A simulation holds the state of every client
+that has trained so far, as part of the run's state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +16,17 @@ from fedlearn.algorithms.lanes import size_of
 from fedlearn.algorithms.local import MemorySpec
 from fedlearn.core.params import Params
 
-#: By client, then by name: one vector each.
+#: State by client id, then by name: one vector each.
 Kept: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 
 _IDS = ".ids"
-#: Between a name and a number: what trainers of the user's own keep may differ in shape.
+#: Separates a name from a number. The clients of a user's trainer may keep tensors of different
+#: shapes under one name; each shape gets its own tensor in a checkpoint.
 _OTHER_SHAPE = "~"
 
 
 def stacked(kept: Kept, client_ids: Sequence[int]) -> dict[str, Tensor]:
-    """Return by name what some clients keep as rows [K, n], zero where one keeps none of it."""
+    """Stack the state of K clients by name: rows [K, n], zero for a client without that name."""
     found, each_keeps = dict[str, Tensor](), [kept.get(each, {}) for each in client_ids]
     for name, like in {name: value for own in each_keeps for name, value in own.items()}.items():
         zero = torch.zeros_like(like)
@@ -35,12 +37,12 @@ def stacked(kept: Kept, client_ids: Sequence[int]) -> dict[str, Tensor]:
 def unstacked(
     client_ids: Sequence[int], rows: Mapping[str, Tensor], *, mine: NDArray[np.bool_]
 ) -> dict[int, dict[str, Tensor]]:
-    """Return a copy of what clients keep who were trained in a block.
+    """Split the stacked state of a block into a copy for each of the selected clients.
 
     Args:
-        client_ids: Some of its clients, in its order.
-        rows: By name what all of its clients keep: shape [K, n].
-        mine: Which rows are theirs: shape [K].
+        client_ids: The selected clients, in the order of the block.
+        rows: State of all K clients of the block by name: shape [K, n].
+        mine: Mask of the selected rows: shape [K].
     """
     parts = {name: values[torch.from_numpy(mine)].unbind(0) for name, values in rows.items()}
     return {
@@ -50,7 +52,7 @@ def unstacked(
 
 
 def updated(kept: Kept, changes: Kept) -> Kept:
-    """Return what is kept after some clients keep other things than before, or nothing more."""
+    """Return ``kept`` with some clients' state replaced; an empty state removes the client."""
     if not changes:
         return kept
     together = {**kept, **changes}
@@ -60,12 +62,14 @@ def updated(kept: Kept, changes: Kept) -> Kept:
 
 
 def unused(spec: MemorySpec, params: Params) -> Tensor:
-    """Return the row of a client that keeps none of it yet."""
+    """Return the initial state of a client that has not trained yet: zeros."""
     return params.vector.new_zeros(size_of(spec.over, params.layout))
 
 
 def to_tensors(kept: Kept) -> dict[str, Tensor]:
-    """Return everything for a checkpoint: by name a tensor for each shape, and whose rows it has.
+    """Convert client state to checkpoint tensors.
+
+    There is one tensor per name and shape, and next to it the client ids of its rows.
 
     Example:
         >>> found = to_tensors({7: {"velocity": torch.zeros(3)}, 2: {"velocity": torch.ones(3)}})
@@ -87,7 +91,7 @@ def to_tensors(kept: Kept) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> Kept:
-    """Return what :func:`to_tensors` was given."""
+    """Restore client state from the tensors of :func:`to_tensors`."""
     kept = dict[int, dict[str, Tensor]]()
     for key in [each for each in tensors if not each.endswith(_IDS)]:
         name = key.partition(_OTHER_SHAPE)[0]

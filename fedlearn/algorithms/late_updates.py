@@ -1,9 +1,10 @@
-"""Semi-synchronous rounds: late updates count in a later round, and deadlines follow durations.
+"""Semi-synchronous rounds: late updates count in a later round, and deadlines adapt to clients.
 
-A round asks a cohort and closes as any does. Who has not answered by then goes on, is not asked
-again meanwhile, and counts in the round in which it answers, by its staleness. The deadline may be
-a quantile of the durations that clients took in the last rounds, which can be known only where late
-clients are heard of: else every duration would lie below the deadline that it sets.
+A round closes like a synchronous one. A client that has not reported by then continues its task and
+gets no other meanwhile; its update counts in the round in which it arrives, weighted by its
+staleness. The deadline may be a quantile of the clients' durations in the last rounds. That works
+only because late clients report too: otherwise each measured duration would be below the deadline
+that it helps to set.
 """
 
 import math
@@ -18,13 +19,13 @@ from torch import Tensor
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.core.ranges import Count, NotNegative
 
-#: Seconds that clients took from being asked to their updates, by the round in which these came.
+#: Seconds from a client's task to its update, grouped by the round in which the update arrived.
 Durations: TypeAlias = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LateUpdates(Staleness):
-    """What becomes of updates that miss the close of their round, and when rounds close.
+    """Settings of semi-synchronous rounds: weights of late updates, and adaptive deadlines.
 
     References:
         Wu et al., 2021, `SAFA: A Semi-Asynchronous Protocol for Fast Federated Learning with Low
@@ -52,12 +53,12 @@ class LateUpdates(Staleness):
     ) -> float:
         """Return the deadline of a round: seconds from the broadcast, at most ``longest_s``.
 
-        The smallest duration that so large a share of the clients does not exceed. Of one that has
-        not answered yet the time that it has taken so far stands for its duration.
+        It is the ``deadline_quantile`` of the durations. A client that has not replied yet counts
+        with the time that it has taken so far.
 
         Args:
-            durations: Of the last rounds.
-            awaited_s: How long ago those were asked that are awaited yet.
+            durations: Durations of the last rounds.
+            awaited_s: Seconds since each pending task was sent.
             longest_s: The fixed deadline; may be infinite.
 
         Example:
@@ -71,19 +72,19 @@ class LateUpdates(Staleness):
         known = sorted([*awaited_s, *(each for of_round in durations for each in of_round)])
         if self.deadline_quantile is None or not known:
             return longest_s
-        # A quantile such as 0.9 of 10 is the 9th, not what rounding makes of 9.000000000000002.
+        # Quantile 0.55 of 100 values is the 55th, but the product is 55.00000000000001 in floats.
         place = math.ceil(self.deadline_quantile * len(known) - 1e-9) - 1
         return min(longest_s, max(self.least_deadline_s, known[place]))
 
     def window(self, durations: Durations, latest: Sequence[float]) -> Durations:
-        """Return the durations of the last rounds, those of the latest one included."""
+        """Append the latest round's durations and drop rounds that leave the window."""
         if self.deadline_quantile is None:
             return ()
         return (*durations, tuple(latest))[-self.deadline_window :]
 
 
 def durations_tensors(durations: Durations) -> dict[str, Tensor]:
-    """Return durations for a checkpoint; none without a round.
+    """Convert durations to checkpoint tensors; without rounds there are none.
 
     Example:
         >>> durations_from(durations_tensors(((2.0, 1.5), (), (3.0,))))
@@ -99,7 +100,7 @@ def durations_tensors(durations: Durations) -> dict[str, Tensor]:
 
 
 def durations_from(tensors: Mapping[str, Tensor]) -> Durations:
-    """Return what :func:`durations_tensors` was given."""
+    """Restore durations from the tensors of :func:`durations_tensors`."""
     if not tensors:
         return ()
     of_rounds = tensors["seconds"].split(tensors["counts"].tolist())

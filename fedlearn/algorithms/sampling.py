@@ -1,4 +1,4 @@
-"""Which clients are asked in a round. Public: sampling alone hides nobody."""
+"""Cohort samplers. A cohort follows from the public seed, so sampling alone hides no client."""
 
 import math
 from abc import ABC, abstractmethod
@@ -29,15 +29,17 @@ class CohortSampler(Protocol):
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        """Return the cohort; the same arguments give the same cohort.
+        """Draw the cohort; the same arguments give the same cohort.
 
         Raises:
-            CohortTooSmall: Fewer are available than the sampler must ask.
+            CohortTooSmall: Fewer clients are available than the sampler must ask.
         """
 
 
 def without(available: Sequence[ClientId], busy: Collection[ClientId]) -> Sequence[ClientId]:
-    """Return the available clients that are not busy, in their order; of a range no list is made.
+    """Return the available clients that are not busy, in their order.
+
+    A range stays lazy: a population of millions is never listed.
 
     Example:
         >>> list(without(range(6), {1, 4, 9})), without([5, 3], {5})
@@ -52,7 +54,7 @@ def without(available: Sequence[ClientId], busy: Collection[ClientId]) -> Sequen
 
 
 class _Rest(Sequence[ClientId]):
-    """A range without some of its places: shape [k], ascending."""
+    """A lazy view of a range without some positions ``gaps``: shape [k], ascending."""
 
     def __init__(self, whole: range, gaps: NDArray[np.int64]) -> None:
         self._whole, self._gaps = whole, gaps
@@ -75,13 +77,13 @@ class _Rest(Sequence[ClientId]):
 
 @dataclass(frozen=True, kw_only=True)
 class Users:
-    """Whom a sampler draws from, as privacy accounts for it.
+    """The population that a sampler draws from, as privacy accounting sees it.
 
     Attributes:
-        population: Users there are.
+        population: Number of users.
         num_wanted: Reports that close a round.
         num_asked: Users asked in a round.
-        has_gaps: Whether ids between theirs may be missing, as where clients were revoked.
+        has_gaps: Whether their ids may have gaps, such as those of revoked clients.
     """
 
     population: int
@@ -91,9 +93,10 @@ class Users:
 
 
 class SeededSampler(ABC):
-    """A sampler of fedlearn's: the seed alone says the cohort, and privacy can account for it.
+    """Base class of fedlearn's samplers, which are reproducible and fit for privacy accounting.
 
-    So each process of a simulation draws by itself; a sampler of another class is asked on rank 0.
+    The cohort depends on the arguments alone, so each process of a simulation draws it itself. A
+    sampler of any other class runs on rank 0 only.
 
     Attributes:
         draws_each_alone: See :func:`draws_each_alone`.
@@ -115,23 +118,23 @@ class SeededSampler(ABC):
 
     @abstractmethod
     def cohorts(self, users: Users) -> UserCohorts:
-        """Return how users are drawn, as privacy accounts for it.
+        """Return the sampling scheme for privacy accounting.
 
         Raises:
-            ValueError: There are too few.
+            ValueError: There are too few users.
         """
 
 
 def draws_each_alone(sampler: CohortSampler) -> bool:
-    """Return whether it does not depend on the other clients whether one is asked.
+    """Return whether a client's selection is independent of which other clients are available.
 
-    Where it does, sampling hides nobody if clients come and go.
+    If it is not, sampling does not amplify privacy when clients join and leave.
     """
     return isinstance(sampler, SeededSampler) and sampler.draws_each_alone
 
 
 class _Drawn(SeededSampler):
-    """Draws so many clients as a rule of its own says, uniformly without replacement."""
+    """Draws a cohort uniformly without replacement; subclasses decide on its size."""
 
     def sample(
         self,
@@ -151,7 +154,7 @@ class _Drawn(SeededSampler):
         return tuple(available[index] for index in chosen.tolist())
 
     def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
-        """Return how many clients to ask."""
+        """Return the size of the cohort."""
         return num_asked
 
 
@@ -171,16 +174,16 @@ class UniformSampler(_Drawn):
     draws_each_alone = False
 
     def cohorts(self, users: Users) -> FixedCohorts:
-        """Return cohorts of one size."""
+        """Return cohorts of fixed size."""
         return FixedCohorts(users.population, users.num_asked)
 
 
 @dataclass(frozen=True)
 class PoissonSampler(Ranged, _Drawn):
-    """Each client independently with rate ``num_asked / len(available)``, capped.
+    """Selects each client independently with rate ``num_asked / len(available)``, capped.
 
     The size of the cohort varies; a cohort above ``cap`` times its expectation is cut to
-    the cap, uniformly. This is the sampling that the tightest privacy accounting assumes.
+    the cap, uniformly. The tightest privacy accounting assumes this kind of sampling.
 
     References:
         Mironov, Talwar and Zhang, 2019, `Rényi Differential Privacy of the Sampled
@@ -192,7 +195,7 @@ class PoissonSampler(Ranged, _Drawn):
     cap: Annotated[float, Gt(1), doc("Largest cohort as a multiple of the expected one, > 1.")]
 
     def cohorts(self, users: Users) -> PoissonCohorts:
-        """Return cohorts of so many reports in the mean, and the cap."""
+        """Return Poisson cohorts of ``num_wanted`` users on average, with the cap."""
         largest = math.ceil(self.cap * users.num_wanted)
         return PoissonCohorts(users.population, users.num_wanted, min(largest, users.population))
 
@@ -203,10 +206,10 @@ class PoissonSampler(Ranged, _Drawn):
 
 @dataclass(frozen=True)
 class CyclicSampler(SeededSampler):
-    """All clients in turn: each is in one of ``len(available) // num_asked`` groups.
+    """Asks all clients in turn: each is in one of ``len(available) // num_asked`` groups.
 
-    A group is asked as a whole, be it a client larger than what is asked for. A client's group
-    stays, as long as as many are available.
+    A group is asked as a whole, even if it is a little larger than ``num_asked``. A client stays in
+    its group as long as the number of groups does not change.
 
     Example:
         >>> how = {"num_asked": 2, "attempt": 0, "seed": Seed(0)}
@@ -217,7 +220,7 @@ class CyclicSampler(SeededSampler):
     draws_each_alone = True
 
     def cohorts(self, users: Users) -> CyclicCohorts:
-        """Return groups of so many reports; where ids are missing, all users may be in one."""
+        """Return groups of about ``num_wanted`` users; with gaps in the ids, one may have all."""
         num_groups = max(1, users.population // users.num_wanted)
         even = -(-users.population // num_groups)
         largest = users.population if users.has_gaps else even
@@ -242,17 +245,18 @@ class CyclicSampler(SeededSampler):
 def whose_turn(
     available: Sequence[ClientId], *, num_groups: int, turn: int, seed: Seed
 ) -> tuple[ClientId, ...]:
-    """Return those of the available clients that are in group ``turn % num_groups``.
+    """Return the available clients that are in group ``turn % num_groups``.
 
     Args:
-        available: The clients that are there; a client's group does not depend on the others.
-        num_groups: Groups; of as many consecutive ids, one is in each, in an order by the seed.
-        turn: Index, from 0.
-        seed: Of the groups.
+        available: The available clients; a client's group does not depend on the others.
+        num_groups: Number of groups. Each block of ``num_groups`` consecutive ids has one client in
+            each group, rotated by a hash of the seed.
+        turn: Turn index, from 0.
+        seed: Seed that assigns clients to groups.
     """
     ids_N: NDArray[np.int64] = (
         np.arange(available.start, available.stop, available.step, dtype=np.int64)
-        if isinstance(available, range)  # of which no list is made
+        if isinstance(available, range)  # np.asarray would go through it number by number
         else np.asarray(available, np.int64)
     )
     blocks_N, places_N = np.divmod(ids_N, num_groups)

@@ -1,7 +1,7 @@
-r"""How much an update counts that was trained from an older model than the newest.
+r"""Weights of stale updates, which were trained from an older model than the newest.
 
-The staleness :math:`s` of an update is the number of rounds that have changed the model since its
-client was sent it: the round that takes the update less the one that it is based on.
+The staleness :math:`s` of an update is the number of rounds that changed the model after its client
+received it: the index of the round that takes the update, minus that of the round it is based on.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from fedlearn.core.ranges import NotNegative, Ranged, Whole
 
-#: A mean over updates of which each counts less is one over nothing in float32, whose numbers end
-#: at 1e-38: there are examples and lengths to be multiplied, too.
+#: Smallest weight allowed. Below it, the weighted mean could divide by zero in float32, whose
+#: smallest normal number is about 1e-38 and which must also hold products of weights and values.
 _LEAST_WEIGHT = 1e-30
 
 
 class StalenessWeight(StrEnum):
-    """By which function of its staleness an update counts."""
+    """The function that maps an update's staleness to its weight."""
 
     CONSTANT = "constant"
     POLYNOMIAL = "polynomial"
@@ -29,14 +29,13 @@ class StalenessWeight(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness(Ranged):
-    r"""What staleness does to an update: it counts less, and beyond a bound not at all.
+    r"""A rule that lowers the weight of stale updates, and drops those beyond a bound.
 
-    With :math:`a` for the exponent and :math:`b` for the hinge, the weight is 1 (constant),
-    :math:`(1 + s)^{-a}` (polynomial), or 1 up to :math:`b` and :math:`1 / (a (s - b) + 1)` beyond
-    (hinge).
+    With exponent :math:`a` and hinge :math:`b`, the weight is 1 (constant), :math:`(1 + s)^{-a}`
+    (polynomial), or 1 up to :math:`b` and :math:`1 / (a (s - b) + 1)` beyond (hinge).
 
     Raises:
-        ValueError: A number is out of range, or the stalest updates would count less than 1e-30.
+        ValueError: A number is out of range, or the stalest updates would weigh less than 1e-30.
 
     Example:
         >>> rule = Staleness(max_staleness=9, staleness_weight=StalenessWeight.POLYNOMIAL,
@@ -77,7 +76,7 @@ class Staleness(Ranged):
             )
 
     def weights(self, staleness_B: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return what updates of this staleness count, in [1e-30, 1]: shape [B]."""
+        """Return the weights of B updates by their staleness, in [1e-30, 1]: shape [B]."""
         a, late_B = self.staleness_exponent, staleness_B.astype(np.float64)
         match self.staleness_weight:
             case StalenessWeight.CONSTANT:
@@ -89,5 +88,5 @@ class Staleness(Ranged):
                 return 1.0 / (a * beyond_B + 1.0)
 
     def why_stale(self, staleness: int) -> str:
-        """Return why an update of this staleness is dropped."""
+        """Return the recorded reason for dropping an update of this staleness."""
         return f"based on a model {staleness} rounds old; at most {self.max_staleness} are taken"

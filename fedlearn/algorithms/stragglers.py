@@ -1,4 +1,4 @@
-"""When a round closes, and what happens when too few have reported by then."""
+"""The straggler policy: when a round closes, and what happens if too few clients reported."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fedlearn.core.ranges import Count, Ranged, Whole
 
 
 class BelowMinimum(StrEnum):
-    """What a round below its minimum of reports does."""
+    """What happens to a round with fewer reports than its minimum."""
 
     RETRY = "retry"
     SKIP = "skip"
@@ -20,11 +20,11 @@ class BelowMinimum(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerPolicy(Ranged):
-    """Over-selection, deadline and minimum as one value.
+    """How a round deals with slow and failing clients: over-selection, deadline and minimum.
 
     A round asks ``ceil(num_wanted * over_selection)`` clients and closes at the first of:
     ``num_wanted`` usable reports, every client settled, or ``deadline_s`` after the
-    broadcast. What arrives later is counted and dropped.
+    broadcast. Updates that arrive later are recorded as late and dropped.
 
     References:
         Bonawitz et al., 2019, `Towards Federated Learning at Scale: System Design
@@ -70,5 +70,6 @@ class StragglerPolicy(Ranged):
 
     @property
     def num_asked(self) -> int:
-        """Clients asked in a round."""
+        """Number of clients asked in a round."""
+        # 50 x 1.1 is 55.00000000000001 in floats, and must ask 55 clients.
         return math.ceil(self.num_wanted * self.over_selection - 1e-9)
