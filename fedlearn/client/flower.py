@@ -1,4 +1,4 @@
-"""A client of a Flower federation: the session that answers everywhere else, as a ClientApp."""
+"""Run a fedlearn client in a Flower federation, as a Flower ``ClientApp``."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from fedlearn.transport.flower import Keys, Mod, Node
 
 __all__ = ["Node", "client_app", "settings_for"]
 
-#: What Flower's examples and strategies call settings.
+#: Names that Flower's examples and strategies use for fedlearn's settings.
 _USUAL_NAMES: Mapping[str, str] = {
     "lr": "learning_rate",
     "local_epochs": "epochs",
@@ -50,25 +50,26 @@ def client_app(
     local: LocalUpdate | None = None,
     mods: Sequence[Mod] = (),
 ) -> flower.ClientApp:
-    """Return the Flower ClientApp of a client that trains with ``make_trainer``'s result.
+    """Build a Flower ``ClientApp`` that trains with fedlearn.
 
-    What the trainer returns as its state is kept from message to message, in the node's folder
-    (``--node-config 'identity="/path"'``) or, lost with the SuperNode, in Flower's
-    ``Context.state``.
+    The state that the trainer returns is kept between messages: in the node's folder if one is
+    configured (``--node-config 'identity="/path"'``), or else in Flower's ``Context.state``, which
+    is lost when the SuperNode stops.
 
     Args:
-        make_trainer: Returns the trainer of a node; called once a message, since Flower starts
-            a process for each. An error in it reaches the coordinator only as the name of its
-            type, as one in the trainer does.
-        policy_of: Returns what the client of a node refuses; likewise called once a message. An
-            error in it goes to the coordinator with its traceback, and so does the ConfigError for
-            a policy with a limit a day, which nobody counts here.
+        make_trainer: Returns the trainer of a node. It is called for each message, because Flower
+            starts a process for each. The coordinator sees only the type of an exception raised in
+            it or in the trainer.
+        policy_of: Returns the policy of a node, also for each message. The coordinator sees an
+            exception raised in it with its traceback, including the ConfigError for a policy with
+            daily limits, which a client on Flower cannot count.
             :func:`fedlearn.deployment.flower_node.node_policy` reads the node's configuration.
-        local: How to train where one of Flower's own strategies asks
-            (``flwr.serverapp.strategy.FedAvg``), which has no settings of fedlearn's; what its
-            config says wins (see :func:`settings_for`). Without it such a client refuses.
-        mods: Flower's mods around the app, the first one outermost. They see encoded requests and
-            signed replies, which the coordinator refuses if one changes them.
+        local: How to train for one of Flower's own strategies, such as
+            ``flwr.serverapp.strategy.FedAvg``, which sends no fedlearn settings. Its config
+            overrides ``local`` (see :func:`settings_for`). Without ``local``, the client refuses
+            such a strategy.
+        mods: Flower mods around the app, the first one outermost. They see encoded requests and
+            signed replies; the coordinator rejects a reply that a mod has changed.
     """
 
     def answer(node: Node, keys: Keys) -> flower.Answer:
@@ -105,14 +106,14 @@ def client_app(
 
 
 def require_no_daily_limit(policy: Policy, *, source: str) -> None:
-    """Refuse a limit that a client on Flower cannot keep, since it does not remember the day.
+    """Reject daily limits, which a client on Flower cannot keep because it does not count per day.
 
     Args:
-        policy: Of the client.
-        source: Where it is from.
+        policy: The client's policy.
+        source: Where the policy comes from, for the error message.
 
     Raises:
-        ConfigError: It has a limit a day.
+        ConfigError: The policy has a daily limit.
     """
     limits = {
         "max_tasks_per_day": policy.max_tasks_per_day,
@@ -128,19 +129,19 @@ def require_no_daily_limit(policy: Policy, *, source: str) -> None:
 
 
 def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
-    """Return how to train for one of Flower's own strategies.
+    """Merge the config of one of Flower's own strategies into the client's training settings.
 
-    Every entry of its config is a setting, with dashes read as underscores: it takes the place of
-    that of ``local``, and one that the trainer does not honour is refused. ``lr`` and
-    ``local-epochs``, as Flower's examples have them, are ``learning_rate`` and ``epochs``;
-    ``proximal-mu`` of Flower's FedProx adds its term.
+    Every entry of the config is a setting, with dashes read as underscores. It overrides the same
+    setting of ``local``; a setting that the trainer does not honour is refused later. ``lr`` and
+    ``local-epochs``, the names in Flower's examples, mean ``learning_rate`` and ``epochs``.
+    ``proximal-mu``, from Flower's FedProx, adds the proximal term.
 
     Args:
-        local: What the client does otherwise; ``None``: nobody has said.
-        config: Of the message, without ``server-round``.
+        local: The client's default training; ``None`` if it has none.
+        config: The config of the message, without ``server-round``.
 
     Raises:
-        SettingsRefused: Nobody has said.
+        SettingsRefused: ``local`` is ``None``.
 
     Example:
         >>> from fedlearn.algorithms.local import LocalSgd
@@ -157,18 +158,18 @@ def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
     named = {name.replace("-", "_"): value for name, value in config.items()}
     asked = {_USUAL_NAMES.get(name, name): value for name, value in named.items()}
     if asked.get("proximal"):
-        local = Proximal(inner=local, proximal=1.0)  # of which the value is laid over
+        local = Proximal(inner=local, proximal=1.0)  # a placeholder, overridden by `asked` below
     else:
         asked.pop("proximal", None)
     return {**settings_of(local), **asked}
 
 
 def is_bound(history_file: HistoryFile | None, state: bytes) -> bool:
-    """Return whether a node's client has sent masked updates to its coordinator before.
+    """Check whether a node's client has sent masked updates to its coordinator before.
 
     Args:
-        history_file: Where that is kept; ``None``: nowhere but in ``state``.
-        state: What the client keeps of this run.
+        history_file: The record of that over all runs; ``None`` if only ``state`` has one.
+        state: The client's state in this run.
 
     Raises:
         DeploymentError: The file cannot be read.
@@ -177,18 +178,18 @@ def is_bound(history_file: HistoryFile | None, state: bytes) -> bool:
 
 
 def _history_file(keys: Keys) -> HistoryFile | None:
-    """Return where it outlives the run which sums were opened; ``None``: it does not."""
+    """Return the file that records, over all runs, which sums were opened; ``None`` if none can."""
     if keys.folder is None or not keys.coordinator_key:
         return None
     return HistoryFile(path=keys.folder / "history.json", coordinator_key=keys.coordinator_key)
 
 
 def _pin_file(node: Node, keys: Keys) -> PinFile | None:
-    """Return where the keys of other clients outlive the run, with those of the node's roster.
+    """Return the file that pins other clients' keys over all runs, after loading any roster.
 
     Raises:
-        DeploymentError: There is a roster and no folder, or it is of another coordinator, or has
-            another key for this client.
+        DeploymentError: There is a roster but no folder, the roster belongs to another coordinator,
+            or it has another key for this client.
     """
     roster = node.node_config.get("roster")
     if keys.folder is None:
@@ -208,7 +209,7 @@ def _pin_file(node: Node, keys: Keys) -> PinFile | None:
 
 @dataclass(frozen=True)
 class _WhenAsked:
-    """A trainer that is made inside the session, whose errors tell nothing of the data."""
+    """Creates the trainer on first use, inside the session, which hides error messages."""
 
     node: Node
     make_trainer: Callable[[Node], LocalTrainer]

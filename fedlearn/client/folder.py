@@ -1,6 +1,6 @@
-"""A client's folder as its application sees it: whose it is, and whether the user agrees.
+"""A client's folder as the application uses it: locking, consent and erasure.
 
-What lies in it says :mod:`fedlearn.client.home`, which works with the rest.
+:mod:`fedlearn.client.home` lists the files in it, and manages the others.
 """
 
 import json
@@ -25,13 +25,13 @@ from fedlearn.processes.forks import keep_from_forks
 
 _GRANTED, _REVOKED = b"granted", b"revoked"
 _LOCK_POLL_S = 0.05
-#: Seconds that a training process whose application has gone gets to end in order.
+#: Seconds that a training process gets to shut down cleanly after its application has died.
 _ORPHAN_S = 2.0
-#: Seconds after which it must be gone: the kernel ends one that is inside of a call last.
+#: Seconds after which it must be gone: a process inside a system call dies only when that returns.
 _ORPHAN_GONE_S = 30.0
-#: Seconds that the process of a consent that was revoked gets to see it, and to end.
+#: Seconds that a running process gets to notice that consent was revoked, and to exit.
 _REVOKED_S = 30.0
-#: Names in the folder that are this client's; whatever else lies there is somebody else's.
+#: Names of this client's files in the folder; all other files belong to someone else.
 _OWN = (
     "consent",
     "identity",
@@ -49,44 +49,44 @@ _OWN = (
     "evaluations.json",
     "privacy.json",
 )
-#: Of the names of files that are being written.
+#: Glob pattern of the random part in the names of files that are being written.
 _SUFFIX = "[0-9a-f]" * 16
 
 
 @dataclass(frozen=True)
 class ClientFolder:
-    """Keeps one process at a time in a client's folder, and its user's decision.
+    """Locks a client's folder for one process at a time, and stores the user's consent.
 
     A method that writes or removes raises :class:`~fedlearn.errors.DeploymentError` if the disk is
-    full or not writable, or if something cannot be removed; all else that it removes is. The folder
-    is made on first use, mode 0700.
+    full or not writable, or if something cannot be removed; everything else is still removed. The
+    folder is created on first use, with mode 0700.
     """
 
     folder: Path
 
     @contextmanager
     def locked(self, *, timeout_s: float = 0.0) -> Iterator[None]:
-        """Be the only process that works in this folder.
+        """Hold the folder's lock, so that no other process works in it.
 
-        A training process whose application has gone is ended after two seconds, along with all
-        that it has started, even if native code keeps it from listening.
+        A training process whose application has gone is killed after two seconds, along with its
+        descendants, even if native code keeps it from reacting.
 
         Raises:
-            DeploymentError: Another process works here, also after ``timeout_s``.
+            DeploymentError: Another process still holds the lock after ``timeout_s``.
         """
         make_private_folder(self.folder)
         path = self.folder / "lock"
         with disk_errors(path, raises=DeploymentError, doing="lock"):
             file = open_lock(path)
         with file:
-            # The lock belongs to the open file, which a forked child of a trainer would share:
-            # one that outlives this process would keep the folder from the next.
+            # The lock belongs to the open file, which a fork of the trainer would inherit. If it
+            # outlived this process, it would lock out the next one.
             keep_from_forks(file)
             with disk_errors(path, raises=DeploymentError, doing="lock"):
                 self._wait_for(file, timeout_s=timeout_s)
                 earlier, own = _Holder.in_note(read_note(path)), _Holder.this_process()
                 if earlier is not None and earlier.mark != own.mark and earlier.is_orphan():
-                    end_marked(earlier.mark)  # the rest of what it had started
+                    end_marked(earlier.mark)  # kill descendants that the earlier process left
                 write_note(file, json.dumps(asdict(own)))
             yield
 
@@ -109,7 +109,7 @@ class ClientFolder:
             clock.sleep(_LOCK_POLL_S)
 
     def is_in_use(self) -> bool:
-        """Return whether a process works in this folder, where nothing changes by the look."""
+        """Check whether a process works in this folder, without changing anything there."""
         path = self.folder / "lock"
         if not path.exists():
             return False
@@ -117,24 +117,24 @@ class ClientFolder:
             return not take_lock(file)
 
     def has_keys(self) -> bool:
-        """Return whether this client is enrolled, or was just about to take new keys over."""
+        """Check whether this client is enrolled, or was interrupted while it replaced its keys."""
         places = (self.folder / name / "enrolment.json" for name in ("identity", "identity.new"))
         return any(place.exists() for place in places)
 
     # Consent
 
     def has_consent(self) -> bool:
-        """Return whether the user agrees; off until they do."""
+        """Check whether the user has given consent."""
         return content_of(self.folder / "consent").decode().strip() == _GRANTED.decode()
 
     def set_consent(self, *, granted: bool) -> None:
-        """Keep the user's decision durably.
+        """Save the user's decision durably.
 
-        A user who agrees again agrees to what comes: what a revocation that was cut short has
-        left is erased first.
+        Consent covers only the future: when it is given again, leftovers of an interrupted
+        revocation are erased first.
 
         Raises:
-            DeploymentError: It can be neither written nor removed; or, where there was no consent,
+            DeploymentError: The file can be neither written nor removed. When consent is given:
                 another process works in the folder and does not end, or something cannot be erased.
         """
         make_private_folder(self.folder)
@@ -146,7 +146,8 @@ class ClientFolder:
         elif not granted:
             try:
                 write_private(file, _REVOKED)
-            except DeploymentError:  # on a full disk a file can still go, and none is no consent
+            except DeploymentError:
+                # A full disk still allows removing the file, and no file means no consent.
                 with disk_errors(file, raises=DeploymentError, doing="remove"):
                     file.unlink(missing_ok=True)
                     sync_folder(self.folder)
@@ -154,9 +155,9 @@ class ClientFolder:
     def erase(self) -> None:
         """Remove state, task and reply; consent, keys, certificate, pins, history and ε stay.
 
-        To a user who agrees again, a coordinator could without pins name other keys, without the
-        history have another sum of a round opened, and without privacy.json ask for the day's ε
-        again.
+        These protect a user who gives consent again. Without the pins, a coordinator could
+        substitute other clients' keys; without the history, it could have a second sum of the same
+        round opened; without privacy.json, it could spend the day's ε twice.
         """
         counts = ("tasks.json", "evaluations.json")
         files = [self.folder / name for name in counts]
@@ -165,19 +166,20 @@ class ClientFolder:
         remove_all(half_written(self.folder, of=counts))
 
     def forget(self, *, timeout_s: float = 0.0) -> None:
-        """Remove all that is this client's, keys included: to join again takes a new invitation.
+        """Remove all of this client's files, including the keys.
 
-        The folder goes as well, unless somebody else keeps something there.
+        To join again, the client needs a new invitation. The folder itself is removed, too, unless
+        it contains other files.
 
         Raises:
-            DeploymentError: As of :meth:`locked`; or something cannot be removed.
+            DeploymentError: As for :meth:`locked`; or something cannot be removed.
         """
         with self.locked(timeout_s=timeout_s):
             remove_all(half_written(self.folder, of=_OWN))
             remove_all([self.folder / name for name in _OWN])
         with suppress(OSError):
-            (self.folder / "lock").unlink()  # after its end: Windows keeps an open file
-            self.folder.rmdir()  # not if it is not empty
+            (self.folder / "lock").unlink()  # after closing it: Windows cannot remove an open file
+            self.folder.rmdir()  # fails if the folder is not empty
 
     @property
     def _task(self) -> Path:
@@ -197,7 +199,7 @@ class ClientFolder:
 
 
 def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
-    """Return the folder of the client called ``name``, by the XDG convention.
+    """Return the default folder of the client called ``name``, by the XDG convention.
 
     Example:
         >>> default_home("clinic-a", environ={"XDG_DATA_HOME": "/data"})
@@ -208,7 +210,7 @@ def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
 
 
 def content_of(path: Path) -> bytes:
-    """Return what a file holds; nothing if there is none."""
+    """Read a file; empty if it does not exist."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -216,17 +218,17 @@ def content_of(path: Path) -> bytes:
 
 
 def half_written(folder: Path, *, of: Iterable[str] = ("*",)) -> list[Path]:
-    """Return what processes that were killed while they wrote files have left beside them."""
+    """List the temporary files that processes killed during a write have left in ``folder``."""
     return [path for name in of for path in folder.glob(f".{name}.{_SUFFIX}.tmp")]
 
 
 def remove_all(paths: list[Path]) -> None:
-    """Remove files and folders that are there.
+    """Remove files and folders, skipping those that do not exist.
 
     Raises:
         DeploymentError: One cannot be removed; the others are.
     """
-    with ExitStack() as removals:  # one that fails does not keep it from the rest
+    with ExitStack() as removals:  # makes every removal, even if one raises
         for path in reversed(paths):
             removals.callback(_remove, path)
 
@@ -241,12 +243,12 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Holder:
-    """Which process works in a folder, as its lock's note tells.
+    """The process that works in a folder, as noted in the lock file.
 
     Attributes:
-        pid: Its number.
-        parent: That of the process that has started it.
-        mark: In its environment if it is a training process; else empty.
+        pid: Its process id.
+        parent: The process id of its parent.
+        mark: The mark in its environment if it is a training process, or else empty.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -263,11 +265,11 @@ class _Holder:
     def in_note(cls, note: str) -> "_Holder | None":
         try:
             return _HOLDER.validate_json(note)
-        except ValidationError:  # none, or that of another version
+        except ValidationError:  # no note, or one of another version
             return None
 
     def is_orphan(self) -> bool:
-        """Return whether this is a training process whose application has gone, or has ended."""
+        """Check whether this is a training process that has exited or lost its application."""
         if not self.mark:
             return False
         try:
@@ -275,7 +277,7 @@ class _Holder:
             parent = process.parent()
         except psutil.Error:
             return True
-        # The parent of an orphan is another process, or on Windows none.
+        # An orphan is adopted by another process, or on Windows has no parent.
         return not has_mark(process, self.mark) or parent is None or parent.pid != self.parent
 
 

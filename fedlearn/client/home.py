@@ -1,20 +1,20 @@
-"""A client's folder: its identity, the user's consent, and what it must not lose.
+"""A client's folder: its identity, the user's consent, and everything that must survive a crash.
 
 ::
 
-    consent         "granted" or "revoked": nothing connects without it
+    consent         "granted" or "revoked"; the client does not connect without "granted"
     lock            held by the one process that works here
     identity/       keys, certificate, the invitation without its token
-    pins.json       identity keys of other clients: theirs change only as their owners sign
-    history.json    by coordinator which sums this client has helped to open, over all runs
-    rotate          the user wants new keys
-    state/<run_id>  what this client remembers of its run from one task to the next
-    task/           the request being worked on, and the checkpoint inside it
-    ahead/<digest>  a request that may come next, perhaps in part
-    constants/<digest>  the tensors of the model that stay the same in a run, perhaps in part
+    pins.json       identity keys of other clients; a key changes only with its owner's signature
+    history.json    for each coordinator, the sums this client has helped to open, over all runs
+    rotate          present if the user has asked for new keys
+    state/<run_id>  the client's state in a run, kept from one task to the next
+    task/           the request being worked on, and its checkpoint
+    ahead/<digest>  a prefetched request, perhaps incomplete
+    constants/<digest>  the tensors of the model that stay constant in a run, perhaps incomplete
     spool/<number>/ the finished reply until its receipt or deadline
-    tasks.json      when this client last trained, for its policy; evaluations.json likewise
-    privacy.json    by session or training of the last day, when it was and what of the ε it took
+    tasks.json      when the last day's trainings began, for the policy; evaluations.json likewise
+    privacy.json    the time and the privacy cost of each session or training of the last day
 """
 
 import json
@@ -36,12 +36,12 @@ from fedlearn.errors import DeploymentError
 from fedlearn.transport.content import digest_of
 
 _DAY_S = 86_400.0
-#: What is written beside the folders.
+#: Files directly in the client's folder whose interrupted writes are cleaned up.
 _FILES = ("pins.json", "history.json", "tasks.json", "evaluations.json", "privacy.json")
-#: What downloads leave free on the user's disk.
+#: Disk space that downloads leave free for the user.
 _RESERVE_BYTES = 256 << 20
 
-#: Of what the files hold.
+#: Types of the files' contents.
 _TASK = TypeAdapter(dict[str, object])
 _CRASHES, _BEGIN, _TIMES = TypeAdapter(int), TypeAdapter(float), TypeAdapter(list[float])
 _SPENT = TypeAdapter(dict[str, tuple[float, float]])
@@ -56,33 +56,33 @@ class Home(ClientFolder):
     """Reads and writes a client's folder.
 
     A method that writes or removes raises :class:`~fedlearn.errors.DeploymentError` if the disk is
-    full or not writable, or if something cannot be removed; all else that it removes is. The folder
-    is made on first use, mode 0700.
+    full or not writable, or if something cannot be removed; everything else is still removed. The
+    folder is created on first use, with mode 0700.
 
     Guarantees:
-        After a crash at any instruction, a task's reply and the client's state after it are
-        both there or both not.
+        After a crash at any instruction, a task's reply and the client's state after it are either
+        both saved or both absent.
     """
 
     folder: Path
 
     @property
     def keys(self) -> Keyring:
-        """The client's keys, and those of others."""
+        """The client's own keys, and the pinned keys of other clients."""
         return Keyring(self.folder)
 
     # The task
 
     @property
     def request(self) -> Path:
-        """Where the request of the task in work lies, perhaps in part."""
+        """Path of the current task's request, which may be incomplete."""
         return self._task / "request"
 
     def open_task(self, task: OpenTask) -> int:
-        """Make room for ``task``, keeping what an interrupted work on it has left.
+        """Prepare the folder for ``task``, keeping the files of an interrupted attempt at it.
 
         Returns:
-            How often work on it ended without notice: the process was killed, or crashed.
+            How often the process was killed or crashed during work on this task.
         """
         values = {
             "key": task.key._asdict(),
@@ -101,21 +101,21 @@ class Home(ClientFolder):
         return self._crashes
 
     def ahead(self, digest: bytes) -> Path:
-        """Return where a request is fetched that may come next; another one makes room for it."""
+        """Return the path for a prefetched request, and remove any other prefetched request."""
         path = self._ahead / digest.hex()
         make_private_folder(self._ahead)
         remove_all([each for each in self._ahead.iterdir() if each != path])
         return path
 
     def constants(self, digest: bytes) -> Path:
-        """Return where the constants of a model lie, perhaps in part; others make room for them."""
+        """Return the path for a model's constants, and remove those of any other model."""
         path = self._constants / digest.hex()
         make_private_folder(self._constants)
         remove_all([each for each in self._constants.iterdir() if each != path])
         return path
 
     def require_space(self, num_bytes: int) -> None:
-        """Refuse to fill the user's disk with ``num_bytes`` more, by a :class:`DeploymentError`."""
+        """Raise a :class:`DeploymentError` if ``num_bytes`` more would fill the user's disk."""
         free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes < num_bytes + _RESERVE_BYTES:
             raise DeploymentError(
@@ -124,11 +124,11 @@ class Home(ClientFolder):
             )
 
     def begin_work(self) -> None:
-        """Note that work begins, so that a crash inside it is known afterwards."""
+        """Record that work starts, so that a crash during it is detected afterwards."""
         write_private(self._task / "crashes", str(self._crashes + 1).encode())
 
     def end_work(self) -> None:
-        """Note that work ended in order."""
+        """Record that work ended without a crash."""
         if self._task.exists():
             write_private(self._task / "crashes", str(max(0, self._crashes - 1)).encode())
 
@@ -137,51 +137,50 @@ class Home(ClientFolder):
         shutil.rmtree(self._task, ignore_errors=True)
 
     def checkpoint(self) -> bytes:
-        """Return what :meth:`set_checkpoint` kept of the task in work; empty at first."""
+        """Load the current task's checkpoint; empty if there is none."""
         return content_of(self._task / "checkpoint")
 
     def set_checkpoint(self, content: bytes) -> None:
-        """Keep the checkpoint inside the task durably."""
+        """Save the current task's checkpoint durably."""
         write_private(self._task / "checkpoint", content)
 
     def forget_other_runs(self, run_id: str) -> None:
-        """Remove what this client remembers of other runs than ``run_id``: they are over."""
+        """Remove the client's state in all runs but ``run_id``, since those are over."""
         folder = self.folder / "state"
         if folder.is_dir():
             remove_all([path for path in folder.iterdir() if path.name != run_id])
 
     def state(self, run_id: str) -> bytes:
-        """Return what this client remembers of a run; empty at first."""
+        """Load the client's state in a run; empty at first."""
         return content_of(self._state(run_id))
 
     def untouched(self, *, before_unix_s: float) -> list[str]:
-        """Return of which runs the state was last written before then."""
+        """List the runs whose state was last written before ``before_unix_s``."""
         folder = self.folder / "state"
         if not folder.is_dir():
             return []
         return [each.name for each in folder.iterdir() if each.stat().st_mtime < before_unix_s]
 
     def set_state(self, run_id: str, state: bytes) -> None:
-        """Replace what this client remembers of a run, where that has no reply to go with it."""
+        """Replace the client's state in a run; use :meth:`hold` if a reply belongs to it."""
         write_private(self._state(run_id), state)
 
     # The reply
 
     def hold(self, task: OpenTask, *, reply: bytes, state: bytes | None) -> HeldReply:
-        """Keep a finished reply, and the client's state after it, until it is settled.
+        """Store a finished reply and the client's state after it, until the reply is settled.
 
-        The order makes both appear at once:
+        The order of the steps makes both appear atomically:
 
-        1. reply, state and description are written under ``spool/new`` and synchronised;
-        2. ``spool/new`` gets its number: this rename is the moment at which both exist;
-        3. the state moves to ``state/<run_id>`` (done again by :meth:`recover` if a crash
-           comes before it);
-        4. the task and earlier replies are removed (also done again).
+        1. Write reply, state and description under ``spool/new``, and sync them to disk.
+        2. Rename ``spool/new`` to its number. From this moment, both exist.
+        3. Move the state to ``state/<run_id>``; :meth:`recover` repeats this after a crash.
+        4. Remove the task and earlier replies; :meth:`recover` repeats this as well.
 
-        A crash before 2 leaves the old state and the task, which is worked on again from it;
-        one after 2 leaves the reply, and the task is not worked on again.
+        A crash before step 2 leaves the old state and the task, and the client works on the task
+        again. A crash after step 2 leaves the reply, and the task is done.
 
-        A ``state`` of ``None`` leaves it as it is; after an error nothing has changed.
+        A ``state`` of ``None`` keeps the present state. An error changes nothing.
         """
         new, number = self._spool / "new", max(self._numbers(), default=0) + 1
         path = self._spool / f"{number:08d}" / "reply"
@@ -208,17 +207,18 @@ class Home(ClientFolder):
         return held
 
     def recover(self) -> HeldReply | None:
-        """Finish what a crash interrupted, and return the reply that is not settled yet."""
+        """Clean up after a crash, and return the reply that is not settled yet, if any."""
         self.keys.finish_take_over()
-        # What was half written, keys perhaps among it, but not consent and the wish for new keys:
-        # others may be writing them now.
+        # Remove interrupted writes, which may contain keys. Leave out `consent` and `rotate`, which
+        # another process may be writing now.
         for name in ("new", "old"):
             shutil.rmtree(self._spool / name, ignore_errors=True)
         written = half_written(self.folder, of=_FILES)
         for name in ("identity", "identity.new", "task"):
             written += half_written(self.folder / name)
         remove_all([*written, self._ahead])
-        if self._task_values.get("is_ahead"):  # nobody waits for it, or they ask anew
+        # A task that was started in advance is lost at no cost: the coordinator offers it again.
+        if self._task_values.get("is_ahead"):
             self.close_task()
         held = None
         for number in sorted(self._numbers()):
@@ -233,62 +233,62 @@ class Home(ClientFolder):
         return held
 
     def drop(self, held: HeldReply) -> None:
-        """Remove a reply that is settled, called off or out of time."""
+        """Remove a reply that is settled, withdrawn or expired."""
         self._discard(held.path.parent)
 
-    # The policy's memory
+    # Counters for the policy's daily limits
 
     def num_tasks_today(self, now_unix_s: float) -> int:
-        """Return how many trainings, but that of the task in work, began in the last 24 hours."""
+        """Count the trainings of the last 24 hours, without the current task's."""
         times = self._recent(self._trainings, now_unix_s)
         return len(times) - (self._begin_unix_s in times)
 
     def num_evaluations_today(self, now_unix_s: float) -> int:
-        """Return the same of evaluations."""
+        """Count the evaluations of the last 24 hours, without the current task's."""
         times = self._recent(self._evaluations, now_unix_s)
         return len(times) - (self._begin_unix_s in times)
 
     @property
     def training(self) -> bytes:
-        """By what the training in work is known once it has begun, however often it goes on."""
+        """Id of the current training once it has begun; it stays the same when work resumes."""
         return digest_of(json.dumps([self._task_values, self._begin_unix_s]).encode())
 
     def count_task(self, now_unix_s: float) -> None:
-        """Note that training begins in the task in work, once however often it is interrupted."""
+        """Count the current task's training, only once even if it is interrupted."""
         self._count(self._trainings, now_unix_s)
 
     def count_evaluation(self, now_unix_s: float) -> None:
-        """Note likewise that an evaluation begins."""
+        """Count the current task's evaluation, only once even if it is interrupted."""
         self._count(self._evaluations, now_unix_s)
 
     def _count(self, path: Path, now_unix_s: float) -> None:
         begin_unix_s = self._begin_unix_s
-        # A task that is taken up again a day later would otherwise count as of that day.
+        # A task resumed more than a day later counts again, for the day on which it resumes.
         if begin_unix_s is None or not _is_of_today(begin_unix_s, now_unix_s):
             begin_unix_s = now_unix_s
             write_private(self._task / "begin", repr(begin_unix_s).encode())
         times = self._recent(path, now_unix_s)
-        if begin_unix_s not in times:  # also if a crash came between the two files
+        if begin_unix_s not in times:  # may hold on resuming, too: a crash between the two writes
             times.append(begin_unix_s)
             write_private(path, json.dumps(times).encode())
 
     def spent_today(self, now_unix_s: float, *, without: bytes = b"") -> float:
-        """Return what :meth:`spend` noted within the last 24 hours, added up.
+        """Add up the privacy costs that :meth:`spend` recorded in the last 24 hours.
 
         Args:
-            now_unix_s: Now.
-            without: By what that is known which does not count.
+            now_unix_s: The current time.
+            without: Id of a session or training to leave out.
         """
         spent = self._spent(now_unix_s)
         return sum(squared for known, (_, squared) in spent.items() if known != without.hex())
 
     def spend(self, known: bytes, squared: float, now_unix_s: float) -> None:
-        """Note that something takes so much of the day's ε, once however often it is noted.
+        """Record the privacy cost of a session or training; repeated calls count once.
 
         Args:
-            known: The id of a session, or of a training.
+            known: The id of the session, or of the training.
             squared: Its :func:`fedlearn.secagg.policy.squared_distance`.
-            now_unix_s: Now.
+            now_unix_s: The current time.
         """
         spent = self._spent(now_unix_s)
         spent.setdefault(known.hex(), (now_unix_s, squared))
@@ -305,7 +305,7 @@ class Home(ClientFolder):
 
     @property
     def _begin_unix_s(self) -> float | None:
-        """When training began in the task in work; ``None``: not yet."""
+        """When the current task's training began; ``None`` if it has not begun."""
         return _values(self._task / "begin", _BEGIN, holds="when training began")
 
     @property
@@ -342,10 +342,10 @@ class Home(ClientFolder):
                 self._discard(self._spool / f"{other:08d}")
 
     def _discard(self, folder: Path) -> None:
-        """Remove a reply's folder: after a crash it is there as a whole, or not at all."""
+        """Remove a reply's folder atomically, by renaming it first."""
         old = self._spool / "old"
         shutil.rmtree(old, ignore_errors=True)
-        with suppress(OSError):  # Windows does not rename it while the reply is being sent
+        with suppress(OSError):  # Windows cannot rename it while the reply is being sent
             folder.rename(old)
         for each in (old, folder):
             shutil.rmtree(each, ignore_errors=True)
@@ -368,13 +368,13 @@ def _read_reply(folder: Path) -> HeldReply | None:
 
 
 def _is_of_today(unix_s: float, now_unix_s: float) -> bool:
-    # A clock that was far ahead once must not block the client until then; one that was set back
-    # by a little must not make it forget.
+    # The absolute value handles clock changes. A time from a clock that was once far ahead must not
+    # block the client until that date, and setting the clock back a little must not reset counters.
     return abs(now_unix_s - unix_s) < _DAY_S
 
 
 def _values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> ValuesT | None:
-    """Return what a JSON file holds; ``None`` if there is none, or it is damaged: that is logged.
+    """Parse a JSON file; ``None`` if it is missing or damaged, and damage is logged.
 
     Raises:
         DeploymentError: The file cannot be read.

@@ -1,4 +1,4 @@
-"""Holding what a coordinator asks against a client's policy."""
+"""Check a coordinator's requests against the client's policy."""
 
 from dataclasses import dataclass, replace
 from mmap import mmap
@@ -32,16 +32,16 @@ _ADVERSARIES: dict[AdversaryName, Adversary] = {
     "active": Adversary.ACTIVE_SERVER,
     "honest-but-curious": Adversary.HONEST_BUT_CURIOUS,
 }
-#: Privacy in a sparse graph fails with at most 2^-40, whatever an active coordinator tries.
+#: In a sparse graph, privacy fails with probability at most 2^-40 against an active coordinator.
 _SIGMA_BITS = 40
-#: Characters of a name or a value that a refusal quotes: its coordinator chose them.
+#: Most characters of a name or value quoted in a refusal: the coordinator chose them.
 _MAX_QUOTED = 60
-#: What a client sends where it demands noise.
+#: What a client is willing to send if its policy demands noise.
 _NOISED: dict[PrivacyMode, str] = {
     "distributed": "a sum with noise of each client alone",
     "local": "an update with noise enough by itself alone",
 }
-#: Requests whose replies the coordinator can read.
+#: Requests whose replies the coordinator can read, and what it could read.
 _IN_THE_CLEAR = {
     TRAIN_KIND: "an update that the coordinator could read",
     EVALUATE_KIND: "an evaluation that the coordinator could read",
@@ -49,7 +49,7 @@ _IN_THE_CLEAR = {
 
 
 def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
-    """Return what a client with this policy accepts of the terms of a session.
+    """Derive the limits on a session's terms from a client's policy.
 
     Example:
         >>> terms_policy(SecureAggregationPolicy(required=True)).min_cohort
@@ -71,21 +71,22 @@ def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
 
 
 def noise_share(settings: Settings) -> float | None:
-    """Return the noise that an update gets by its largest norm; ``None``: it gets none."""
+    """Return the update's noise standard deviation over its largest norm; ``None`` if no noise."""
     try:
         return last_noise(settings)
     except SettingsRefused:
-        return None  # nor is there an update: the session refuses them likewise
+        return None  # there will be no update: the session refuses these settings as well
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Refuses what a policy refuses.
+    """Refuses requests that a client's policy forbids.
 
     Attributes:
-        policy: Of the client.
-        is_bound: Whether it has sent its coordinator masked updates before
-            (:class:`~fedlearn.session.history.History`), so that readable ones may be out.
+        policy: The client's policy.
+        is_bound: Whether the client has sent masked updates to this coordinator before
+            (:class:`~fedlearn.session.history.History`); if so, the policy may forbid readable
+            ones from now on.
 
     Example:
         >>> judge = Judge(Policy(max_epochs=2))
@@ -104,14 +105,14 @@ class Judge:
         num_threads: int,
         spent: float = 0.0,
     ) -> SecureClient | None:
-        """Return a client's side of secure aggregation; ``None``: it has no key to trust.
+        """Build the client's side of secure aggregation; ``None`` without a coordinator key.
 
         Args:
-            client_id: Its own.
-            identity: Its own.
-            coordinator_key: Whose terms it takes.
-            num_threads: To expand masks on.
-            spent: Squared distances of what it took part in within 24 hours.
+            client_id: The client's id.
+            identity: The client's identity key.
+            coordinator_key: The key that must have signed the terms of a session.
+            num_threads: Threads that expand masks.
+            spent: Sum of the squared distances that the client has spent in the last 24 hours.
         """
         if not coordinator_key:
             return None
@@ -125,7 +126,7 @@ class Judge:
         )
 
     def terms_policy(self, spent: float) -> TermsPolicy:
-        """Return what terms must keep to after ``spent`` squared distances within 24 hours."""
+        """Derive the limits on terms, given the squared distances spent in the last 24 hours."""
         policy = terms_policy(self.policy.secure_aggregation)
         if self.policy.privacy.mode != "distributed":
             return policy
@@ -140,17 +141,18 @@ class Judge:
         num_evaluations_today: int = 0,
         spent: float = 0.0,
     ) -> None:
-        """Check a request before it is worked on; terms of sessions are judged where they are read.
+        """Check a request from its announcement; a session's terms are checked when they are read.
 
         Args:
-            kind: Of the request, as it is announced.
-            settings: How to train, now or later; ``None``: not known yet, or nothing to train.
-            num_tasks_today: Trainings within the last 24 hours, without this one.
-            num_evaluations_today: Evaluations likewise.
-            spent: Squared distances of what it took part in within 24 hours, without this one.
+            kind: Kind of the request.
+            settings: How to train, in this request or in the session that it opens; ``None`` if
+                they are not known yet, or there is nothing to train.
+            num_tasks_today: Trainings in the last 24 hours, without this one.
+            num_evaluations_today: Evaluations in the last 24 hours, without this one.
+            spent: Squared distances spent in the last 24 hours, without this request.
 
         Raises:
-            PolicyViolation: It asks for more than this allows.
+            PolicyViolation: The policy forbids the request.
         """
         if kind == EVALUATE_KIND:
             self._judge_evaluation(num_evaluations_today)
@@ -170,16 +172,19 @@ class Judge:
         num_evaluations_today: int = 0,
         spent: float,
     ) -> Request | None:
-        """Check a whole request, whatever it was announced as, as :meth:`announced` does.
+        """Check a complete request by its content, regardless of how it was announced.
 
         Args:
-            data: Its bytes; of a file that is mapped only the header is read.
+            data: The encoded request; of a memory-mapped file, only the header is read.
             num_tasks_today: As for :meth:`announced`.
-            num_evaluations_today: Likewise.
-            spent: Likewise.
+            num_evaluations_today: As for :meth:`announced`.
+            spent: As for :meth:`announced`.
 
         Returns:
-            The request; ``None``: it is none, as the session will say.
+            The request; ``None`` if it is not a valid one, which the session will report.
+
+        Raises:
+            PolicyViolation: The policy forbids the request.
         """
         try:
             request = peek(data)
@@ -210,7 +215,7 @@ class Judge:
         return request
 
     def _require_a_sum(self, asked: str) -> None:
-        """Refuse what the coordinator could read, where secure aggregation is required."""
+        """Refuse a reply that the coordinator could read if secure aggregation is required."""
         policy, limit = self.policy.secure_aggregation, "secure aggregation alone"
         if policy.required:
             raise PolicyViolation(rule="secure_aggregation.required", asked=asked, limit=limit)
@@ -236,7 +241,7 @@ class Judge:
     def _judge_noise(self, kind: str, settings: Settings | None, spent: float) -> None:
         mode = self.policy.privacy.mode
         if mode == "local" and kind == TRAIN_KIND:
-            if settings is not None:  # else they are not known yet
+            if settings is not None:  # None: not known yet, judged once the request is here
                 self._judge_update(settings, spent)
         elif kind in _IN_THE_CLEAR and mode != "any":
             asked = _IN_THE_CLEAR[kind]
@@ -246,7 +251,7 @@ class Judge:
             raise PolicyViolation(rule="privacy.mode", asked=asked, limit=_NOISED[mode])
 
     def _judge_evaluation_noise(self) -> None:
-        """Refuse an evaluation in a sum where noise is demanded, even one with noise."""
+        """Refuse an evaluation in a sum, even a noisy one, if the policy demands noise."""
         if self.policy.privacy.is_demanded:
             limit = "none where policy.privacy.mode demands noise"
             raise PolicyViolation(rule="privacy.mode", asked="an evaluation in a sum", limit=limit)
@@ -286,7 +291,7 @@ class Judge:
                 raise PolicyViolation(rule="extra", asked=asked, limit=allowed)
 
     def _judge_update(self, settings: Settings, spent: float) -> None:
-        """Check the noise of an update that the coordinator could read."""
+        """Require enough noise in an update that the coordinator could read."""
         share = noise_share(settings)
         if share is None:
             raise PolicyViolation(
@@ -297,7 +302,7 @@ class Judge:
         self._noise_floor(spent).judge(share, squared_distance_of(share))
 
     def _noise_floor(self, spent: float) -> NoiseFloor:
-        """Return what is accepted of noise after ``spent`` squared distances within 24 hours."""
+        """Derive the required noise, given the squared distances spent in the last 24 hours."""
         privacy = self.policy.privacy
         return NoiseFloor(
             min_share=privacy.min_noise_share,
