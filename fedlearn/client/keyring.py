@@ -1,4 +1,4 @@
-"""A client's keys: with which it is enrolled, which come next, and those of others that it pins."""
+"""A client's keys: those it is enrolled with, their successors, and other clients' pinned keys."""
 
 import json
 import shutil
@@ -20,20 +20,22 @@ from fedlearn.identity.registry import token_digest
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile
 
-#: What is left of a certificate's time when it is renewed, and when its user is told that it was
-#: not: of a year, four months and one.
+#: Share of a certificate's lifetime that is left when it is renewed, and when the user is warned
+#: that renewal has failed: four months and one month of a year.
 _RENEW_SHARE, _WARN_SHARE = 1 / 3, 1 / 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Enrolment:
-    """What lets this client speak to its coordinator.
+    """The credentials with which this client talks to its coordinator.
 
     Attributes:
-        certificate_pem: Of its TLS key; empty without TLS.
-        invitation: Addresses and authority of the coordinator, without the secrets.
-        redeemed: SHA-256 of each token it was enrolled with, hexadecimal, the latest last.
-        lineage: How its identity key follows from those before it.
+        identity: The client's identity and TLS keys.
+        client_id: Its id at the coordinator.
+        certificate_pem: Certificate of its TLS key; empty without TLS.
+        invitation: Addresses and certificate authority of the coordinator, without the secrets.
+        redeemed: SHA-256 of each token that was redeemed, hexadecimal, latest last.
+        lineage: The signed chain from its first identity key to the present one.
     """
 
     identity: Identity
@@ -44,13 +46,14 @@ class Enrolment:
     lineage: Lineage
 
     def is_with(self, invitation: Invitation) -> bool:
-        """Return whether ``invitation`` has served already; another one means to enrol anew."""
+        """Check whether ``invitation`` was redeemed already; if not, the client enrols again."""
         return not invitation.token or token_digest(invitation.token) in self.redeemed
 
     def should_renew(self, *, now_unix_s: float) -> bool:
-        """Return whether the certificate is to be renewed: the last third of its time has begun.
+        """Check whether the certificate is due for renewal: in the last third of its lifetime.
 
-        Without TLS there is none. One that has ended, or is damaged, cannot be shown any more.
+        False without TLS. An expired or damaged certificate cannot be renewed, since the renewal
+        itself is authenticated with it.
         """
         if not self.invitation.ca_pem:
             return False
@@ -62,9 +65,9 @@ class Enrolment:
         return 0.0 < left_s <= _RENEW_SHARE * (end_unix_s - begin_unix_s)
 
     def renewal_advice(self, *, now_unix_s: float) -> str | None:
-        """Return what to do about a certificate that has not renewed itself; ``None``: nothing.
+        """Describe the remedy if automatic renewal has failed; ``None`` if all is well.
 
-        Without TLS there is none, and no end.
+        Without TLS there is no certificate to expire.
         """
         if not self.certificate_pem:
             return None
@@ -88,7 +91,7 @@ class Enrolment:
         )
 
     def followed_by(self, identity: Identity) -> Lineage:
-        """Return the lineage in which ``identity`` comes next; the same each time."""
+        """Extend the lineage by ``identity``, signed by both keys; deterministic."""
         return self.lineage.followed_by(
             identity.public_key, client_id=self.client_id, old=self.identity, new=identity
         )
@@ -98,29 +101,29 @@ class Enrolment:
 class Keyring:
     """Reads and writes the keys in a client's folder.
 
-    Every method raises :class:`~fedlearn.errors.DeploymentError` if a file of it is damaged, or
-    cannot be read or written.
+    Every method raises :class:`~fedlearn.errors.DeploymentError` if a file is damaged, or cannot be
+    read or written.
     """
 
     folder: Path
 
     def enrolment(self) -> Enrolment | None:
-        """Return what lets this client speak to its coordinator, once it is enrolled.
+        """Load the client's enrolment; ``None`` if it is not enrolled.
 
-        Any process may look, also while the one that works here replaces the keys.
+        Any process may call this, even while another one replaces the keys.
         """
         while (place := self._identity_place()) is not None:
             try:
                 return _read_enrolment(place[0])
             except DeploymentError:
                 if self._identity_place() == place:
-                    raise  # else it was replaced under our eyes
+                    raise  # otherwise the keys were replaced while we read them: try again
         return None
 
     def _identity_place(self) -> tuple[Path, int] | None:
-        """Return the folder of the present keys and its inode; ``None``: there are none.
+        """Return the folder of the present keys and its inode; ``None`` if there are none.
 
-        Between the two renames of taking over they are where they come from.
+        Between the two renames in :meth:`_take_over`, the keys are still in ``identity.new``.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
             return self._current, self._current.stat().st_ino
@@ -138,7 +141,7 @@ class Keyring:
         return self.folder / "identity.new"
 
     def finish_take_over(self) -> None:
-        """Do what a crash left undone while keys were taken over."""
+        """Complete a replacement of the keys that a crash interrupted."""
         if not self._current.exists() and (self._coming / "enrolment.json").exists():
             with disk_errors(self.folder, raises=DeploymentError):
                 self._coming.rename(self._current)
@@ -147,15 +150,15 @@ class Keyring:
             shutil.rmtree(self.folder / "identity.old", ignore_errors=True)
 
     def coming_identity(self) -> Identity:
-        """Return the keys to enrol with: the same ones until that has succeeded."""
+        """Return the keys to enrol with; they stay the same until enrolment succeeds."""
         self.finish_take_over()
         return Identity.at(self._coming)
 
     def coming_lineage(self, invitation: Invitation) -> Lineage:
-        """Return how the keys of :meth:`coming_identity` follow from this client's present ones.
+        """Return the lineage of :meth:`coming_identity`, which extends that of the present keys.
 
-        In another deployment, or under another name, they follow from none. Neither do they where
-        so many came before that a chain takes no more.
+        A new lineage starts in another deployment, under another name, or when the present one has
+        reached its maximal length.
         """
         before, identity = self.enrolment(), self.coming_identity()
         if before is not None and before.lineage.num_rotations < MAX_SUCCESSIONS:
@@ -167,14 +170,15 @@ class Keyring:
     def enrol(
         self, invitation: Invitation, *, certificate_pem: bytes, client_id: ClientId
     ) -> Enrolment:
-        """Take over the keys of :meth:`coming_identity`, which are now this client's.
+        """Make the keys of :meth:`coming_identity` this client's keys, after enrolment.
 
-        Of an enrolment before it, the keys are replaced; state, task, reply and pins stay. Pins of
-        another deployment count for nothing in this one.
+        They replace the keys of an earlier enrolment; state, task, reply and pins stay. Pins of
+        another deployment have no effect in this one.
         """
         before, lineage = self.enrolment(), self.coming_lineage(invitation)
         identity = self.coming_identity()
-        if before is None or before.client_id != client_id:  # statements are about a number
+        # The statements in a lineage name the client id, so they are worthless under another one.
+        if before is None or before.client_id != client_id:
             lineage = Lineage(identity.public_key)
         return self._take_over(
             Enrolment(
@@ -206,9 +210,9 @@ class Keyring:
         return enrolment
 
     def ask_rotation(self) -> Enrolment:
-        """Note that this client shall have new keys; return its enrolment with the present ones.
+        """Request new keys for this client; return its enrolment with the present ones.
 
-        The process that works in the folder sees the note.
+        The process that works in the folder finds the request and carries it out.
 
         Raises:
             DeploymentError: There are no keys to replace, or they were replaced too often.
@@ -229,7 +233,7 @@ class Keyring:
         return enrolment
 
     def wants_rotation(self, enrolment: Enrolment) -> bool:
-        """Return whether the keys of ``enrolment`` are to be replaced."""
+        """Check whether the user has asked to replace the keys of ``enrolment``."""
         try:
             noted = (self.folder / "rotate").read_text()
         except FileNotFoundError:
@@ -237,7 +241,7 @@ class Keyring:
         return noted.strip() == enrolment.identity.public_key.hex()
 
     def rotate(self, enrolment: Enrolment, *, certificate_pem: bytes) -> Enrolment:
-        """Take over the keys of :meth:`coming_identity` in the place of those of ``enrolment``."""
+        """Replace the keys of ``enrolment`` by those of :meth:`coming_identity`."""
         identity = self.coming_identity()
         after = replace(
             enrolment,
@@ -250,12 +254,12 @@ class Keyring:
         return taken
 
     def renew(self, enrolment: Enrolment, *, certificate_pem: bytes) -> Enrolment:
-        """Take over another certificate for the same keys, in one step."""
+        """Save a renewed certificate for the same keys, atomically."""
         write_private(self._current / "certificate.pem", certificate_pem)
         return replace(enrolment, certificate_pem=certificate_pem)
 
     def move(self, enrolment: Enrolment, addresses: tuple[str, ...]) -> Enrolment:
-        """Keep other addresses of the coordinator, in one step."""
+        """Save new addresses of the coordinator, atomically."""
         invitation = enrolment.invitation.moved_to(addresses)
         if invitation == enrolment.invitation:
             return enrolment
@@ -263,17 +267,17 @@ class Keyring:
         return replace(enrolment, invitation=invitation)
 
     def keep_keys(self) -> None:
-        """Forget that keys shall be replaced: that is done, or refused."""
+        """Clear the request for new keys, after they were replaced or refused."""
         (self.folder / "rotate").unlink(missing_ok=True)
 
     def pin_file(self, enrolment: Enrolment) -> PinFile:
-        """Return where the identity keys of other clients are kept."""
+        """Return the file that pins the identity keys of other clients."""
         return PinFile(
             path=self.folder / "pins.json", coordinator_key=enrolment.invitation.coordinator_key
         )
 
     def history_file(self, enrolment: Enrolment) -> HistoryFile:
-        """Return where it is kept what this client has done with its coordinator."""
+        """Return the file that records which sums this client has helped to open."""
         return HistoryFile(
             path=self.folder / "history.json",
             coordinator_key=enrolment.invitation.coordinator_key,
@@ -282,7 +286,7 @@ class Keyring:
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """An enrolment as JSON, without what has files of its own."""
+    """The part of an enrolment that ``enrolment.json`` holds."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 

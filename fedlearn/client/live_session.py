@@ -1,4 +1,4 @@
-"""A session with the coordinator, and what a client says in it."""
+"""A session with the coordinator, and the messages that a client sends in it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -15,11 +15,12 @@ from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSess
 
 @dataclass(eq=False)
 class LiveSession:
-    """One session, and the jobs that end with it.
+    """An open session, and the jobs that are cancelled when it ends.
 
     Attributes:
-        leave: Set to end it.
-        delivered: The replies that were sent in it.
+        leave: Set this to end the session.
+        jobs: The jobs that run.
+        delivered: Keys of the replies that were sent in this session.
     """
 
     connection: DoorConnection
@@ -37,21 +38,21 @@ class LiveSession:
         return task
 
     def tell(self, message: wire_pb2.FromClient) -> None:
-        """Send what may get lost."""
+        """Send a message without waiting; it may get lost."""
         self.spawn(self._send(message))
 
     def report_phase(self, key: TaskKey, phase: "wire_pb2.Progress.Phase") -> None:
-        """Say how far the work on a task has come."""
+        """Report the phase of the work on a task to the coordinator."""
         progress = wire_pb2.Progress(key=key.message(), phase=phase)
         self.tell(wire_pb2.FromClient(progress=progress))
 
     def result(self, key: TaskKey, reply: bytes) -> wire_pb2.FromClient:
-        """Return a reply for the session's stream, signed."""
+        """Build the signed message that carries a reply inline."""
         envelope = self.envelope(key, digest=digest_of(reply), num_bytes=len(reply))
         return wire_pb2.FromClient(result=wire_pb2.Result(envelope=envelope, data=reply))
 
     def envelope(self, key: TaskKey, *, digest: bytes, num_bytes: int) -> wire_pb2.Envelope:
-        """Return what announces a reply, signed."""
+        """Build the signed envelope that announces a reply."""
         client_id, message = self.enrolment.client_id, key.message()
         signed = signed_bytes(message, client_id=client_id, digest=digest)
         return wire_pb2.Envelope(
@@ -69,14 +70,14 @@ class LiveSession:
 
 
 async def cancel(jobs: list[asyncio.Task[Any]]) -> None:
-    """End jobs and wait until they have."""
+    """Cancel jobs and wait until they have ended."""
     for job in jobs:
         job.cancel()
     await asyncio.gather(*jobs, return_exceptions=True)
 
 
 def credentials_of(enrolment: Enrolment) -> Credentials | None:
-    """Return what an enrolled client shows its coordinator; ``None``: there is no TLS."""
+    """Return the TLS credentials of an enrolled client; ``None`` without TLS."""
     if not enrolment.invitation.ca_pem:
         return None
     return Credentials(
@@ -90,9 +91,10 @@ def credentials_of(enrolment: Enrolment) -> Credentials | None:
 async def session_at(
     address: str, enrolment: Enrolment, hello: wire_pb2.Hello
 ) -> AsyncIterator[LiveSession]:
-    """Hold a session while the block runs; without an authority, on the loopback and without TLS.
+    """Hold a session with the coordinator at ``address`` while the block runs.
 
-    Raises as a :class:`~fedlearn.transport.grpc_client.DoorConnection` and its session do.
+    Without a certificate authority, this works on loopback only, without TLS. Raises as
+    :class:`~fedlearn.transport.grpc_client.DoorConnection` and its session do.
     """
     credentials, name = credentials_of(enrolment), enrolment.invitation.name
     async with (

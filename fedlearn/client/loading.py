@@ -1,4 +1,4 @@
-"""The user's trainer by its name, so that another process can make it."""
+"""Find and create the user's trainer by its name, so that another process can create it."""
 
 import ast
 import importlib
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from fedlearn.core.user_files import module_in
 from fedlearn.errors import DeploymentError
 
-if TYPE_CHECKING:  # the application, which only names one, does not wait for torch
+if TYPE_CHECKING:  # keeps torch out of the application's process, which only names a trainer
     from fedlearn.training.trainer import LocalTrainer
 
 
 def name_of(trainer: "str | Callable[[], LocalTrainer]") -> str:
-    """Return the name under which another process finds ``trainer``, as an agent is given it.
+    """Return the name by which another process can import ``trainer``.
 
     Raises:
-        DeploymentError: It is a lambda, a method or a local function: another process cannot
-            import that.
+        DeploymentError: It is a lambda, a method or a local function, which another process cannot
+            import, or it was defined in an interactive session.
 
     Example:
         >>> name_of("my_app.training:Trainer")
@@ -39,7 +39,7 @@ def name_of(trainer: "str | Callable[[], LocalTrainer]") -> str:
     if module.__name__ != "__main__":
         return f"{module.__name__}:{name}"
     if module.__spec__ is not None and module.__spec__.name != "__main__":
-        return f"{module.__spec__.name}:{name}"  # python -m: it may import its neighbours
+        return f"{module.__spec__.name}:{name}"  # python -m: relative imports keep working
     file: str | None = getattr(module, "__file__", None)
     if file is None:
         raise DeploymentError(
@@ -50,9 +50,9 @@ def name_of(trainer: "str | Callable[[], LocalTrainer]") -> str:
 
 
 def require_trainer(name: str) -> None:
-    """Refuse a name that leads nowhere, as far as that shows without importing anything.
+    """Reject a name that cannot be found, as far as that can be told without importing anything.
 
-    What a module takes over from another (``from x import *``) or makes as it runs is not seen.
+    A module that may define names dynamically, or by ``from x import *``, passes.
 
     Raises:
         DeploymentError: There is no such file or module, or it has no such class or function.
@@ -74,7 +74,7 @@ def require_trainer(name: str) -> None:
 
 
 def _names_in(body: Sequence[ast.stmt]) -> dict[str, int]:
-    """Return the names that a module certainly has, and their lines; empty: it may have others."""
+    """Map the names that a module defines to their lines; empty if it may define others as well."""
     names = dict[str, int]()
     for each in body:
         match each:
@@ -88,12 +88,16 @@ def _names_in(body: Sequence[ast.stmt]) -> dict[str, int]:
                 bound = (n for n in ast.walk(each) if isinstance(n, ast.Name))
                 names |= {n.id: n.lineno for n in bound if isinstance(n.ctx, ast.Store)}
             case _:
-                return {}  # what runs here may make any name
+                return {}  # other statements, such as `if` and `try`, may define any name
     return {} if "*" in names else names
 
 
 def _source_of(module: str) -> Path | None:
-    """Return the file of a module that can be imported here; ``None``: it has none to read."""
+    """Find the source file of an importable module; ``None`` if it has none.
+
+    Raises:
+        DeploymentError: There is no such module.
+    """
     spec, name, path = None, "", None
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
@@ -115,10 +119,13 @@ def _source_of(module: str) -> Path | None:
 
 
 def make_trainer(name: str) -> "LocalTrainer":
-    """Return what the class or function called ``name`` makes; what it raises passes.
+    """Create the trainer by calling the class or function called ``name``.
+
+    Exceptions that it raises propagate.
 
     Raises:
-        DeploymentError: There is no such thing.
+        DeploymentError: There is no such class or function, or its result is not a
+            :class:`LocalTrainer`.
     """
     place, attribute = _parts(name)
     factory = getattr(_module(place), attribute, None)
@@ -138,7 +145,7 @@ def make_trainer(name: str) -> "LocalTrainer":
 
 
 def find_modules_here() -> None:
-    """Let a module in the working directory be found, as a script finds its neighbours."""
+    """Make modules in the working directory importable, as they are for a script there."""
     sys.path.insert(0, str(Path.cwd()))
 
 

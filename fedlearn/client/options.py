@@ -1,4 +1,4 @@
-"""What a client's process is started with."""
+"""The options that a training process is started with, and commands sent to it later."""
 
 import logging
 from collections.abc import Sequence
@@ -19,19 +19,18 @@ from fedlearn.transport.addresses import require_addresses
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """How a client finds its coordinator, and whose keys it believes there.
+    """How a client finds its coordinator, and which clients' identity keys it trusts.
 
     Attributes:
-        addresses: Of a coordinator that has moved, each ``host:port``; tried before those of the
-            invitation and those that the coordinator has announced.
-        roster: The operator's list of identity keys, checked with the other users: in secure
-            aggregation these clients are believed and no others; ``None``: the coordinator is
-            believed where it first tells identity keys.
-        reconnection: How soon the coordinator is looked for again, and for how long it may send
-            this client away.
+        addresses: Addresses of a coordinator that has moved, each ``host:port``. They are tried
+            before those in the invitation and those that the coordinator has announced.
+        roster: Path of the operator's list of identity keys, which users should verify with each
+            other. In secure aggregation, only the clients in it are trusted. ``None`` trusts the
+            identity keys that the coordinator sends first.
+        reconnection: How soon to reconnect, and how long an absence the coordinator may ask for.
 
     Raises:
-        DeploymentError: An address is none.
+        DeploymentError: An address is malformed.
 
     Example:
         >>> Connection(addresses=["new.example.org:443"]).addresses
@@ -53,11 +52,11 @@ class Resources:
     """How much of a device training may use.
 
     Attributes:
-        num_threads: Threads that torch may use, in each process that trains. Masks of secure
-            aggregation are expanded on as many as there are cores.
-        num_workers: Processes that share each training, data-parallel; more than one are for a
+        num_threads: Threads that torch may use in each training process, >= 1. Expanding the masks
+            of secure aggregation uses one thread per core regardless.
+        num_workers: Data-parallel processes that share each training, >= 1; more than one require a
             :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
-        niceness: 0 is a program like any other, 19 gives way to all others.
+        niceness: Scheduling priority, from 0 (normal) to 19 (yields to all other programs).
 
     Raises:
         ConfigError: A value is out of range.
@@ -74,17 +73,23 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
-    """How one client takes part: what :class:`~fedlearn.client.agent.Agent` is given.
+    """All options of one training process; see also :class:`~fedlearn.client.agent.Agent`.
 
     Attributes:
-        trainer: Its name, ``"module:Class"`` or ``"path/file.py:Class"``.
-        exit_code: What the process before this one ended with, in the same application, unless it
-            was asked to end; negative: the number of the signal that killed it. ``None``: there was
-            none.
+        home: The client's folder.
+        trainer: Name of the trainer, ``"module:Class"`` or ``"path/file.py:Class"``.
+        invitation: The invitation file, if one was given.
+        conditions: What must hold before and during training.
+        policy: What the client refuses.
+        connection: How to find the coordinator.
+        resources: How much of the device training may use.
+        exit_code: Exit code of the previous training process in the same application if it
+            crashed; negative for the number of the signal that killed it. ``None`` if there was
+            none, or if it ended as intended.
         is_command: Whether this is the training process of ``fedlearn join``. Its user reads
-            standard error: it logs as all commands do, and an error in making the trainer is
-            reported with its message. The trainer may lie in the working directory.
-        log_level: Events below this level are dropped; a constant of :mod:`logging`.
+            standard error, so it logs like all commands, and an error while creating the trainer is
+            reported with its message. The trainer may be in the working directory.
+        log_level: Log events below this level are dropped; a constant of :mod:`logging`.
     """
 
     home: Path
@@ -101,7 +106,7 @@ class RuntimeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What an application changes of a client that runs; see :class:`RuntimeOptions`."""
+    """Command: replace the conditions and the policy; see :class:`RuntimeOptions`."""
 
     conditions: Conditions
     policy: Policy
@@ -109,14 +114,14 @@ class Changes:
 
 @dataclass(frozen=True)
 class Wake:
-    """The client is to look for its coordinator now, whatever it waits for there."""
+    """Command: try to connect now, without waiting any longer."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The client is to end at its next batch, or at once if it is still starting."""
+    """Command: stop at the next batch, or at once if the process is still starting."""
 
 
-#: To and from the JSON that another process is told.
+#: Convert to and from the JSON that is sent to the training process.
 OPTIONS = TypeAdapter(RuntimeOptions)
 CHANGES = TypeAdapter(Changes)

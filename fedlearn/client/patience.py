@@ -1,4 +1,4 @@
-"""What an application is told when the user's code does not return."""
+"""Report to the application that the user's code takes long to return."""
 
 import sys
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.core.user_lines import user_line
 
-#: Seconds that something may take before it is told; twice as long until the next time.
+#: Seconds until the first report; each later one comes after twice the time.
 _PATIENCE_S = 30.0
 
 
@@ -16,12 +16,12 @@ _PATIENCE_S = 30.0
 def told_while_it_lasts(
     words: str, tell: Callable[[AgentEvent], None], *, patience_s: float = _PATIENCE_S
 ) -> Iterator[None]:
-    """Tell where this thread is if the block has not ended after ``patience_s``, and less and less.
+    """Report this thread's position in the code while the block runs for long, ever less often.
 
     Args:
-        words: What is waited for.
-        tell: Called on another thread.
-        patience_s: Seconds until the first time.
+        words: What is still running, for the message.
+        tell: Called with each report, on another thread.
+        patience_s: Seconds until the first report.
     """
     thread, is_over = threading.get_ident(), threading.Event()
 

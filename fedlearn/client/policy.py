@@ -1,7 +1,7 @@
-"""The client's floor: what it refuses, whatever the coordinator asks.
+"""The client's policy: what it refuses, no matter what the coordinator asks.
 
-These are values; :mod:`fedlearn.client.judging` holds requests against them. An application that
-only states its policy does not wait for torch.
+These are plain values; :mod:`fedlearn.client.judging` checks requests against them. This module
+does not import torch, so that an application can state its policy without waiting for it.
 """
 
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class SecureAggregationPolicy:
 
     @property
     def warning(self) -> str | None:
-        """What is too weak in this to protect much; ``None``: nothing."""
+        """A warning if the policy is too weak to protect much; ``None`` if it is not."""
         if self.min_cohort >= USUAL_MIN_COHORT:
             return None
         left = max(self.min_cohort - 2, 1)
@@ -131,7 +131,7 @@ class PrivacyPolicy:
     """What a client demands of differential privacy.
 
     Raises:
-        ConfigError: A value is out of range, or of no effect.
+        ConfigError: A value is out of range, or has no effect in this mode.
 
     Example:
         >>> PrivacyPolicy(mode="distributed", max_epsilon_per_day=2.0).target_delta
@@ -179,15 +179,15 @@ class PrivacyPolicy:
 
     @property
     def is_demanded(self) -> bool:
-        """Whether anything is."""
+        """Whether the client demands noise at all."""
         return self.mode != "any"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraPolicy:
-    """Which free-form settings a client lets its trainer be told.
+    """Which free-form settings a client passes on to its trainer.
 
-    Names may be patterns, as of files: ``"*"`` is any name, ``"loss.*"`` those that begin so.
+    Names may be glob patterns: ``"*"`` is any name, ``"loss.*"`` every name with that prefix.
 
     Raises:
         ConfigError: A maximum is negative.
@@ -209,7 +209,7 @@ class ExtraPolicy:
             raise ConfigError(f"policy.extra.{wrong}")
 
     def objection(self, name: str, value: object) -> str | None:
-        """Return what is allowed where a setting of this name and value is not."""
+        """Describe what the policy allows if it forbids this setting; ``None`` if it allows it."""
         match value:
             case bool():
                 kind, names = "truth values", self.truths
@@ -228,7 +228,7 @@ class ExtraPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a client lets be done with its data.
+    """What a client allows to be done with its data.
 
     Raises:
         ConfigError: A maximum is negative.
@@ -278,5 +278,5 @@ class Policy:
 
     @property
     def may_be_read(self) -> bool:
-        """Whether this allows the coordinator to read anything that is this client's alone."""
+        """Whether the coordinator may read anything that reveals this client individually."""
         return not (self.secure_aggregation.required or self.privacy.is_demanded)

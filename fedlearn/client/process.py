@@ -1,4 +1,4 @@
-"""The training process, seen from the application that has started it."""
+"""Start, watch and stop the training process, from within the application."""
 
 import json
 import logging
@@ -28,33 +28,33 @@ from fedlearn.processes.family import Family
 from fedlearn.processes.starting import start_linked
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
-#: Seconds that the process gets to end by itself; it gives its own training thread less.
+#: Seconds that the process gets to stop by itself; it gives its own training thread less.
 STOP_S = 15.0
-#: Exit code of a process that was asked to end while a training did not listen.
+#: Exit code of a process that was asked to stop while the training did not react.
 STUCK = 3
-#: A training process that lasted so long did not crash at once: it is soon started again.
+#: A training process that ran at least this long was healthy, so its restart back-off is reset.
 _STEADY_S = 60.0
-#: Longest wait before one that crashes time and again is started once more.
+#: Longest wait before a process that keeps crashing is restarted.
 _RESTART_S = 300.0
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _CHILD = "fedlearn.client.child"
-#: Of the processes beside it that share its trainings: see :mod:`fedlearn.client.worker_process`.
+#: Module of its data-parallel workers: see :mod:`fedlearn.client.worker_process`.
 WORKER = "fedlearn.client.worker_process"
 _EVENT = TypeAdapter(AgentEvent)
 
-# In the application's process: what becomes of a line is the application's to say.
+# Standard logging: this runs in the application's process, which configures its own logging.
 _log = logging.getLogger(__name__)
 
 
 class Restarts:
-    """How long to wait before a training process that has crashed is started again."""
+    """Decides how long to wait before a crashed training process is restarted."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(_RESTART_S)
 
     def wait_s(self, ran_s: float) -> float:
-        """Return the seconds to wait after a process that ran for ``ran_s`` seconds."""
+        """Draw the seconds to wait after a process that ran for ``ran_s`` seconds."""
         if ran_s > _STEADY_S:
             self._backoff.reset()
         return self._backoff.next_s()
@@ -65,8 +65,9 @@ class Ending:
     """How a training process has ended.
 
     Attributes:
-        code: Its exit code; negative: the number of the signal that killed it.
-        crash: What ended it, in words. ``None``: it was asked to end, or its last event was final.
+        code: Its exit code; negative for the number of the signal that killed it.
+        crash: A description of the crash; ``None`` if it was asked to stop, or has sent a final
+            event.
     """
 
     code: int
@@ -74,21 +75,23 @@ class Ending:
 
     @property
     def crash_code(self) -> int | None:
-        """What the next process is told of this one: see :class:`RuntimeOptions`."""
+        """The exit code to pass to the next process: see :class:`RuntimeOptions`."""
         return None if self.crash is None else self.code
 
 
 @dataclass(eq=False)
 class TrainingProcess:
-    """A running training process, and those that its trainer has started.
+    """A running training process, and the processes that its trainer has started.
 
-    No signal reaches a stranger: the process is not waited for before all of them are ended.
-    Those that have left its group are found by their mark.
+    The process is reaped only after all of them are killed, so that its process id is not reused
+    and no signal reaches an unrelated process. Processes that have left its group are found by the
+    mark in their environment.
 
     Attributes:
-        mark: That is in their environment.
-        link: The socket to it; when this end closes, the process ends.
-        was_asked_to_stop: Whether its end is no surprise.
+        process: The training process.
+        link: The socket to it; closing this end makes the process exit.
+        mark: The value of the mark in the environment of all of them.
+        was_asked_to_stop: Whether its exit is expected.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -101,12 +104,16 @@ class TrainingProcess:
 
     @classmethod
     def start(cls, options: RuntimeOptions, *, python: str) -> Self:
-        """Start a process that can import what this one can, in a Python like :func:`interpreter`.
+        """Start a training process that can import everything that this process can.
 
-        Its gRPC is silent unless the environment says otherwise (``GRPC_VERBOSITY``).
+        Its gRPC logs nothing unless the environment says otherwise (``GRPC_VERBOSITY``).
+
+        Args:
+            options: Options of the client.
+            python: Path of the interpreter, such as :func:`interpreter` returns.
 
         Raises:
-            OSError: There is no such interpreter, or no memory or process left.
+            OSError: There is no such interpreter, or the system is out of memory or processes.
         """
         mark = fresh_mark()
         environ = client_environment() | {MARK: mark}
@@ -118,7 +125,7 @@ class TrainingProcess:
             family = Family.of(process, python=python)
             if_failed.pop_all()
         assert process.stdin is not None  # a pipe
-        # A process that has died already says so by its exit code.
+        # If the process has died already, its exit code will tell.
         with suppress(BrokenPipeError), process.stdin as stream:
             stream.write(OPTIONS.dump_json(options))
         return cls(process, link, mark, _family=family)
@@ -129,7 +136,8 @@ class TrainingProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self.link, selectors.EVENT_READ)
             while True:
-                has_ended = self._family.has_ended()  # asked before the last look
+                # Check this before reading, so that the last events are read after the exit.
+                has_ended = self._family.has_ended()
                 if not selector.select(0.0 if has_ended else _POLL_S):
                     if has_ended:
                         return
@@ -144,7 +152,7 @@ class TrainingProcess:
                 for line in lines:
                     try:
                         event = _EVENT.validate_json(line)
-                    except ValueError as error:  # as after an update under our feet
+                    except ValueError as error:  # for example, fedlearn was updated meanwhile
                         _log.warning(
                             "the training process said no event (%s)", type(error).__name__
                         )
@@ -152,10 +160,10 @@ class TrainingProcess:
                         yield event
 
     def follow(self, on_event: Callable[[AgentEvent], None]) -> Ending:
-        """Pass on events until the process has ended, and all that its trainer has started.
+        """Pass on events until the process exits; then end the processes its trainer started.
 
         Args:
-            on_event: Called with each event but a crash, which is part of what is returned.
+            on_event: Called with each event except a crash, which the result describes instead.
         """
         is_final, words = False, ""
         try:
@@ -172,28 +180,28 @@ class TrainingProcess:
         return Ending(code=code, crash=None if is_meant else f"exit code {code}{words}")
 
     def ask_to_stop(self) -> None:
-        """Have the process end at the next batch, or at once if it is still starting."""
+        """Ask the process to stop at the next batch, or at once if it is still starting."""
         self.was_asked_to_stop = True
         self.tell(Stop())
 
     def suspend(self) -> None:
-        """Have the process and its group stand still until :meth:`resume`; not on Windows."""
+        """Pause the process and its group until :meth:`resume`; no effect on Windows."""
         if sys.platform != "win32":
             self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Have them continue."""
+        """Let the process and its group continue after :meth:`suspend`."""
         if sys.platform != "win32":
             self._send(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process, and those that its trainer has started, at once."""
+        """Kill the process and its group."""
         with self._lock:
             if self.process.returncode is None:
                 self._family.kill()
 
     def end(self) -> int:
-        """Wait for the process to end, end those that its trainer has left; return its code."""
+        """Wait for the process to exit, kill its remaining descendants, and return its code."""
         self._family.await_end()
         self.kill()
         end_marked(self.mark, but=[self.process.pid])
@@ -203,25 +211,25 @@ class TrainingProcess:
         return code
 
     def tell(self, told: Facts | Changes | Wake | Stop) -> None:
-        """Send what the application knows or wants; a process that has ended does not hear it."""
+        """Send facts or a command; they are lost if the process has exited."""
         with suppress(OSError):
             self.link.sendall(json.dumps({type(told).__name__: asdict(told)}).encode() + b"\n")
 
     def _send(self, number: signal.Signals) -> None:
-        # Without the lock: a signal handler may interrupt the thread that holds it.
+        # Do not take the lock: a signal handler may run this in the thread that holds it.
         if sys.platform != "win32" and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
 
 def interpreter() -> str:
-    """Return the Python that a training process runs in: the application's own.
+    """Return the Python interpreter for training processes, by default the application's own.
 
-    An application that is its own interpreter (frozen, or embedding Python) names another one
-    with :func:`multiprocessing.set_executable`.
+    A frozen application, or one that embeds Python, must name an interpreter with
+    :func:`multiprocessing.set_executable`: its own executable would start the application again.
 
     Raises:
-        DeploymentError: It has named none; to start it again would start the application.
+        DeploymentError: Such an application has not named an interpreter.
     """
     named = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     name = Path(named).name.lower()
@@ -236,16 +244,16 @@ def interpreter() -> str:
 
 
 def is_training_process() -> bool:
-    """Return whether this is a process that :class:`TrainingProcess` started, or its worker."""
+    """Check whether this is a process that :class:`TrainingProcess` started, or its worker."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name in (_CHILD, WORKER)
 
 
 def client_environment() -> dict[str, str]:
-    """Return the environment of a process of the client's, in which gRPC is silent.
+    """Build the environment for the client's processes, in which gRPC logs nothing.
 
-    gRPC would write each handshake that fails; what matters is an event. A level in this process's
-    environment (``GRPC_VERBOSITY``) stays.
+    gRPC would log every failed handshake, and the client reports those that matter as events. A
+    level that is set in this process's environment (``GRPC_VERBOSITY``) is kept.
     """
     environ = dict(os.environ)
     prepare_for_grpc(environ, verbosity="NONE")

@@ -1,4 +1,4 @@
-"""Renewing a client's certificate before it ends, and replacing its keys when its user asks."""
+"""Renew a client's certificate before it expires, and replace its keys when the user asks."""
 
 import math
 from collections.abc import Callable
@@ -16,28 +16,29 @@ from fedlearn.identity.lineage import fingerprint
 from fedlearn.session.secure import is_in_session
 from fedlearn.transport.grpc_client import enrol
 
-#: Seconds that a session of secure aggregation under way is given to end: it is signed for with
-#: the old key. One that was given up by the coordinator ends when the next begins.
+#: Seconds to wait for a secure-aggregation session in progress to end, because its messages are
+#: signed with the old key. One that the coordinator has abandoned ends only when the next begins.
 _SESSION_S = 600.0
-#: Seconds between two attempts of a client that is connected.
+#: Seconds between two attempts while the client is connected.
 _AGAIN_S = 600.0
-#: Seconds until a certificate is renewed again, or asked for after a refusal, however wrong this
-#: device's clock is.
+#: Least number of seconds between two renewals, or after a refusal: with a wrong clock, a fresh
+#: certificate may look due for renewal at once.
 _NEXT_RENEWAL_S = 3600.0
 
 _log = structlog.get_logger(__name__)
 
 
 class KeyRotation:
-    """Renews a certificate, and carries out what :meth:`~Keyring.ask_rotation` noted.
+    """Renews a client's certificate, and rotates its keys if :meth:`~Keyring.ask_rotation` asks.
 
-    A renewal is for the same keys. A rotation replaces identity and TLS key together, with a
-    statement that the old identity key and the new one sign. Both work while the certificate is
-    good, and come between two sessions. If the coordinator is away, the client goes on with what
-    it has.
+    A renewal keeps the keys. A rotation replaces the identity key and the TLS key together, with a
+    statement signed by both the old and the new identity key. Both need a valid certificate, and
+    happen between two sessions. If the coordinator cannot be reached, the client continues with its
+    present keys and certificate.
 
-    The coordinator may grant one without its answer having come. Then it does not hear this client,
-    which asks again before its next session: its certificate still opens enrolment.
+    The coordinator's answer may be lost after it has granted the request. It may then refuse this
+    client's sessions, but the old certificate still allows enrolment, so the client repeats the
+    request before its next session.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class KeyRotation:
         self._next_s = self._next_renewal_s = -math.inf
 
     def is_due(self, enrolment: Enrolment, *, run_id: str, is_connected: bool) -> bool:
-        """Return whether certificate or keys are to be replaced now.
+        """Check whether to replace the certificate or the keys now.
 
         Args:
-            enrolment: With the present ones.
-            run_id: The run last heard of; empty: of none.
-            is_connected: Whether the client would have to leave the coordinator for that.
+            enrolment: The present enrolment.
+            run_id: The run of the latest session; empty before the first.
+            is_connected: Whether the client would have to end a session first.
         """
         if not (self._home.keys.wants_rotation(enrolment) or self._should_renew(enrolment)):
             self._noted_s = math.inf
@@ -71,8 +72,8 @@ class KeyRotation:
         )
 
     async def carried_out(self, enrolment: Enrolment) -> Enrolment:
-        """Return the enrolment with what is new; the same one if that did not succeed."""
-        self._noted_s = -math.inf  # once tried, no session is waited for
+        """Try the renewal or rotation; return the new enrolment, or the same one on failure."""
+        self._noted_s = -math.inf  # after the first attempt, no longer wait for sessions to end
         keys = self._home.keys
         is_rotation = keys.wants_rotation(enrolment)
         identity, lineage = enrolment.identity, enrolment.lineage

@@ -1,6 +1,6 @@
-"""The client's own process: an event loop for the network, a thread for training.
+"""Run a client: an event loop for the network, and a thread for training.
 
-What is done when is decided by :mod:`fedlearn.client.conversation`; this module performs it.
+:mod:`fedlearn.client.conversation` decides what to do next; this module performs the actions.
 :class:`~fedlearn.client.agent.Agent` and ``fedlearn join`` run it in a child process.
 """
 
@@ -38,7 +38,7 @@ from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey
 
 _SURVEY_S = 1.0
-#: Seconds that a task which does not listen gets to end; then the process ends without it.
+#: Seconds that a task gets to stop before the process exits without waiting for it.
 _STOP_S = 10.0
 _LOOK_AT_CERTIFICATE_S = 86_400.0
 
@@ -51,9 +51,12 @@ _log = structlog.get_logger(__name__)
 
 
 class Runtime:
-    """Connects, works with a trainer that was made, and delivers, as ``options`` say.
+    """Runs a client: connects to the coordinator, works on tasks and delivers replies.
 
-    ``on_event`` is told what happens; it is called in the event loop and must return at once.
+    Args:
+        options: Options of the client.
+        trainer: The trainer that they name.
+        on_event: Called with each event, in the event loop; must return at once.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Runtime:
         self._control: WorkControl | None = None
         self._work: asyncio.Task[None] | None = None
         self._masks = MasksAhead()
-        self._settled: TaskKey | None = None  # the last reply whose receipt was taken
+        self._settled: TaskKey | None = None  # key of the last reply that has a receipt
         self._connector = Connector(
             self._home,
             invitation=options.invitation,
@@ -102,18 +105,18 @@ class Runtime:
         self._broken = asyncio.Event()
 
     def stop(self) -> None:
-        """End at the next batch; from the event loop's thread."""
+        """Stop at the next batch; call this from the event loop's thread."""
         self._events.put_nowait(conversation.Stopped())
         asyncio.get_running_loop().call_later(_STOP_S, self._broken.set)
 
     def tell(self, facts: Facts) -> None:
-        """Take what the application knows of the device; it holds for a few seconds."""
+        """Store facts about the device from the application; they are valid for a few seconds."""
         self._device.tell(facts)
 
     def change(self, changes: Changes) -> None:
-        """Heed other conditions and another policy; from the event loop's thread.
+        """Replace the conditions and the policy; call this from the event loop's thread.
 
-        The conditions hold from the next second on, the policy from the next message on.
+        The conditions take effect within a second, the policy with the next message.
         """
         self._conditions, self._policy = changes.conditions, changes.policy
         self._worker = replace(self._worker, policy=changes.policy)
@@ -121,26 +124,26 @@ class Runtime:
             live.tell(wire_pb2.FromClient(eligibility=self._eligibility()))
 
     def wake(self) -> None:
-        """Look for the coordinator now instead of waiting; from the event loop's thread."""
+        """Try to connect now instead of waiting; call this from the event loop's thread."""
         self._connector.wake()
 
     async def run(self) -> bool:
-        """Work until :meth:`stop`, or until consent is revoked: then local state is erased.
+        """Work until :meth:`stop`, or until consent is revoked, which also erases local state.
 
         Returns:
-            Whether everything has ended; else a training thread does not listen, and the process
-            must be ended.
+            Whether everything has ended. If not, the training thread does not react, and the
+            process must be killed.
 
         Raises:
-            DeploymentError: The folder cannot be used, there is no consent, or no enrolment.
-            EnrolmentRefused: The coordinator does not take the invitation.
+            DeploymentError: The folder cannot be used, or consent or enrolment is missing.
+            EnrolmentRefused: The coordinator rejects the invitation.
         """
         with self._home.locked():
             if not self._home.has_consent():
                 raise DeploymentError(
                     f"{self._home.folder} has no consent to take part; give it (Agent.give_consent)"
                 )
-            # Under what this client takes part; what it refuses is named by these fields.
+            # For the record: refusals name the fields that are logged here.
             policy, conditions = asdict(self._policy), asdict(self._conditions)
             _log.info("policy_in_force", policy=policy, conditions=conditions)
             if warning := self._policy.secure_aggregation.warning:
@@ -164,25 +167,25 @@ class Runtime:
             if isinstance(self._trainer, SharedTrainer):
                 self._trainer.close()
         for job in done:
-            job.result()  # raises what ended it
+            job.result()  # raises the error that ended it
         self._worker.close()
         return self._work is None or self._work.done()
 
     async def _break(self) -> None:
-        """End with work that does not end, or that ended as it never should."""
+        """Give up on work that does not stop, or raise the unexpected error that ended it."""
         await self._broken.wait()
         if self._work is not None and self._work.done():
             self._work.result()
         _log.error("task_does_not_stop", waited_s=_STOP_S)
-        self._home.end_work()  # this process is ended on purpose
+        self._home.end_work()  # this process exits on purpose, so it is not a crash
 
     # Events and actions
 
     async def _pump(self) -> None:
         while not self._here.is_done:
             await self._handle(await self._events.get())
-            # After all actions: work begins with the model that is here, and the next fetch removes
-            # what is left of it.
+            # Only after all actions, because starting a fetch removes the model fetched before,
+            # which the work just started may still need.
             to_fetch = self._here.to_fetch if self._policy.train_ahead else None
             self._ahead.follow(to_fetch, self._connector.live)
         if self._work is not None:
@@ -224,8 +227,8 @@ class Runtime:
 
     async def _begin(self, task: OpenTask) -> None:
         if self._work is not None:
-            await self._work  # it has posted its last event: this is immediate
-        await self._ahead.stop()  # what it has may be what this task is about
+            await self._work  # returns at once, since it has posted its last event
+        await self._ahead.stop()  # it may be fetching the very model that this task needs
         self._ahead.times.begin(self._clock.now_s())
         loop, about = asyncio.get_running_loop(), AgentEvent.of(EventKind.PROGRESS, key=task.key)
 
@@ -249,10 +252,11 @@ class Runtime:
         self._on_event(AgentEvent.of(EventKind.CANCELLED, key=key, message=reason))
 
     def _require_allowed(self, task: OpenTask) -> None:
-        self._worker.require_allowed(task)  # whose policy changes
+        # Look up `self._worker` for each call, since a new policy replaces it.
+        self._worker.require_allowed(task)
 
     async def _work_on(self, task: OpenTask, control: WorkControl) -> None:
-        """Work on one task; posts :class:`Answered` or :class:`Ended`, whatever happens."""
+        """Work on one task; always posts :class:`Answered` or :class:`Ended` at the end."""
         event: conversation.Event = conversation.Ended()
         try:
             event = await self._worker.answer(task, control)
@@ -274,27 +278,28 @@ class Runtime:
             _log.error("reply_not_kept", round_num=task.key.round_num, error=str(error))
             self._on_event(AgentEvent.of(EventKind.FAILED, key=task.key, message=str(error)))
             self._home.close_task()
-            reply = encode(Failure(type(error).__name__))  # said once: it cannot be kept either
+            # Send the failure once, without storing it: the disk cannot be written.
+            reply = encode(Failure(type(error).__name__))
             if (live := self._connector.live) is not None:
                 live.tell(live.result(task.key, reply))
             return
-        if held.key == self._settled:  # its task was offered, and answered, anew
+        if held.key == self._settled:  # the same task was offered and answered again
             self._settled = None
         await self._handle(conversation.Held(held))
         self._expand_masks(task, answered.state)
 
     def _deliver(self, held: HeldReply, *, is_asked_again: bool) -> None:
-        """Send a reply in the session, unless that has been done and was heard."""
+        """Send a reply in this session, unless it was sent already and must have arrived."""
         live = self._connector.live
         if live is None:
             return
-        # An upload that was not heard has ended with an error; what went inside the session
-        # may be lost without one, and is recognised if it was not.
+        # A lost upload ends with an error, so it needs no repetition here. An inline reply can get
+        # lost without an error; the coordinator recognises a duplicate.
         is_due = is_asked_again and held.is_inline
         if held.key in live.delivered and not is_due:
             return
         live.delivered.add(held.key)
-        if not held.is_failure():  # that it failed is told already
+        if not held.is_failure():  # a failure was reported when it happened
             self._on_event(AgentEvent.of(EventKind.UPLOADING, key=held.key))
         live.report_phase(held.key, wire_pb2.Progress.UPLOADING)
         live.spawn(self._send(live, held))
@@ -308,16 +313,16 @@ class Runtime:
                 self._take_receipt(await live.connection.upload(envelope, held.path))
         except (ConnectionError, ConnectionRefused, ProtocolError) as error:
             _log.debug("delivery_broken", error=str(error))
-            live.leave.set()  # it is delivered in the next session
+            live.leave.set()  # the next session delivers it
         except (DeploymentError, OSError) as error:
-            if self._here.held != held:  # it was withdrawn, and removed, before it was sent
+            if self._here.held != held:  # it was withdrawn and removed before it was sent
                 return
             _log.error("reply_unreadable", round_num=held.key.round_num, error=str(error))
-            live.delivered.discard(held.key)  # its task is offered again, and answered anew
+            live.delivered.discard(held.key)  # its task is offered and answered again
             self._events.put_nowait(conversation.Settled(held.key))
 
     def _expand_masks(self, task: OpenTask, state: bytes | None) -> None:
-        """Forget masks of before; begin on those that the next message will need, if any."""
+        """Drop earlier masks, and start to expand those that the next message needs, if any."""
         self._masks.drop()
         live = self._connector.live
         if task.key.kind != SECURE_KIND or live is None:
@@ -328,7 +333,7 @@ class Runtime:
 
     def _take_receipt(self, receipt: wire_pb2.Receipt) -> None:
         key = TaskKey.of(receipt.key)
-        if key == self._settled:  # said twice, as to who reconnects: it is held, and sent again
+        if key == self._settled:  # a duplicate receipt, as after a reply sent again on reconnecting
             return
         self._settled = key
         kind = _VERDICTS.get(receipt.verdict, EventKind.REFUSED)
@@ -339,13 +344,13 @@ class Runtime:
             _log.info("reply_settled", **about)
         held = self._here.held
         is_update = held is not None and held.key == key and not held.is_failure()
-        if kind is not EventKind.ACCEPTED or is_update:  # a failure counts for nothing
+        if kind is not EventKind.ACCEPTED or is_update:  # do not count an accepted failure
             self._on_event(AgentEvent.of(kind, key=key, message=receipt.reason))
         if kind is not EventKind.ACCEPTED:
-            self._masks.drop()  # the session goes on without this client
+            self._masks.drop()  # the secure-aggregation session continues without this client
         self._connector.backoff.reset()
         self._events.put_nowait(conversation.Settled(key))
-        # This may have been the end of a session of secure aggregation, and the next be near.
+        # If this ended a secure-aggregation session, rotate keys now, before the next one begins.
         self._connector.leave_for_rotation()
 
     # The device
@@ -359,18 +364,18 @@ class Runtime:
         )
 
     def _eligibility(self) -> wire_pb2.Eligibility:
-        may_tell_size = self._policy.may_be_read  # else it is for the sum alone
+        may_tell_size = self._policy.may_be_read  # otherwise the size may only enter a secure sum
         return wire_pb2.Eligibility(
             num_examples=getattr(self._trainer, "num_examples", 0) if may_tell_size else 0,
-            # "cuda", whichever of several GPUs it is
+            # "cuda" rather than "cuda:1": the index means nothing to the coordinator
             device=str(getattr(self._trainer, "device", "cpu")).partition(":")[0],
             takes_ahead=self._policy.train_ahead,
             **self._facts.known(),
         )
 
     async def _survey(self) -> None:
-        """Look every second at what may end the work: consent, conditions, deadlines."""
-        if self._conditions.idle:  # measured from one look to the next
+        """Check every second for reasons to stop: consent, conditions, deadlines."""
+        if self._conditions.idle:  # idleness is measured between two calls, so make the first now
             await asyncio.to_thread(self._device.facts)
             await asyncio.sleep(_SURVEY_S)
         while True:
@@ -392,7 +397,7 @@ class Runtime:
             await asyncio.sleep(_SURVEY_S)
 
     def _look_at_certificate(self, now_unix_s: float) -> None:
-        """Say once a day that it must be renewed, while that is so."""
+        """Warn once a day while the certificate needs to be renewed by hand."""
         enrolment = self._connector.enrolment
         if enrolment is None or now_unix_s < self._next_look_unix_s:
             return
@@ -402,7 +407,7 @@ class Runtime:
             self._on_event(AgentEvent.of(EventKind.EXPIRING, message=advice))
 
     def _say_unmet(self, unmet: tuple[str, ...]) -> None:
-        # What cannot be told never holds: nothing would ever be trained, and nobody knew why.
+        # An unknown condition never holds, so the client would silently never train: warn.
         log = _log.warning if any("unknown" in each for each in unmet) else _log.info
         log("conditions", unmet=unmet)
         if unmet:
@@ -410,10 +415,12 @@ class Runtime:
 
 
 def make_runtime(options: RuntimeOptions, *, on_event: Callable[[AgentEvent], None]) -> Runtime:
-    """Give way to other programs as asked, and make the trainer; what that raises passes.
+    """Apply the resource limits to this process, create the trainer, and build its runtime.
+
+    Exceptions of the trainer propagate.
 
     Raises:
-        DeploymentError: There is no such trainer, or its trainings cannot be shared as asked.
+        DeploymentError: There is no such trainer, or several workers cannot share its training.
     """
     give_way(options.resources.niceness)
     torch.set_num_threads(options.resources.num_threads)

@@ -1,4 +1,4 @@
-"""The trainer of a client: alone, or with processes beside it that share its trainings."""
+"""Create a client's trainer, with data-parallel worker processes if it has several."""
 
 import json
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.parallel.workers import WorkerProcess, take_gpu
 from fedlearn.training.trainer import LocalTrainer
 
-#: What a worker prints is no output of this process's.
+#: Send a worker's prints to standard error, since they are not output of this process.
 _STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a worker is told first.
+    """The first message to a worker.
 
     Attributes:
         trainer: As in :class:`~fedlearn.client.options.RuntimeOptions`.
-        rank: Which process it is, from 1; the client's own is 0.
+        rank: Rank of the worker, from 1; the client's main process has rank 0.
         num_threads: Threads that torch may use.
     """
 
@@ -33,11 +33,13 @@ class WorkerOptions:
 
 
 def trainer_of(options: RuntimeOptions) -> LocalTrainer:
-    """Return the trainer that a client's options name, with its workers if it has some.
+    """Create the trainer that the options name, and its workers if there are several.
+
+    Exceptions of the trainer propagate.
 
     Raises:
-        DeploymentError: There is no such trainer, its trainings cannot be shared, or a worker did
-            not start; the trainer's own errors pass.
+        DeploymentError: There is no such trainer, workers cannot share its training, or a worker
+            did not start.
     """
     make = partial(make_trainer, options.trainer)
     if options.resources.num_workers == 1:
@@ -50,7 +52,7 @@ def _started(options: RuntimeOptions) -> Sequence[WorkerProcess]:
     """Start all workers.
 
     Raises:
-        OSError: There is no memory or process left.
+        OSError: The system is out of memory or processes.
     """
     with ExitStack() as if_failed:
         workers = list[WorkerProcess]()

@@ -1,4 +1,4 @@
-"""Signals that call into an event loop, on every operating system."""
+"""Handle signals in an event loop, on every operating system."""
 
 import asyncio
 import signal
@@ -8,13 +8,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def signals_call(callbacks: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Have signals call functions in the running event loop; in the main thread only.
-
-    Loops on Windows have no ``add_signal_handler``.
+    """Call functions in the running event loop when signals arrive; in the main thread only.
 
     Args:
-        callbacks: By the signal's number.
+        callbacks: The function to call for each signal.
     """
+    # Not loop.add_signal_handler, which Windows lacks.
     loop = asyncio.get_running_loop()
     before = {
         number: signal.signal(number, lambda *_, call=call: loop.call_soon_threadsafe(call))

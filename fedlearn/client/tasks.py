@@ -1,4 +1,4 @@
-"""What a client works on and what it has finished: the values that its other parts share."""
+"""The task that a client works on, and the reply it has finished."""
 
 import math
 import re
@@ -14,14 +14,14 @@ from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import TaskKey
 
-#: A run's id becomes the name of a file.
+#: A run's id becomes a file name, so it must not contain path separators.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-#: Seconds past its deadline for which a task is kept: a coordinator that was restarted gives
-#: an open round that much more time. Whether a reply is late is the coordinator's to say.
+#: Seconds past its deadline for which a task is kept, because a restarted coordinator extends open
+#: rounds by as much. The coordinator decides whether a reply is late.
 GRACE_S = 900.0
 
-#: A failure is a few words; a reply that is larger need not be looked into.
+#: A failure is a short message, so a larger reply need not be parsed to rule it out.
 _MAX_FAILURE_BYTES = 1 << 16
 
 
@@ -40,14 +40,15 @@ def require_run_id(run_id: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenTask:
-    """A task that the coordinator waits for.
+    """A task that the coordinator has sent or announced.
 
     Attributes:
-        message: As it came; its request lies in it where that is small, and with it whatever part
-            of the request is for this client alone, anew whenever the task is offered again.
-        expires_unix_s: When to give it up if the coordinator says nothing, by this client's own
+        key: Identifies the task.
+        message: The message as received. It contains a small request itself, and the personal part
+            of a request; both are sent again whenever the task is offered again.
+        expires_unix_s: When to give up without further word from the coordinator, by this client's
             clock; infinite without a deadline.
-        is_ahead: Whether it was sent ahead: nobody waits for it yet.
+        is_ahead: Whether it was only announced, so that the coordinator does not wait for it yet.
     """
 
     key: TaskKey
@@ -57,7 +58,7 @@ class OpenTask:
 
     @classmethod
     def of(cls, message: wire_pb2.Task, *, now_unix_s: float, is_ahead: bool = False) -> "OpenTask":
-        """Return the task in ``message``, which has just come; raises as :func:`require_run_id`."""
+        """Read the task from a ``message`` just received; raises as :func:`require_run_id`."""
         require_run_id(message.key.run_id)
         left_s = message.remaining_s + GRACE_S if message.remaining_s > 0.0 else math.inf
         key = TaskKey.of(message.key)
@@ -65,7 +66,7 @@ class OpenTask:
         return cls(key=key, message=message, expires_unix_s=expires_unix_s, is_ahead=is_ahead)
 
     def may_answer(self, asked: "OpenTask") -> bool:
-        """Return whether the work on this, which was sent ahead, is an answer to ``asked``."""
+        """Check whether the result of this announced task is recent enough to answer ``asked``."""
         is_alike = (self.key.run_id, self.key.kind) == (asked.key.run_id, asked.key.kind)
         last = self.message.last_round_num
         return is_alike and self.key.round_num <= asked.key.round_num <= last
@@ -76,9 +77,9 @@ class HeldReply:
     """A finished reply that is not settled yet.
 
     Attributes:
-        key, expires_unix_s, max_inline_bytes: As of its task.
-        digest, num_bytes: Of the reply.
-        path: The reply's bytes.
+        key, expires_unix_s, max_inline_bytes: Copied from its task.
+        digest, num_bytes: Digest and size of the reply.
+        path: File with the reply's bytes.
     """
 
     key: TaskKey
@@ -90,22 +91,22 @@ class HeldReply:
 
     @property
     def is_inline(self) -> bool:
-        """Whether it goes inside the session's stream; else it is an upload."""
+        """Whether it is sent inside the session's stream, rather than uploaded separately."""
         return self.num_bytes <= min(self.max_inline_bytes, wire.MAX_INLINE_BYTES)
 
     def is_failure(self) -> bool:
-        """Return whether it says that there is no result."""
+        """Check whether the reply reports a failure; false if it cannot be read."""
         if self.num_bytes > _MAX_FAILURE_BYTES:
             return False
-        from fedlearn.core.codec import peek  # noqa: PLC0415 (it takes torch; keys are seen without)
+        from fedlearn.core.codec import peek  # noqa: PLC0415 (imports torch, which is slow)
 
         try:
             return isinstance(peek(self.path.read_bytes()), Failure)
         except (OSError, ProtocolError):
-            return False  # that it is of no use is found out where it is sent
+            return False  # sending it will report the error
 
     def values(self) -> dict[str, Any]:  # Any: what JSON holds
-        """Return all but the path, for a JSON file."""
+        """Convert all attributes but the path to values for a JSON file."""
         expires = self.expires_unix_s if math.isfinite(self.expires_unix_s) else None
         return {
             "key": self.key._asdict(),
@@ -117,7 +118,7 @@ class HeldReply:
 
     @classmethod
     def load(cls, file: Path, *, path: Path) -> "HeldReply":
-        """Return the reply at ``path`` as a JSON ``file`` of :meth:`values` describes it.
+        """Load the description of the reply at ``path`` from a JSON ``file`` of :meth:`values`.
 
         Raises:
             DeploymentError: The file is missing, cannot be read, or is damaged.
@@ -142,7 +143,7 @@ class HeldReply:
 
 @dataclass(frozen=True, kw_only=True)
 class _Described:
-    """What :meth:`HeldReply.values` returns."""
+    """The type of the values that :meth:`HeldReply.values` returns."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 

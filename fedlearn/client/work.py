@@ -1,4 +1,4 @@
-"""The work on one task: fetch the request, judge it, train or take part, answer."""
+"""The work on one task: download the request, check it against the policy, train, and reply."""
 
 import asyncio
 from collections.abc import Callable
@@ -49,7 +49,7 @@ from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey, digest_of
 
-#: Crashes inside one task until it is given up.
+#: Number of crashes in one task after which the client gives it up.
 _MAX_CRASHES = 3
 
 _log = structlog.get_logger(__name__)
@@ -65,14 +65,18 @@ class _Wanted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """Works on one task after the other, on a thread of its own.
+    """Works on one task at a time, training on a separate thread.
 
     Attributes:
-        connector: Has the session, for large requests.
-        masks: Those that were expanded ahead.
-        on_event: Told what happens, in the event loop.
+        home: The client's folder.
+        trainer: The user's trainer.
+        policy: What the client refuses.
+        clock: Dates the entries that count towards daily limits.
+        connector: Holds the session, over which large requests are downloaded.
+        masks: Masks that were expanded early.
+        on_event: Called with each event, in the event loop.
         exit_code: See :class:`~fedlearn.client.options.RuntimeOptions`.
-        thread: Trains.
+        thread: The training thread.
     """
 
     home: Home
@@ -89,18 +93,18 @@ class Worker:
 
     @property
     def judge(self) -> Judge:
-        """What holds a request against the policy."""
+        """The judge that checks requests against the present policy."""
         enrolment = self.connector.enrolment
-        assert enrolment is not None  # a request came over a session
+        assert enrolment is not None  # requests arrive over a session
         history = self.home.keys.history_file(enrolment).read()
         return Judge(self.policy, is_bound=history.is_bound)
 
     def close(self) -> None:
-        """Take no more work; what is under way is not waited for."""
+        """Shut down the training thread, without waiting for work in progress."""
         self.thread.shutdown(wait=False)
 
     async def answer(self, task: OpenTask, control: WorkControl) -> Event:
-        """Work on one task; whatever is foreseen ends in :class:`Answered` or :class:`Ended`."""
+        """Work on one task; every expected error ends in :class:`Answered` or :class:`Ended`."""
         try:
             return await self._answer_within_policy(task, control)
         except PolicyViolation as violation:
@@ -111,14 +115,14 @@ class Worker:
             return failed(task, type(error).__name__)
 
     def _ended_session(self, task: OpenTask) -> bytes | None:
-        """Return the state without the session that ``task`` is part of; ``None``: as before."""
+        """Return the state without the session of ``task``; ``None`` if it does not change."""
         before = self.home.state(task.key.run_id)
         after = after_failure(before) if task.key.kind == SECURE_KIND else before
         return None if after == before else after
 
     async def _answer_within_policy(self, task: OpenTask, control: WorkControl) -> Event:
         enrolment = self.connector.enrolment
-        assert enrolment is not None  # a task came over a session
+        assert enrolment is not None  # tasks arrive over a session
         num_crashes = self.home.open_task(task)
         self.require_allowed(task)
         if words := self._why_lost(num_crashes):
@@ -148,10 +152,11 @@ class Worker:
         return await loop.run_in_executor(self.thread, work)
 
     def _why_lost(self, num_crashes: int) -> str:
-        """Return why a task is given up that earlier work did not finish; empty if it is not.
+        """Explain why to give up a task after crashes; empty to try it again.
 
-        A trainer that exits would do so again, and the coordinator need not wait for that. One
-        that was killed, as by a system that is short of memory, goes on from its checkpoint once.
+        A trainer that exited would do so again, so the coordinator should not wait for it. One that
+        was killed by a signal, for example because memory was short, resumes from its checkpoint
+        once.
         """
         code = self.exit_code
         if num_crashes and code is not None:
@@ -164,10 +169,10 @@ class Worker:
         return ""
 
     def require_allowed(self, task: OpenTask) -> None:
-        """Judge what is known of a task before its request is here.
+        """Check what is known of a task before its request is downloaded.
 
         Raises:
-            PolicyViolation: It is refused, whatever the request says.
+            PolicyViolation: The policy forbids the task, whatever its request contains.
         """
         now_unix_s = self.clock.unix_s()
         self.judge.announced(
@@ -178,7 +183,7 @@ class Worker:
         )
 
     def secure_client(self, enrolment: Enrolment) -> SecureClient | None:
-        """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
+        """Build the client's side of secure aggregation; ``None`` without a coordinator key."""
         return Judge(self.policy).secure_client(
             enrolment.client_id,
             enrolment.identity,
@@ -188,7 +193,7 @@ class Worker:
         )
 
     def _judge_in_full(self) -> Request | None:
-        """Judge the request on disk, in the training thread; return it, if it is one."""
+        """Check the request on disk, in the training thread; ``None`` if it is not valid."""
         now_unix_s = self.clock.unix_s()
         return self.judge.encoded(
             mapped(self.home.request),
@@ -198,7 +203,7 @@ class Worker:
         )
 
     async def _fetch(self, task: OpenTask, control: WorkControl) -> bool:
-        """Write the whole request to disk, and the constants of its model; return whether done."""
+        """Write the request and its model's constants to disk; return whether both are complete."""
         message = task.message
         if message.constants_digest:
             path = self.home.constants(message.constants_digest)
@@ -214,7 +219,7 @@ class Worker:
         return await self._download(wanted, task, control)
 
     async def _download(self, wanted: "_Wanted", task: OpenTask, control: WorkControl) -> bool:
-        """Complete a file; return whether it is whole. One that is whole costs no call."""
+        """Download the missing part of a file; return whether it is complete."""
         missing = wanted.num_bytes - (wanted.path.stat().st_size if wanted.path.exists() else 0)
         self.home.require_space(max(0, missing))
         live = self.connector.live
@@ -243,10 +248,10 @@ class Worker:
         control: WorkControl,
         request: Request | None,
     ) -> Event:
-        """Answer the request on disk; in the training thread."""
+        """Answer the request on disk; runs in the training thread."""
         data = self.home.request.read_bytes()
         before = self.home.state(task.key.run_id)
-        # Counted before the work begins, however it ends.
+        # Count and charge before the work begins, so that a crash cannot evade the limits.
         if isinstance(request, TrainRequest | SecureTrainRequest):
             self.home.count_task(self.clock.unix_s())
         elif isinstance(request, EvaluateRequest | SecureEvaluateRequest):
@@ -277,24 +282,25 @@ class Worker:
         return Answered(task, reply, None if state == before else state, is_failure)
 
     def _constants_of(self, task: OpenTask) -> bytes | mmap:
-        """Return the constants of a task's model that were sent apart, checked when fetched."""
+        """Return the model's constants that were sent separately, verified on download."""
         digest = task.message.constants_digest
         return mapped(self.home.constants(digest)) if digest else b""
 
     def _charge_update(self, request: TrainRequest) -> None:
-        """Charge the day's ε for an update with noise of its own."""
+        """Charge the daily ε budget for an update that has its own noise."""
         if share := noise_share(request.settings):
             squared = squared_distance_of(share)
             self.home.spend(self.home.training, squared, self.clock.unix_s())
 
     def _charge_sum(self, state: bytes) -> None:
-        """Charge the day's ε for the noisy sum that this client is about to add to.
+        """Charge the daily ε budget for the noisy sum to which this client is about to contribute.
 
-        Each session is charged for itself. Its id covers this client's own fresh keys, so that the
-        same terms, with whatever roster, are another session.
+        Each session is charged separately. A session's id covers this client's fresh keys, so
+        repeating the same terms, even with another roster, is another session.
 
         Raises:
-            PolicyViolation: There is no room for it. Others were charged since this client agreed.
+            PolicyViolation: The budget is used up, because of other charges since this client
+                agreed to the terms.
         """
         session = session_to_mask_for(state)
         if session is None or not all(lane.noise for lane in session.terms.lanes):
@@ -311,11 +317,11 @@ class Worker:
         self.on_event(AgentEvent.of(EventKind.POLICY, key=key, message=str(violation)))
 
     def _tell_failure(self, key: TaskKey, words: str) -> None:
-        """Tell the user; ``words`` may quote the data, the coordinator hears less."""
+        """Report a failure to the user only: ``words`` may quote the data."""
         _log.error("task_failed", round_num=key.round_num, error=words)
         self.on_event(AgentEvent.of(EventKind.FAILED, key=key, message=words))
 
 
 def failed(task: OpenTask, reason: str, *, state: bytes | None = None) -> Answered:
-    """Return that a task was answered with a failure; ``state`` as in :class:`Answered`."""
+    """Build the event that answers a task with a failure; ``state`` as in :class:`Answered`."""
     return Answered(task, encode(Failure(reason)), state, is_failure=True)

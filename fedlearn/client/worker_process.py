@@ -1,6 +1,6 @@
-"""A process beside the client's own that shares its trainings; it ends with that one.
+"""A data-parallel worker of the client's training process, with which it ends.
 
-Its argument is the number of a socket, over which it is told what to do.
+Its command-line argument identifies the socket over which it receives work.
 """
 
 import json
@@ -23,12 +23,13 @@ from fedlearn.training.torch_trainer import TorchTrainer
 
 
 def main() -> NoReturn:
-    """Share the trainings of one client until it wants no more or is gone."""
+    """Share one client's training until the client stops this worker or is gone."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger("warning"),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    # It ends with the client's process, which may still need it when all are told to end.
+    # Ignore signals sent to the whole group: the client's process may still need this worker while
+    # it shuts down, and the worker ends with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     link = Connection(take_link(sys.argv[1]).detach())
@@ -39,12 +40,12 @@ def main() -> NoReturn:
         torch.set_num_threads(options.num_threads)
         take_gpu(options.rank)
         trainer = make_trainer(options.trainer)
-        # The client refuses what is none: see :func:`fedlearn.parallel.shared_trainer`.
+        # The client rejects any other trainer: see :mod:`fedlearn.parallel.shared_trainer`.
         if isinstance(trainer, TorchTrainer):
             work(trainer, link, rank=options.rank)
-    except EOFError:  # its client has gone, or ends it
+    except EOFError:  # the client is gone, or is closing the connection
         end()
-    except Exception:  # noqa: BLE001 - of the user's code, and this is the end
+    except Exception:  # noqa: BLE001 - raised by the user's code, and this process ends here
         traceback.print_exc()
         end(1)
     end()
