@@ -1,8 +1,8 @@
-"""From many contributions to one: rules for which a sum is enough, and rules that need all.
+"""Aggregation rules: those that only need a sum over clients, and those that need every update.
 
-A rule that sums is a monoid, ``init / accumulate / merged / finalize``: memory is constant, and
-blocks, worker processes and secure aggregation can sum for it. A rule that needs every update at
-once is one function; its memory grows with the cohort, and secure aggregation refuses it.
+A summing rule is a monoid, ``init / accumulate / merged / finalize``. Its memory is constant, and
+blocks, worker processes and secure aggregation can do its sums. A rule that needs every update at
+once is a single function. Its memory grows with the cohort, and secure aggregation refuses it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +17,22 @@ from fedlearn.core.cores import on_all_cores
 from fedlearn.core.params import Layout
 from fedlearn.errors import ConfigError
 
-#: Parameters aggregated at a time: the product of so many stays in the cache.
+#: Parameters aggregated at a time, few enough that the product stays in the CPU's cache.
 _COLUMNS = 1 << 16
 
 
 class Summable(Protocol):
-    """A state of sums, so that :func:`merged` and an all-reduce over processes merge it."""
+    """An aggregation state of sums, which :func:`merged` or an all-reduce can merge."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that are added up, in place."""
+        """Return the tensors to add up; they are added to in place."""
 
 
 StateT = TypeVar("StateT", bound=Summable)
 
 
 class SumAggregation(Protocol[StateT]):
-    """Folds blocks of updates into a sum."""
+    """An aggregation rule that adds up blocks of updates in constant memory."""
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the aggregation weights of clients with these example counts."""
@@ -41,29 +41,29 @@ class SumAggregation(Protocol[StateT]):
         """Return the empty state, the identity of :func:`merged`."""
 
     def accumulate(self, state: StateT, updates: Updates) -> StateT:
-        """Return ``state`` with ``updates`` folded in. Consumes ``state``: use the result."""
+        """Add ``updates`` to ``state``. May write to ``state``: use the returned one only."""
 
     def finalize(self, state: StateT) -> Aggregate:
-        """Return the aggregate; the state may be used up by this.
+        """Compute the aggregate. May write to ``state``: do not use it afterwards.
 
         Raises:
-            ValueError: Nothing was folded in.
+            ValueError: No update was added.
         """
 
 
 @runtime_checkable
 class FullAggregation(Protocol):
-    """Combines all updates of a round at once."""
+    """An aggregation rule that combines all updates of a round at once, such as a median."""
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the aggregation weights of clients with these example counts."""
 
     def combine(self, updates: Updates) -> Lanes:
-        """Return the aggregate of every lane.
+        """Aggregate every lane.
 
         Args:
-            updates: Of all clients that count, in the order in which they arrived, >= 1. The rows
-                are only to be read; :func:`spans` walks through them with bounded memory.
+            updates: Updates of all clients that count, at least one, in order of arrival. Do not
+                write to the rows; :func:`spans` iterates over them in bounded memory.
         """
 
 
@@ -71,7 +71,7 @@ Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
 
 
 def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
-    """Return these clients' weights, of the same dtype; raise ValueError unless they are > 0."""
+    """Compute and check clients' aggregation weights; raises ValueError unless all are > 0."""
     weights_B = aggregation.weigh(num_examples_B).to(num_examples_B)
     if weights_B.shape != num_examples_B.shape or not bool((weights_B > 0.0).all()):
         raise ValueError(
@@ -82,7 +82,7 @@ def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
 
 
 def merged(left: StateT, right: StateT) -> StateT:
-    """Return the state of both sets of clients, in the memory of the left one."""
+    """Merge the states of two sets of clients into ``left``, in place, and return it."""
     for mine, theirs in zip(left.tensors(), right.tensors(), strict=True):
         mine.add_(theirs)
     return left
@@ -90,13 +90,13 @@ def merged(left: StateT, right: StateT) -> StateT:
 
 @dataclass(frozen=True, eq=False)
 class LaneSums:
-    """The state of a weighted mean: sums over clients and what to divide them by.
+    """The state of a weighted mean: sums over clients, and the numbers that divide them.
 
     Attributes:
-        sums: By lane the sum of (weight x) values: shape [n] each.
-        weighted: The lanes that are multiplied by a client's weight.
+        sums: By lane, the sum of values or of weight times values: shape [n] each.
+        weighted: Names of the lanes that are multiplied by a client's weight.
         weight: Sum of weights: shape [], float64.
-        num_clients: Shape [], float64.
+        num_clients: Number of clients: shape [], float64.
     """
 
     sums: Mapping[str, Tensor]
@@ -113,7 +113,7 @@ class LaneSums:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "LaneSums":
-        """Return the sum of nobody."""
+        """Return the state before any client is added: zeros."""
         return cls(
             sums={
                 lane.name: torch.zeros(lane.size(layout), dtype=dtype, device=device)
@@ -129,13 +129,13 @@ class LaneSums:
         return (*self.sums.values(), self.weight, self.num_clients)
 
     def counted(self, weights_B: Tensor) -> "LaneSums":
-        """Count clients whose values were added."""
+        """Count the clients whose values were just added, in place."""
         self.weight.add_(weights_B.sum())
         self.num_clients.add_(len(weights_B))
         return self
 
     def means(self) -> Aggregate:
-        """Return the means, in the sums' place; raises ValueError if nobody was counted."""
+        """Divide the sums in place and return the means; raises ValueError without any client."""
         weight, num_clients = float(self.weight), round(float(self.num_clients))
         if weight <= 0.0:
             raise ValueError("no client was folded in, so there is no mean")
@@ -146,7 +146,7 @@ class LaneSums:
 
 @dataclass(frozen=True)
 class WeightedMean:
-    """Mean of each lane, weighted by the number of examples or not. Memory: one contribution.
+    """Mean of each lane, optionally weighted by the number of examples. Memory: one update.
 
     Attributes:
         by_examples: Weight a client by its number of examples; otherwise all count the same.
@@ -178,11 +178,9 @@ class WeightedMean:
         return LaneSums.empty(lanes, layout, dtype=layout.dtype, device=device)
 
     def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
-        """Add the weighted rows of ``updates``.
-
-        Their sum is rounded before it is added, so that folding a block in and merging its own
-        sum are the same to the last bit.
-        """
+        """Add the weighted rows of ``updates``."""
+        # The sum of a block is rounded before it is added to the total. So adding a block here and
+        # merging the block's own sum, as worker processes do, agree to the last bit.
         weights_B = updates.weights_B
         for name, total in state.sums.items():
             is_weighted = name in state.weighted
@@ -196,11 +194,11 @@ class WeightedMean:
 
 
 def require_weighted_mean(aggregation: object) -> WeightedMean:
-    """Return the aggregation if secure aggregation can do what it does.
+    """Return the aggregation if secure aggregation can compute it, else raise ConfigError.
 
-    Clients weigh their own updates, and the masked sum adds them up, so no method of a rule is
-    called. Clients take no weights of a rule's own from a coordinator: a weight that is 1 for 17
-    examples and next to 0 for any other number would single out one update.
+    Clients weigh their own updates and the masked sum adds them up, so no method of the rule runs.
+    Clients accept no other weights from a coordinator: a rule that gives weight 1 for 17 examples
+    and almost 0 for any other number would single out one client's update.
 
     Raises:
         ConfigError: It is not :class:`WeightedMean` itself.
@@ -223,7 +221,7 @@ def require_weighted_mean(aggregation: object) -> WeightedMean:
 
 
 def spans(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
-    """Yield which columns and their values, [B, span], of B rows of n numbers: in bounded memory.
+    """Iterate over B rows of n numbers in bounded memory: yield column slices and values [B, span].
 
     Example:
         >>> [(part.start, values.tolist()) for part, values in spans([torch.ones(2)])]
@@ -242,7 +240,7 @@ def _add(total_P: Tensor, rows_BP: Rows, weights_B: Tensor) -> None:
         return
     first, *others = weights_B.tolist()
 
-    def add(part: slice) -> None:  # the total is read and written once for all rows
+    def add(part: slice) -> None:  # reads and writes the total once, not once per row
         memory = total_P.new_empty(min(_COLUMNS, part.stop - part.start))
         split = [row_P[part].split(_COLUMNS) for row_P in rows_BP]
         for total, *deltas in zip(total_P[part].split(_COLUMNS), *split, strict=True):

@@ -1,4 +1,4 @@
-"""Which updates are refused: those too long, too heavy or not finite."""
+"""Sanity checks of updates: those too long, too heavy or not finite are refused."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,10 @@ from fedlearn.core.soundness import MAX_DELTA, is_sound, unsound
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBounds(Ranged):
-    """Bounds of updates in the clear; one beyond them is refused, and its client fails.
+    """Bounds on unmasked updates; an update beyond them is refused, and its client fails.
 
-    They keep one client that is broken from ruining the model. Against clients that attack within
-    them, there are rules that need every update, such as
-    :class:`~fedlearn.algorithms.median.CoordinateMedian`.
+    They keep one broken client from ruining the model. Against attacks within the bounds use a
+    robust rule such as :class:`~fedlearn.algorithms.median.CoordinateMedian`.
     """
 
     max_norm: Annotated[
@@ -34,7 +33,7 @@ class UpdateBounds(Ranged):
             "Largest Euclidean norm of each vector of an update, such as its delta, above 0 and "
             "at most 1e18. Running statistics in a delta are not counted."
         ),
-    ]  # the square of a larger one is no float32
+    ]  # the square of a larger norm overflows float32
     max_examples: Annotated[
         int,
         Ge(1),
@@ -43,31 +42,31 @@ class UpdateBounds(Ranged):
     ]
 
     def too_long(self, lane: str) -> str:
-        """Return why a client failed whose vector of a lane is too long."""
+        """Return the failure reason for a lane whose norm is too large."""
         return f"the norm of the {lane} exceeds {self.max_norm:g} (updates.max_norm)"
 
     @property
     def max_statistics_norm(self) -> float:
         """Largest Euclidean norm of the running statistics in a delta.
 
-        Their size depends on the data and not on training, so only absurd values are refused.
+        Their size depends on the data, not on training, so only absurd values are refused.
         """
         return max(self.max_norm, GENEROUS.max_norm)
 
     def too_large_statistics(self, lane: str) -> str:
-        """Return why a client failed whose running statistics are absurd."""
+        """Return the failure reason for absurdly large running statistics."""
         return f"the norm of the statistics in the {lane} exceeds {self.max_statistics_norm:g}"
 
     def too_heavy(self, num_examples: int) -> str:
-        """Return why a client failed that says it has trained on so many examples."""
+        """Return the failure reason for an implausible number of examples."""
         return (
             f"num_examples {num_examples} is not in 1..{self.max_examples} (updates.max_examples)"
         )
 
 
-#: What holds where nobody says otherwise, and no honest update meets: at 1e8 numbers of float32
-#: are 8 apart, so nothing that was trained in it gets there; and a device that trains on 10,000
-#: examples a second would take three hours for one epoch of so many.
+#: Default bounds, which no honest update reaches. At 1e8, neighbouring float32 numbers are 8 apart,
+#: so no model trained in float32 gets there. And a device that trains on 10,000 examples a second
+#: would take three hours for one epoch of 1e8.
 GENEROUS = UpdateBounds(max_norm=1e8, max_examples=10**8)
 
 
@@ -78,7 +77,7 @@ def refusal(
     layout: Layout,
     bounds: UpdateBounds | None,
 ) -> str | None:
-    """Return why an update must not be aggregated; ``None``: it may be.
+    """Return the reason to refuse an update, or ``None`` to accept it.
 
     Sessions and the simulation engine both call this on an update as its client sent it.
 
@@ -86,7 +85,7 @@ def refusal(
         lanes: The update's vectors: shape [n] each, as ``specs`` declare them.
         specs: The strategy's lanes.
         layout: Layout of the model.
-        bounds: Bounds of the norms; ``None``: values must only be finite and not absurd.
+        bounds: Bounds on the norms; ``None``: only refuse values that are not finite or absurd.
     """
     for spec in specs:
         vector = lanes[spec.name]
@@ -96,7 +95,7 @@ def refusal(
             continue
         num_trained = layout.num_trainable if spec.over is Over.ALL else len(vector)
         norm, statistics_norm = _norm(vector[:num_trained]), _norm(vector[num_trained:])
-        if not (norm <= MAX_DELTA and statistics_norm <= MAX_DELTA):  # a NaN is not
+        if not (norm <= MAX_DELTA and statistics_norm <= MAX_DELTA):  # also true for NaN
             return unsound(spec.name)
         if norm > bounds.max_norm:
             return bounds.too_long(spec.name)

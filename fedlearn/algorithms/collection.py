@@ -1,14 +1,14 @@
-"""One attempt at a round: whom to ask, whose updates count, and when it closes.
+"""The state machine of a round: which clients to ask, which updates count, and when to close.
 
-A state machine without network, clock and tensors. It is told what happened, and says what to do
-next. Two drivers run it: over a channel (:mod:`fedlearn.rounds.plain`), and in the virtual time of
-a simulation (:mod:`fedlearn.simulation.virtual_round`). Each stage of secure aggregation
-(:mod:`fedlearn.rounds.secure`) is a synchronous one of its own. There are two kinds:
+It has no network, clock or tensors: a driver reports events to it and asks what to do next. There
+are two drivers, one over a channel (:mod:`fedlearn.rounds.plain`) and one in the virtual time of a
+simulation (:mod:`fedlearn.simulation.virtual_round`). Each stage of secure aggregation
+(:mod:`fedlearn.rounds.secure`) runs its own synchronous machine. There are two kinds:
 
-- :class:`CohortCollection` asks a cohort once and closes with as many reports as are wanted. In a
+- :class:`CohortCollection` asks a cohort once and closes when enough clients have reported. In a
   synchronous round, a client that has not reported by then is late, and its update is lost. In a
-  semi-synchronous one it works on, and its update counts in the round in which it arrives.
-- :class:`BufferCollection` asks another client whenever one has answered, and closes when its
+  semi-synchronous round it continues, and its update counts in the round in which it arrives.
+- :class:`BufferCollection` asks another client whenever one has replied, and closes when its
   buffer of updates is full.
 """
 
@@ -40,12 +40,12 @@ from fedlearn.errors import RoundError
 
 
 class Attempt(NamedTuple):
-    """Which attempt at which round.
+    """Identifies one attempt at a round.
 
     Attributes:
-        round_num: Index, from 0.
-        attempt: Index among those at this round, from 0.
-        durations: What clients took in each of the last rounds, in seconds.
+        round_num: Round index, from 0.
+        attempt: Retry number of the round, starting at 0.
+        durations: Clients' durations in each of the last rounds, in seconds.
     """
 
     round_num: int
@@ -54,27 +54,28 @@ class Attempt(NamedTuple):
 
 
 class Collection(ABC):
-    """One attempt at a round on its way to its close.
+    """Base class of both kinds: one attempt at a round, from its opening to its close.
 
-    Times are in seconds since the round opened.
+    A client *lands* when its task ends, by a reply, a failure or a timeout, and is then *settled*
+    by a row in the record. Times are in seconds since the round opened.
 
     Args:
         policy: When a round closes, and how long a client may take.
-        staleness: How staleness weighs; ``None``: all updates are based on this round's model.
-        flight: Clients in flight when the round opens.
-        of: Which attempt it is.
+        staleness: Weights of stale updates; ``None``: all updates are based on this round's model.
+        flight: Pending tasks when the round opens.
+        of: The attempt.
 
     Attributes:
         rows: One for each settled client, in the order of settling.
-        metrics: What clients measured in training.
-        waited_for: Clients whose replies, or silence, close the round; empty for a buffer.
+        metrics: Clients' training metrics.
+        waited_for: Clients that the round waits for before it closes; empty for a buffer.
     """
 
-    #: Whether a client may have begun on a model before it was asked to.
+    #: Whether a client may start on a model before it is asked to.
     allows_early_work = False
-    #: Whether the round opens once its clients are drawn, however long that takes.
+    #: Whether the round's clock starts only when its clients are drawn.
     opens_when_drawn = False
-    #: How long one client may take.
+    #: Time limit of one task.
     patience_s = math.inf
 
     def __init__(
@@ -90,7 +91,7 @@ class Collection(ABC):
         self.waited_for = set[ClientId]()
         self._staleness = staleness
         self._flying = {each.client_id: each for each in flight}
-        self._taken = dict[ClientId, tuple[PendingTask, int]]()  # with the place of its row
+        self._taken = dict[ClientId, tuple[PendingTask, int]]()  # with the index of its row
         self._drawn = deque[PendingTask]()
         self._grace_s = 0.0
 
@@ -98,7 +99,7 @@ class Collection(ABC):
 
     @property
     def flight(self) -> Flight:
-        """The clients in flight, in the order of asking."""
+        """The pending tasks, in the order in which they were sent."""
         return tuple(self._flying.values())
 
     @property
@@ -109,31 +110,31 @@ class Collection(ABC):
     @property
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether nothing else is waited for."""
+        """Whether the round waits for no further reply."""
 
     @property
     def closes_s(self) -> float:
-        """When the round closes at the latest; infinite: whenever it is filled."""
+        """Latest time at which the round closes; infinite if it waits until its buffer is full."""
         return math.inf
 
     @property
     @abstractmethod
     def is_enough(self) -> bool:
-        """Whether the updates that count make a round."""
+        """Whether enough updates have arrived for a step of the server."""
 
     @property
     def is_undone(self) -> bool:
-        """Whether the updates so far are too few, and count in the next attempt again."""
+        """Whether there are too few updates, which then count in the next attempt."""
         return False
 
     def age(self, task: PendingTask) -> int:
-        """Return how many rounds older the model is that a client was sent."""
+        """Return the staleness of a task: the age in rounds of the model that it trains."""
         return self.round_num - task.based_on
 
     def factors(self, some: Sequence[PendingTask]) -> NDArray[np.float64] | None:
-        """Return by what staleness multiplies the weights of some updates: shape [B].
+        """Return the factors by which staleness lowers the weights of B updates: shape [B].
 
-        ``None``: by nothing.
+        ``None``: staleness plays no role in this round.
         """
         if self._staleness is None:
             return None
@@ -144,49 +145,49 @@ class Collection(ABC):
     @property
     @abstractmethod
     def may_ask(self) -> bool:
-        """Whether there may be more clients to ask in this attempt."""
+        """Whether this attempt may ask more clients."""
 
     @abstractmethod
     def draw(self, draw: Draw) -> Sequence[PendingTask]:
-        """Draw the clients to ask next; none if nobody is to be asked, or some are drawn."""
+        """Draw the clients to ask next; none if no more may be asked, or some are still queued."""
 
     def put(self, drawn: Iterable[PendingTask]) -> None:
-        """Take the clients that were drawn, with what is known of each."""
+        """Queue the drawn clients; a driver may have added their durations and failures."""
         self._drawn.extend(drawn)
 
     @abstractmethod
     def ask(self, now_s: float) -> list[PendingTask]:
-        """Return the clients to ask now: they are in flight from here on."""
+        """Move queued clients in flight, as many as are allowed, and return their tasks to send."""
 
     @abstractmethod
     def limit(self, most: int) -> None:
-        """Have nobody asked while so many are in flight."""
+        """Ask no further client while ``most`` are in flight."""
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether more are in flight than may be."""
+        """Whether more clients are in flight than the limit allows."""
         return False
 
     @property
     def has_missed_any(self) -> bool:
-        """Whether some had their turn in this round, and nothing of them counts."""
+        """Whether a client finished its task in this round without an update that counts."""
         return False
 
     def could_ask_others(self, available: Iterable[ClientId]) -> bool:
-        """Return whether some of these are neither in flight nor have answered."""
+        """Return whether some of these clients are neither in flight nor have replied."""
         return False
 
     # ---- What happened --------------------------------------------------------------------
 
     def pass_time(self, seconds: float) -> None:
-        """Let the round open so much later: those in flight were asked so much longer ago."""
+        """Shift the opening of the round by ``seconds``: pending tasks are older by that much."""
         self._flying = {
             client_id: each._replace(asked_s=each.asked_s - seconds)
             for client_id, each in self._flying.items()
         }
 
     def give_up_stale(self) -> list[PendingTask]:
-        """Stop waiting for clients whose updates would be too old, and return them."""
+        """Settle the pending tasks whose updates would be too stale to count, and return them."""
         if self._staleness is None:
             return []
         most = self._staleness.max_staleness
@@ -199,10 +200,10 @@ class Collection(ABC):
         return stale
 
     def land(self, client_id: ClientId) -> PendingTask:
-        """Return a client that is in flight no more: it answered, failed, or took too long.
+        """End a client's task because it replied, failed or timed out, and return the task.
 
         Raises:
-            RoundError: It is not in flight.
+            RoundError: The client is not in flight.
         """
         if client_id not in self._flying:
             raise RoundError(
@@ -213,7 +214,7 @@ class Collection(ABC):
         return self._flying.pop(client_id)
 
     def settle(self, task: PendingTask, status: Status, *, reason: str = "") -> None:
-        """Add the row of a client without an update, with the duration that its task has."""
+        """Record a client that sent no update, with the duration of its task."""
         self.rows.append(Participation(task.client_id, status, task.duration_s, reason=reason))
 
     def take(self, task: PendingTask, row: Participation) -> None:
@@ -224,7 +225,8 @@ class Collection(ABC):
     def revise(self, client_id: ClientId, row: Participation) -> None:
         """Replace the row of an update that was counted before it was trained.
 
-        It counts no more if the row is that of a failure.
+        A simulation knows when a client replies before it trains it. If the training then fails,
+        the update no longer counts.
         """
         _, place = self._taken[client_id]
         self.rows[place] = row
@@ -234,18 +236,18 @@ class Collection(ABC):
 
     @abstractmethod
     def _discount(self, client_id: ClientId) -> None:
-        """Note that an update which was counted counts no more."""
+        """Update the counters after an update that no longer counts."""
 
     def fail(self, task: PendingTask, row: Participation, *, sent_nothing: bool) -> None:
-        """Note that a client that landed has failed, or sent what cannot be used."""
+        """Record a client that failed or sent an unusable update."""
         self.rows.append(row)
 
     @abstractmethod
     def excuse(self, client_id: ClientId) -> None:
-        """Let a client that landed be asked again in this round."""
+        """Allow a client whose task has ended to be asked again in this round."""
 
     def grant(self, until_s: float) -> None:
-        """Let clients have until then to return to a coordinator that has restarted."""
+        """Time out no task before ``until_s``, so that clients can reconnect after a restart."""
         self._grace_s = until_s
 
     @abstractmethod
@@ -254,34 +256,34 @@ class Collection(ABC):
 
     @abstractmethod
     def expire(self, now_s: float) -> list[PendingTask]:
-        """Let what is due by now be over; return the clients that are not waited for any more."""
+        """Apply the time limits that have passed, and return the clients that timed out."""
 
     @abstractmethod
     def run_out(self, now_s: float) -> float:
-        """Note that nobody will answer any more; return when the round closes then."""
+        """Handle that no further client will reply, and return when the round then closes."""
 
     # ---- The close ------------------------------------------------------------------------
 
     @abstractmethod
     def finish(self) -> None:
-        """Settle the clients that the close of the round leaves behind."""
+        """Settle the clients that are late at the close of the round."""
 
     @abstractmethod
     def flight_after(self, closed_s: float) -> Flight:
-        """Return the clients in flight when the round has closed, as the next round sees them."""
+        """Return the tasks still pending after the close, with times relative to the next round."""
 
     def damp(
         self, aggregate: Aggregate, strategy: Strategy, *, weigh: Callable[[Tensor], Tensor]
     ) -> Aggregate:
-        """Shorten the aggregate, in place, by how stale its updates are, and return it.
+        """Scale the aggregate down, in place, by the staleness of its updates, and return it.
 
-        A mean over weights that staleness has lowered is as long as if no update were stale.
-        Multiplied by the sum of these weights over that of the unlowered ones it is FedBuff's: a
-        buffer of stale updates is a short step.
+        A weighted mean divides by the sum of its weights, so lower weights alone do not make the
+        step shorter. Multiplying by (sum of lowered weights) / (sum of original weights) gives the
+        step of FedBuff: a buffer of stale updates moves the model less.
 
         Args:
-            aggregate: Of the updates, over weights that were multiplied by :meth:`factors`.
-            strategy: Its weighted lanes are multiplied.
+            aggregate: Mean of the updates, over weights that were multiplied by :meth:`factors`.
+            strategy: The strategy; its weighted lanes are scaled.
             weigh: Returns the weights of updates by their numbers of examples: shape [B].
         """
         factors = self.factors(self.counted)
@@ -306,14 +308,14 @@ class Collection(ABC):
         counted: Mapping[ClientId, int] | None = None,
         participations: Participations | None = None,
     ) -> Collected:
-        """Return the outcome, after :meth:`finish`.
+        """Return the outcome; call :meth:`finish` first.
 
         Args:
-            aggregate: Of the updates that count; ``None``: they are too few.
+            aggregate: Aggregate of the updates that count; ``None`` if there are too few.
             closed_s: When the round closed.
             kept: See :class:`Collected`.
             counted: See :class:`Collected`.
-            participations: What is recorded; ``None``: the rows.
+            participations: Participations to record; ``None``: :attr:`rows`.
         """
         ages = Counter(self.age(each) for each in self.counted)
         return Collected(
@@ -329,18 +331,18 @@ class Collection(ABC):
         )
 
     def durations(self) -> tuple[tuple[float, ...], ...]:
-        """Return what clients took in the last rounds, this one included, if it is enough."""
+        """Return the durations of the last rounds, for the deadlines of the next."""
         return self.of.durations
 
 
 class CohortCollection(Collection):
     """A synchronous or semi-synchronous round: one cohort, and late updates of earlier ones.
 
-    It closes with the wanted number of reports of the cohort, when the cohort is settled, or at
-    the deadline. If nobody is left to ask, it closes when all clients in flight are settled.
+    It closes when enough clients of the cohort have reported, when all have settled, or at the
+    deadline. If the cohort is empty, it closes when all clients in flight are settled.
 
     Args:
-        late: How late updates count; ``None``: not at all.
+        late: Settings for late updates; ``None``: they do not count.
     """
 
     opens_when_drawn = True
@@ -361,23 +363,23 @@ class CohortCollection(Collection):
 
     @property
     def may_ask(self) -> bool:
-        """Whether the cohort is still to be asked."""
+        """Whether the cohort has not been asked yet."""
         return not self._is_asked
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing else is waited for."""
+        """Whether enough clients reported, all have settled, or the deadline has passed."""
         has_all = self._num_fresh >= self.policy.num_wanted or not self.waited_for
         return self._is_asked and (has_all or self._is_over)
 
     @property
     def is_enough(self) -> bool:
-        """Whether the updates that count make a round."""
+        """Whether the minimum of reports has arrived, late ones of earlier rounds included."""
         return len(self._taken) >= self.policy.min_reports
 
     @property
     def is_undone(self) -> bool:
-        """Whether the updates so far are too few, and count in the next attempt again."""
+        """Whether there are too few updates, which then count in the next attempt."""
         return self._late is not None and not self.is_enough
 
     def draw(self, draw: Draw) -> Sequence[PendingTask]:
@@ -397,7 +399,7 @@ class CohortCollection(Collection):
         ]
 
     def ask(self, now_s: float) -> list[PendingTask]:
-        """Return the cohort: the round opens now."""
+        """Return the tasks of the whole cohort, and set the deadline: the round opens now."""
         if not self._is_drawn or self._is_asked:
             return []
         self._is_asked = True
@@ -417,7 +419,7 @@ class CohortCollection(Collection):
         """Do nothing: the whole cohort is asked at once."""
 
     def excuse(self, client_id: ClientId) -> None:
-        """Do nothing: nobody is asked twice."""
+        """Do nothing: a cohort is asked only once."""
 
     def take(self, task: PendingTask, row: Participation) -> None:
         """Count the update of a client that landed."""
@@ -429,9 +431,10 @@ class CohortCollection(Collection):
 
     @property
     def closes_s(self) -> float:
-        """When the round closes at the latest.
+        """Latest time at which the round closes.
 
-        Clients may need longer to return to a coordinator that has restarted than to train.
+        After a restart of the coordinator, clients may need more time to reconnect than to train,
+        so the grace period can extend an adaptive deadline, but never the fixed one.
         """
         return min(self.policy.deadline_s, max(self._deadline_s, self._grace_s))
 
@@ -445,17 +448,17 @@ class CohortCollection(Collection):
         return []
 
     def run_out(self, now_s: float) -> float:
-        """Return the deadline, where there is one: until then, others might have answered."""
+        """Close at the deadline, if it is finite, as if clients might still reply until then."""
         return max(now_s, self.closes_s) if math.isfinite(self.closes_s) else now_s
 
     def finish(self) -> None:
-        """Settle those of the cohort that are late; those of earlier ones were late then."""
+        """Settle late clients of this cohort; those of earlier ones were settled in their round."""
         late = [each for each in self._flying.values() if each.client_id in self._cohort]
         for each in sorted(late, key=_lasts_s):
             self.settle(each, Status.LATE)
 
     def flight_after(self, closed_s: float) -> Flight:
-        """Return the clients in flight; also those whose updates were too few."""
+        """Return the pending tasks; after too few reports, also the tasks of those reports."""
         if self._late is None:
             return ()
         flying = [*self._flying.values(), *(self.counted if self.is_undone else ())]
@@ -463,7 +466,7 @@ class CohortCollection(Collection):
         return tuple(each._replace(asked_s=each.asked_s - closed_s) for each in flying)
 
     def durations(self) -> tuple[tuple[float, ...], ...]:
-        """Return what clients took in the last rounds, this one included, if it is enough."""
+        """Return the durations of the last rounds, including this one if enough reported."""
         if self._late is None or not self.is_enough:
             return self.of.durations
         latest_s = [self.rows[place].duration_s for _, place in self._taken.values()]
@@ -471,14 +474,14 @@ class CohortCollection(Collection):
 
 
 class BufferCollection(Collection):
-    """An asynchronous round, from the step before to its own.
+    """An asynchronous round: it starts after one step of the server and ends with the next.
 
     Guarantees:
-        No client is in flight twice, or asked again in a round in which it answered: of one client
-        one update at the most is sent by the model of a round, and is in a buffer. One that failed
-        is asked again only where nobody is in flight and nobody else is there. No more are in
-        flight than can count: of more than ``num_counting`` one would be too stale, whatever
-        happens.
+        A client has at most one task at a time and is not asked again in a round in which it
+        replied. So each client sends at most one update per round's model, and has at most one in
+        a buffer. A client that failed is asked again only if no client is in flight and no other
+        one is available. At most ``num_counting`` clients are in flight: with more, at least one
+        update would be too stale to count.
     """
 
     allows_early_work = True
@@ -494,42 +497,42 @@ class BufferCollection(Collection):
         self._asynchrony, self._most = asynchrony, asynchrony.concurrency
         self.patience_s = policy.deadline_s
         self._answered = set[ClientId]()
-        self._failed = set[ClientId]()  # and may be asked again
+        self._failed = set[ClientId]()  # may be asked again, after all others
         self._times_failed = Counter[ClientId]()
         self._num_draws = self._num_failed = 0
-        self._is_short = False  # whether it closes with what there is
+        self._is_short = False  # whether to close with the updates so far
 
     @property
     def is_full(self) -> bool:
-        """Whether the server steps."""
+        """Whether the buffer is full, so that the server steps."""
         return len(self._taken) == self._asynchrony.buffer_size
 
     @property
     def is_closed(self) -> bool:
-        """Whether the buffer is full, or will not be filled."""
-        # As many may fail as in as many synchronous rounds.
+        """Whether the buffer is full or cannot be filled."""
+        # Allow as many failures as all attempts of a synchronous round could have.
         at_once = max(self.policy.num_wanted, self._asynchrony.concurrency)
         has_failed = self._num_failed > (self.policy.max_retries + 1) * at_once
         return self.is_full or has_failed or self._is_short
 
     @property
     def is_enough(self) -> bool:
-        """Whether the updates that count make a round."""
+        """Whether the buffer is full, or has some updates and cannot get more."""
         return self.is_full or (self._is_short and bool(self._taken))
 
     # ---- Whom to ask ----------------------------------------------------------------------
 
     @property
     def may_ask(self) -> bool:
-        """Whether there may be more clients to ask."""
+        """Always true: any reply may free a slot for another client."""
         return True
 
     def limit(self, most: int) -> None:
-        """Have nobody asked while so many are in flight; those that are, go on."""
+        """Ask no further client while ``most`` are in flight; pending tasks continue."""
         self._most = most
 
     def draw(self, draw: Draw) -> Sequence[PendingTask]:
-        """Draw as many as the round asks if nobody fails: one drawing is of nearly all."""
+        """Draw clients for the rest of the round, so that one draw is enough unless some fail."""
         if self._drawn or not self._num_askable:
             return ()
         free = self._most - len(self._flying)
@@ -539,7 +542,7 @@ class BufferCollection(Collection):
         busy = self._flying.keys() | self._answered
         drawn = others(busy=busy | self._failed)
         if not drawn and self._failed and not self._flying:
-            self._failed.clear()  # it is they, or nobody
+            self._failed.clear()  # no other client is left
             drawn = others(busy=busy)
         self._num_draws += bool(drawn)
         return [
@@ -548,11 +551,11 @@ class BufferCollection(Collection):
         ]
 
     def ask(self, now_s: float) -> list[PendingTask]:
-        """Return the clients to ask now: they are in flight from here on."""
+        """Move queued clients in flight, as many as are allowed, and return their tasks to send."""
         asked = list[PendingTask]()
         while self._drawn and self._num_askable:
             each = self._drawn.popleft()._replace(asked_s=now_s)
-            # Where a process goes on with a round, some may have landed in another order.
+            # After a resume, replies may arrive in another order, so a drawn client may be busy.
             if each.client_id not in self._flying and each.client_id not in self._answered:
                 self._flying[each.client_id] = each
                 asked.append(each)
@@ -560,20 +563,19 @@ class BufferCollection(Collection):
 
     @property
     def has_missed_any(self) -> bool:
-        """Whether some had their turn in this round, and nothing of them is in the buffer.
+        """Whether a client finished its task in this round without an update in the buffer.
 
-        They were late, kept failing, or sent what cannot be used, and are not asked again on this
-        model.
+        It was late, kept failing, or sent an unusable update, and is not asked again in this round.
         """
         return not self._answered <= self._taken.keys()
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether more are in flight than may be: somebody who lands is not asked next."""
+        """Whether more clients are in flight than the limit allows: then a reply frees no slot."""
         return len(self._flying) > self._most
 
     def could_ask_others(self, available: Iterable[ClientId]) -> bool:
-        """Return whether some of these are neither in flight nor have answered."""
+        """Return whether some of these clients are neither in flight nor have replied."""
         return not (self._flying.keys() | self._answered).issuperset(available)
 
     @property
@@ -583,25 +585,26 @@ class BufferCollection(Collection):
 
     @property
     def _num_counting_more(self) -> int:
-        """How many updates can count beside those in the buffer and in flight."""
+        """Most further updates that can count, after those in the buffer and in flight."""
         return self._asynchrony.num_counting - len(self._flying) - len(self._taken)
 
     # ---- What happened --------------------------------------------------------------------
 
     def land(self, client_id: ClientId) -> PendingTask:
-        """Return a client that is in flight no more."""
+        """End a client's task and return it; the client is not asked again in this round."""
         task = super().land(client_id)
         self._answered.add(client_id)
         return task
 
     def excuse(self, client_id: ClientId) -> None:
-        """Let one that landed be asked again in this round: what it sent is in no buffer."""
+        """Allow a client to be asked again in this round: none of its updates is in the buffer."""
         self._answered.discard(client_id)
 
     def fail(self, task: PendingTask, row: Participation, *, sent_nothing: bool) -> None:
-        """Let a client that sent nothing be asked again after all others.
+        """Record a failure; a client that sent nothing may be asked again, after all others.
 
-        So many times: one that always fails has had its turn.
+        It may be asked again up to ``max_retries`` times, so that a client that always fails
+        cannot hold up the round.
         """
         super().fail(task, row, sent_nothing=sent_nothing)
         self._num_failed += 1
@@ -615,14 +618,14 @@ class BufferCollection(Collection):
         self._num_failed += 1
 
     def wakes_s(self) -> float:
-        """Return when the client that was asked first has taken too long."""
+        """Return when the oldest pending task times out."""
         first_s = min((each.asked_s for each in self._flying.values()), default=math.inf)
         return max(first_s + self.patience_s, self._grace_s)
 
     def expire(self, now_s: float) -> list[PendingTask]:
-        """Give up the client that was asked first, if it has taken too long.
+        """Settle the oldest pending task as late, if it has timed out.
 
-        One at a time: others take its place first.
+        Only one per call, so that the driver can ask a replacement before the next one.
         """
         if not self.wakes_s() <= now_s:
             return []
@@ -631,15 +634,15 @@ class BufferCollection(Collection):
         return [first]
 
     def run_out(self, now_s: float) -> float:
-        """Close the buffer as it is, if it lacks clients that have had their turn."""
+        """Close a buffer that is not full if some clients finished without an update for it."""
         self._is_short = self.has_missed_any
         return now_s
 
     def finish(self) -> None:
-        """Do nothing: all in flight work on."""
+        """Do nothing: all pending tasks continue in the next round."""
 
     def flight_after(self, closed_s: float) -> Flight:
-        """Return the clients in flight, in the order of asking."""
+        """Return the pending tasks, in the order in which they were sent."""
         return tuple(
             each._replace(asked_s=each.asked_s - closed_s) for each in self._flying.values()
         )
@@ -651,7 +654,7 @@ def collection_for(
     flight: Iterable[PendingTask],
     request: RoundRequest,
 ) -> Collection:
-    """Return the collection of one attempt at a round, of the kind that ``staleness`` makes it."""
+    """Create the state machine for one attempt: a buffer for :class:`Asynchrony`, else a cohort."""
     of = Attempt(request.round_num, request.attempt, request.durations)
     if isinstance(staleness, Asynchrony):
         return BufferCollection(policy, staleness, flight, of)
@@ -659,5 +662,5 @@ def collection_for(
 
 
 def _lasts_s(task: PendingTask) -> float:
-    """Return the duration of a task; infinite where nobody knows it."""
+    """Return the duration of a task; infinite if it is not known yet."""
     return math.inf if math.isnan(task.duration_s) else task.duration_s

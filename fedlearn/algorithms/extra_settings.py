@@ -1,7 +1,7 @@
-"""Free-form settings: what a coordinator tells trainers of the users' own, and nobody else reads.
+"""Free-form settings from the coordinator, for trainers that users write themselves.
 
-They travel with the other settings, each as ``extra.NAME``; a trainer finds them in
-``context.extra`` by their names.
+They are sent with the other settings, each as ``extra.NAME``; a trainer reads them by name in
+``context.extra``. fedlearn itself does not interpret them.
 """
 
 import math
@@ -14,7 +14,7 @@ from fedlearn.algorithms.local import Around, LocalUpdate
 from fedlearn.algorithms.strategy import Strategy, Wrapped
 from fedlearn.core.messages import ClientId, Scalar, Settings
 
-#: Of the settings that are free-form; alone among what a trainer honours, it stands for all.
+#: Prefix of free-form settings. A trainer whose ``honours`` has it accepts all of them.
 EXTRA = "extra"
 
 _PREFIX = f"{EXTRA}."
@@ -23,13 +23,13 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraSettings(Around):
-    """Tells the trainer more than how to step.
+    """Adds free-form settings to a local update.
 
     Attributes:
-        extra: Names and values, of which nothing depends on the order.
+        extra: Names and values, in any order.
 
     Raises:
-        ValueError: A name is none, or a value is no text, truth value or finite number.
+        ValueError: A name is malformed, or a value is not a string, bool or finite number.
 
     Example:
         >>> from fedlearn.algorithms.own_training import OwnTraining
@@ -58,33 +58,33 @@ class ExtraSettings(Around):
                 )
 
     def settings(self) -> Settings:
-        """Return them as they travel."""
+        """Return the settings as they are sent, with their prefix."""
         return {f"{_PREFIX}{name}": value for name, value in self.extra}
 
 
 @dataclass(frozen=True)
 class WithExtra(Wrapped):
-    """A strategy whose clients' trainers are told free-form settings.
+    """A strategy that sends free-form settings to the clients' trainers.
 
     Attributes:
-        inner: The strategy otherwise.
-        extra: As of :class:`ExtraSettings`.
+        inner: The wrapped strategy.
+        extra: Names and values; see :class:`ExtraSettings`.
     """
 
     extra: tuple[tuple[str, Scalar], ...]
 
     @classmethod
     def around(cls, inner: Strategy, extra: Mapping[str, Scalar]) -> "WithExtra":
-        """Return a strategy that tells ``extra``."""
+        """Wrap a strategy so that it sends ``extra``."""
         return cls(inner, tuple(sorted(extra.items())))
 
     @property
     def local(self) -> LocalUpdate:
-        """The inner strategy's, and what is told beside it."""
+        """The inner local update with the free-form settings."""
         return self._told(self.inner.local)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
-        """Return what each client does; all are told the same beside it."""
+        """Return each client's local update; all get the same free-form settings."""
         usual, told = self.inner.local, self.local
         return [
             told if each is usual else self._told(each)
@@ -96,7 +96,7 @@ class WithExtra(Wrapped):
 
 
 def divided(settings: Settings) -> tuple[Settings, Settings]:
-    """Return the settings that are not free-form, and those that are, by their own names.
+    """Split settings into the standard ones and the free-form ones, the latter without prefix.
 
     Example:
         >>> divided({"epochs": 1, "extra.penalty": "l1"})

@@ -1,6 +1,6 @@
-"""What a client contributes to a round: named lanes, which the strategy declares once.
+"""The format of a client's update: named vectors, called lanes, which the strategy declares.
 
-Every contribution has the lane :data:`DELTA`, local model minus global model; an algorithm may add
+Every update has the lane :data:`DELTA`, local model minus global model. An algorithm may add
 others, such as the control variates of SCAFFOLD.
 """
 
@@ -15,23 +15,24 @@ from torch import Tensor
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 
-#: One row a client: shape [B, n], or B rows of shape [n], each where it lies.
+#: One row for each of B clients: a tensor [B, n], or B separate tensors [n].
 Rows: TypeAlias = Tensor | Sequence[Tensor]
 
 
 def matrix(rows: Rows) -> Tensor:
-    """Return rows as one tensor, copied where they lie apart: shape [B, n]."""
+    """Return rows as one tensor [B, n]; separate rows are copied."""
     return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
 
 
-#: By lane one vector, in the layout's order: shape [n] each.
+#: One vector for each lane, by name, in the layout's order: shape [n] each.
 Lanes: TypeAlias = Mapping[str, Tensor]
 
 
 class Over(StrEnum):
-    """What a lane or a memory has a number for each element of.
+    """The extent of a lane or of a client's memory: its numbers run along this.
 
-    ``TENSORS`` is one number for each tensor that trains, such as a count of its gradients.
+    ``ALL`` is every element of the model, ``TRAINABLE`` every trainable parameter. ``TENSORS`` is
+    one number per trainable tensor, such as a count of its gradients.
     """
 
     ALL = "all"
@@ -41,14 +42,15 @@ class Over(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneSpec:
-    """One lane of a contribution.
+    """Declaration of one lane.
 
     Attributes:
         name: Unique among the lanes of a strategy.
-        over: The model's tensors that it runs along, or how many numbers it has.
-        weighted: Whether a client counts by its aggregation weight; otherwise all count the same.
-        bound: Largest L2 norm of one client's values, > 0; ``None``: there is none, so the lane
-            is not for secure aggregation. That of :data:`DELTA` is configured with the session.
+        over: The model's elements that it runs along, or its number of values.
+        weighted: Whether a client's values count by its aggregation weight; otherwise all clients
+            count the same.
+        bound: Largest L2 norm of one client's values, > 0. ``None``: unbounded, so that secure
+            aggregation cannot sum it. The bound of :data:`DELTA` is configured with the session.
 
     Raises:
         ValueError: The size or the bound is not positive.
@@ -66,12 +68,12 @@ class LaneSpec:
             raise ValueError(f"lane {self.name!r} has the bound {self.bound}; it is above 0")
 
     def size(self, layout: Layout) -> int:
-        """Return how many numbers the lane has for models of ``layout``."""
+        """Return the number of values in the lane for models of ``layout``."""
         return size_of(self.over, layout)
 
 
 def size_of(over: Over | int, layout: Layout) -> int:
-    """Return how many numbers that is for models of ``layout``."""
+    """Return the number of values in an extent for models of ``layout``."""
     match over:
         case Over.ALL:
             return layout.size
@@ -84,7 +86,7 @@ def size_of(over: Over | int, layout: Layout) -> int:
 
 
 def misfit(lanes: Lanes, specs: Sequence[LaneSpec], layout: Layout) -> str | None:
-    """Return in what lanes are not those declared, of models of ``layout``; ``None``: they are."""
+    """Describe how lanes differ from their declaration; ``None`` if they fit."""
     if lanes.keys() != {spec.name for spec in specs}:
         wrong = sorted(lanes.keys() ^ {spec.name for spec in specs})[:3]
         return f"it lacks or adds lanes: {wrong}"
@@ -106,13 +108,13 @@ class Updates:
     """The contributions of B clients, validated.
 
     Attributes:
-        client_ids: Whose, in the order of the rows.
+        client_ids: Ids of the clients, in the order of the rows.
         weights_B: Aggregation weights, > 0: shape [B], the dtype of the rows.
-        lanes: By lane one row a client.
-        based_on: Of each, the round whose model it was trained from: the staleness of an update is
-            the round that takes it less this one.
-        num_trained: Elements of each delta that train: the first ones. Running statistics follow,
-            which no norm counts. ``None``: all elements train.
+        lanes: By lane, one row for each client.
+        based_on: For each update, the round whose model it was trained from. Its staleness is the
+            round that takes it minus this one.
+        num_trained: Number of trainable elements of each delta, which come first. Running
+            statistics follow; no norm includes them. ``None``: all elements train.
     """
 
     client_ids: Sequence[ClientId]
@@ -122,7 +124,7 @@ class Updates:
     num_trained: int | None = None
 
     def delta_parts(self) -> tuple[Tensor, Tensor]:
-        """Return the deltas of what trains [B, Q], and of running statistics [B, P - Q]."""
+        """Split the deltas into trainable parameters [B, Q] and running statistics [B, P - Q]."""
         deltas_BP = matrix(self.lanes[DELTA.name])
         num_elements = deltas_BP.shape[1]
         num_trained = num_elements if self.num_trained is None else self.num_trained
@@ -132,15 +134,15 @@ class Updates:
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """What the contributions of a round come to.
+    """The aggregated updates of a round.
 
     Attributes:
-        lanes: By lane the aggregated vector: the mean over clients, or what the rule makes of them.
-        num_clients: How many contributed, >= 1.
-        num_clipped: How many of them were scaled down to the bounds of a secure sum, or by the
-            clip that is the strategy's last transform; ``None``: there is no clip, or the count is
-            not known or must not be.
-        num_capped: How many of them had a loss or a number of examples above the bounds of a
+        lanes: By lane, the aggregated vector: the mean over clients, or another rule's result.
+        num_clients: Number of clients in the aggregate, >= 1.
+        num_clipped: Number of updates that were scaled down to the bounds of a secure sum, or by
+            the clip that is the strategy's last transform. ``None``: nothing is clipped, or the
+            count is unknown or would leak information.
+        num_capped: Number of clients whose loss or number of examples was above the bounds of a
             secure sum; ``None``: as above.
     """
 

@@ -1,4 +1,4 @@
-"""Another local update for each client: fewer epochs on slow devices, or other rates."""
+"""Local updates that differ between clients, such as fewer epochs on slow devices."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from fedlearn.errors import CallError, ConfigError
 
 @dataclass(frozen=True)
 class PerClient(Wrapped):
-    """A strategy whose clients are told each what to do.
+    """Gives each client its own local update.
 
     Attributes:
-        inner: The strategy otherwise.
-        local_of: From a client's id to its local update, a function of that alone; each contributes
-            and remembers what the inner strategy's own one does.
+        inner: The wrapped strategy.
+        local_of: Pure function from a client's id to its local update, which must declare the same
+            lanes and memory as the inner strategy's.
 
     Raises:
         CallError: ``local_of`` cannot be called.
@@ -41,11 +41,11 @@ class PerClient(Wrapped):
             )
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
-        """Return what each client does.
+        """Return the local update of each client.
 
         Raises:
-            ConfigError: ``local_of`` returned something else, or what contributes or remembers
-                other things than the other clients.
+            ConfigError: ``local_of`` returned something else, or a local update with other lanes
+                or memory than the inner strategy's.
         """
         return list(map(self._local_for, client_ids))
 

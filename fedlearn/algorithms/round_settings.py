@@ -1,4 +1,4 @@
-"""Settings of clients that change from round to round, by a function of the user's."""
+"""Client settings that change from round to round, by a function that the user supplies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ _RATE = "learning_rate"
 
 
 class RoundSettings(Protocol):
-    """Settings of a round, a function of its number alone: rounds are repeated after a crash."""
+    """Returns the settings of a round. Must depend on the round alone: a resume repeats rounds."""
 
     def __call__(self, round_num: int, /) -> Mapping[str, Scalar]:
         """Return the settings that replace the run's own in one round.
@@ -29,12 +29,12 @@ class RoundSettings(Protocol):
 
 @dataclass(frozen=True)
 class InRound(Wrapped):
-    """A strategy whose clients train with the settings of one round.
+    """A strategy with the client settings of one round.
 
     Attributes:
-        inner: The strategy otherwise.
-        learning_rate: In place of its local update's; ``None``: as that has it.
-        extra: Free-form settings, laid over those of the run.
+        inner: The wrapped strategy.
+        learning_rate: Replaces the local update's learning rate; ``None``: unchanged.
+        extra: Free-form settings, which override those of the run.
     """
 
     learning_rate: float | None
@@ -42,7 +42,11 @@ class InRound(Wrapped):
 
     @property
     def local(self) -> LocalUpdate:
-        """The inner strategy's with the settings of the round; raises ValueError as they do."""
+        """The inner local update with the settings of the round.
+
+        Raises:
+            ValueError: A setting is out of range, or the update has no learning rate.
+        """
         return self._with_settings(self.inner.local)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
@@ -60,11 +64,11 @@ class InRound(Wrapped):
 
 
 def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> Strategy:
-    """Return a strategy with the settings that a round has by the user's function.
+    """Apply the user's settings for one round to a strategy.
 
     Raises:
-        ConfigError: The function returns something else, or the clients have no learning rate.
-        Exception: What the function raises.
+        ConfigError: The function returned invalid settings, or the clients have no learning rate.
+        Exception: Any exception that the function raises.
 
     Example:
         >>> from fedlearn.algorithms.local import LocalSgd
@@ -88,7 +92,7 @@ def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> 
             f"{place}: it returned {unknown[0]!r}; a round has a learning_rate and extra.NAME"
         )
     rate = own.get(_RATE)
-    if _RATE in own and type(rate) not in (int, float):  # a truth value is an int
+    if _RATE in own and type(rate) not in (int, float):  # isinstance(True, int) holds
         raise ConfigError(f"{place}: learning_rate is {rate!r}; return a number")
     made = InRound(strategy, None if rate is None else float(rate), tuple(sorted(extra.items())))
     try:
@@ -99,7 +103,7 @@ def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> 
 
 
 def _with_rate(local: LocalUpdate, rate: float) -> LocalUpdate:
-    """Return an update at another learning rate; raises ValueError if it has none."""
+    """Replace an update's learning rate; raises ValueError if it has none."""
     if isinstance(local, Around):
         return replace(local, inner=_with_rate(local.inner, rate))
     if not isinstance(local, LocalWork) or not hasattr(local, _RATE):

@@ -1,4 +1,4 @@
-"""The seam of algorithms: what clients do, how it is combined, what the server makes of it."""
+"""The interface of a federated algorithm: local training, aggregation, and the server's step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,13 +14,13 @@ from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 
-#: What a strategy keeps from round to round, by name; its tensors go into checkpoints.
+#: State of a strategy from round to round, by name; its tensors go into checkpoints.
 State: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a round makes of the model: the next one, a state, and metrics for its record."""
+    """The result of a server step: the next model and state, and metrics to record."""
 
     params: Params
     state: State
@@ -30,35 +30,35 @@ class Stepped:
 class Strategy(Protocol):
     """A federated algorithm: frozen, its state passed in and returned.
 
-    Inherit from it and define :meth:`step`; ``local`` and ``aggregation`` are a dataclass's fields,
-    and so may ``transforms`` be.
+    To write one, inherit from this class as a frozen dataclass, declare the fields ``local`` and
+    ``aggregation``, perhaps ``transforms``, and define :meth:`step`.
     """
 
-    # Read-only to whoever holds a strategy. At run time they are not there, since a property
-    # would stand in the way of a dataclass's field.
+    # For type checkers these are read-only properties. At run time they must not exist, since a
+    # property in the base class would clash with a dataclass field of the same name.
     if TYPE_CHECKING:
 
         @property
         def local(self) -> LocalUpdate:
-            """What clients do."""
+            """The clients' local training."""
 
         @property
         def aggregation(self) -> Aggregation[Any]:  # Any: its state is its own business
-            """How their updates are combined."""
+            """The rule that combines clients' updates."""
 
         @property
         def transforms(self) -> Sequence[Transform]:
-            """What is done to an update before it leaves its client; nothing."""
+            """Transforms of an update before it leaves its client; none by default."""
             return ()
 
         @property
         def bounds(self) -> UpdateBounds | None:
-            """What one update may come to in the clear; ``None``: its own rule bounds it."""
+            """Bounds on an unmasked update; ``None``: the rule bounds it itself, as by clipping."""
             return GENEROUS
 
         @property
         def needs_same_round(self) -> str:
-            """Why all updates of a step must be based on one model; empty: they need not."""
+            """Why all updates of a step must come from one model; empty if they need not."""
             return ""
 
         @property
@@ -74,59 +74,59 @@ class Strategy(Protocol):
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """What a client contributes: the delta, and what the local update reports."""
+        """Lanes of an update: the delta, and those that the local update reports."""
         return (DELTA, *self.local.lanes)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
-        """Return what each client does: one object, :attr:`local`, unless clients differ."""
+        """Return the local update of each client; by default :attr:`local` for all of them."""
         return [self.local] * len(client_ids)
 
     def init(self, params: Params) -> State:
-        """Return the state before the first round; nothing."""
+        """Return the state before the first round; empty by default."""
         return {}
 
     def begin(self, params: Params) -> "Stepped":
-        """Return the model and state before the first round; the model as it is, and :meth:`init`.
+        """Return the model and state before the first round.
 
-        A strategy that has the coordinator train the model first returns that model. Metrics of it
-        stand in the record of the first round.
+        By default these are ``params`` and :meth:`init`. A strategy may train the model on the
+        coordinator first and return that model. The metrics are recorded with the first round.
         """
         return Stepped(params, self.init(params))
 
     def at(self, state: State) -> "Strategy":
-        """Return the strategy of the round that begins with this state; itself.
+        """Return the strategy for the round that begins with this state; itself by default.
 
-        One whose clients or aggregation depend on the state returns another one, with the same
-        lanes.
+        A strategy whose local update or aggregation depends on the state returns another one, with
+        the same lanes.
         """
         return self
 
     def tell(self, state: State) -> Lanes:
-        """Return what clients are told beside the model, one vector each; nothing.
+        """Return the vectors to broadcast together with the model; none by default.
 
-        Each is of one number a trainable parameter, in the layout's order.
+        Each has one number per trainable parameter, in the layout's order.
         """
         return {}
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Return the next model and state; writes to none of its arguments."""
+        """Compute the next model and state; must not write to its arguments."""
         ...
 
     def without_clients(self, params: Params, state: State) -> State:
-        """Return the state after all clients have lost what they keep; unchanged.
+        """Return the state after all clients have lost their client state; unchanged by default.
 
-        A strategy resets what has to agree with the clients, such as the mean of what they keep.
+        A strategy resets whatever must agree with the clients, such as the mean of their states.
         """
         return state
 
 
 @dataclass(frozen=True)
 class Wrapped(Strategy):
-    """A strategy around another: it is that one, but for what it defines itself.
+    """A strategy that wraps another and overrides parts of it.
 
     Attributes:
-        inner: The other one.
-        own: Names of what is this one's in the state; the other one does not see it.
+        inner: The wrapped strategy, which supplies everything that is not overridden.
+        own: Names of the wrapper's own state, which the inner strategy does not see.
     """
 
     inner: Strategy
@@ -173,7 +173,7 @@ class Wrapped(Strategy):
         return self.inner.lanes
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
-        """Return what each client does in the inner strategy."""
+        """Return the inner strategy's local update of each client."""
         return self.inner.locals_for(client_ids)
 
     def init(self, params: Params) -> State:
@@ -181,42 +181,42 @@ class Wrapped(Strategy):
         return self.inner.init(params)
 
     def begin(self, params: Params) -> Stepped:
-        """Return what the inner strategy begins with; what is this one's own is added."""
+        """Begin the inner strategy, and add the wrapper's own state."""
         begun = self.inner.begin(params)
         return replace(begun, state={**self.init(begun.params), **begun.state})
 
     def without_clients(self, params: Params, state: State) -> State:
-        """Return the inner strategy's, and what is this one's own unchanged."""
+        """Reset the inner strategy's state; the wrapper's own state is unchanged."""
         inner = self.inner.without_clients(params, self.inner_state(state))
         return {**{name: state[name] for name in self.own & state.keys()}, **inner}
 
     def at(self, state: State) -> Strategy:
-        """Return this around the inner strategy of the round."""
+        """Return the wrapper around the inner strategy of the round."""
         inner = self.inner.at(self.inner_state(state))
         return self if inner is self.inner else replace(self, inner=inner)
 
     def tell(self, state: State) -> Lanes:
-        """Tell what the inner strategy does."""
+        """Return the inner strategy's broadcast."""
         return self.inner.tell(self.inner_state(state))
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Take the inner strategy's step; what is this one's own stays."""
+        """Take the inner strategy's step; the wrapper's own state is unchanged."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         return replace(stepped, state={**stepped.state, **{name: state[name] for name in self.own}})
 
 
 @dataclass(frozen=True)
 class Bounded(Wrapped):
-    """A strategy with bounds of its own for updates.
+    """Replaces the bounds on updates of a strategy.
 
     Attributes:
-        inner: The strategy otherwise.
-        own_bounds: What one update may come to in the clear.
+        inner: The wrapped strategy.
+        own_bounds: Bounds on an unmasked update.
     """
 
     own_bounds: UpdateBounds
 
     @property
     def bounds(self) -> UpdateBounds:
-        """This one's."""
+        """The bounds of this wrapper."""
         return self.own_bounds
