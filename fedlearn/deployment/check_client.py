@@ -1,4 +1,4 @@
-"""Whether this machine could take part: ``fedlearn join --check``."""
+"""Check whether this machine could take part: ``fedlearn join --check``."""
 
 import sys
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def check_before(
     addresses: Sequence[str] = (),
     out: TextIO = sys.stdout,
 ) -> None:
-    """Look whether this machine could take part, a line for each thing; joins nothing.
+    """Check whether this machine could take part, and print one line per check; nothing is joined.
 
     Raises:
-        DeploymentError: Something is in the way; the lines say what.
+        DeploymentError: A check failed; the lines say which.
     """
     folder = home or home_of(invitation)
     find_modules_here()

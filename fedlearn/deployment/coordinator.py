@@ -1,11 +1,11 @@
 """The coordinator process: it serves clients and runs rounds until the run is done.
 
-The main thread runs the rounds, as a simulation does. Beside it are the door with its event
-loop, the heartbeat (lease, status, the operator's wishes), the HTTP server, and a thread for
-signals; whatever ends the run reaches the main thread as an :class:`Interruption`.
+The main thread runs the rounds, as a simulation does. Other threads run the gRPC server with its
+event loop, the heartbeat (lease, status, the operator's commands), the HTTP server, and the signal
+watcher. Anything that ends the run reaches the main thread through an :class:`Interruption`.
 
-Whoever is killed here, at any line, loses nothing that a client was told is accepted: the
-next start goes on inside the same round.
+A coordinator may be killed at any line without losing an update that a client was told is accepted:
+the next start resumes inside the same round.
 """
 
 import os
@@ -55,28 +55,28 @@ from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 from fedlearn.transport import wire
 
-#: How long the database may be away in the middle of a run.
+#: How long the database may be unreachable during a run.
 _DATABASE_AWAY_S = 3600.0
 
-#: What is told of a run that was done before.
+#: Note shown when the run was already done at startup.
 _ANOTHER_RUN = "this run is done; another run needs another `name`"
 
 _DAY_S = 86400.0
 
-#: Threads that must go on, as operators read of them.
+#: Threads watched for signs of life, by the name that operators see.
 _ROUNDS, _DATABASE = "rounds", "database"
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Start(StrEnum):
-    """Where a deployed run goes on.
+    """Where a deployed run resumes.
 
     Attributes:
-        WHERE_IT_IS: Inside its round, with the replies that have come.
-        FROM_PREVIOUS: At the checkpoint before the last, which is damaged.
-        RESTORED: At the last checkpoint of a backup. Clients may have answered rounds since
-            that are repeated with another model, so it is another run to them.
+        WHERE_IT_IS: Inside its open round, with the replies that have arrived.
+        FROM_PREVIOUS: At the checkpoint before the last one, which is damaged.
+        RESTORED: At the last checkpoint of a backup. Clients may have answered later rounds, which
+            are now repeated with another model, so they see it as another run.
     """
 
     WHERE_IT_IS = "where it is"
@@ -93,24 +93,25 @@ def coordinate(
     start: Start,
     progress: Progress,
 ) -> None:
-    """Serve the deployment until its run is done or it is told to stop.
+    """Serve the deployment until its run is done or a signal stops it.
 
-    A stop, by SIGTERM or Ctrl-C, parks the round: this returns, and the next start goes on.
+    SIGTERM or Ctrl-C parks the round: the function returns, and the next start resumes the round.
 
     Args:
-        config: What it runs.
-        places: Where its parts are.
-        insecure: Plaintext on loopback, clients named by themselves: for trying things out.
-        serve_on: Whether to stay when the run is done, and tell clients to come back later.
-        start: Where the run goes on.
-        progress: Told of the run.
+        config: The run's configuration.
+        places: Paths and addresses of the deployment's parts.
+        insecure: Use plaintext on loopback and let clients choose their own names, to try things
+            out.
+        serve_on: Whether to keep serving when the run is done, telling clients to come back later.
+        start: Where the run resumes.
+        progress: Receives the progress of the run.
 
     Raises:
         Aborted: The operator has ended the run.
         ConfigError: The configuration cannot be built, or is not that of the run.
         DataError: Data are missing or cannot be trained on.
-        DeploymentError: This is neither Linux nor macOS; an address cannot be listened on, or keys
-            are damaged.
+        DeploymentError: The system is neither Linux nor macOS, an address cannot be listened on, or
+            keys are damaged.
         Fenced: Another coordinator has taken over.
         RoundError: A round failed and the policy says to fail the run.
         StoreError: The run cannot be recorded.
@@ -129,7 +130,7 @@ def coordinate(
     coordinator = Coordinator(
         places, pieces, insecure=insecure, serve_on=serve_on, start=start, progress=progress
     )
-    raise_max_open_files()  # the door takes half of them for connections
+    raise_max_open_files()  # the gRPC server uses half of them for connections
     with stop_signals(coordinator.interruption), one_thread():
         try:
             coordinator.serve()
@@ -148,30 +149,32 @@ def _require_loopback(config: Config) -> None:
 
 
 def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
-    """Return the identity keys of all clients that are not revoked, each as a lineage.
+    """Return the identity keys of all active clients, each as an encoded lineage.
 
-    The newest count: clients that have pinned an earlier one follow the chain from there.
+    The newest key of a lineage is the valid one; clients that have pinned an earlier one follow the
+    chain from there.
     """
     clients = patiently(registry.clients)
     return {each.client_id: each.lineage for each in clients if each.status == "active"}
 
 
 def _beat_s(lease_ttl_s: float) -> float:
-    """Return how often clients hear of a coordinator that another one may take over from.
+    """Return the seconds between two beats to clients, if another coordinator can take over.
 
-    They give it up after :data:`~fedlearn.transport.wire.MISSED_BEATS`, about as long after its
-    last word as its successor takes to lead: the next round begins within 10 s after the lease.
+    Clients leave after :data:`~fedlearn.transport.wire.MISSED_BEATS` missed beats. The interval
+    makes this about as long as a successor takes to lead, so that the next round begins within 10 s
+    after the lease expires.
     """
     return (lease_ttl_s + 4.0) / wire.MISSED_BEATS
 
 
 @dataclass(eq=False)
 class Coordinator:
-    """One coordinator process; see :func:`coordinate` for its attributes.
+    """One coordinator process; see :func:`coordinate` for the other attributes.
 
     Attributes:
-        interruption: Ends it.
-        live_status: What it says of itself.
+        interruption: Ends the process's run.
+        live_status: The status that operators and monitors see.
     """
 
     places: Places
@@ -183,7 +186,7 @@ class Coordinator:
     progress: Progress
 
     def __post_init__(self) -> None:
-        """Prepare what its threads share."""
+        """Create the objects that the threads share."""
         self._signs = SignsOfLife(
             stuck_after_s=self.places.config.coordinator.stuck_after_s, clock=SystemClock()
         )
@@ -201,7 +204,7 @@ class Coordinator:
         self._lease: Lease | None = None
         self._door: Door | None = None
         self._authority: Authority | None = None
-        self._door_lock = threading.Lock()  # nobody asks a door that is being closed
+        self._door_lock = threading.Lock()  # no thread may query a gRPC server that is closing
         self._log = structlog.get_logger(__name__)
 
     # ---- The process ----------------------------------------------------------------------
@@ -224,7 +227,7 @@ class Coordinator:
 
     @contextmanager
     def _holding(self, database: Database) -> Iterator[Lease]:
-        """Wait for the lease, and hold it."""
+        """Wait for the lease, and hold it inside the block."""
         held = self._leader.leading(
             database,
             self.places.run_name,
@@ -238,7 +241,7 @@ class Coordinator:
             self._lease = None
 
     def _lead(self, database: Database, lease: Lease) -> None:
-        """Run the rounds that are due, and record how that ended."""
+        """Run the remaining rounds, and record how the run ended."""
         stored = database.run(self.places.run_name, guard=lease.guard)
         stored.retention = built(Retention, self.places.config.store)
         record = self._patiently(lambda: stored.record)
@@ -249,11 +252,11 @@ class Coordinator:
             self._log.info("done_before", run=record.name)
             self.live_status.num_finished = record.num_rounds
             self.live_status.phase = Phase.DONE
-            self._remove_spool(run_id)  # whoever ended the run may not have come to it
+            self._remove_spool(run_id)  # the process that finished the run may have died before
         with self._serving(database, lease, run_id) as door:
             if record.status is not RunStatus.DONE:
-                # What clients were told stays true when the round goes on where it is: later, or
-                # once the model's file is put back.
+                # After these errors the run is not recorded as failed: its round can resume with
+                # the updates it has, later or once the model's file is put back.
                 resumable = (Parked, StoreError, ConfigError)
                 with outcome_told(stored, self.progress, resumable=resumable):
                     self._leader.run(self._clients(database, door), stored, record, lease)
@@ -261,7 +264,8 @@ class Coordinator:
                 self.progress.start(record, stored.path, (_ANOTHER_RUN,))
                 self.progress.end(summarize(record, stored.rounds()))
             self.live_status.phase = Phase.DONE
-            # All of it is part of a commit. Whose replies count the door still has in memory.
+            # All uploads are part of a commit, and the gRPC server still knows in memory whose
+            # replies counted.
             self._remove_spool(run_id)
             if self.serve_on:
                 self._log.info("serving_on", run=record.name)
@@ -269,7 +273,7 @@ class Coordinator:
                     self.interruption.sleep(_DATABASE_AWAY_S)
 
     def _begin_anew(self, database: Database, stored: StoredRun) -> None:
-        """Drop what clients have sent and, if it is damaged, the model that it answers."""
+        """Drop the uploads of clients and, if the last checkpoint is damaged, that checkpoint."""
         dropped = deployment(database, stored.name).run_id
         is_damaged = self.start is Start.FROM_PREVIOUS
         self._patiently(stored.rewind if is_damaged else stored.renew)
@@ -281,7 +285,7 @@ class Coordinator:
 
     @contextmanager
     def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Door]:
-        """Keep the door open."""
+        """Serve clients over gRPC inside the block."""
         section = self.places.config.coordinator
         if not self.insecure:
             self._authority = self.places.authority()
@@ -330,7 +334,7 @@ class Coordinator:
             ),
             run_id=deployment(database, self.places.run_name).run_id,
             notes=(f"clients are served at {door.address}",),
-            is_asked_anew=False,  # the door has what they have sent
+            is_asked_anew=False,  # the upload store has the replies to the earlier process
             num_needed=self.pieces.num_needed,
             patience_s=self.places.config.coordinator.patience_s,
             too_few=waited_on,
@@ -341,7 +345,7 @@ class Coordinator:
         )
 
     def _congestion(self, channel: DoorChannel) -> InFlightLimit | None:
-        """Return how many clients of an asynchronous run may be in flight."""
+        """Build the limit on clients in flight of an asynchronous run; ``None`` for others."""
         if (asynchrony := self.pieces.asynchrony) is None:
             return None
         return InFlightLimit(
@@ -353,7 +357,7 @@ class Coordinator:
 
     @property
     def _num_in_work(self) -> int:
-        """Clients that work at the same time."""
+        """Number of clients that work at the same time."""
         asynchrony = self.pieces.asynchrony
         return self.pieces.policy.num_asked if asynchrony is None else asynchrony.concurrency
 
@@ -363,7 +367,7 @@ class Coordinator:
         return config.coordinator.send_ahead and not config.evaluation.num_clients
 
     def _identities(self, database: Database) -> Identities | None:
-        """Return what secure aggregation signs and verifies with, where there are keys."""
+        """Return the keys that secure aggregation signs and verifies with, if it is on."""
         if self.insecure or self.pieces.secure is None:
             return None
         run_id = deployment(database, self.places.run_name).run_id
@@ -374,15 +378,15 @@ class Coordinator:
             directory=partial(enrolled_keys, registry, patiently=self._patiently),
         )
 
-    # ---- What it says of itself -----------------------------------------------------------
+    # ---- Status and metrics ---------------------------------------------------------------
 
     def status(self) -> dict[str, object]:
-        """Return what operators are told, as JSON values."""
+        """Return the status for operators, as JSON values."""
         own = self.live_status.values() | {"process": os.getpid()}
         return own | self._door_status()
 
     def snapshot(self) -> Snapshot:
-        """Return what monitors are told."""
+        """Return the metrics for monitors."""
         lease, door = self._lease, self._door
         counters, gauges = self.live_status.counters(), self.live_status.gauges()
         gauges |= self._surroundings()
@@ -403,7 +407,7 @@ class Coordinator:
         )
 
     def _surroundings(self) -> dict[str, float]:
-        """Return what may run out, and what runs here."""
+        """Return gauges of free disk space, certificate lifetimes, and software versions."""
         runs = {"version": version("fedlearn"), "python": platform.python_version()}
         labels = ",".join(f"{k}={v}" for k, v in {**runs, "torch": torch.__version__}.items())
         folders = {"coordinator": self.places.folder, "runs": self.places.addresses.runs_dir}

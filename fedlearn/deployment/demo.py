@@ -1,7 +1,7 @@
-"""A whole deployment on this machine: a coordinator, five clients, and the simulation beside it.
+"""A whole deployment on this machine: a coordinator and five clients, then its simulation.
 
-Every part is a process of its own and does what it does across a network: the clients are
-invited, enrol, connect by mutual TLS and train on images that only they hold.
+Every part runs in its own process and works as it would across a network: the clients are invited,
+enrol, connect over mutual TLS, and train on images that only they hold.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ _TAIL_LINES = 5
 
 
 def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[str, str]) -> None:
-    """Run the demo; everything it has started is stopped at the end, however it ends.
+    """Run the demo, and stop all of its processes at the end, even after an error.
 
-    ``out`` is told how it goes, in lines. All files lie in ``keep``, which is made if need be, or
-    else in a folder that is removed.
+    Progress is printed to ``out``. All files are in the folder ``keep``, which is created if
+    needed, or in a temporary folder if that is ``None``.
 
     Raises:
-        DeploymentError: A process ended that should not have; or this is neither Linux nor macOS.
+        DeploymentError: A process ended unexpectedly, or the system is neither Linux nor macOS.
     """
     require_coordinator_system()
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[st
 
 
 def _configured(file: Path, num_rounds: int) -> Config:
-    """Return the starter's configuration on ports that are free now, as it is written to a file."""
+    """Write the starter's configuration, on ports that are free now, to a file and return it."""
     file.write_text(render(starter()))
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _LISTENING]
@@ -85,7 +85,7 @@ def _configured(file: Path, num_rounds: int) -> Config:
 
 
 def _surroundings(environ: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return the environment less what would lead the processes out of the folder."""
+    """Return the environment without variables that would store runs outside the demo's folder."""
     theirs = ("FEDLEARN_STORE", "FEDLEARN_RUNS_DIR")
     ours = {name: value for name, value in environ.items() if not name.startswith(theirs)}
     return ours | {part.CONFIG: str(file)}
@@ -93,7 +93,7 @@ def _surroundings(environ: Mapping[str, str], file: Path) -> dict[str, str]:
 
 @dataclass
 class Stage:
-    """The processes of a demo, the folder of all their files, and who is told how it goes."""
+    """The processes of a demo, the folder of their files, and the stream for its progress."""
 
     folder: Path
     out: TextIO
@@ -101,7 +101,7 @@ class Stage:
     _running: dict[str, "subprocess.Popen[str]"] = field(default_factory=dict)
 
     def start(self, name: str, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
-        """Start ``fedlearn`` with ``arguments``; what it logs goes to a file."""
+        """Start ``fedlearn`` with ``arguments``; its log goes to a file."""
         with (self.folder / f"{name}.log").open("w") as log:
             process = subprocess.Popen(  # noqa: S603 (ourselves)
                 [sys.executable, "-m", "fedlearn", *arguments],
@@ -116,14 +116,14 @@ class Stage:
         return process
 
     def tell(self, line: str) -> None:
-        """Tell how it goes."""
+        """Print a line of progress."""
         print(line, file=self.out, flush=True)
 
     def check(self) -> None:
-        """Check that all that should run does.
+        """Check that all started processes are still running.
 
         Raises:
-            DeploymentError: One does not; with what it logged last.
+            DeploymentError: One has ended; the message has the last lines of its log.
         """
         for name, process in self._running.items():
             if process.poll() is not None:
@@ -134,7 +134,7 @@ class Stage:
                 )
 
     def stop(self) -> None:
-        """Stop all processes; one that does not listen is killed."""
+        """Terminate all processes, and kill those that do not end in time."""
         for process in self._running.values():
             process.terminate()
         for process in self._running.values():
@@ -198,7 +198,7 @@ def _join(places: Places, number: int, stage: Stage) -> None:
 def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | None:
     """Print the coordinator's rounds until it ends; return the last accuracy."""
     lines: SimpleQueue[str | None] = SimpleQueue()
-    assert coordinator.stdout is not None  # it was asked for
+    assert coordinator.stdout is not None  # Stage.start made a pipe for it
     reader = threading.Thread(target=_read, args=(coordinator.stdout, lines), daemon=True)
     reader.start()
     accuracy: float | None = None
@@ -206,7 +206,7 @@ def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | Non
         try:
             line = lines.get(timeout=_LOOK_S)
         except Empty:
-            if coordinator.poll() is None:  # otherwise the reader is about to say so
+            if coordinator.poll() is None:  # if it has ended, the reader is about to send None
                 stage.check()
             continue
         if line is None:

@@ -1,4 +1,4 @@
-"""More rounds for a run that is under way, was interrupted, or is done."""
+"""Add rounds to a run that is running, was interrupted, or is done."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,18 +19,18 @@ def extend(
     """Raise the number of rounds of a run to ``num_rounds``, and return its new record.
 
     Settings that were derived from the old number, such as a noise multiplier, do not change. A
-    running run reads the new number before its last round.
+    run in progress reads the new number before its last round.
 
     Args:
-        database: Where the run is.
-        name: Of the run.
-        num_rounds: In total, more than it has now.
-        data_dir: Where its data are, which the privacy cost depends on.
+        database: The database with the run.
+        name: Name of the run.
+        num_rounds: New total number of rounds, more than the run has now.
+        data_dir: Folder of its data, which the privacy cost depends on.
         clock: Real time.
 
     Raises:
-        ConfigError: They are not more, the run has stopped early, or its privacy budget is not
-            enough for them.
+        ConfigError: ``num_rounds`` is not more than before, the run has stopped early, or its
+            privacy budget does not cover the new rounds.
         StoreError: There is no such run, or it cannot be read or written.
     """
     stored = database.run(name)
@@ -41,7 +41,7 @@ def extend(
             "(--rounds), or go back to an earlier one (`fedlearn rollback`)"
         )
     changed: Mapping[str, object] = {**record.config, "num_rounds": num_rounds}
-    config_of(replace(record, config=changed))  # which bounds them
+    config_of(replace(record, config=changed))  # raises if num_rounds is out of range
     finished = stored.checkpoints()
     num_finished = finished[-1].round_num if finished else 0
     if record.status is RunStatus.DONE and num_finished < record.num_rounds:
@@ -64,7 +64,7 @@ def _require_affordable(
     data_dir: Path,
     clock: Clock,
 ) -> None:
-    """Check that the privacy budget is enough for all rounds to come, where there is one."""
+    """Check that the privacy budget, if there is one, covers all remaining rounds."""
     config = config_of(record)
     budget = config.privacy.epsilon
     if not config.privacy.is_on or budget is None or config.privacy.reproducible:

@@ -1,4 +1,4 @@
-"""Clients that keep failing: counted, logged by name, and set aside after so many in a row."""
+"""Track clients that keep failing: count, log by name, and set them aside after a limit."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId
 
-#: How many clients are logged in a round, and told to operators: those that have failed most often.
+#: Most clients that are logged in a round and shown to operators; the most frequent failures first.
 _MAX_TOLD = 20
 
 _log = structlog.get_logger(__name__)
@@ -18,17 +18,18 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(kw_only=True)
 class FailingClients:
-    """How often clients have failed in a row: since they last reported.
+    """Counts each client's failures in a row, that is, since it last reported.
 
-    An attempt in which nobody reported counts against nobody: what all of them fail of is seldom
-    theirs, and a session of secure aggregation that ends fails for all.
+    An attempt without any report is not counted: an error that all clients share is seldom their
+    fault, and a secure-aggregation session that is aborted fails for all of them.
 
     Attributes:
         names: Returns the names of clients.
-        set_aside: Has a client not be asked until it connects anew.
-        set_aside_after: After so many failures in a row; 0: never.
-        found: By client how often in a row, and why last: before this process by the committed
-            rounds. Clients that were set aside have another try, since they connect anew.
+        set_aside: Stops a client from being asked until it reconnects.
+        set_aside_after: Failures in a row after which a client is set aside; 0 means never.
+        found: Number of failures in a row and the last reason, by client. It starts from the
+            committed rounds. Clients set aside by an earlier process get another chance, since they
+            have to reconnect.
     """
 
     names: Callable[[Collection[ClientId]], Mapping[ClientId, str]]
@@ -37,9 +38,10 @@ class FailingClients:
     found: dict[ClientId, tuple[int, str]]
 
     def note(self, participations: Participations) -> None:
-        """Take what became of the clients of one attempt at a round, in the order in which it did.
+        """Record the outcomes of the clients in one attempt at a round, in order of time.
 
-        A buffer may have asked one again that had failed: that counts once, and not if it reported.
+        An asynchronous round may ask a client again after it failed. Its failures then count once,
+        and not at all if it reported in the end.
         """
         if not participations.num(Status.REPORTED):
             return
@@ -58,7 +60,7 @@ class FailingClients:
                 self.set_aside(client_id)
 
     def status(self) -> dict[str, object]:
-        """Return by number, as JSON values, who has failed at least twice in a row."""
+        """Return the clients that failed at least twice in a row, by number, as JSON values."""
         again = {each: found for each, found in self.found.copy().items() if found[0] > 1}
         return {
             str(client_id): {"in_a_row": in_a_row, "reason": reason}
@@ -84,11 +86,11 @@ def _worst(
 
 @dataclass(frozen=True, kw_only=True)
 class NotedCollector:
-    """Passes on what became of the clients of every attempt.
+    """A collector that reports the outcome of every attempt's clients.
 
     Attributes:
-        inner: Collects.
-        note: Called with the clients of each attempt.
+        inner: The collector that does the work.
+        note: Called with the outcomes of each attempt.
     """
 
     inner: Collector
@@ -101,7 +103,7 @@ class NotedCollector:
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
-        """Return what the inner collector does."""
+        """Collect with the inner collector, then report the outcomes."""
         collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
         self.note(collected.participations)
         return collected

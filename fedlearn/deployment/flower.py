@@ -1,6 +1,7 @@
-"""The coordinator as a Flower ServerApp: the run of a configuration over a federation's nodes.
+"""The coordinator as a Flower ServerApp: it runs a configuration over a federation's nodes.
 
-What ``flwr run`` is given says which run: see :mod:`fedlearn.deployment.flower_config`.
+The run configuration of ``flwr run`` selects the run: see
+:mod:`fedlearn.deployment.flower_config`.
 """
 
 import os
@@ -45,15 +46,15 @@ from fedlearn.transport.flower import (
     StockRecords,
 )
 
-#: In the folder of runs: the coordinator's identity, the same for all of them, so that nodes may
-#: be told of it beforehand.
+#: Subfolder of the runs folder with the coordinator's identity. All runs share it, so that nodes
+#: can pin it in advance.
 _IDENTITY_FOLDER = "flower-coordinator"
-#: How long the database may be away in the middle of a run.
+#: How long the database may be unreachable during a run.
 _DATABASE_AWAY_S = 600.0
 
 
 def server_app(folder: Path) -> flower.ServerApp:
-    """Return the ServerApp that runs the configuration that the run names, in the app's folder."""
+    """Build the ServerApp, which runs the configuration in the app's folder that the run names."""
 
     def main(federation: Federation) -> None:
         progress = progress_to(sys.stdout, as_json=False)
@@ -76,21 +77,20 @@ def run(
     interruption: Interruption,
     progress: Progress,
 ) -> Run:
-    """Run the configuration of ``folder`` that ``federation`` names, to its last round.
+    """Run the configuration in ``folder`` that ``federation`` names, to its last round.
 
-    A run of the configuration's name that was begun before goes on after its last commit.
+    If a run with the configuration's name exists already, it resumes after its last commit.
 
     Args:
-        federation: The nodes, and what ``flwr run`` was given.
-        folder: Of the app.
+        federation: The nodes, and the run configuration of ``flwr run``.
+        folder: The app's folder.
         environ: The environment variables.
-        interruption: Real time, and what ends the run in this process.
-        progress: Told of the run.
+        interruption: Real time, and the reason to end the run in this process.
+        progress: Receives the progress of the run.
 
     Raises:
         Aborted: The operator has ended the run.
-        ConfigError: The run is not one that can be built, or was begun with another
-            configuration.
+        ConfigError: The run cannot be built, or was begun with another configuration.
         DataError: The coordinator's data are missing.
         DeploymentError: The SuperLink no longer serves this run, or the coordinator's keys are
             damaged.
@@ -106,8 +106,8 @@ def run(
         name = config.name or begin(new_record(pieces, extra={}), database, seed=config.seed).name
         ensure_deployed(database, pieces, name=name, clock=interruption)
         stored = database.run(name)
-        # A coordinator that died starts again by itself, and its lease passes on when it is
-        # silent. Nobody starts a ServerApp again: so the lock tells that it is gone.
+        # Nothing restarts a ServerApp that died, and waiting for its lease to expire would delay
+        # the next `flwr run`. The lock shows at once that the process is gone.
         with stored.held():
             if stored.record.status is RunStatus.DONE:
                 progress.start(stored.record, stored.path, ("it was done before",))
@@ -125,7 +125,7 @@ def run(
                     database,
                     name,
                     status=served.status,
-                    alive=lambda: None,  # nobody asks the app
+                    alive=lambda: None,  # a ServerApp has no liveness endpoint
                 ) as lease:
                     stored = database.run(name, guard=lease.guard)
                     with outcome_told(stored, progress), _stop_recorded(stored):
@@ -134,7 +134,7 @@ def run(
 
 
 def _require_no_eligibility(config: Config) -> None:
-    """Refuse what a client must be or say: a node of Flower has no tags and says nothing."""
+    """Refuse eligibility rules: a Flower node has no tags and does not describe itself."""
     section = config.coordinator.eligibility
     asked = [name for name, value in section if value != type(section).model_fields[name].default]
     if asked:
@@ -158,7 +158,7 @@ def _stop_recorded(stored: StoredRun) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Served:
-    """A run that a ServerApp serves, and what it says of itself."""
+    """A run that a ServerApp serves: its channel, its identity, and its status."""
 
     federation: Federation
     site: Site
@@ -199,12 +199,12 @@ class _Served:
         return float(number(self.federation.run_config, "patience-s"))
 
     def status(self) -> dict[str, object]:
-        """Return what operators are told, as JSON values."""
+        """Return the status for operators, as JSON values."""
         connected = {"connected": self.channel.num_nodes, "eligible": self.channel.num_clients}
         return self.leader.live_status.values() | {"process": os.getpid(), **connected}
 
     def run(self, stored: StoredRun, lease: Lease) -> None:
-        """Run the rounds that are due."""
+        """Run the remaining rounds."""
         stored.retention = built(Retention, self.leader.pieces.config.store)
         stored.finish(RunStatus.RUNNING, error="")
         self.leader.run(self._clients(stored.name), stored, stored.record, lease)
@@ -218,18 +218,18 @@ class _Served:
             reach=Reach(channel=self.channel, identities=self._identities()),
             run_id=str(self.federation.run_id),
             notes=self._notes(name),
-            is_asked_anew=True,  # a node answers the Flower run that has asked it
+            is_asked_anew=True,  # a node replies only to the Flower run that asked it
             num_needed=min_clients or self.leader.pieces.num_needed,
             patience_s=self.patience_s,
             too_few=self._too_few,
             names=lambda _: {},
-            set_aside=_ignored,  # a node does not connect anew
+            set_aside=_ignored,  # a node never reconnects, so it would stay set aside
             num_set_aside=lambda: 0,
             forget=_ignored,  # replies end with their exchange
         )
 
     def _too_few(self, num_present: int, num_waits: int) -> None:
-        """Wait as often as a round is tried; raise TooFewNodes after that."""
+        """Allow as many waits as a round has retries, then raise TooFewNodes."""
         policy, attendance = self.leader.pieces.policy, self.channel.attendance()
         retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
         if num_waits > retries:
@@ -269,13 +269,13 @@ class _Served:
 
 
 def _ignored(_: int) -> None:
-    """Do nothing: there is nothing of the kind on Flower."""
+    """Do nothing: Flower has no counterpart."""
 
 
 def coordinator_identity(runs_dir: Path) -> Identity:
-    """Return what a coordinator with these runs signs terms with, made when it is first asked for.
+    """Load the identity that signs terms for the runs in a folder, and create it on first use.
 
     Raises:
-        DeploymentError: It cannot be written, or is damaged.
+        DeploymentError: The identity cannot be written or is damaged.
     """
     return Identity.at(runs_dir / _IDENTITY_FOLDER)

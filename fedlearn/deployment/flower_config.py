@@ -1,8 +1,8 @@
-"""Which run a Flower run is, for the coordinator and for clients that try it out.
+"""Read fedlearn's configuration from a Flower run, for the coordinator and for trial clients.
 
-What ``flwr run`` is given (``[tool.flwr.app.config]`` and ``--run-config``): ``config``,
-``overrides``, ``num-rounds``, ``min-clients`` and ``patience-s``, as ``server/flower/README.md``
-explains them.
+The run configuration (``[tool.flwr.app.config]`` and ``flwr run --run-config``) has the keys
+``config``, ``overrides``, ``num-rounds``, ``min-clients`` and ``patience-s``, which
+``server/flower/README.md`` explains.
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ from fedlearn.transport.flower import Node
 
 
 def configuration(run_config: Settings, folder: Path) -> Config:
-    """Return the configuration that a Flower run names.
+    """Load the configuration file that a Flower run names, with the run's overrides.
 
     Raises:
-        ConfigError: It is missing or wrong.
+        ConfigError: The file or an override is missing or invalid.
     """
     name, overrides = run_config.get("config"), run_config.get("overrides", "")
     if not isinstance(name, str) or not isinstance(overrides, str):
@@ -36,10 +36,10 @@ def configuration(run_config: Settings, folder: Path) -> Config:
 
 
 def number(run_config: Settings, name: str) -> int:
-    """Return a whole number of the run's settings, 0 where there is none.
+    """Read a whole number >= 0 from the run's settings; 0 if the key is missing.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value is something else.
     """
     value = run_config.get(name, 0)
     if type(value) is not int or value < 0:
@@ -48,6 +48,7 @@ def number(run_config: Settings, name: str) -> int:
 
 
 def partition_trainer(node: Node, folder: Path) -> TorchTrainer:
-    """Return :func:`~fedlearn.deployment.part.part_trainer` of the run's configuration."""
-    torch.set_num_threads(1)  # sums as in a simulation, whatever the number of cores
+    """Build the trainer of a node's client: see :func:`~fedlearn.deployment.part.part_trainer`."""
+    # The order of a floating-point sum depends on the number of threads; a simulation uses one.
+    torch.set_num_threads(1)
     return part_trainer(configuration(node.run_config, folder), node.client_id)

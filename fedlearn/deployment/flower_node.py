@@ -1,16 +1,16 @@
-"""What the owner of a Flower node says in its configuration about the client there.
+"""Read the client's policy from a Flower node's configuration.
 
-``flower-supernode --node-config``, besides what the trainer reads:
+Keys of ``flower-supernode --node-config``, in addition to those that the trainer reads:
 
 ============================== ===========================================================
 ``partition-id``               the client's number
-``identity``                   a folder for its keys and for what it remembers; else both
-                               lie in the SuperNode's memory
-``coordinator-key``            the coordinator's key in hexadecimal, or a file that holds
-                               it; else the first that is shown is believed
-``roster``                     a file with the identity keys of all clients; else the keys
-                               that are told first are believed
-``policy``                     a client's TOML file, of which ``[policy]`` counts
+``identity``                   a folder for its keys and its state; default: both are kept
+                               in the SuperNode's memory
+``coordinator-key``            the coordinator's key in hexadecimal, or a file with it;
+                               default: the first key seen is trusted
+``roster``                     a file with the identity keys of all clients; default: the
+                               first key seen of each client is trusted
+``policy``                     a client's TOML file, of which only ``[policy]`` is used
 ``require-secure-aggregation`` true: refuse readable updates, whatever ``policy`` says
 ============================== ===========================================================
 """
@@ -26,11 +26,12 @@ from fedlearn.transport.flower import Node
 
 
 def node_policy(node: Node) -> Policy:
-    """Return what the client of a node refuses.
+    """Build the policy that the client of a node enforces.
 
     Raises:
-        ConfigError: The node's configuration or its file is wrong, or asks for what nobody can
-            keep on Flower: limits a day, conditions of the device.
+        ConfigError: The node's configuration or its policy file is invalid, or asks for something
+            that cannot be enforced on Flower: daily limits, conditions of the device, or worker
+            processes.
     """
     path = node.node_config.get("policy")
     required = node.node_config.get("require-secure-aggregation", False)

@@ -1,4 +1,4 @@
-"""The beat of a coordinator: it keeps the lease, publishes the status, and hears the operator."""
+"""A coordinator's heartbeat: renew the lease, publish the status, read the operator's commands."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ _LONGEST_BEAT_S = 1.0
 
 @dataclass(eq=False)
 class Heartbeat:
-    """A thread that renews a lease while it is entered.
+    """A thread that renews a lease for the duration of a ``with`` block.
 
     Attributes:
-        lease: Held.
-        status: Returns what operators are told, JSON values only.
-        paused: Set and cleared as the operator says.
-        interruption: Given the reason when the operator aborts the run, another coordinator
-            has taken over, or the thread dies.
-        alive: Told after every beat, however it went: the thread goes on.
+        lease: The lease, which this process holds.
+        status: Returns the status for operators, as JSON values.
+        paused: Set when the operator pauses the run, cleared when the operator resumes it.
+        interruption: Receives the reason when the operator aborts the run, another coordinator has
+            taken over, or the thread dies.
+        alive: Called after every beat, even a failed one, as a sign of life.
         clock: Real time.
     """
 
@@ -38,21 +38,21 @@ class Heartbeat:
     clock: Clock
 
     def __post_init__(self) -> None:
-        """Make the thread."""
+        """Create the thread."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._log = structlog.get_logger(__name__)
         self._away_since_s: float | None = None
 
     def __enter__(self) -> Self:
-        """Begin to beat; the first beat is heard before this returns."""
+        """Start the thread, after a first beat in the caller's thread."""
         self._beat()
         self.alive()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop beating, with a last word."""
+        """Stop the thread after a last beat, which publishes the final status."""
         self._stopped.set()
         self._thread.join()
 
@@ -64,7 +64,7 @@ class Heartbeat:
                 self.alive()
             self._beat()
         finally:
-            if not self._stopped.is_set():  # whatever the thread dies of
+            if not self._stopped.is_set():  # the thread died of an unexpected error
                 self.interruption.give(
                     StoreError(
                         f"nothing renews the lease of run {self.lease.name!r} any more: its "
@@ -80,7 +80,7 @@ class Heartbeat:
                 self._away_since_s = self.clock.now_s()
                 self._log.warning("database_away", error=str(error))
             return
-        except StoreError as error:  # fenced, too
+        except StoreError as error:  # including Fenced: another coordinator has taken over
             self.interruption.give(error)
             return
         if self._away_since_s is not None:

@@ -1,4 +1,4 @@
-"""Why a coordinator shall stop what it waits for: a signal, its operator, another coordinator."""
+"""Interrupt a coordinator's run loop on a signal, an operator's command, or a takeover."""
 
 import signal
 import threading
@@ -13,13 +13,13 @@ _WATCHED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption(SystemClock):
-    """A reason to stop that any thread may give, once; the run loop looks for it.
+    """A reason to stop that any thread may give; the run loop checks for it.
 
-    It is a clock as well, whose sleep ends early where there is a reason.
+    It is also a clock, whose sleep ends early when a reason is given.
 
     Args:
-        alive: Told, each time that the run loop looks or sleeps, for how many seconds it will sleep
-            now: as long as it does so, it goes on.
+        alive: Called each time that the run loop checks or sleeps, with the seconds that it is
+            about to sleep. The calls show that the loop is alive.
     """
 
     def __init__(self, alive: Callable[[float], None] = lambda _: None) -> None:
@@ -29,7 +29,7 @@ class Interruption(SystemClock):
         self._reason: FedlearnError | None = None
 
     def give(self, reason: FedlearnError) -> None:
-        """Give the error that ends the run in this process; the first one counts."""
+        """Set the error that ends the run in this process; only the first one counts."""
         with self._lock:
             self._reason = self._reason or reason
         self._given.set()
@@ -39,13 +39,13 @@ class Interruption(SystemClock):
         return self._given.is_set()
 
     def check(self) -> None:
-        """Raise the reason, if there is one; for the run loop's thread."""
+        """Raise the reason, if there is one; call it from the run loop's thread only."""
         self._alive(0.0)
         if self._reason is not None:
             raise self._reason
 
     def sleep(self, seconds: float) -> None:
-        """Let ``seconds`` pass, or raise the reason as soon as there is one; likewise."""
+        """Sleep for ``seconds``, or raise the reason as soon as there is one; run loop only."""
         self._alive(seconds)
         self._given.wait(seconds)
         self.check()
@@ -55,10 +55,10 @@ class Interruption(SystemClock):
 def stop_signals(interruption: Interruption) -> Iterator[None]:
     """Let SIGTERM and Ctrl-C park the run instead of ending the process; in the main thread only.
 
-    A handler of Python's runs between two instructions of the main thread, which may hold
-    any lock: so it only puts a note on a queue, and a thread does what the note says.
+    Python runs a signal handler between two instructions of the main thread, which may hold any
+    lock. So the handler only puts the signal on a queue, and another thread acts on it.
     """
-    notes = SimpleQueue[int]()  # its put may interrupt itself
+    notes = SimpleQueue[int]()  # its put is reentrant, so a handler may interrupt another put
 
     def watch() -> None:
         while number := notes.get():

@@ -1,7 +1,7 @@
-"""A client in the foreground: ``fedlearn join``.
+"""Run a client in the foreground: ``fedlearn join``.
 
-Training runs in a second process, which imports torch. This one starts it again when it crashes,
-so that the coordinator hears at once of a task in which the trainer has ended its process.
+Training runs in a second process, which imports torch. This process restarts it when it crashes, so
+that the coordinator learns at once of a task that crashed the trainer's process.
 """
 
 import os
@@ -26,7 +26,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
 
-#: Seconds between two looks at whether a pause has ended.
+#: Seconds between two checks whether a pause has ended.
 _LOOK_S = 0.1
 _CLOCK = SystemClock()
 
@@ -41,26 +41,28 @@ def join(
     addresses: Sequence[str] = (),
     out: TextIO = sys.stdout,
 ) -> bool:
-    """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
+    """Take part until SIGTERM or Ctrl-C; enrol first if the client is not enrolled yet.
 
-    SIGCONT has it look for its coordinator at once; Windows has no such signal.
+    SIGCONT makes the client look for its coordinator at once; Windows has no such signal.
 
     Args:
         invitation: The file from the coordinator's operator.
-        task: The trainer, as ``fedlearn join --task``.
-        home: Folder of the client's keys and state; ``None``: that of
+        task: The trainer, as in ``fedlearn join --task``.
+        home: Folder of the client's keys and state; ``None`` for
             :func:`~fedlearn.client.folder.default_home`.
-        config: What this client refuses, when it may train, and by how many processes.
-        roster: Identity keys of the other clients; ``None``: those that the coordinator tells.
-        addresses: Where the coordinator is now, if it has moved.
-        out: Told what happens, a line for each step.
+        config: The client's policy, the conditions under which it trains, and its number of worker
+            processes.
+        roster: File with the identity keys of the other clients; ``None`` to trust those that the
+            coordinator sends.
+        addresses: New addresses of the coordinator, if it has moved.
+        out: Stream for one line per event.
 
     Returns:
-        Whether the client ended in order; false: a training did not stop, and was killed.
+        Whether the client ended cleanly; false if a training did not stop and was killed.
 
     Raises:
-        DeploymentError: The invitation, the trainer, the folder or an address is of no use, or the
-            coordinator does not take the invitation.
+        DeploymentError: The invitation, the trainer, the folder or an address is invalid, or the
+            coordinator does not accept the invitation.
     """
     folder = ClientFolder(home or home_of(invitation))
     folder.set_consent(granted=True)  # the command is the consent
@@ -85,10 +87,10 @@ def join(
 
 @dataclass
 class _Supervisor:
-    """Runs one training process after the other, until it is stopped or consent is revoked.
+    """Runs training processes, one after another, until it is stopped or consent is revoked.
 
     Attributes:
-        is_stuck: Whether a training did not stop when it was asked to.
+        is_stuck: Whether a training ignored the request to stop.
     """
 
     options: RuntimeOptions
@@ -109,24 +111,24 @@ class _Supervisor:
             self._end(self._child)
 
     def wake(self) -> None:
-        """Look for the coordinator now, or start the training process again now."""
+        """Look for the coordinator now, or restart the training process without further delay."""
         self._is_woken = True
         if self._child is not None:
             self._child.resume()
             self._child.tell(Wake())
 
     def suspend(self) -> None:
-        """Stand still, as at Ctrl-Z: the terminal does not know the training process."""
+        """Suspend both processes on Ctrl-Z; the terminal does not reach the training process."""
         if self._child is not None:
             self._child.suspend()
         if sys.platform != "win32":
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def run(self) -> None:
-        """Return when the last training process has ended.
+        """Run training processes until the last one has ended.
 
         Raises:
-            DeploymentError: It cannot take part; the message is the training process's.
+            DeploymentError: The client cannot take part; the message is the training process's.
         """
         restarts = Restarts()
         while not self._is_stopping and self.folder.has_consent():
@@ -141,9 +143,9 @@ class _Supervisor:
         try:
             child = TrainingProcess.start(self.options, python=interpreter())
         except OSError as error:
-            if self.options.exit_code is None:  # the first one: it may never start
+            if self.options.exit_code is None:  # the first process: retrying may never help
                 raise DeploymentError(f"the training process cannot be started: {error}") from error
-            # The crash of one before it may have come from the same lack of memory.
+            # Retry: the machine may be short of memory, which may also have caused the last crash.
             self._print(
                 AgentEvent(kind=EventKind.CRASHED, message=f"it cannot be started: {error}")
             )
@@ -170,7 +172,7 @@ class _Supervisor:
         timer.start()
 
     def _kill(self, child: TrainingProcess) -> None:
-        """End a training that keeps its process from listening, as native code may."""
+        """Kill a training process that does not react to messages, as in a long native call."""
         if self._child is child:
             self.is_stuck = True
             child.kill()
@@ -184,7 +186,7 @@ class _Supervisor:
     def _hear(self, event: AgentEvent) -> None:
         if event.is_final:
             self._final = event.message
-        elif event.kind is not EventKind.PROGRESS:  # that is not worth a line
+        elif event.kind is not EventKind.PROGRESS:  # too frequent to print
             self._print(event)
 
     def _print(self, event: AgentEvent) -> None:
@@ -196,7 +198,7 @@ class _Supervisor:
 
 
 def home_of(invitation: Path) -> Path:
-    """Return the folder that a client has by its invitation alone."""
+    """Return the default folder of the client named in an invitation."""
     return default_home(Invitation.load(invitation).name, environ=os.environ)
 
 
@@ -204,8 +206,8 @@ def home_of(invitation: Path) -> Path:
 def _signals_call(supervisor: _Supervisor) -> Iterator[None]:
     callbacks = {signal.SIGTERM: supervisor.stop, signal.SIGINT: supervisor.stop}
     if sys.platform != "win32":
-        # Of all signals the one that does no harm before this line, and comes by itself after a
-        # stop.
+        # SIGCONT is harmless before this handler is installed, and the system sends it by itself
+        # after a stop.
         callbacks |= {signal.SIGCONT: supervisor.wake, signal.SIGTSTP: supervisor.suspend}
 
     def handle(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What a user does about identity keys, on the client's machine: look, accept, replace."""
+"""Let a client's user inspect pinned identity keys and forget one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from fedlearn.session.pins import Pins
 
 
 def client_home(client: str, *, environ: Mapping[str, str]) -> Home:
-    """Return the folder of a client that is named by it, or by the client's name.
+    """Find a client's folder by its path or by the client's name.
 
     Raises:
         DeploymentError: There is no such folder.
@@ -28,10 +28,10 @@ def client_home(client: str, *, environ: Mapping[str, str]) -> Home:
 
 
 def known_keys(home: Home) -> tuple[Enrolment, Pins]:
-    """Return a client's own keys, and those of others that it has pinned.
+    """Read a client's own keys and the keys of other clients that it has pinned.
 
     Raises:
-        DeploymentError: It is not enrolled, or a file is damaged.
+        DeploymentError: The client is not enrolled, or a file is damaged.
     """
     enrolment = home.keys.enrolment()
     if enrolment is None:
@@ -40,10 +40,10 @@ def known_keys(home: Home) -> tuple[Enrolment, Pins]:
 
 
 def forget_pin(home: Home, client_id: ClientId) -> None:
-    """Accept whatever key is seen next of a client.
+    """Forget the pinned key of a client, so that the next one seen is accepted.
 
     Raises:
-        DeploymentError: No key of it is pinned, or the client's process runs.
+        DeploymentError: No key of that client is pinned, or the process of this client is running.
     """
     with home.locked():
         enrolment, pins = known_keys(home)

@@ -1,6 +1,6 @@
-"""A process that leads a deployed run: here its rounds are put together, whatever reaches clients.
+"""Lead a deployed run: take its lease and assemble its rounds, over gRPC or Flower.
 
-What differs between gRPC and Flower stands in :class:`ReachableClients`; all else is the same.
+:class:`ReachableClients` holds the differences between gRPC and Flower; the rest is shared.
 """
 
 import os
@@ -44,21 +44,21 @@ _HOLDER_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ReachableClients:
-    """How the clients of a deployed run are reached, and what depends on it.
+    """How the clients of a deployed run are reached, and the settings that depend on it.
 
     Attributes:
-        reach: Over which channel, with which keys.
+        reach: The channel and the keys.
         run_id: Id of the run that clients see. They keep no state from a run with another id.
-        notes: What a reader should know of it.
-        is_asked_anew: Whether a round that another process has opened is opened anew: nobody's
-            answer to it would be heard here.
-        num_needed: Clients that a round would have there before it asks.
+        notes: Notes for the user, shown when the run starts.
+        is_asked_anew: Whether a round that another process has opened starts a new attempt, because
+            replies to that process are lost.
+        num_needed: Connected clients that a round waits for before it asks any.
         patience_s: Seconds that a round waits for them.
         too_few: See :class:`~fedlearn.deployment.opening.DurableOpening`.
-        names: Returns the names of clients, of those that have one.
-        set_aside: Has a client that keeps failing not be asked any more.
-        num_set_aside: Returns how many of those that are there are not.
-        forget: Told before which round no reply is needed any more.
+        names: Returns the names of those given clients that have one.
+        set_aside: Stops asking a client that keeps failing.
+        num_set_aside: Returns how many connected clients are set aside.
+        forget: Called with a round number; replies to earlier rounds are no longer needed.
     """
 
     reach: Reach
@@ -79,14 +79,14 @@ class Leader:
     """Takes the lease of a deployed run, and runs its rounds.
 
     Attributes:
-        pieces: The run.
-        data_dir: Where the coordinator's own training reads.
-        interruption: Real time, and what ends the run in this process.
-        progress: Told of the run.
-        database_away_s: How long the database may be away in the middle of the run.
-        live_status: What the process says of itself.
-        paused: Whether the operator has paused the run.
-        patiently: Waits for a database that is away.
+        pieces: The assembled run.
+        data_dir: Folder of the data for the coordinator's own training.
+        interruption: Real time, and the reason to end the run in this process.
+        progress: Receives the progress of the run.
+        database_away_s: Seconds that the database may be unreachable during the run.
+        live_status: The status that operators and monitors see.
+        paused: Set while the operator has paused the run.
+        patiently: Retries calls while the database is unreachable.
     """
 
     pieces: Deployment
@@ -125,13 +125,13 @@ class Leader:
         """Wait for the lease of the deployed run called ``name``, and hold it in the block.
 
         Args:
-            database: Where the run is.
-            name: Of the run.
-            status: Returns what operators are told, JSON values only.
-            alive: Told by the thread that renews the lease that it goes on.
+            database: The database with the run.
+            name: Name of the run.
+            status: Returns the status for operators, as JSON values.
+            alive: Called by the thread that renews the lease, as a sign of life.
 
         Raises:
-            FedlearnError: The reason of ``interruption``, given while the lease was waited for.
+            FedlearnError: The reason given to ``interruption`` while waiting for the lease.
             StoreError: The database cannot be read or written.
         """
         log = structlog.get_logger(__name__)
@@ -155,7 +155,7 @@ class Leader:
             with heartbeat:
                 yield lease
         finally:
-            with suppress(StoreError):  # then others wait for the beat to stand still
+            with suppress(StoreError):  # the next coordinator then waits for the lease to expire
                 lease.release()
 
     def run(
@@ -164,15 +164,15 @@ class Leader:
         """Run the rounds of ``stored`` that are due, each committed under the lease.
 
         Args:
-            clients: Who takes part.
+            clients: How the clients are reached.
             stored: The run.
-            record: Of the run, as it was found.
-            lease: Held.
+            record: The run's record at the start of this process.
+            lease: The lease, which this process holds.
 
         Raises:
-            BudgetExhausted: The next round cannot be afforded.
-            ConfigError: Pieces do not fit together.
-            FedlearnError: What ``interruption`` or ``clients.too_few`` raises.
+            BudgetExhausted: The privacy budget does not cover the next round.
+            ConfigError: Parts of the configuration do not fit together.
+            FedlearnError: Raised by ``interruption`` or ``clients.too_few``.
             RoundError: A round failed and the policy says to fail the run.
             StoreError: The run could not be made durable; its last commit still stands.
         """
@@ -230,7 +230,7 @@ class Leader:
                     extended=partial(self._extended, stored),
                 ),
                 draw=draw,
-                # Again where a round goes on: its noise will be drawn anew.
+                # A resumed round is charged again, because its noise is drawn again.
                 charging=None
                 if charging is None
                 else PatientCharges(charges=charging, patiently=patiently),
@@ -248,7 +248,7 @@ class Leader:
             )
 
     def _extended(self, stored: StoredRun) -> int:
-        """Return how many rounds the run is to have by now."""
+        """Read the run's current number of rounds, which an operator may have raised."""
         num_rounds = self.patiently(lambda: stored.record.num_rounds)
         self.live_status.num_rounds = num_rounds
         extend(self.progress, num_rounds)
@@ -275,12 +275,12 @@ class Leader:
 
 
 def _holder() -> str:
-    """Return a name for this process that no other one has or had."""
+    """Make a name for this process that no other process has ever had."""
     drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
     return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
 
 
 def _ends_with_its_process(pieces: Deployment) -> bool:
-    """Return whether nobody can go on inside a round that another process has opened."""
+    """Check whether a round can be finished only by the process that opened it."""
     takes_turns = pieces.privacy is not None and pieces.privacy.takes_turns
     return pieces.secure is not None or takes_turns

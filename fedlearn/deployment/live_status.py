@@ -1,4 +1,4 @@
-"""What a coordinator says of itself: the run loop writes it, operators and monitors read it."""
+"""A coordinator's live status: the run loop writes it, operators and monitors read it."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -13,12 +13,12 @@ from fedlearn.deployment.round_times import RoundTimes
 from fedlearn.door.counters import Histogram
 from fedlearn.rounds.records import RoundRecord
 
-if TYPE_CHECKING:  # who asks why a run waits does not wait for torch
+if TYPE_CHECKING:  # `fedlearn why` reads this module and must not wait for torch to import
     from fedlearn.parallel.task import Progress
 
 
 class Phase(StrEnum):
-    """What a coordinator is about."""
+    """What a coordinator is currently doing."""
 
     STARTING = "starting"
     STANDBY = "standby"
@@ -32,23 +32,23 @@ class Phase(StrEnum):
 
 @dataclass(kw_only=True)
 class LiveStatus:
-    """The state of a run in words and numbers; each attribute may be read at any time.
+    """The state of a run, for display and monitoring; each attribute may be read at any time.
 
     Attributes:
-        num_wanted: Reports that close a round; ``min_reports`` are the fewest that make one.
-        measures: By name what the run declares to be measured.
-        attempt: Of the round that is next or under way.
-        num_needed: Clients that are waited for, while they are.
+        num_wanted: Reports that close a round; ``min_reports`` is the fewest that make one.
+        measures: Names of the metrics that the run declares.
+        attempt: Attempt number of the current or next round, from 0.
+        num_needed: Clients that the run last waited for; valid in the waiting phase.
         round_s: Seconds that the last round took; NaN before the first.
-        metrics: By name what was measured last.
-        epsilon: Of the privacy that was spent, when it was last found; NaN before.
-        training: By kind how far the coordinator's own training is, or the last one was.
-        counts: Of all rounds in this process: clients by how they ended.
-        round_times: How long they took without waiting.
+        metrics: Latest value of each metric, by name.
+        epsilon: Privacy spent, as last computed; NaN before that.
+        training: Progress of the coordinator's own training, current or last, by kind.
+        counts: Number of clients by final status, over all rounds of this process.
+        round_times: Duration of rounds, not counting waits.
         in_flight_limit: Clients of an asynchronous run that may be in flight; ``None`` in others.
-        staleness: Of all rounds in this process that take updates of older models: updates by their
-            staleness.
-        failing: Returns by number, as JSON values, which clients keep failing.
+        staleness: Number of updates by staleness, over all rounds of this process that accept
+            updates of older models.
+        failing: Returns the clients that keep failing, by number, as JSON values.
     """
 
     num_rounds: int = 0
@@ -71,12 +71,12 @@ class LiveStatus:
     failing: Callable[[], Mapping[str, object]] = dict
 
     def finished(self, record: RoundRecord) -> None:
-        """Take note of a finished round; what follows is its commit."""
+        """Record a finished round, which is committed next."""
         self.num_finished = record.round_num + 1
         self.attempt = 0
         self.round_s = record.seconds
         self.epsilon = record.metrics.get("epsilon", self.epsilon)
-        self.metrics = {**self.metrics, **record.metrics}  # not all is measured in each round
+        self.metrics = {**self.metrics, **record.metrics}  # not every round measures every metric
         for status in Status:
             self.counts[status] += record.count(status)
         for age, number in record.staleness.items():
@@ -84,11 +84,12 @@ class LiveStatus:
         self.phase = Phase.COMMITTING
 
     def trained(self, kind: str, progress: "Progress") -> None:
-        """Take note of how far a training of the coordinator's own is."""
-        self.training = {**self.training, kind: progress}  # another thread may be reading it
+        """Record the progress of the coordinator's own training."""
+        # Replaced, not mutated: another thread may be iterating over it.
+        self.training = {**self.training, kind: progress}
 
     def limited(self, most: int) -> None:
-        """Take note of how many clients may be in flight."""
+        """Record how many clients may be in flight."""
         self.in_flight_limit = most
 
     def values(self) -> dict[str, object]:
@@ -111,7 +112,7 @@ class LiveStatus:
         return json_values(values)
 
     def gauges(self) -> dict[str, float]:
-        """Return what is of use in a graph, by name."""
+        """Return the values to plot in a monitor, by name."""
         phases = {f"phase{{phase={each}}}": float(each is self.phase) for each in Phase}
         names = [each for name in self.measures for each in (name, f"clients/{name}_mean")]
         measured = {name: self.metrics[name] for name in names if name in self.metrics}
@@ -141,11 +142,11 @@ class LiveStatus:
         }
 
     def histograms(self) -> dict[str, Histogram]:
-        """Return what is measured of each round, by name."""
+        """Return the distributions measured over rounds, by name."""
         return {"round_work_seconds": self.round_times.histogram}
 
     def counters(self) -> dict[str, float]:
-        """Return how many clients ended how, and how stale updates were, by name."""
+        """Return the number of clients by final status and of updates by staleness, by name."""
         ended = {f"participations{{status={name}}}": n for name, n in self.counts.items()}
         stale = {f"updates{{staleness={age}}}": n for age, n in self.staleness.items()}
         return {**ended, **stale}

@@ -1,4 +1,4 @@
-"""Whether the threads that must go on do: a supervisor restarts a process where one is stuck."""
+"""Detect stuck threads, so that a supervisor can restart the process."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ from fedlearn.core.clock import Clock
 
 @dataclass(kw_only=True)
 class SignsOfLife:
-    """When threads that must not stand still have last shown that they go on; any thread may ask.
+    """Tracks when each watched thread last showed a sign of life; safe to call from any thread.
 
     Attributes:
-        stuck_after_s: Without a sign for so long a thread is stuck.
+        stuck_after_s: Seconds without a sign of life after which a thread counts as stuck.
         clock: Real time.
 
     Example:
@@ -28,11 +28,11 @@ class SignsOfLife:
     _shown_s: dict[str, float] = field(default_factory=dict)
 
     def show(self, thread: str, *, sleeps_s: float = 0.0) -> None:
-        """Note that a thread goes on; what it does next may sleep for so long."""
+        """Record a sign of life of a thread, which may now sleep for ``sleeps_s``."""
         self._shown_s[thread] = self.clock.now_s() + sleeps_s
 
     def stuck(self) -> str:
-        """Return which threads stand still, and for how long, in words; empty: none does."""
+        """Describe which threads are stuck, and for how long; empty if none is."""
         now_s = self.clock.now_s()
         silent = {thread: now_s - shown_s for thread, shown_s in self._shown_s.copy().items()}
         return "; ".join(

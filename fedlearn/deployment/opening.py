@@ -1,4 +1,4 @@
-"""Who takes part in a round of a deployment: waited for, chosen, and written down."""
+"""Open a round of a deployment: wait for clients, draw a cohort, and write it to the journal."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.transport.base import Channel
 
-#: Seconds between two looks at what is waited for.
+#: Seconds between two polls while waiting.
 _LOOK_S = 0.2
 
 
 def present_in(pieces: Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
-    """Return the clients that are there; where they take turns or are drawn, those it is."""
+    """List the available clients that a round may ask.
+
+    With a roster that draws, or cohorts that take turns, only this round's clients among them.
+    """
     there = channel.available()
     if (draw := pieces.draw) is not None:
         there = draw.drawn(there, round_num=round_num, num_asked=pieces.policy.num_asked)
@@ -31,32 +34,33 @@ def present_in(pieces: Deployment, channel: Channel, round_num: int) -> Sequence
 
 
 def waited_on(num_present: int, num_waits: int) -> None:
-    """Wait for as long as it takes: the ``too_few`` of a service."""
+    """Keep waiting, however long it takes: the ``too_few`` callback of a service."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DurableOpening:
-    """The opening of a deployed run: a round that was opened is opened once, whoever restarts.
+    """Opens the rounds of a deployed run; each attempt has one cohort, even across restarts.
 
-    A coordinator may be killed, paused, or taken over at any line of it. Either method is a round's
-    ``draw``.
+    A coordinator may be killed, paused, or replaced at any line of it. Either public method serves
+    as a round's ``draw``.
 
     Attributes:
-        sampler: Chooses.
-        available: Returns, of the clients that can be asked now, those that a round may ask.
-        policy: Says without how many clients no round begins.
-        seed: Of the choice.
-        num_needed: Clients that a round would have there.
-        num_set_aside: Returns how many are there and never asked: as many fewer are waited for.
-        patience_s: Seconds that a round waits for them; then it asks those
-            that are there, if they can make a round.
-        too_few: Called each time that so many seconds have passed and too few are there to make
-            a round: how many are, and the how manieth time it is. What it raises ends the run;
-            else they are waited for.
-        is_paused: Whether the operator has paused the run.
-        check: Raises what shall end the run in this process: a takeover, an abort, a signal.
-        journal: Where cohorts are written down.
-        live_status: Told how far the opening is.
+        sampler: Draws the cohort.
+        available: Returns the available clients that the given round may ask.
+        policy: Defines the fewest clients that a round needs to begin.
+        seed: Seed of the draw.
+        num_needed: Clients that a round waits for at first.
+        num_set_aside: Returns how many connected clients are set aside and never asked; the round
+            waits for that many fewer.
+        patience_s: Seconds that a round waits for ``num_needed`` clients; then it asks those that
+            are available, if they are enough for a round.
+        too_few: Called each time that another ``patience_s`` have passed with too few clients for
+            a round, with the number of clients and the number of this call, from 1. If it raises,
+            the run ends; otherwise the wait continues.
+        is_paused: Returns whether the operator has paused the run.
+        check: Raises the reason to end the run in this process: a takeover, an abort, a signal.
+        journal: Where cohorts are recorded.
+        live_status: Receives the progress of the opening.
         clock: Real time; its sleep may raise what ``check`` does.
     """
 
@@ -77,14 +81,15 @@ class DurableOpening:
     def draw_cohort(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
     ) -> Sequence[ClientId]:
-        """Return the cohort in the journal, or wait for clients, draw one and write it down.
+        """Return the cohort in the journal, or wait for clients, draw one, and record it.
 
-        A coordinator that is killed before the journal has the cohort has asked nobody, and the
-        next start draws again. One that is killed later asks the same clients, even those that are
-        no longer connected. Busy clients count among those that the round waits for.
+        A coordinator that is killed before the cohort is in the journal has asked no client yet,
+        and the next start draws again. One that is killed later asks the same clients again, even
+        those that are no longer connected. Busy clients count toward the number that the round
+        waits for.
 
         Raises:
-            FedlearnError: What ``check`` or ``too_few`` raises.
+            FedlearnError: Raised by ``check`` or ``too_few``.
             Fenced: Another coordinator has taken over; nothing is written.
             StoreError: The journal cannot be read or written.
         """
@@ -93,9 +98,10 @@ class DurableOpening:
         opened = self.journal.find(round_num, attempt)
         if opened is None:
             with self.live_status.round_times.waiting():
-                there = self._awaited(round_num, busy)  # not while the run is paused
+                there = self._awaited(round_num, busy)  # also waits while the run is paused
             present = without(there, busy)
-            self.check()  # an early fence; what counts is that of the journal's transaction
+            # Only fails early: the check that counts is made in the journal's transaction.
+            self.check()
             num_asked = min(num, len(present))
             cohort = tuple[ClientId, ...]()
             if num_asked:
@@ -112,19 +118,19 @@ class DurableOpening:
                 cohort=cohort,
                 opened_unix_s=self.clock.unix_s(),
             )
-            self.journal.open(opened)  # committed, under the lease; from here on it may be asked
+            self.journal.open(opened)  # committed under the lease; the cohort may be asked now
         self.live_status.phase = Phase.ROUND
         return opened.cohort
 
     def draw(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
     ) -> Sequence[ClientId]:
-        """Return the clients that an asynchronous round asks next, also after a restart.
+        """Return the clients that an asynchronous round asks next, the same ones after a restart.
 
-        Those that are there are asked, however few: the others may come.
+        It does not wait: it asks up to ``num`` of the available clients, however few they are.
 
         Raises:
-            FedlearnError: What ``check`` raises.
+            FedlearnError: Raised by ``check``.
             Fenced: Another coordinator has taken over; nothing is written.
             StoreError: The journal cannot be read or written.
         """
@@ -159,9 +165,9 @@ class DurableOpening:
         return drawn
 
     def _awaited(self, round_num: int, busy: Collection[ClientId]) -> Sequence[ClientId]:
-        """Return who is there: all that would be asked or, after patience, enough for a round.
+        """Wait for ``num_needed`` clients or, once patience has run out, the fewest for a round.
 
-        Those who are busy count, too, be they connected at the moment or not.
+        Busy clients count too, whether or not they are connected at the moment.
         """
         while True:
             while self.is_paused():
@@ -169,7 +175,7 @@ class DurableOpening:
                 self.clock.sleep(_LOOK_S)
             ends_s = self.clock.now_s() + self.patience_s
             num_waits = 0
-            while not self.is_paused():  # a pause here begins the waiting anew
+            while not self.is_paused():  # a pause restarts the wait with full patience
                 is_patient = self.clock.now_s() < ends_s
                 fewest = self.policy.min_reports
                 num_needed = (

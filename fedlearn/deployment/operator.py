@@ -1,4 +1,4 @@
-"""What an operator does to a deployment, through its database alone."""
+"""An operator's commands on a deployment, which work through its database alone."""
 
 import math
 import re
@@ -29,7 +29,7 @@ from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.rounds import RoundSummary
 from fedlearn.store.runs import Database
 
-#: What a coordinator says of itself, as it lies in the database.
+#: A coordinator's status, as stored in the database.
 _Told: TypeAlias = Mapping[str, Any]  # Any: JSON
 
 _HOUR_S = 3600.0
@@ -38,7 +38,7 @@ _LOOK_AGAIN_S = 0.2
 
 @dataclass(frozen=True)
 class Operator:
-    """The commands of one deployment; each raises :class:`DeploymentError` where there is none."""
+    """The commands on one deployment; each raises :class:`DeploymentError` if there is none."""
 
     places: Places
     database: Database
@@ -46,19 +46,19 @@ class Operator:
 
     @property
     def registry(self) -> StoredRegistry:
-        """The clients."""
+        """The registry of clients."""
         return StoredRegistry(self.database, self.clock)
 
     def invite(
         self, name: str, *, tags: Sequence[str], path: Path, insecure: bool = False
     ) -> Invitation:
-        """Write the file with which ``name`` may join, and return what is in it.
+        """Write the invitation file with which ``name`` may join, and return its content.
 
         Raises:
-            DeploymentError: The name, a tag or the addresses are of no use, or the file is there.
+            DeploymentError: The name, a tag or an address is invalid, or the file exists already.
             StoreError: The database cannot be written.
         """
-        check_name(name)  # before the file, whose path may be made of it
+        check_name(name)  # before the file is touched, since its path may contain the name
         if path.exists():
             raise DeploymentError(f"{path} is there already; name another file with --output")
         section = self.places.config.coordinator
@@ -86,7 +86,9 @@ class Operator:
             certificate_pem=certificate_pem,
             tls_key_pem=tls_key_pem,
         )
-        draft.save(path)  # first: if it fails, the invitation that is open must not have ended
+        # Save a draft first: a new token ends the client's open invitation, which must stay valid
+        # if the file cannot be written.
+        draft.save(path)
         with ExitStack() as undo:
             undo.callback(path.unlink, missing_ok=True)
             token = self.registry.invite(name, tags=tags, valid_s=valid_s)
@@ -96,12 +98,12 @@ class Operator:
         return invitation
 
     def roster(self, path: Path) -> IdentityRoster:
-        """Write the identity keys of all active clients to a file, and return what is in it.
+        """Write the identity keys of all active clients to a file, and return its content.
 
-        A file that is there is replaced: users fetch the newest from one place.
+        An existing file is replaced, so that users can fetch the newest roster from one place.
 
         Raises:
-            DeploymentError: Nobody has joined yet, or the file cannot be written.
+            DeploymentError: No client has joined yet, or the file cannot be written.
         """
         active = [client for client in self.registry.clients() if client.status == "active"]
         if not active:
@@ -127,13 +129,13 @@ class Operator:
         return self.database.run(self._deployment().name).round_summaries(last)
 
     def missed(self, *, first: int) -> dict[int, list[Participation]]:
-        """Return who was late or failed by round, from round ``first`` on."""
+        """Return the late and failed participations by round, from round ``first`` on."""
         return self.database.run(self._deployment().name).missed(first=first)
 
     def contacts(self) -> dict[ClientId, Contact]:
-        """Return what is known of clients since they were last connected.
+        """Return the last contact of each client.
 
-        Where no coordinator is alive, none is.
+        If no coordinator is alive, every client is reported as not connected.
         """
         found = {each.client_id: each for each in self.registry.contacts()}
         if any(each.is_connected for each in found.values()) and not self._is_alive():
@@ -141,22 +143,22 @@ class Operator:
         return found
 
     def counts_by_client(self) -> dict[ClientId, dict[Status, int]]:
-        """Return how often clients ended how, in the run; none did before its first start."""
+        """Return each client's counts by final status in the run; empty before its first start."""
         found = {each.name for each in deployments(self.database)}
         name = self.places.run_name
         return self.database.run(name).counts_by_client() if name in found else {}
 
     def control(self, wanted: Control) -> bool:
-        """Tell the coordinator what is wanted; return whether one has heard it.
+        """Send a command to the coordinator; return whether a coordinator has received it.
 
-        One that ends in answer lets go of the run, perhaps before anybody looks again.
+        A coordinator that releases the run has received it, too: it may end in response.
         """
         before = self._deployment()
         set_control(self.database, self.places.run_name, wanted)
         return self._next_beat(before) is not None
 
     def why(self) -> "Explanation":
-        """Return what the run waits for."""
+        """Explain what the run is waiting for."""
         is_alive = self._is_alive()
         found = self._deployment()
         return Explanation(
@@ -167,7 +169,7 @@ class Operator:
         )
 
     def _is_alive(self) -> bool:
-        """Return whether a coordinator holds the run, and its beat goes on."""
+        """Check whether a coordinator holds the run and keeps renewing it."""
         after = self._next_beat(self._deployment())
         return after is not None and after.holder != ""
 
@@ -175,10 +177,10 @@ class Operator:
         return deployment(self.database, self.places.run_name)
 
     def _next_beat(self, before: DeployedRun) -> DeployedRun | None:
-        """Return the run once its holder has renewed it or let go of it; None: it does neither.
+        """Return the run once its holder has renewed or released it; ``None`` after a timeout.
 
-        Nobody's wall clock is compared: the run is looked at for as long as another coordinator
-        would wait before it takes over.
+        The timeout is the time that another coordinator would wait before it takes over. No wall
+        clocks are compared, since those of two machines may differ.
         """
         ends_s = self.clock.now_s() + self.places.config.coordinator.lease_ttl_s
         while before.holder and self.clock.now_s() < ends_s:
@@ -201,7 +203,7 @@ def _require_reachable(address: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a deployed run is about, and whether a coordinator holds it and its beat goes on."""
+    """The state of a deployed run, and whether a coordinator is alive, for ``fedlearn why``."""
 
     deployment: DeployedRun
     is_alive: bool
@@ -209,7 +211,7 @@ class Explanation:
     names: Mapping[int, str]
 
     def lines(self) -> list[str]:
-        """Return it in words: the run in the first lines, then a line for each client asked."""
+        """Describe the run in the first lines, then each client that was asked, one per line."""
         found, status = self.deployment, self.deployment.status
         if self.run.status is RunStatus.DONE:
             return [f"{found.name} is done: {_round(status)}"]
@@ -229,7 +231,7 @@ class Explanation:
         return lines + [self._failing(how) for how in self._failing_clients]
 
     def values(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the explanation as JSON values."""
         return {
             "run": self.deployment.name,
             "run_status": self.run.status.value,
@@ -244,7 +246,7 @@ class Explanation:
 
     @property
     def _refused(self) -> list[_Told]:
-        """Who is refused since it speaks another version."""
+        """The clients refused because they speak another protocol version."""
         told: _Told = self.deployment.status
         return list(told.get("other_version", ()))
 
@@ -257,7 +259,7 @@ class Explanation:
 
     @property
     def _failing_clients(self) -> list[_Told]:
-        """Who keeps failing, or is set aside for it, by its name."""
+        """The clients that keep failing, with their names and whether they are set aside."""
         told: _Told = self.deployment.status
         set_aside = set(told.get("clients_set_aside", ()))
         return [
@@ -272,7 +274,7 @@ class Explanation:
 
     @property
     def _clients(self) -> list[_Told]:
-        """What the coordinator says of each client that is asked, by its name."""
+        """The status of each client that was asked, with its name."""
         told: _Told = self.deployment.status
         return [
             {"client_id": int(number), "name": self.names.get(int(number)), **how}
@@ -280,7 +282,7 @@ class Explanation:
         ]
 
 
-#: What an operator reads of a client that is asked.
+#: Descriptions of the phases of a client that was asked.
 _CLIENT_PHASES = {
     "asked": "asked, but it is not connected",
     "connected": "has been sent the task",
@@ -322,7 +324,7 @@ def _phase(status: _Told) -> str:
 
 
 def _waiting(status: _Told, *, control: Control) -> list[str]:
-    """Return what the run waits for, in words."""
+    """Describe what the run is waiting for."""
     phase, lines = Phase(status["phase"]), list[str]()
     for kind, told in status.get("training", {}).items():
         if told["step_num"] < told["num_steps"]:

@@ -1,6 +1,6 @@
-"""A trainer on one part of a configuration's data: a deployment then does what its simulation does.
+"""Train on one part of a configuration's data, so that a deployment matches its simulation.
 
-That is to try things out; a real client brings data of its own.
+This is for trying things out; a real client brings its own data.
 """
 
 import os
@@ -17,18 +17,22 @@ from fedlearn.errors import DataError
 from fedlearn.simulation.population import unread_rows
 from fedlearn.training.torch_trainer import Pairs, TorchTrainer
 
-#: Environment variables that say which client of a demo this process is.
+#: Environment variables that tell this process which client of a demo it is.
 CONFIG, CLIENT = "FEDLEARN_DEMO_CONFIG", "FEDLEARN_DEMO_CLIENT"
 
 
 def trainer() -> TorchTrainer:
-    """Return the trainer of the client that the environment names, for ``fedlearn join --task``."""
+    """Build the trainer of the client named by the environment, for ``fedlearn join --task``."""
     config = load(os.environ[CONFIG], overrides=())
     return part_trainer(config, ClientId(int(os.environ[CLIENT])))
 
 
 def part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
-    """Return the trainer of one client of ``config``'s population, which must have it."""
+    """Build the trainer of one client of ``config``'s population.
+
+    Raises:
+        DataError: The population has fewer clients.
+    """
     data_dir = resolve_addresses(config, environ=os.environ).data_dir
     data = config.data.federated(seed=config.seed, data_dir=data_dir)
     num_parts = data.population.num_clients

@@ -1,4 +1,4 @@
-"""Where a deployment's parts are, by its configuration and this machine's environment."""
+"""Locate a deployment's parts from its configuration and this machine's environment."""
 
 import sys
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from fedlearn.errors import DeploymentError
 from fedlearn.experiment.site import open_database
 from fedlearn.store.runs import Database
 
-#: What a deployed run is called that the configuration does not name.
+#: Name of a deployed run if the configuration does not set one.
 DEFAULT_NAME = "federation"
 
 
 def require_coordinator_system() -> None:
-    """Refuse to coordinate on an operating system that nobody has tried it on.
+    """Refuse to coordinate on an operating system that is not supported.
 
     Raises:
-        DeploymentError: This is neither Linux nor macOS.
+        DeploymentError: The system is neither Linux nor macOS.
     """
     if sys.platform not in ("linux", "darwin"):
         raise DeploymentError(
@@ -31,7 +31,7 @@ def require_coordinator_system() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the parts of a deployment are."""
+    """Paths and addresses of a deployment's parts."""
 
     config: Deployed
     addresses: Addresses
@@ -40,7 +40,7 @@ class Places:
     def of(
         cls, config: Deployed, *, environ: Mapping[str, str], data_dir: Path | None = None
     ) -> "Places":
-        """Return the places of ``config`` here: see :func:`~fedlearn.config.resolve_addresses`."""
+        """Resolve the places of ``config``: see :func:`~fedlearn.config.resolve_addresses`."""
         addresses = resolve_addresses(config, environ=environ, data_dir=data_dir)
         return cls(config=config, addresses=addresses)
 
@@ -51,7 +51,7 @@ class Places:
 
     @property
     def folder(self) -> Path:
-        """Folder of the keys and of updates on their way."""
+        """Folder of the coordinator's keys and of the upload store."""
         return folder_of(self.config.coordinator.folder, runs_dir=self.addresses.runs_dir)
 
     def database(self) -> Database:
@@ -59,7 +59,7 @@ class Places:
         return open_database(self.addresses)
 
     def authority(self) -> Authority:
-        """Open the deployment's certificate authority; make it if there is none.
+        """Open the deployment's certificate authority, and create it if there is none.
 
         Raises:
             DeploymentError: Its files are damaged or cannot be written.
@@ -72,12 +72,12 @@ class Places:
 
 
 def folder_of(given: str | None, *, runs_dir: Path) -> Path:
-    """Return the folder of a coordinator, which its configuration has ``given`` or left out."""
+    """Return the coordinator's folder: ``given`` by its configuration, or next to ``runs_dir``."""
     return runs_dir.parent / "coordinator" if given is None else Path(given)
 
 
 def spool_of(folder: Path, run_id: str) -> Path:
-    """Return where a run keeps what is on its way to clients and from them."""
+    """Return the folder of a run's files in transit to and from clients."""
     return folder / "spool" / run_id
 
 

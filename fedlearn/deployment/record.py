@@ -1,4 +1,4 @@
-"""The record of a deployed run: made once, found again by every later coordinator."""
+"""The record of a deployed run: created once, then found by every later coordinator."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,18 +23,18 @@ from fedlearn.store.lease import deploy
 from fedlearn.store.patience import Patience
 from fedlearn.store.runs import Database
 
-#: Another coordinator may be making the run at this moment: how often and when to look again.
+#: Another coordinator may be creating the run right now: how often to retry, and after how long.
 _ATTEMPTS, _AGAIN_S = 20, 0.5
 
 
 def ensure_deployed(
     database: Database, pieces: assembly.Deployment, *, name: str, clock: Clock
 ) -> None:
-    """Make the run called ``name`` and deploy it, unless that was done before.
+    """Create and deploy the run called ``name`` if it does not exist yet.
 
     Raises:
-        ConfigError: The run was begun with another configuration, or one that cannot be read.
-        StoreError: The run cannot be made.
+        ConfigError: The run exists with another configuration, or with one that cannot be read.
+        StoreError: The run cannot be created.
     """
     for attempt in range(_ATTEMPTS):
         if any(record.name == name for record in database.runs()):
@@ -81,20 +81,19 @@ def resume_round(
 ) -> ResumedRound | None:
     """Find where to continue the round that an earlier process opened and did not finish.
 
-    A run that failed because too few clients reported gets as many attempts again as at first.
-    A synchronous round begins with the first attempt of its group: the log of each attempt's
-    replies gives the same outcome again. The log of a semi-synchronous round spans its attempts,
-    so the round continues with the last one, and clients of the attempts before are still in
-    flight.
+    A run that failed because too few clients reported gets a fresh group of attempts. A synchronous
+    round continues at the first attempt of its group, because replaying the logged replies of each
+    attempt gives the same outcome again. The log of a semi-synchronous round spans its attempts,
+    so the round continues with the last one, and clients of earlier attempts are still in flight.
 
     Args:
-        journal: Its open rounds.
+        journal: The run's open rounds.
         status: Status of the run, as the earlier process left it.
-        policy: How often a round is tried.
+        policy: How often a round is retried.
         restarts: Whether replies to the earlier process are lost, so that a new attempt begins:
             with secure aggregation, over Flower, and where cohorts take turns.
         takes_late_updates: Whether rounds are semi-synchronous.
-        now_unix_s: Seconds since 1970.
+        now_unix_s: Current time in seconds since 1970.
 
     Raises:
         StoreError: The journal cannot be read.
@@ -110,7 +109,7 @@ def resume_round(
     if not takes_late_updates:
         return ResumedRound(round_num=last.round_num, attempt=first)
     attempt = max(first, last.attempt)
-    if attempt == 0:  # nothing came before it
+    if attempt == 0:  # no earlier attempt has clients in flight
         return ResumedRound(round_num=last.round_num, attempt=0)
     cohort = last.cohort if attempt == last.attempt else ()
     flight = dict[ClientId, PendingTask]()
@@ -136,13 +135,13 @@ def resume_round(
 
 @dataclass(frozen=True, kw_only=True)
 class TellingStore:
-    """A store that tells of a round once it is durable: nobody tells of it again.
+    """A store that reports each round once it is durable, and at most once.
 
-    Whoever is killed in the instant after the commit tells it nobody; the store has it.
+    A process that is killed right after the commit never reports that round, but the store has it.
 
     Attributes:
-        store: The store otherwise.
-        tell: Told of each finished round, in order.
+        store: The underlying store.
+        tell: Called with each finished round, in order.
     """
 
     store: RunStore
@@ -150,12 +149,12 @@ class TellingStore:
     _untold: list[RoundRecord] = field(default_factory=list)
 
     def append(self, record: RoundRecord) -> None:
-        """Take the record of a finished round."""
+        """Add the record of a finished round."""
         self.store.append(record)
         self._untold.append(record)
 
     def commit(self, checkpoint: Checkpoint) -> None:
-        """Make ``checkpoint`` and all records so far durable, and tell of them."""
+        """Make ``checkpoint`` and all records so far durable, and report the records."""
         self.store.commit(checkpoint)
         while self._untold:
             self.tell(self._untold.pop(0))
@@ -167,9 +166,10 @@ class TellingStore:
 
 @dataclass(frozen=True, kw_only=True)
 class ForgettingStore:
-    """A store that waits for its database and forgets, after a commit, how its rounds were opened.
+    """A store that waits for its database and cleans up the journal and replies after a commit.
 
-    ``forget`` removes the replies to rounds before a number; ``run_id`` names the run to clients.
+    ``forget`` removes the replies to rounds before a given number; ``run_id`` is the run's id as
+    clients see it.
     """
 
     store: RunStore
@@ -180,7 +180,7 @@ class ForgettingStore:
     run_id: str
 
     def append(self, record: RoundRecord) -> None:
-        """Take the record of a finished round."""
+        """Add the record of a finished round."""
         self.live_status.finished(record)
         self.store.append(record)
 

@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint of a run that is not wanted any more as it is."""
+"""Roll a run back to an earlier checkpoint and discard the rounds after it."""
 
 import os
 import shutil
@@ -12,19 +12,19 @@ from fedlearn.rounds.records import Checkpoint
 from fedlearn.store.lease import Lease, deployment
 from fedlearn.store.runs import Database, StoredRun
 
-#: A coordinator that lives is heard of every second.
+#: Lease time while rolling back; a live coordinator renews its lease every second.
 _SILENCE_S = 5.0
 
 
 def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkpoint:
-    """Go back to the checkpoint after ``to`` rounds, and forget what came after; return it.
+    """Roll back to the checkpoint after ``to`` rounds, discard later rounds, and return it.
 
-    To the clients of a deployed run it is another one from then on, and what they have sent is
-    removed. What was charged for privacy stays charged: it was released.
+    Clients of a deployed run see a new run from then on, and their uploads are removed. The privacy
+    cost of the discarded rounds stays charged, since their models were released.
 
     Raises:
-        DeploymentError: A coordinator runs it.
-        StoreError: There is no such run or checkpoint, or it is damaged; nothing is forgotten.
+        DeploymentError: A coordinator is running the run.
+        StoreError: There is no such run or checkpoint, or it is damaged; nothing is discarded.
     """
     if not database.run(name).record.is_deployed:
         return database.run(name).rewind(to=to)
@@ -47,7 +47,7 @@ def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkp
 
 
 def _folder(run: StoredRun) -> Path:
-    """Return the folder of a run's coordinator, as its configuration said at first."""
+    """Return the folder of a run's coordinator according to the recorded configuration."""
     section = run.record.config.get("coordinator")
     given = section.get("folder") if isinstance(section, Mapping) else None
     return folder_of(given, runs_dir=run.database.runs_dir)

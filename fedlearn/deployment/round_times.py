@@ -1,4 +1,4 @@
-"""How long rounds take without waiting for clients: what the coordinator's own work costs."""
+"""Measure the coordinator's own work per round, without the time spent waiting for clients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fedlearn.core.clock import Clock
 from fedlearn.door.counters import Histogram
 
-#: From a table's model to one that takes an hour to evaluate.
+#: Bucket bounds in seconds: from a small tabular model to one that takes an hour to evaluate.
 _WORK_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 
 
@@ -34,13 +34,13 @@ class RoundTimes:
     _waited_s: float = 0.0
 
     def begin(self) -> None:
-        """Begin with a round, or with another attempt at it."""
+        """Start timing a round; another attempt at the same round continues the timing."""
         if self._begun_s is None:
             self._begun_s, self._waited_s = self.clock.now_s(), 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leave out what the block takes."""
+        """Exclude the duration of the block."""
         begun_s = self.clock.now_s()
         try:
             yield
@@ -48,7 +48,7 @@ class RoundTimes:
             self._waited_s += self.clock.now_s() - begun_s
 
     def finish(self) -> None:
-        """Count the round, which is committed."""
+        """Record the duration of the round, which has been committed."""
         if self._begun_s is not None:
             self.histogram.observe(self.clock.now_s() - self._begun_s - self._waited_s)
             self._begun_s = None

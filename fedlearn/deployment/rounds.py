@@ -1,4 +1,4 @@
-"""A deployed run over any channel: the plan of its rounds, and the loop that runs them."""
+"""Run the rounds of a deployed run over any channel: build their plan and start the loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 
 _CPU = torch.device("cpu")
-#: Seconds between two looks whether somebody has come who can be asked.
+#: Seconds between two checks for clients that can be asked.
 _LOOK_S = 0.2
 
 
 def ignored(_: Participations) -> None:
-    """Take no note of what became of clients."""
+    """Ignore the outcomes of clients."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,11 +43,11 @@ class KeptRun:
     """Where a deployed run is stored, and where to resume it.
 
     Attributes:
-        store: Keeps its rounds and models.
+        store: Stores its rounds and models.
         checkpoint: Where to resume; ``None`` begins the run.
         resumed: See :class:`~fedlearn.rounds.run.RunPlan`.
-        masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
-            nowhere.
+        masked_sum: Where a round's masked sum is kept until it is unmasked, for secure aggregation;
+            ``None`` if it is not stored.
         extended: See :class:`~fedlearn.rounds.run.RunPlan`.
     """
 
@@ -69,22 +69,23 @@ def run_over(
     note: Callable[[Participations], None] = ignored,
     charging: Charges | None = None,
 ) -> RunState:
-    """Run the rounds of ``pieces`` until none is due; each is committed.
+    """Run all remaining rounds of ``pieces`` and commit each one.
 
     Args:
         reach: How the clients are reached.
-        pieces: The run.
-        kept: Where it is kept.
+        pieces: The assembled run.
+        kept: Where the run is stored and resumed.
         draw: Draws the clients to ask.
         clock: Real time.
         place: Where the coordinator's own training takes place.
-        note: Told what became of the clients of every attempt at a round.
-        charging: Charges each round before anybody is asked; ``None``: nothing does.
+        note: Receives the outcomes of the clients in every attempt at a round.
+        charging: Charges each round to the privacy budget before any client is asked; ``None`` if
+            there is no budget.
 
     Raises:
-        ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
-            the model.
-        BudgetExhausted: The next round cannot be afforded.
+        ConfigError: Secure aggregation is on without identities, or its noise does not fit the
+            model.
+        BudgetExhausted: The privacy budget does not cover the next round.
         RoundError: A round failed and the policy says to fail the run.
         StoreError: The run could not be made durable; its last commit still stands.
     """
@@ -104,13 +105,13 @@ def run_over(
     )
     plan = replace(
         plan,
-        checkpoint_every_s=0.0,  # what clients have been told is done must stay done
+        checkpoint_every_s=0.0,  # commit every round: clients were told that it is done
         resumed=kept.resumed,
         extended=kept.extended,
     )
     after_round = AfterRound(
         cluster=Alone(),
-        progress=_not_told,  # the store tells of each round
+        progress=_not_told,  # the store reports each round, once it is durable
         callbacks=[LoggedCallback(each) for each in pieces.callbacks],
         make_model=pieces.make_model,
     )
@@ -119,12 +120,12 @@ def run_over(
     )
     collector.close()
     if kept.masked_sum is not None:
-        kept.masked_sum.clear()  # the last round's is open, and committed
+        kept.masked_sum.clear()  # the last round's sum has been unmasked and committed
     return state
 
 
 def _not_told(_: RoundRecord) -> None:
-    """Tell of no round."""
+    """Ignore the round."""
 
 
 def _evaluators(
@@ -159,7 +160,7 @@ def _evaluators(
             cohort=lambda round_num: invited(round_num).client_ids,
             directions=pieces.directions,
             deadline_s=evaluation.deadline_s,
-            weighs=pieces.config.flower.is_foreign,  # as Flower's own strategies tell it
+            weighs=pieces.config.flower.is_foreign,  # Flower's own strategies weight by examples
         )
 
 
@@ -169,11 +170,9 @@ def _invited(
     busy: Callable[[], frozenset[ClientId]],
     round_num: int,
 ) -> Invited:
-    """Return some of the clients that are there now and have no task.
+    """Draw the configured number of idle clients for an evaluation, or all if there are fewer.
 
-    Where a roster draws, they are of those that it draws.
-
-    They are as many as the configuration says, or as there are.
+    With a roster that draws, only clients that it draws are invited.
     """
     there: Sequence[ClientId] = without(list(channel.available()), busy())
     num_clients = min(pieces.config.evaluation.num_clients, len(there))

@@ -27,7 +27,7 @@ A client: `fedlearn join FILE --task MODULE:CLASS --config client.toml` takes pa
 it refuses, it refuses whatever the coordinator asks, and says so in its log and to the \
 coordinator. All keys are here with their defaults; delete what you do not change."""
 
-#: What only a simulation heeds, or a run on Flower.
+#: Keys that only a simulation or a run on Flower uses.
 OF_OTHERS: Final = frozenset(
     [
         *tables_with(Use.SIMULATED),
@@ -37,7 +37,7 @@ OF_OTHERS: Final = frozenset(
 
 
 def starter() -> Config:
-    """Return a small deployment that works: digits, five clients."""
+    """Build a small working deployment: the digits data set and five clients."""
     config = from_mapping(
         {
             "name": "federation",
@@ -58,7 +58,7 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
     """Write a commented ``coordinator.toml``, or ``client.toml``.
 
     Raises:
-        DeploymentError: The file is there already, or cannot be written.
+        DeploymentError: The file exists already, or cannot be written.
     """
     if path.exists():
         raise DeploymentError(f"{path} is there already; name another file, or move it away")

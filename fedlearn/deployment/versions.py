@@ -1,14 +1,14 @@
-"""Whether clients of the protocol before may take part in a run."""
+"""Decide whether clients of the previous protocol version may take part in a run."""
 
 from fedlearn.assembly import Deployment
 
 
 def reason_for_newest(pieces: Deployment) -> str:
-    """Return why a run needs clients of the newest protocol; empty if it does not.
+    """Say why a run needs clients of the newest protocol; empty if it does not.
 
-    Clients of protocol 2 hash requests for secure aggregation differently, count running statistics
-    in the norms of their updates, are not told whether their last update counted, and have no
-    ``drop_last``.
+    Clients of protocol 2 hash requests for secure aggregation differently, include running
+    statistics in the norms of their updates, do not learn whether their last update counted, and
+    have no ``drop_last``.
     """
     local = pieces.algorithm.local
     if pieces.secure is not None:
