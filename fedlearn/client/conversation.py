@@ -322,7 +322,8 @@ def _sent_ahead(here: Conversation, task: OpenTask) -> Transition:
 def _fetched(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping or task.key.run_id != here.run_id:
         return here, ()
-    told = None if here.told == task else here.told  # a newer model was announced meanwhile
+    # Keep `told` if it differs from the fetched model: a newer one was announced meanwhile.
+    told = None if here.told == task else here.told
     return _next(_without_old(replace(here, told=told, ahead=task)))
 
 

@@ -29,7 +29,9 @@ _log = structlog.get_logger(__name__)
 
 
 class KeyRotation:
-    """Renews a client's certificate, and rotates its keys if :meth:`~Keyring.ask_rotation` asks.
+    """Renews a client's certificate, and rotates its keys when the user has asked for that.
+
+    Users ask with :meth:`~fedlearn.client.keyring.Keyring.ask_rotation`.
 
     A renewal keeps the keys. A rotation replaces the identity key and the TLS key together, with a
     statement signed by both the old and the new identity key. Both need a valid certificate, and
