@@ -1,1 +1,1 @@
-"""Running an experiment, and showing what came of it: progress, report, plot, comparison."""
+"""Runs experiments and shows their results: progress, report, plot, comparison."""

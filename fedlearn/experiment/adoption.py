@@ -1,7 +1,7 @@
-"""Runs whose record is lost are taken up again from their folders, which have the model.
+"""Recovers runs whose database record is lost from their folders, which contain the model.
 
-What was only in the database stays lost: the rounds before the last checkpoint, versions, enrolled
-clients, and the ledger of privacy, without which a run that promises privacy is not adopted.
+Whatever was only in the database stays lost: the rounds before the last checkpoint, versions,
+enrolled clients, and the privacy ledger. A private run is not adopted, because its ledger is gone.
 """
 
 import json
@@ -23,7 +23,7 @@ from fedlearn.store.runs import CONFIG_FILE, Database
 
 
 class _Described(BaseModel):
-    """What is needed of a configuration; the rest of it stays."""
+    """The part of a configuration that is needed here; the rest is kept as extra fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -34,21 +34,21 @@ _DESCRIBED = TypeAdapter(_Described)
 
 
 class Adoption(NamedTuple):
-    """What became of a folder: ``num_finished`` rounds, or ``refused`` for a reason."""
+    """The result for one folder: ``num_finished`` rounds, or the reason why it is ``refused``."""
 
     name: str
     num_finished: int
     refused: str = ""
 
     def text(self) -> str:
-        """Return it in words."""
+        """Describe the result in words."""
         if self.refused:
             return f"{self.name} is not adopted: {self.refused}"
         return f"{self.name} is adopted after {self.num_finished} rounds"
 
 
 def adopt_all(database: Database) -> Iterator[Adoption]:
-    """Adopt every run whose folder is here and whose record is not; yield what became of each.
+    """Adopt every run that has a folder but no record, and yield the result for each.
 
     Raises:
         StoreError: The database cannot be written.
@@ -61,10 +61,10 @@ def adopt_all(database: Database) -> Iterator[Adoption]:
 
 
 def _adopt(database: Database, name: str) -> int:
-    """Record the run in the folder ``name``; return how many rounds of it are finished.
+    """Record the run in the folder ``name``, and return its number of finished rounds.
 
     Raises:
-        StoreError: There is no complete checkpoint, or the run promises privacy or is alive.
+        StoreError: There is no complete checkpoint, or the run is private or alive.
     """
     folder = database.runs_dir / name
     record = _record(folder)
@@ -79,11 +79,11 @@ def _adopt(database: Database, name: str) -> int:
 
 
 def _record(folder: Path) -> RunRecord:
-    """Return what is known of the run in ``folder``.
+    """Rebuild the record of the run in ``folder``.
 
     Raises:
-        ConfigError: Its configuration is none of this version's.
-        StoreError: It cannot be read, or promises privacy.
+        ConfigError: This version cannot read its configuration.
+        StoreError: The configuration cannot be read from disk, or the run is private.
     """
     path = folder / CONFIG_FILE
     described = require_json(
@@ -109,7 +109,7 @@ def _record(folder: Path) -> RunRecord:
 
 
 def _require_no_promise(config: Mapping[str, object]) -> None:
-    """Refuse a run of which nobody knows what its clients were charged."""
+    """Refuse a private run, because the ledger of what its clients were charged is lost."""
     section = config.get("privacy")
     privacy = section if isinstance(section, Mapping) else {}
     if privacy.get("mode", "off") != "off" and not privacy.get("reproducible", False):

@@ -1,6 +1,6 @@
-"""Check the arguments of :func:`fedlearn.simulate` before anything is built from them.
+"""Checks the arguments of :func:`fedlearn.simulate` before anything is built from them.
 
-A wrong kind of argument gets a sentence that says what to give, not an error from deep inside.
+The error for a wrong kind of argument says what to pass instead.
 """
 
 import inspect
@@ -24,10 +24,10 @@ _FROM_DATASET = "fl.from_dataset(dataset, labels=..., partition=..., test=..., s
 
 
 def require_data(data: object) -> None:
-    """Refuse data that are not divided among clients.
+    """Refuse data that are not partitioned among clients.
 
     Raises:
-        ConfigError: They are no :class:`~fedlearn.simulation.federated_data.FederatedData`.
+        ConfigError: They are not :class:`~fedlearn.simulation.federated_data.FederatedData`.
     """
     if isinstance(data, FederatedData):
         return
@@ -38,7 +38,7 @@ def require_data(data: object) -> None:
 
 
 def _divided(data: object) -> str:
-    """Return the call that divides data among clients."""
+    """Return an example call that partitions such data among clients."""
     match data:
         case DataLoader() | Dataset():
             return _FROM_DATASET
@@ -55,7 +55,7 @@ def _values(data: list[object] | dict[object, object]) -> Sequence[object]:
 
 
 def _describe(value: object) -> str:
-    """Return what a value is, without its contents where it may be data."""
+    """Describe a value by its kind, without contents that may be training data."""
     if isinstance(value, str | Path):
         return f'"{value}"'
     if isinstance(value, np.ndarray | Tensor):
@@ -64,10 +64,10 @@ def _describe(value: object) -> str:
 
 
 def require_algorithm(algorithm: object) -> None:
-    """Refuse an algorithm that is no strategy.
+    """Refuse an algorithm that is not a strategy.
 
     Raises:
-        ConfigError: It is a name, a recipe that was not called, what one client does, or else.
+        ConfigError: It is, for example, a name, a recipe that was not called, or a local update.
     """
     if isinstance(algorithm, Buffered):
         return
@@ -102,16 +102,16 @@ _RECIPES = [
 
 
 def _example(name: str) -> str:
-    """Return a call of a recipe, or of a class of the user's."""
+    """Return an example call of a recipe, or of a user's class."""
     recipe: Callable[..., object] | None = getattr(recipes, name, None)
     return f"{name}(...)" if recipe is None else call_example(recipe, name=f"fl.{name}")
 
 
 def require_settings(*, extra: object, resume: object) -> None:
-    """Refuse further arguments of the wrong kind.
+    """Check the kinds of ``extra`` and ``resume``.
 
     Raises:
-        ConfigError: ``extra`` is no mapping, or ``resume`` no name of a run.
+        ConfigError: ``extra`` is not a mapping, or ``resume`` is not the name of a run.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(
@@ -132,10 +132,10 @@ def require_callable(
     by_round: object,
     progress: object,
 ) -> None:
-    """Refuse code of the user's that could not be called when its time comes.
+    """Refuse user code that cannot be called, before the run has begun.
 
     Raises:
-        ConfigError: An argument lacks a method, or is no function.
+        ConfigError: An argument lacks a method, or is not a function.
     """
     if sampler is not None and not _has_method(sampler, "sample"):
         raise ConfigError(f"simulate(): sampler is {sampler!r}, not an object with a method sample")

@@ -1,4 +1,4 @@
-"""An audit: a run of canaries, and what an attacker finds out about them."""
+"""Audits a privacy claim: runs canaries, and lets an attacker guess which of them took part."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -43,30 +43,31 @@ from fedlearn.simulation.population import ClientRows, Population, UnreadRows, u
 from fedlearn.simulation.sources import Examples
 
 _FEWEST = 30
-#: Canary examples that a client holds, at the most.
+#: Most canary examples that one client holds.
 _IN_A_BATCH = 50
-#: Rounds are audited up to this ε: where guesses are all but sure, more of them show no more.
+#: Rounds are audited up to this ε. Beyond it guesses are almost certain, so further rounds would
+#: prove nothing more.
 _LARGEST_EPSILON = 1.0
-#: δ is at most this share of one by the number of canaries.
+#: δ is at most this share of 1 / (number of canaries).
 _SHARE = 0.1
-#: Noise by what is claimed, and how a reader calls it.
+#: Shares of the claimed noise for which the power is computed, by name.
 _LESS_NOISE = {"half": 1 / 2, "a third": 1 / 3}
 
 
 @dataclass(frozen=True)
 class CanaryPopulation:
-    """Canaries in the place of the clients of a simulation, with an example of theirs each.
+    """Canaries that replace the clients of a simulation, each with an example of a real client.
 
     Attributes:
         real: The clients.
-        num_clients: Canaries.
+        num_clients: Number of canaries.
     """
 
     real: Population
     num_clients: int
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return one for each of these canaries: what they train to is not used."""
+        """Return one for each of these canaries; what they train on it is not used."""
         return np.ones(client_ids.shape, np.int64)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
@@ -79,7 +80,7 @@ class CanaryPopulation:
         return ClientRows(rows.features, rows.labels, firsts, np.arange(len(firsts) + 1))
 
     def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows | None:
-        """Return which rows these canaries have, where a dataset reads them."""
+        """Return the rows of these canaries before they are read, if the data are a dataset."""
         unread = unread_rows(self.real, client_ids % self.real.num_clients)
         if unread is None:
             return None
@@ -94,11 +95,11 @@ class CanaryPopulation:
 
 @dataclass(frozen=True)
 class CanaryExamples:
-    """Clients whose examples are canaries: features that are the canary's gradient, for descent.
+    """Clients whose examples are canaries: the features are the example's gradient.
 
     Attributes:
         canaries: The examples of all clients, one client after another.
-        per_client: Examples a client; those beyond the last canary are zeros.
+        per_client: Examples per client; those after the last canary are zeros.
     """
 
     canaries: Canaries
@@ -106,16 +107,16 @@ class CanaryExamples:
 
     @property
     def size(self) -> int:
-        """Numbers of an example: one for each canary."""
+        """Features of an example: one for each canary."""
         return len(self.canaries.is_in)
 
     @property
     def num_clients(self) -> int:
-        """As many as hold all canaries."""
+        """The fewest clients that hold all canaries."""
         return -(-self.size // self.per_client)
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return as many for each of these clients."""
+        """Return ``per_client`` for each of these clients."""
         return np.full(client_ids.shape, self.per_client)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
@@ -124,6 +125,7 @@ class CanaryExamples:
         places = np.flatnonzero(own.ravel() < self.size)
         features = torch.zeros(own.size, self.size)
         which = own.ravel()[places].tolist()
+        # Negative, because a step of gradient descent then adds the contribution.
         features[torch.from_numpy(places)] = -self.canaries.contributions(which, self.size)
         offsets = np.arange(len(client_ids) + 1) * self.per_client
         return ClientRows(features, torch.zeros(own.size), np.arange(own.size), offsets)
@@ -131,18 +133,19 @@ class CanaryExamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What an attacker has found out.
+    """The result of an audit.
 
     Attributes:
-        claimed: ε of the rounds that were audited, by the noise that the run claims.
-        target_delta: δ of both.
-        num_rounds: Rounds that were audited, with all canaries in each.
-        noise_multiplier: Of the run.
+        claimed: ε of the audited rounds with the noise that the run claims.
+        target_delta: δ of the claim and of the lower bound.
+        num_rounds: Audited rounds, with all canaries in each.
+        noise_multiplier: Noise multiplier of the run.
         lower_bound: ε is at least this.
-        confidence: How sure that is, below 1.
+        confidence: Confidence of the lower bound, below 1.
         num_pairs: Pairs of canaries, one guess each.
-        num_correct: Guesses that were right.
-        power: How probable a refutation would have been with less noise than is claimed.
+        num_correct: Correct guesses.
+        power: Probability that the audit would refute a run with less noise than claimed, by the
+            share of the noise.
     """
 
     claimed: float
@@ -157,11 +160,11 @@ class Audit:
 
     @property
     def is_refuted(self) -> bool:
-        """Whether ε is more than is claimed."""
+        """Whether ε is more than the run claims."""
         return self.lower_bound > self.claimed
 
     def facts(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         return {
             "claimed_epsilon": self.claimed,
             "target_delta": self.target_delta,
@@ -176,7 +179,7 @@ class Audit:
         }
 
     def render(self) -> str:
-        """Return it as text."""
+        """Format the result as text."""
         return facts_text(self._facts())
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -194,17 +197,17 @@ class Audit:
 
 
 def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -> Audit:
-    """Run a simulation of canaries, and return what its releases show.
+    """Simulate a run of canaries, and test its claimed ε against what its releases reveal.
 
-    Canaries are clients or, in mode "example", examples. The noise is that of the run: by the
-    multiplier that it gives, or that its ε takes. All canaries are in every round, so that no
-    secret cohorts hide them, and there are only as many rounds as come to an ε of about 1. Where
-    users take turns, each has one turn. Nothing is charged or kept.
+    Canaries are clients or, in mode "example", examples. The noise multiplier is that of the run,
+    configured or calibrated to its ε. All canaries are in every round, so that no secret cohorts
+    hide them, and there are only as many rounds as cost an ε of about 1. Where users take turns,
+    each has one turn. No budget is charged and no run is stored.
 
     Raises:
-        ConfigError: The run claims no ε, the numbers are out of range, or there are fewer canaries
-            or numbers of the model than a pair in each group of users takes.
-        FedlearnError: As a simulation.
+        ConfigError: The run claims no ε, the arguments are out of range, or there are too few
+            canaries or model parameters for a pair in each group of users.
+        FedlearnError: As raised by a simulation.
     """
     _require_auditable(config, num_canaries, confidence)
     data_dir = site.addresses.data_dir
@@ -267,10 +270,10 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
 
 
 def _num_pairs(real: Simulation, plan: PrivacyPlan, num_canaries: int) -> int:
-    """Return for how many pairs there is room; raises ConfigError if there is none."""
+    """Return the number of pairs of canaries; raises ConfigError if there is no room for any."""
     if plan.hides_examples:
-        return num_canaries // 2  # the model of an audit has a number for each
-    # No two canaries share a number of the model.
+        return num_canaries // 2  # the audit's own model has a parameter for each canary
+    # No two canaries share a parameter of the model.
     room = min(num_canaries, len(Params.of(real.make_model()).vector))
     groups = plan.num_groups
     if room < 2 * groups:
@@ -283,17 +286,17 @@ def _num_pairs(real: Simulation, plan: PrivacyPlan, num_canaries: int) -> int:
 
 
 def _per_client(real: Simulation, plan: PrivacyPlan) -> int:
-    """Return how many canaries a client holds: examples, no more than are in one batch."""
+    """Return how many canaries a client holds; example canaries must fit one batch."""
     if not plan.hides_examples:
         return 1
     return min(real.algorithm.local.work.batch_size or _IN_A_BATCH, _IN_A_BATCH)
 
 
 def _weights(audited: Config, plan: PrivacyPlan, canaries: Canaries) -> NDArray[np.float64]:
-    r"""Return how much a round's release counts for each canary: [T, m].
+    r"""Return the attacker's weight of each round's release for each canary: [T, m].
 
-    Releases are :math:`x + C^{-1} z` where noise is correlated. The best filter for a canary of
-    turn t is column t of :math:`C^T C`: it undoes the correlation.
+    With correlated noise, releases are :math:`x + C^{-1} z`. The best filter for a canary of turn t
+    is column t of :math:`C^T C`, which undoes the correlation.
     """
     num_rounds, count = audited.num_rounds, len(canaries.is_in)
     if plan.bands is None:
@@ -319,10 +322,11 @@ def _with_canary_examples(
     weights_Tm: NDArray[np.float64],
     data_dir: Path,
 ) -> Simulation:
-    """Return a simulation of clients whose examples are canaries.
+    """Build a simulation of clients whose examples are canaries.
 
-    The model is linear, and an example's gradient is its features, whatever the model has learned.
-    All examples of a client are in one batch, so that an update has the noise of no other steps.
+    The model is linear and its output is the loss, so an example's gradient is its features,
+    whatever the model has learned. All examples of a client are in one batch, so that an update
+    contains the noise of a single step.
     """
     population = CanaryExamples(canaries, per_client)
     nothing = Examples.of(features=torch.zeros(1, population.size), labels=torch.zeros(1))
@@ -338,12 +342,12 @@ def _with_canary_examples(
 
 
 def _output(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 - a loss takes both
-    """Return the model's output as its loss, example by example."""
+    """Use the model's output as the loss of each example."""
     return outputs[:, 0]
 
 
 def _seen(pieces: Simulation, site: Site) -> Tensor:
-    """Run the simulation in a folder that is then deleted; return what the attacker added up."""
+    """Run the simulation in a temporary folder, and return the attacker's weighted sums."""
     with TemporaryDirectory(prefix="fedlearn-audit-") as folder:
         addresses = replace(site.addresses, store_url=None, runs_dir=Path(folder))
         run = run_pieces(pieces, replace(site, addresses=addresses))
@@ -375,7 +379,7 @@ def _require_auditable(config: Config, num_canaries: int, confidence: float) -> 
 
 
 def _num_rounds(plan: PrivacyPlan, most: int, target_delta: float) -> int:
-    """Return how many rounds come to an ε of about 1 for a client that is in each, at least one."""
+    """Return how many rounds cost a client in all of them an ε of about 1; at least one."""
     if plan.takes_turns:
         return min(most, plan.num_groups)  # every client has one turn
     enough = 1
@@ -391,7 +395,10 @@ def _cost(plan: PrivacyPlan, num_rounds: int, target_delta: float) -> float:
 def _audited(
     config: Config, plan: PrivacyPlan, *, num_clients: int, num_rounds: int, delta: float
 ) -> Config:
-    """Return the configuration with the same noise, and all clients in every round, or turn."""
+    """Return the configuration of the audit: the same noise, but all clients in every round.
+
+    Where users take turns, a round has all users whose turn it is.
+    """
     groups = plan.num_groups
     tree = json.loads(config.canonical_json())
     tree["num_rounds"] = num_rounds
@@ -407,6 +414,6 @@ def _audited(
         "other_data_because": "an audit makes clients up",
     }
     audited = Config.from_json(json.dumps(tree))
-    # The file cannot say so: it knows of the real clients alone.
+    # Set after parsing: in a configuration the cohort cannot exceed the real clients.
     wanted = audited.cohort.model_copy(update={"num_wanted": num_clients // groups})
     return audited.model_copy(update={"name": None, "cohort": wanted})

@@ -1,4 +1,4 @@
-"""What a run's privacy will cost, before it runs: ε by round, as a table and a picture."""
+"""Predicts the privacy cost of a run: ε by round, as a table and a picture."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_
 from fedlearn.privacy.events import Cohorts, Spent
 from fedlearn.privacy.plan import PrivacyPlan
 
-#: By adjacency what two data sets differ by.
+#: By adjacency, the difference between two neighbouring data sets, in words.
 _TOLD_APART = {
     Adjacency.ADD_OR_REMOVE: "one user is there or not",
     Adjacency.REPLACE: "one user has other data",
     Adjacency.ZERO_OUT: "one example of one user counts or not; that the user takes part shows",
 }
-#: Shares of the rounds at which ε is found; each takes about a second.
+#: Shares of the rounds at which ε is computed; each takes about a second.
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What rounds cost together, with what was spent before.
+    """The privacy cost of the first rounds of a run, including what was spent before.
 
     Attributes:
-        num_rounds: How many.
-        epsilon: Of what was released, against whoever does not see the cohorts.
-        epsilon_with_cohorts: The same against whoever sees them, and not the updates.
+        num_rounds: Number of rounds.
+        epsilon: ε of the release, against an observer who does not see the cohorts.
+        epsilon_with_cohorts: The same against an observer who sees the cohorts but no updates.
     """
 
     num_rounds: int
@@ -40,14 +40,14 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What a run's privacy will cost.
+    """The predicted privacy cost of a run.
 
     Attributes:
-        plan: The guarantee.
+        plan: The privacy plan, with the guarantee.
         target_delta: δ.
         epsilon: The budget; ``None``: there is none.
-        num_before: Rounds that were charged to the same clients before.
-        costs: By round.
+        num_before: Rounds that earlier runs charged to the same clients.
+        costs: Costs after some of the rounds, in order.
     """
 
     plan: PrivacyPlan
@@ -57,7 +57,7 @@ class Outlook:
     costs: tuple[Cost, ...]
 
     def facts(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the prediction as JSON values."""
         cohorts = self.plan.cohorts
         return {
             "mode": self.plan.mode_text.partition(":")[0],
@@ -83,7 +83,7 @@ class Outlook:
         }
 
     def render(self) -> str:
-        """Return it as text: what is promised, and a table."""
+        """Format the prediction as text: the guarantee, and a table of costs."""
         rows = [("round", "ε of the release", "ε for who sees cohorts")]
         rows += [
             (str(each.num_rounds), f"{each.epsilon:.4g}", f"{each.epsilon_with_cohorts:.4g}")
@@ -108,7 +108,7 @@ class Outlook:
 
 
 def _sampling(cohorts: UserCohorts) -> str:
-    """Return who is asked, in words."""
+    """Describe the sampling of users in words."""
     users = cohorts.population
     match cohorts:
         case PoissonCohorts():
@@ -124,7 +124,10 @@ def _sampling(cohorts: UserCohorts) -> str:
 
 
 def _looked_at(cohorts: Cohorts, num_rounds: int) -> list[int]:
-    """Return after how many rounds ε is found: where users take turns, as they begin."""
+    """Return the numbers of rounds at which to compute ε.
+
+    Where groups of users take turns, ε rises only in the first round of a cycle.
+    """
     counts = {max(1, round(share * num_rounds)) for share in _SHARES}
     if isinstance(cohorts, CyclicCohorts):
         every = cohorts.num_groups
@@ -133,10 +136,10 @@ def _looked_at(cohorts: Cohorts, num_rounds: int) -> list[int]:
 
 
 def outlook(pieces: Pieces, *, before: Spent) -> Outlook:
-    """Return what a run will cost clients of whom ``before`` was spent already.
+    """Predict the privacy cost of a run on clients on whom ``before`` was already spent.
 
     Raises:
-        ConfigError: The run promises nothing, or its sampling has no common guarantee with what was
+        ConfigError: The run has no privacy, or its sampling has no common guarantee with what was
             spent before.
     """
     plan, section = pieces.privacy, pieces.config.privacy
@@ -165,7 +168,7 @@ def outlook(pieces: Pieces, *, before: Spent) -> Outlook:
 
 
 def picture(outlook: Outlook, path: Path) -> Path:
-    """Draw ε by round as the PNG ``path``, which is returned; a file that is there is replaced.
+    """Draw ε by round as the PNG ``path``, which is returned; an existing file is replaced.
 
     Raises:
         StoreError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""Two runs side by side."""
+"""Compares two runs side by side."""
 
 import json
 import math
@@ -28,7 +28,10 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One number of both runs, NaN where one has none; ``less_is_better`` may be neither."""
+    """One number of both runs; NaN if a run lacks it.
+
+    ``less_is_better`` is ``None`` where neither direction is better.
+    """
 
     name: str
     a: float
@@ -37,13 +40,13 @@ class Measure:
     less_is_better: bool | None
 
     def better(self) -> Literal["a", "b"] | None:
-        """Return whose is better; ``None`` if neither is. Who has no value has the worse."""
+        """Return which run is better; ``None`` if neither. A missing value is the worse one."""
         way = -1.0 if self.less_is_better else 1.0
         a, b = (-math.inf if math.isnan(value) else way * value for value in (self.a, self.b))
         return None if self.less_is_better is None or a == b else "a" if a > b else "b"
 
     def cells(self) -> tuple[str, ...]:
-        """Return both values as text, each before a star if it is the better."""
+        """Format both values, each followed by a star if it is the better one."""
         better = self.better()
         a, b = ("-" if math.isnan(value) else self.text(value) for value in (self.a, self.b))
         return a, "*" if better == "a" else "", b, "*" if better == "b" else ""
@@ -54,9 +57,9 @@ class Comparison:
     """Two runs side by side.
 
     Attributes:
-        metric: What they are judged by; ``None`` if no metric was measured in both.
-        target: Value of ``metric`` that the race is to; NaN without one.
-        differences: By dotted key where the configurations differ: JSON, or ``(absent)``.
+        metric: Metric by which the runs are judged; ``None`` if none was measured in both.
+        target: Value of ``metric`` that both runs race to; NaN without a metric.
+        differences: Differing configuration values by dotted key, as JSON or ``(absent)``.
     """
 
     names: tuple[str, str]
@@ -66,7 +69,7 @@ class Comparison:
     differences: Mapping[str, tuple[str, str]]
 
     def render(self, *, width: int | None = None) -> str:
-        """Return plain-text tables; a terminal may be of some ``width``."""
+        """Format the comparison as plain-text tables, cut to ``width`` columns if given."""
         a, b = (printable(name) for name in self.names)
         rows: list[tuple[str, ...]] = [("", a, "", b, "")]
         rows += [(measure.name, *measure.cells()) for measure in self.measures]
@@ -87,10 +90,10 @@ def compare(
     target: float | None = None,
     spent: tuple[Spending | None, Spending | None] = (None, None),
 ) -> Comparison:
-    """Return how two runs differ, in what was asked and in what came of it.
+    """Compare two runs: their configurations and their results.
 
-    Both race to ``target``; ``None`` takes the worse of the two bests, which both reached. What was
-    ``spent`` of their clients stands beside it.
+    Both race to ``target``; ``None`` means the worse of the two bests, which both reached.
+    ``spent`` is the privacy spending of each, which is listed as well.
     """
     directions = _common_directions(a[0], b[0])
     metric = next((m for m in directions if series(a[1], m) and series(b[1], m)), None)
@@ -113,7 +116,7 @@ def compare(
 
 
 def _private(a: Spending | None, b: Spending | None) -> Iterator[Measure]:
-    """Yield ε of both runs' releases; one that promises nothing has none, which is the worse."""
+    """Yield ε and δ of both runs; a run without privacy has no ε, which counts as worse."""
     if a is None and b is None:
         return
     epsilons = [math.nan if each is None else each.epsilon for each in (a, b)]
@@ -125,7 +128,7 @@ def _private(a: Spending | None, b: Spending | None) -> Iterator[Measure]:
 
 
 def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
-    """Return what two runs can be compared by: what both watch first, the loss last."""
+    """Return the metrics that two runs share: the one both watch first, the loss last."""
     of_a, of_b = directions_of(a), directions_of(b)
     agreed = {name: way for name, way in (of_b | of_a).items() if of_b.get(name, way) == way}
     leading, first = leading_metric(a), dict[str, Direction]()
@@ -144,7 +147,7 @@ def _common_best(a: History, b: History, metric: str, direction: Direction) -> f
 def _race(
     a: History, b: History, metric: str | None, goal: float, directions: Mapping[str, Direction]
 ) -> Iterator[Measure]:
-    """Yield what was measured: bests, last values, and who reached the goal first."""
+    """Yield the measurements: bests, last values, and when each run reached the goal."""
     for name, direction in directions.items():
         of_a, of_b = series(a[1], name), series(b[1], name)
         if of_a or of_b:
@@ -166,7 +169,7 @@ def _race(
 def _at_the_end_of_the_shorter(
     a: History, b: History, metric: str, *, less: bool
 ) -> Iterator[Measure]:
-    """Yield the metric of both after as many rounds: the last values are of unlike lengths."""
+    """Yield the metric of both after the rounds of the shorter run, if their lengths differ."""
     common = min(len(a[1]), len(b[1]))
     if len(a[1]) == len(b[1]):
         return
@@ -200,7 +203,7 @@ def _measure(
     return Measure(name=name, a=a, b=b, text=text, less_is_better=less)
 
 
-#: What both runs took: how to find it and how to write it.
+#: Totals of both runs by name: how to compute each and how to format it.
 _TOTALS: Mapping[str, tuple[Callable[[Summary], float], Callable[[float], str]]] = {
     "rounds": (lambda run: run.num_finished, _count_text),
     "clients seen": (lambda run: run.num_clients, _count_text),
@@ -215,7 +218,7 @@ _TOTALS: Mapping[str, tuple[Callable[[Summary], float], Callable[[float], str]]]
 
 
 def _differences(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return where two trees differ; as JSON, which tells 1 from true and "1"."""
+    """Return the values where two trees differ, as JSON: it distinguishes 1, true and "1"."""
     of_a, of_b = (
         {k: json.dumps(v, sort_keys=True, ensure_ascii=False) for k, v in leaves(tree)}
         for tree in (a, b)

@@ -1,7 +1,7 @@
-"""Figures in one look: new ones, labelled panels, and what writes them as PNG or SVG.
+"""Draws figures in one common style, and writes them as PNG or SVG.
 
-Figures are built from matplotlib's objects, without pyplot: no figure is kept, and nothing
-of the caller's is restyled.
+Figures are built from matplotlib's objects, without pyplot, which would keep every figure in memory
+and restyle the caller's.
 """
 
 import re
@@ -25,17 +25,18 @@ from fedlearn.core.quantities import number_text
 from fedlearn.core.words import printable
 from fedlearn.errors import StoreError
 
-# Okabe and Ito's palette, told apart with any colour vision.
+# Okabe and Ito's palette, which people with colour vision deficiency can tell apart.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 INK, SMALL, LARGE = "#222222", 9, 15
 _GRID, _NORMAL = "#dddddd", 10.5
 _MOST_HOVERS = 150
 
-#: Draws on a panel of its own.
+#: Draws on one panel of a figure.
 Panel: TypeAlias = Callable[[Axes], None]
 
-_HOVER = "hover: "  # begins the id of what tells something when pointed at
-_ID = re.compile(r' id="(?!hover: )\w+_\d+"')  # of groups: the same in every drawing of a page
+_HOVER = "hover: "  # prefix of the ids of elements that have a tooltip
+# Ids of groups, which are removed: they repeat in every drawing of a page.
+_ID = re.compile(r' id="(?!hover: )\w+_\d+"')
 _COLOUR = re.compile(r"(fill|stroke): #([0-9a-f]{6})")
 
 
@@ -47,7 +48,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_png(figure: Figure, path: Path) -> Path:
-    """Write a figure as the PNG ``path``, which is returned; a file that is there is replaced.
+    """Write a figure as the PNG ``path``, which is returned; an existing file is replaced.
 
     Raises:
         StoreError: The file cannot be written.
@@ -65,9 +66,9 @@ def label_axes(
     y_label: str,
     keys: Sequence[tuple[Artist, str]] | None = None,
 ) -> None:
-    """Label a panel, and say so where it has nothing to show.
+    """Label a panel, with a note if it has nothing to show.
 
-    ``keys`` make the legend: without them, all that was drawn with a label.
+    The legend shows ``keys``; if they are ``None``, it shows everything drawn with a label.
     """
     if keys is None:
         keys = list(zip(*axes.get_legend_handles_labels(), strict=True))
@@ -92,10 +93,10 @@ def label_axes(
 def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     r"""Return a panel of this width and height as an SVG element for an HTML page.
 
-    Texts stay texts, in the page's font, and what :func:`tell` marked answers the pointer
-    without a script. Every colour ``#rrggbb`` is ``var(--rrggbb, #rrggbb)``: the page may
-    replace it, for a dark look. While it is written, matplotlib's settings of SVG are changed for
-    the process, so two threads must not do this at once.
+    Texts stay texts, in the page's font, and what :func:`tell` marked has a tooltip that works
+    without a script. Every colour ``#rrggbb`` becomes ``var(--rrggbb, #rrggbb)``, so that the page
+    can replace it in dark mode. matplotlib's SVG settings are changed for the whole process
+    meanwhile, so two threads must not call this at once.
 
     Example:
         >>> def panel(axes: Axes) -> None:
@@ -123,18 +124,18 @@ def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
 
 
 def tell(artist: Artist, text: str) -> None:
-    """Let :func:`svg` show ``text`` where somebody points at ``artist``."""
+    """Give ``artist`` the tooltip ``text`` in the output of :func:`svg`."""
     artist.set_gid(f"{_HOVER}{printable(text)}")
 
 
 def put(axes: Axes, shape: Rectangle) -> None:
-    """Add a shape inside the axes, which do not stretch for it, and are laid out without it."""
+    """Add a shape to the axes without changing their limits or layout."""
     shape.set_in_layout(False)
-    axes.add_artist(shape)  # as no patch, whose extent would be looked at
+    axes.add_artist(shape)  # add_patch would stretch the limits to the shape's extent
 
 
 def _tell_values(axes: Axes) -> None:
-    """Tell the values of all named lines at a position, in invisible columns over them."""
+    """Add tooltips with the values of all named lines, on invisible columns over the panel."""
     told: dict[float, list[str]] = {}
     for line in axes.get_lines():
         name = str(line.get_label())
@@ -148,7 +149,7 @@ def _tell_values(axes: Axes) -> None:
 
 
 def tell_column(axes: Axes, left: float, width: float, text: str) -> None:
-    """Let :func:`svg` show ``text`` over all of a panel's height, from ``left`` on."""
+    """Add the tooltip ``text`` to a column of the panel, ``width`` wide from ``left``."""
     column = Rectangle((left, 0), width, 1, alpha=0.0, transform=axes.get_xaxis_transform())
     tell(column, text)
     put(axes, column)

@@ -1,4 +1,4 @@
-"""What a run measured, round by round: its metrics, and which of them it is judged by."""
+"""Reads a run's metrics round by round, and picks the metric by which the run is judged."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
 
 
 class Measured(Protocol):
-    """A finished round, with its participations or without."""
+    """The measurements of a finished round; it may lack participations."""
 
     @property
     def round_num(self) -> int:
@@ -27,11 +27,11 @@ class Measured(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What was measured after it, by name."""
+        """Metrics that were measured after the round, by name."""
 
 
 class Point(NamedTuple):
-    """A metric after so many rounds and virtual seconds of a run; its value is finite."""
+    """A finite value of a metric, with the finished rounds and virtual seconds at that time."""
 
     num_finished: int
     virtual_s: float
@@ -39,12 +39,12 @@ class Point(NamedTuple):
 
 
 def headline(metrics: Mapping[str, float], name: str) -> float | None:
-    """Return the central metric, else its mean over clients, else ``None``: not measured."""
+    """Return the central metric, else its mean over clients, else ``None``."""
     return metrics.get(name, metrics.get(f"clients/{name}_mean"))
 
 
 def series(rounds: Sequence[Measured], name: str) -> list[Point]:
-    """Return the finite values of a metric over a run; ``train_loss`` is one, too."""
+    """Return the finite values of a metric over a run; ``train_loss`` counts as a metric."""
     values = (
         (record, record.train_loss if name == "train_loss" else headline(record.metrics, name))
         for record in rounds
@@ -57,7 +57,7 @@ def series(rounds: Sequence[Measured], name: str) -> list[Point]:
 
 
 def directions_of(record: RunRecord) -> dict[str, Direction]:
-    """Return by measure which way is better, as the run's objective and metrics declare it."""
+    """Return which way is better for each metric, as the run's objective and metrics declare it."""
     python, sections = record.config.get("python"), record.config.get("metrics")
     declared = dict(_mapping(_mapping(python).get("directions")))
     for name, section in _mapping(sections).items():
@@ -76,36 +76,39 @@ def _mapping(value: object) -> Mapping[str, object]:
 
 
 def direction_of(record: RunRecord, name: str) -> Direction | None:
-    """Return which way a metric of the record is better; ``None`` if nobody declared it."""
+    """Return which way is better for a metric of the record; ``None`` if it is not declared."""
     return directions_of(record).get(split(name)[0])
 
 
 def best_point(points: Sequence[Point], direction: Direction) -> Point | None:
-    """Return the first best value of a metric; ``None`` if it was never measured."""
+    """Return the best value of a metric, the first if tied; ``None`` if it was never measured."""
     return max(points, key=lambda point: sign(direction) * point.value, default=None)
 
 
 def configured_metric(record: RunRecord) -> str | None:
-    """Return the metric that the configuration says to watch, if it is one."""
+    """Return the metric that early stopping watches, if the configuration names a known one."""
     metric = _mapping(record.config.get("early_stopping")).get("metric")
     return metric if isinstance(metric, str) and direction_of(record, metric) else None
 
 
 def leading_metric(record: RunRecord) -> str:
-    """Return what is told beside the loss: the metric that the run watches, else ``accuracy``."""
+    """Return the metric to show next to the loss: the one the run watches, else ``accuracy``."""
     configured = configured_metric(record)
     return "accuracy" if configured in (None, "loss") else configured
 
 
 def drawn_metric(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
-    """Return what is drawn beside the loss: the first measured of what a reader may look for."""
+    """Return the metric to draw next to the loss.
+
+    It is the leading metric, or the first declared one that was measured; without any, the loss.
+    """
     names = (leading_metric(record), *directions_of(record))
     further = (name for name in names if name != "loss" and series(rounds, name))
     return next(further, "loss" if series(rounds, "loss") else "accuracy")
 
 
 def headed(metric: str) -> str:
-    """Return the name of a metric as a heading begins with it.
+    """Capitalize the name of a metric for the start of a heading.
 
     Example:
         >>> headed("accuracy"), headed("AUC")

@@ -1,4 +1,4 @@
-"""Text for a person: tables, and facts under labels. All commands lay theirs out here."""
+"""Lays out the text output of all commands: tables, and labelled facts."""
 
 from collections.abc import Iterable, Sequence
 from textwrap import fill
@@ -9,20 +9,20 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # between columns
-_LEAST_CHARACTERS = 6  # of a cell that is cut
+_LEAST_CHARACTERS = 6  # of a cell that is truncated
 _BOUNDLESS = 10**6
 _LEAST_FACT_CHARACTERS = 20
-#: Facts that must survive being copied, and are broken nowhere.
+#: Labels of facts that users copy, which are never wrapped.
 _UNBROKEN = ("path", "next")
 
 
 def table_text(
     rows: Sequence[Sequence[str]], *, values_right: bool = False, width: int | None = None
 ) -> str:
-    """Return columns under the header in the first row, a line a row, without borders.
+    """Format rows as aligned columns without borders; the first row is the header.
 
-    All but the first are aligned to the right if so asked. Where a terminal has ``width`` columns,
-    the widest but the first are cut until a line fits; without it nothing is.
+    With ``values_right`` all columns but the first are aligned to the right. With a ``width``, the
+    widest columns after the first are truncated until a line fits.
 
     Example:
         >>> print(table_text([("id", "name"), ("17", "clinic-a")]))
@@ -35,14 +35,15 @@ def table_text(
     grid, cells, least = Table.grid(padding=(0, 0, 0, _GAP), pad_edge=False), [], -_GAP
     for place, column in enumerate(zip(*rows, strict=True)):
         whole = max(map(cell_len, column))
-        # Of columns that may wrap rich narrows the widest first; no cell wraps for all that.
+        # rich narrows the widest column first, but only among columns that may wrap. No cell wraps,
+        # since the texts below have no_wrap.
         grid.add_column(justify="right" if place and values_right else "left", no_wrap=not place)
-        # A cell a column, of as many lines as there are rows: rich takes four times as long
-        # with a cell a value.
+        # One cell per column, with a line per row: with a cell per value rich takes four times as
+        # long.
         cells.append(Text("\n".join(column), no_wrap=True, overflow="ellipsis"))
         least += _GAP + (min(whole, _LEAST_CHARACTERS) if place else whole)
     grid.add_row(*cells)
-    # Neither the terminal nor the environment has a say in it.
+    # Fixed settings, so that neither the terminal nor the environment changes the output.
     console = Console(width=_BOUNDLESS, color_system=None, force_terminal=False)
     with console.capture() as captured:
         console.print(grid, width=None if width is None else max(width, least))
@@ -50,9 +51,9 @@ def table_text(
 
 
 def facts_text(labelled: Iterable[tuple[str, str]], *, width: int | None = None) -> str:
-    """Return labelled texts, a line each, broken between words for a terminal of ``width`` columns.
+    """Format labelled texts, one a line, wrapped between words to ``width`` columns.
 
-    Those that are empty are left out, and a path and a command stay whole.
+    Empty texts are left out. Paths and commands are never wrapped.
 
     Example:
         >>> print(facts_text([("clip", "norm 1"), ("delta", "1e-05"), ("error", "")]))

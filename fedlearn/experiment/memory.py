@@ -1,4 +1,4 @@
-"""What a training of the coordinator takes in memory: ``fedlearn memory``."""
+"""Predicts the memory of the coordinator's own training: ``fedlearn memory``."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,11 +21,11 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the processes of a training take.
+    """The memory that the processes of a training need.
 
     Attributes:
-        mesh: Over which they are spread, in words.
-        stages: One process of each stage of the pipeline; the others of the stage take as much.
+        mesh: The mesh of processes, in words.
+        stages: Memory of one process of each pipeline stage; the others of a stage need as much.
         storage: Bytes of all parameters.
     """
 
@@ -34,12 +34,12 @@ class Outlook:
     storage: int
 
     def facts(self) -> dict[str, object]:
-        """Return it as JSON values, in bytes."""
+        """Return the prediction as JSON values, in bytes."""
         stages = [{"stage": at, **asdict(each)} for at, each in enumerate(self.stages)]
         return {"mesh": self.mesh, "storage": self.storage, "stages": stages}
 
     def render(self) -> str:
-        """Return it as a table."""
+        """Format the prediction as a table."""
         names = [*KINDS, "update", "peak"]
         rows = [("stage", *(name.replace("_", " ") for name in names))]
         for at, each in enumerate(self.stages):
@@ -55,10 +55,10 @@ class Outlook:
 
 
 def outlook(config: Config, site: Site) -> Outlook:
-    """Return what the coordinator's own training, as configured, will take.
+    """Predict the memory of the coordinator's own training, as configured.
 
     Raises:
-        ConfigError: The model cannot be cut so, or followed without data.
+        ConfigError: The model cannot be split as configured, or traced without data.
         DataError: Data are missing.
     """
     task = server_task(assembly.alone(config, data_dir=site.addresses.data_dir))
@@ -73,10 +73,10 @@ def outlook(config: Config, site: Site) -> Outlook:
 
 
 def outlook_of(num_parameters: float, bytes_per_parameter: int, config: Config) -> Outlook:
-    """Return what a model takes of which no more is known than its number of parameters.
+    """Predict the memory of training a model from its number of parameters alone.
 
     Raises:
-        ConfigError: There would be none, or no bytes.
+        ConfigError: The number of parameters or of bytes is not positive.
     """
     try:
         counted = Counted(
@@ -91,7 +91,7 @@ def outlook_of(num_parameters: float, bytes_per_parameter: int, config: Config) 
 
 
 def picture(found: Outlook, path: Path) -> None:
-    """Draw it as PNG, a bar a stage and a part a kind; a file that is there is replaced.
+    """Draw a PNG with one bar per stage, divided by kind of memory; an existing file is replaced.
 
     Raises:
         StoreError: The file cannot be written.

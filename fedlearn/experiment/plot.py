@@ -1,4 +1,4 @@
-"""The curves of one run, or of several over each other: as a PNG, or as panels of a page."""
+"""Draws the curves of one run, or of several overlaid: as a PNG, or as panels of a page."""
 
 import math
 from collections import Counter
@@ -44,11 +44,11 @@ STATUS_COLOURS = {
     Status.FAILED: "#D55E00",
     Status.STALE: "#CC79A7",
 }
-#: By the least staleness that it stands for: darker is older.
+#: Colours by the least staleness that they stand for; darker is older.
 _AGE_COLOURS = {0: "#9ecae1", 1: "#6baed6", 2: "#3182bd", 4: "#08519c", 8: "#08306b"}
 
 _MARKED_POINTS = 40
-#: How many times longer than another a run is where both no longer fit one linear scale.
+#: Ratio of lengths above which two runs no longer fit one linear scale.
 _MUCH_LONGER = 20
 _NUM_BARS = 120
 
@@ -56,7 +56,7 @@ _NUM_BARS = 120
 def plot(runs: Sequence[History], path: Path) -> Path:
     """Draw accuracy, loss, virtual time and participation as the PNG ``path``, which is returned.
 
-    Several runs lie over each other. A file that is there is replaced as a whole.
+    Several runs are overlaid. An existing file is replaced as a whole.
 
     Raises:
         StoreError: The file cannot be written.
@@ -65,7 +65,7 @@ def plot(runs: Sequence[History], path: Path) -> Path:
 
 
 def draw(runs: Sequence[History]) -> Figure:
-    """Return the figure of :func:`plot`: four panels, by rows and then columns."""
+    """Draw the figure of :func:`plot`: four panels in two rows."""
     figure = new_figure(12, 8)
     for panel, axes in zip(panels(runs), figure.subplots(2, 2).flat, strict=True):
         panel(axes)
@@ -75,7 +75,7 @@ def draw(runs: Sequence[History]) -> Figure:
 
 
 def panels(runs: Sequence[History]) -> tuple[Panel, ...]:
-    """Return what draws accuracy, loss, accuracy over time, and participation."""
+    """Return the four panels: the metric, the losses, the metric over time, and participation."""
     measured = (drawn_metric(*run) for run in runs if any(one.metrics for one in run[1]))
     metric = next(measured, "accuracy")
     return (
@@ -117,7 +117,7 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
 
 
 def _draw_losses(axes: Axes, *, runs: Sequence[History]) -> None:
-    """Draw the evaluation loss, and dashed what the clients trained at."""
+    """Draw the evaluation loss, and dashed the clients' training loss."""
     keys: list[tuple[Artist, str]] = []
     for colour, name, (_, rounds) in _coloured(runs):
         for metric, style, label in (("loss", "-", "evaluation"), ("train_loss", "--", "training")):
@@ -142,7 +142,7 @@ def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None
 
 
 def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
-    """Draw what became of the clients that one run asked; bars are means where rounds are many."""
+    """Draw how the clients of each round of one run ended; many rounds are averaged into bars."""
     [(_, rounds)] = runs
     groups, width = _grouped(rounds)
     counts = [[Counts.of(record) for record in group] for group in groups]
@@ -167,7 +167,7 @@ def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
 
 
 def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
-    """Draw how stale the updates of a run were; bars are means where rounds are many."""
+    """Draw how stale the updates of each round were; many rounds are averaged into bars."""
     groups, width = _grouped(rounds)
     lows, floor = list(_AGE_COLOURS), [0.0] * len(groups)
     centres = [each[0].round_num + 1 + (len(each) - 1) / 2 for each in groups]
@@ -195,13 +195,13 @@ def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
 
 
 def _grouped(rounds: Sequence[RoundRecord]) -> tuple[list[Sequence[RoundRecord]], int]:
-    """Return consecutive rounds that share a bar, and how many do: one, unless there are many."""
+    """Group consecutive rounds into bars, and return the number of rounds per bar."""
     width = max(1, -(-len(rounds) // _NUM_BARS))
     return [rounds[start : start + width] for start in range(0, len(rounds), width)], width
 
 
 def _endings(counts: Sequence[Sequence[Counts]]) -> dict[Status, str]:
-    """Return the colours of how clients ended; of stale ones where somebody was."""
+    """Return the colours by status, without the one for stale if no client was stale."""
     is_stale = any(each.stale for group in counts for each in group)
     return {
         status: colour
@@ -211,7 +211,7 @@ def _endings(counts: Sequence[Sequence[Counts]]) -> dict[Status, str]:
 
 
 def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
-    """Draw what became of all clients asked, one bar a run."""
+    """Draw the shares of how all clients of a run ended, one bar per run."""
     totals = [[Counts.of(record) for record in rounds] for _, rounds in runs]
     floor = [0.0] * len(runs)
     rows = range(len(runs))
@@ -234,7 +234,7 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
 
 
 def _coloured(runs: Sequence[History]) -> Iterator[tuple[str, str, History]]:
-    """Yield a colour, what begins a legend's text, and the run; one alone needs no name."""
+    """Yield each run with its colour and the prefix of its legend texts; empty for a single run."""
     for index, run in enumerate(runs):
         name = f"{printable(run[0].name)}: " if len(runs) > 1 else ""
         yield RUN_COLOURS[index % len(RUN_COLOURS)], name, run
@@ -249,7 +249,7 @@ def _curve(
     style: str = "-",
     at: Sequence[float] | None = None,
 ) -> Line2D:
-    """Draw points as a line, over rounds unless ``at`` says where; few points are marked."""
+    """Draw points as a line over rounds, or over ``at``; markers are drawn if points are few."""
     steps = [point.num_finished for point in points] if at is None else at
     values = [point.value for point in points]
     marker = "o" if len(points) <= _MARKED_POINTS and style == "-" else ""
@@ -260,7 +260,7 @@ def _curve(
 
 
 def _widen(axes: Axes, lengths: Sequence[float]) -> None:
-    """Let a run that is much shorter than another be seen: by a logarithmic scale."""
+    """Switch to a logarithmic x axis if one run is so much shorter that it would not be seen."""
     shown = [length for length in lengths if length > 0]
     if shown and max(shown) > _MUCH_LONGER * min(shown):
         axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""What a run's privacy comes to as it begins: who it charges, and what was spent before."""
+"""Sets up a run's privacy accounting: the ledger it charges, and what was spent before."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,18 +24,18 @@ PiecesT = TypeVar("PiecesT", bound=Pieces)
 
 
 def with_ledger(pieces: Simulation, database: Database | None, *, writes: bool) -> Simulation:
-    """Return a simulation with the name of the ledger that it charges.
+    """Choose the privacy ledger that a simulation charges.
 
-    With ``privacy.population = "auto"`` that is the ledger of any earlier run on some of the same
-    examples, however they were divided, ordered or stored; of none, a new one.
+    With ``privacy.population = "auto"`` it is the ledger of any earlier run on some of the same
+    examples, however they were partitioned, ordered or stored. If there is none, it is a new one.
 
     Args:
         pieces: The simulation.
-        database: Of the earlier runs; ``None``: there are none.
-        writes: Whether the examples are remembered for later runs.
+        database: Database of the earlier runs; ``None``: there are none.
+        writes: Whether to remember the examples for later runs.
 
     Raises:
-        ConfigError: No one ledger is right, and the population needs a name.
+        ConfigError: No single ledger is right, so the user must name the population.
         DataError: Examples cannot be read.
         StoreError: The database cannot be read or written.
     """
@@ -64,11 +64,11 @@ def _with_population(pieces: Simulation, name: str) -> Simulation:
 
 
 def _ledger_for(found: Fingerprint, charged: list[ChargedExamples], *, by_user: bool) -> str:
-    """Return the ledger of examples: that of those which they have in common with earlier runs.
+    """Return the ledger that earlier runs charged for some of these examples, or a new one.
 
     Raises:
-        ConfigError: They differ each time they are read, or earlier runs charged several ledgers,
-            or other users.
+        ConfigError: The examples differ each time they are read, or earlier runs charged several
+            ledgers or other users for them.
     """
     if not found.is_stable:
         raise ConfigError(
@@ -99,12 +99,12 @@ def _ledger_for(found: Fingerprint, charged: list[ChargedExamples], *, by_user: 
 
 
 def built_on(config: Config, *, data_dir: Path) -> Pieces:
-    """Return the pieces of a run; none is trained.
+    """Build the components of a run, without training.
 
-    Those of a simulation, or, of a configuration without data, of a deployment.
+    They are those of a simulation, or of a deployment if the configuration has no data.
 
     Raises:
-        ConfigError: It cannot be built.
+        ConfigError: They cannot be built.
         DataError: Data are missing.
     """
     if isinstance(config.data, NoData):
@@ -113,10 +113,10 @@ def built_on(config: Config, *, data_dir: Path) -> Pieces:
 
 
 def spent_before(pieces: Pieces, database: Database) -> dict[Event, int]:
-    """Return what earlier runs have charged to the clients of a run that is to come.
+    """Return the charges of earlier runs to the clients of a planned run.
 
     Raises:
-        ConfigError: No one ledger is right, and the population needs a name.
+        ConfigError: No single ledger is right, so the user must name the population.
         StoreError: The ledger cannot be read.
     """
     if isinstance(pieces, Simulation):
@@ -128,12 +128,12 @@ def spent_before(pieces: Pieces, database: Database) -> dict[Event, int]:
 
 
 class Promise(NamedTuple):
-    """What a run's privacy comes to as it begins, or goes on.
+    """The privacy accounting of a run that starts or resumes.
 
     Attributes:
-        notes: What a reader should know.
-        charging: Charges its rounds; ``None``: nothing does.
-        num_lost: Charges of the run that no committed round stands for.
+        notes: Notes for the user.
+        charging: Charges the run's rounds; ``None``: nothing is charged.
+        num_lost: Charges of the run without a committed round.
     """
 
     notes: list[str]
@@ -142,10 +142,10 @@ class Promise(NamedTuple):
 
 
 def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Clock) -> Promise:
-    """Return what a run's privacy comes to, of which so many rounds are committed.
+    """Set up the privacy accounting of a run with ``num_finished`` committed rounds.
 
     Raises:
-        ConfigError: There is no common guarantee with what was spent before.
+        ConfigError: The run and what was spent before have no common guarantee.
         StoreError: The ledger cannot be read.
     """
     plan, section = pieces.privacy, pieces.config.privacy
@@ -195,9 +195,9 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
 
 
 def skip_lost_turns(pieces: PiecesT, *, num_lost: int) -> PiecesT:
-    """Return the pieces of a resumed run in which so many charged rounds were never committed.
+    """Skip the turns of a resumed run that were charged but never committed.
 
-    Where users take turns, those turns are over: users may have been asked in them.
+    Users may have been asked in a lost turn, so it counts as theirs.
     """
     plan = pieces.privacy
     if plan is None:

@@ -1,7 +1,7 @@
-"""A run as it happens: one line a round, for a person, for a log, or for a program.
+"""Prints a run as it happens, one line a round: for a person, for a log, or for a program.
 
-Each call costs a few microseconds, since the engine finishes hundreds of rounds a second:
-lines are written as they come, and their colours are rendered once, at the start.
+The engine finishes hundreds of rounds a second, so each call may take only some microseconds:
+colours are rendered once, at the start.
 """
 
 import math
@@ -28,32 +28,33 @@ _TOP_REASONS = 3
 _REASON_CHARACTERS = 100
 _NAME_CHARACTERS = 20
 
-#: Of the time left: what is long, how often it is told, and how much the newest round counts.
+#: Of the bar with the time left: shortest time that is shown, seconds between updates, and weight
+#: of the newest round in the mean.
 _LONG_S, _REDRAW_S, _NEWEST_WEIGHT = 3.0, 0.2, 0.1
 _MOST_CELLS = 40
 _CLEAR_LINE = "\r\x1b[2K"
 
 
 class Progress(Protocol):
-    """Who is told of a run: ``start``, then ``round`` for each, then ``end``."""
+    """Shows the progress of a run: ``start``, then ``round`` for each, then ``end``."""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Tell that a run begins or goes on, which lies at ``path``.
+        """Show that the run in the folder ``path`` starts or resumes.
 
-        A reader should know the ``notes``, one line each, such as the executor chosen.
+        The ``notes``, one line each, are for the user: for example which executor was chosen.
         """
 
     def round(self, record: RoundRecord) -> None:
-        """Tell of a finished round; at once visible, in some 10 us."""
+        """Show a finished round at once; takes some 10 us."""
 
     def end(self, summary: Summary) -> None:
-        """Tell what the run came to, be it done, failed or interrupted."""
+        """Show the result of the run, whether it is done, failed or interrupted."""
 
 
 def progress_to(
     stream: TextIO, *, as_json: bool
 ) -> "JsonProgress | PlainProgress | TerminalProgress":
-    """Return what suits ``stream``: JSON if asked for, else by whether it is a terminal."""
+    """Return the printer that suits ``stream``: JSON if asked for, else by whether it is a tty."""
     if as_json:
         return JsonProgress(stream)
     console = Console(file=stream, highlight=False)
@@ -61,23 +62,23 @@ def progress_to(
 
 
 def extend(progress: Progress, num_rounds: int) -> None:
-    """Have one of ours tell how many rounds the run is to have by now."""
+    """Update the total number of rounds in a built-in printer; others are left as they are."""
     if isinstance(progress, _Lines):
         progress.set_num_rounds(num_rounds)
 
 
 class _Lines:
-    """What is known of a run that is told line by line; it has no name before it has begun."""
+    """Base of the line printers: the facts of the run; ``run`` is ``None`` before the start."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self.run: str | None = None
         self.path = Path()
         self._num_rounds = 0
-        self._is_deployed = False  # then no time is virtual
+        self._is_deployed = False  # if true, there is no virtual time
         self._metric = "accuracy"
         self._clip_norm: object = None  # of secure aggregation
-        #: What it came to, once that is told.
+        #: The result of the run, once it has ended.
         self.ended: Summary | None = None
 
     def _begin(self, record: RunRecord, path: Path) -> None:
@@ -89,11 +90,11 @@ class _Lines:
             self._clip_norm = section.get("clip_norm")
 
     def set_num_rounds(self, num_rounds: int) -> None:
-        """Tell of so many rounds from the next line on."""
+        """Show this total from the next line on."""
         self._num_rounds = num_rounds
 
     def _clip_advice(self, record: RoundRecord) -> str:
-        """Return what to do if most updates of the first round were scaled down."""
+        """Return advice if most updates of the first round were scaled down; else empty."""
         num_clipped = _num_clipped(record)
         if record.round_num or not num_clipped or self._clip_norm is None:
             return ""
@@ -106,7 +107,7 @@ class _Lines:
         )
 
     def _write(self, line: str, *, then: str = "") -> None:
-        """Write a line, and what begins the next one for now."""
+        """Write a line, followed by the provisional start of the next one."""
         try:
             self._stream.write(f"{line}\n{then}")
             self._stream.flush()
@@ -118,10 +119,10 @@ class _Lines:
 
 
 class JsonProgress(_Lines):
-    """One JSON object a line: ``start``, ``round``s, ``end``; what is not finite is null."""
+    """One JSON object a line: ``start``, ``round``s, ``end``; NaN and infinities are null."""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Write the ``start`` line: run, rounds, path, notes."""
+        """Write the ``start`` line: run, rounds, path and notes."""
         self._begin(record, path)
         self._tell("start", run=record.name, rounds=record.num_rounds, path=str(path), notes=notes)
 
@@ -198,7 +199,7 @@ class PlainProgress(_Lines):
             self._write(f"note: {advice}")
 
     def end(self, summary: Summary) -> None:
-        """Write what the run came to."""
+        """Write the result of the run."""
         self.ended = summary
         for label, text in _facts(summary, self.path):
             self._write(f"{label}: {text}")
@@ -208,21 +209,21 @@ class PlainProgress(_Lines):
 
 
 def _paint(style: str, console: Console) -> Callable[[str], str]:
-    """Return what puts a text in a style, which is rendered here, once, as ``console`` would."""
+    """Return a function that styles a text; the style is rendered here, once, for speed."""
     with console.capture() as captured:
         console.print(Text("{}", style=style), end="")
     return captured.get().format
 
 
 class _Column(NamedTuple):
-    """A column of a round's line: header, width, and how early it goes where space lacks."""
+    """A column of a round's line; where space is short, columns with a low ``goes`` go first."""
 
     header: str
     width: int
     goes: int
 
 
-#: By name the columns between the metric and the remarks; those that go first have low numbers.
+#: The columns between the metric and the remarks, by name.
 _COLUMNS = {
     "loss": _Column("loss", 8, 4),
     "train": _Column("train", 8, 1),
@@ -235,17 +236,17 @@ _COLUMNS = {
 
 
 class _TimeLeft:
-    """A bar under the rounds of a long run, and how long the rest will take as rounds take now."""
+    """A progress bar under the rounds of a long run, with an estimate of the time left."""
 
     def __init__(self) -> None:
         self._mean_s = math.nan
-        self._since_s = math.inf  # since the bar was last made anew
+        self._since_s = math.inf  # since the bar was last redrawn
         self._bar = ""
 
     def bar(self, record: RoundRecord, num_rounds: int, width: Callable[[], int]) -> str:
-        """Return it after one of ``num_rounds``, within ``width()`` columns; empty near the end.
+        """Return the bar after a round, within ``width()`` columns; empty near the end.
 
-        It is the same as before for a moment, so that a round costs little.
+        It is redrawn only every so often, so that a round costs little.
         """
         if math.isnan(self._mean_s):
             self._mean_s = record.seconds
@@ -270,8 +271,8 @@ class _TimeLeft:
 class TerminalProgress(_Lines):
     """One coloured line a round on a terminal, under a header; a new best stands out.
 
-    Columns that a narrow terminal has no space for are left out. Under the rounds of a long
-    simulation there is a bar with the time left; a deployment's log would run into it.
+    A narrow terminal gets fewer columns. Under the rounds of a long simulation there is a bar with
+    the time left. A deployment has none, because its log lines would run into it.
     """
 
     def __init__(self, console: Console) -> None:
@@ -308,7 +309,7 @@ class TerminalProgress(_Lines):
         self._write(self._dim(header))
 
     def _fitting(self, width: int) -> tuple[str, ...]:
-        """Return the columns that a terminal has space for."""
+        """Return the columns for which the terminal has space."""
         names = [name for name in _COLUMNS if name != "virtual" or not self._is_deployed]
         taken = self._round_width + 2 + self._metric_width
         while names and taken + sum(2 + _COLUMNS[name].width for name in names) > width:
@@ -350,12 +351,12 @@ class TerminalProgress(_Lines):
         self._has_bar = bool(bar)
 
     def _without_bar(self) -> str:
-        """Return what takes the bar off the screen, if there is one."""
+        """Return the control sequence that erases the bar, if there is one."""
         had_bar, self._has_bar = self._has_bar, False
         return _CLEAR_LINE if had_bar else ""
 
     def end(self, summary: Summary) -> None:
-        """Print what the run came to and the commands to type next."""
+        """Print the result of the run and the commands to type next."""
         self.ended = summary
         styles = {RunStatus.DONE: "bold green", RunStatus.FAILED: "bold red"}
         self._write(self._without_bar())
@@ -374,7 +375,7 @@ class TerminalProgress(_Lines):
 
 
 def _train_loss(record: RoundRecord) -> float | None:
-    """Return the training loss; by its contract NaN says that nobody reported one."""
+    """Return the training loss; ``None`` for NaN, which means that no client reported one."""
     return None if math.isnan(record.train_loss) else record.train_loss
 
 
@@ -391,12 +392,12 @@ def _remark(record: RoundRecord) -> str:
 
 
 def _num_clipped(record: RoundRecord) -> int:
-    """Return how many reports were scaled down to a clip; 0 also if the count is not known."""
+    """Return the number of reports scaled down to a clip; 0 also if the count is not known."""
     return round(record.metrics.get(NUM_CLIPPED, 0.0))
 
 
 def _num_capped(record: RoundRecord) -> int:
-    """Return of how many reports a secure sum cut off values; 0 also if the count is not known."""
+    """Return the number of reports with values cut off by a secure sum; 0 also if not known."""
     return round(record.metrics.get(NUM_CAPPED, 0.0))
 
 
@@ -404,7 +405,7 @@ def _num_capped(record: RoundRecord) -> int:
 
 
 def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield what the end of a run is told with: label and text."""
+    """Yield the labels and texts that describe the end of a run."""
     run = summary.record
     is_parked = run.is_deployed and run.status is RunStatus.RUNNING
     ended = f"{printable(run.name)} {'parked' if is_parked else run.status.value}"
@@ -423,13 +424,13 @@ def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def next_steps(summary: Summary, path: Path, *verbs: str) -> Iterator[tuple[str, str]]:
-    """Yield what to type next about the run at ``path``: first what goes on with it, if it can."""
+    """Yield the commands to type next for the run at ``path``; resume comes first if possible."""
     for verb in ("resume", *verbs) if summary.is_resumable else verbs:
         yield "next", next_command(verb, summary.record.name, path=path)
 
 
 def next_command(verb: str, name: str, *, path: Path) -> str:
-    """Return the command that does ``verb`` with the run that lies at ``path``.
+    """Return the command line for ``verb`` on the run at ``path``.
 
     Example:
         >>> next_command("show", "amber-fox-3", path=Path("runs/amber-fox-3"))
@@ -443,20 +444,20 @@ def next_command(verb: str, name: str, *, path: Path) -> str:
 
 
 def measured(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what a run has measured: its best, its last values, and their spread over clients."""
+    """Yield a run's measurements: its best, its last values, and their spread over clients."""
     if (best := summary.best) is not None:
         value = number_text(best.point.value)
         yield "best", f"{printable(best.metric)} {value} after round {best.point.num_finished}"
     if central := summary.central_metrics():
         yield "final", _listed(central)
     for name, spread in summary.client_metrics().items():
-        counted = spread.pop(NUM_CLIENTS, None)  # which runs of earlier versions do not have
+        counted = spread.pop(NUM_CLIENTS, None)  # runs of earlier versions do not have it
         over = "" if counted is None else f" of {counted} clients"
         yield "clients", f"{printable(name)}{over}: {_listed(spread)}"
 
 
 def _trouble(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what went wrong on the way."""
+    """Yield the problems of a run: skipped rounds, retries, clipped updates and failures."""
     if summary.num_skipped:
         yield "skipped", _counted(summary.num_skipped, "round", "rounds")
     if summary.num_retries:

@@ -1,4 +1,4 @@
-"""The configuration that a run was begun with, by its record."""
+"""Reads the configuration that a run was started with from its record."""
 
 import json
 from importlib.metadata import version
@@ -8,17 +8,18 @@ from fedlearn.config.tables import PYTHON_PIECES
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.records import RunRecord
 
-#: The table of data that are such a piece.
+#: The data table of a run whose data are a Python object.
 ARGUMENT_DATA = {"source": "python", "factory": "argument:data"}
 
 
 def config_of(record: RunRecord) -> Config:
-    """Return what a run was begun with; what its version did not know is by the defaults.
+    """Return the configuration that a run was started with.
 
-    Of a run whose pieces are Python's, those are not in it, but that the data are such a piece.
+    Keys that are newer than the run have their defaults. Python objects of the run are not in its
+    record, only the fact that its data are one.
 
     Raises:
-        ConfigError: This version cannot read it.
+        ConfigError: This version cannot read the configuration.
     """
     tree = {key: value for key, value in record.config.items() if key != PYTHON_PIECES}
     if PYTHON_PIECES in record.config:

@@ -1,8 +1,8 @@
-"""A run as one self-contained HTML file, to be mailed, archived and opened in ten years.
+"""Writes a run as one self-contained HTML file that can be mailed, archived and opened in years.
 
-Nothing is fetched and no script runs: the page's own content security policy forbids both.
-Whatever comes from a user or a client (names, reasons, errors, configuration) is escaped by
-the template's environment, and nowhere else.
+The page fetches nothing and runs no script: its content security policy forbids both. Text from a
+user or a client (names, reasons, errors, configuration) is escaped by the template's environment,
+and nowhere else.
 """
 
 import json
@@ -46,7 +46,7 @@ _PART_TITLES: Mapping[str, str] = {
     "by_examples": "mean by examples",
     "num_clients": "clients measured",
 }
-#: Parts that not every run has.
+#: Statistics over clients that not every run has.
 _SOMETIMES = ("by_examples", "num_clients")
 _SHOWN_REASONS = 20
 
@@ -60,8 +60,8 @@ def report(
 ) -> Path:
     """Write a run's figures, curves, clients by rounds, failures and configuration to ``path``.
 
-    The run may be in any state, and without a finished round; ``privacy`` is what was spent. A
-    file that is there is replaced as a whole; ``path`` is returned.
+    The run may be in any state, even without a finished round. ``privacy`` is its privacy spending.
+    An existing file is replaced as a whole. Returns ``path``.
     """
     write_durably(path, page(record, rounds, privacy=privacy).encode(), raises=StoreError)
     return path
@@ -97,14 +97,17 @@ def page(
 
 
 def _panels(record: RunRecord, rounds: Sequence[RoundRecord]) -> Iterator[Panel]:
-    """Yield what draws the curves: of an asynchronous run its staleness, too."""
+    """Yield the panels of curves; a run with stale updates has one for the staleness as well."""
     yield from panels([(record, rounds)])
     if any(each.staleness for each in rounds):
         yield partial(draw_staleness, rounds=rounds)
 
 
 def _client_parts(summary: Summary) -> dict[str, str]:
-    """Return what is told of a metric over clients, and in words; some only where it is there."""
+    """Return the statistics over clients to show, with their titles.
+
+    Those that not every run has are left out of a run without them.
+    """
     measured = {part for spread in summary.client_metrics().values() for part in spread}
     return {
         part: title
@@ -114,14 +117,14 @@ def _client_parts(summary: Summary) -> dict[str, str]:
 
 
 def _shown(value: Any) -> Any:  # of any type that a template prints
-    """Return what stands for ``value`` in the page, before it is escaped."""
+    """Format a value for the page, before it is escaped."""
     if isinstance(value, float):
         return number_text(value)
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
-    """Yield names, values and notes."""
+    """Yield the name, value and note of each headline number."""
     best, asked = summary.best, summary.num_asked
     measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
     yield (
@@ -155,7 +158,7 @@ def _interruptions(summary: Summary) -> str:
 
 
 def _config_text(record: RunRecord) -> tuple[str, bool]:
-    """Return the configuration, and whether it is TOML that gives the same run again."""
+    """Return the configuration as text, and whether it is TOML that reproduces the run."""
     tree = json.dumps(record.config, indent=2, ensure_ascii=False)
     try:
         return render(Config.from_json(tree)), True
@@ -169,12 +172,12 @@ _MAP_INCHES = 11.6
 _MAP_MARGIN_INCHES = 0.5
 _MOST_CLIENTS = 200
 _MOST_COLUMNS = 500
-_MOST_TOLD_CELLS = 3000  # more become an image: a page must open at once
+_MOST_TOLD_CELLS = 3000  # more are drawn as an image, so that the page still opens at once
 _MOST_LABELLED_ROWS = 70
 _ROW_INCHES = ((30, 0.25), (_MOST_LABELLED_ROWS, 0.18), (_MOST_CLIENTS, 0.055))
 _WIDEST_CELL_INCHES = 0.7
 
-# Where several rounds share a column the highest of their codes is shown.
+# Where several rounds share a column, the highest of their codes is shown.
 _CODES = {Status.REPORTED: 2, Status.LATE: 3, Status.FAILED: 4, Status.STALE: 5}
 _SELECTED = 1
 _CODE_NAMES = {_SELECTED: "selected"} | {code: each.value for each, code in _CODES.items()}
@@ -183,12 +186,12 @@ _COLOURS = {_SELECTED: "#9aa0a6"} | {code: STATUS_COLOURS[each] for each, code i
 
 @dataclass(frozen=True, eq=False)
 class _Map:
-    """What became of whom when."""
+    """The map of clients by rounds: each client's status in each round that asked it."""
 
-    clients: Sequence[ClientId]  # one a row, the most often asked first
+    clients: Sequence[ClientId]  # one per row, the most often asked first
     cells: NDArray[np.uint8]  # codes, 0 where not asked: shape [clients, columns]
     rounds_per_column: int
-    num_clients: int  # seen, shown or not
+    num_clients: int  # all that were asked, shown or not
     num_rounds: int
 
     @classmethod
@@ -210,13 +213,13 @@ class _Map:
 
     @property
     def keys(self) -> Sequence[tuple[str, str]]:
-        """Names and colours of what may be in it."""
+        """Names and colours of the legend; rare codes are left out if no cell has them."""
         seldom = (_SELECTED, _CODES[Status.STALE])
         used = [code for code in _COLOURS if code not in seldom or np.any(self.cells == code)]
         return [(_CODE_NAMES[code], _COLOURS[code]) for code in used]
 
     def svg(self) -> Markup:
-        """Return the map: cells that tell what they are, or an image where they are many."""
+        """Draw the map: cells with tooltips, or an image if there are too many cells."""
         rows, columns = self.cells.shape
         height = rows * next(inches for most, inches in _ROW_INCHES if rows <= most)
         width = min(_MAP_INCHES, columns * _WIDEST_CELL_INCHES + 2 * _MAP_MARGIN_INCHES)
@@ -253,7 +256,7 @@ class _Map:
         return cell
 
     def caption(self) -> str:
-        """Return what is shown, and what had to be left out."""
+        """Explain what the map shows, and what had to be left out."""
         parts = ["One row a client, the most often asked first; one column a round."]
         if len(self.clients) < self.num_clients:
             shown = f"{len(self.clients)} of {self.num_clients:,} clients"

@@ -1,4 +1,4 @@
-"""A run as its user sees it: history, curves, report, model."""
+"""The public view of a run: history, curves, report and model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.runs import Database, StoredRun
 
-if TYPE_CHECKING:  # who looks at a run, and not at its model, does not wait for torch
+if TYPE_CHECKING:  # importing torch takes a second, and only a run's model needs it
     from torch import Tensor, nn
 
 
@@ -20,8 +20,8 @@ class Run:
     """One run in its store.
 
     Attributes:
-        stored: Its durable record.
-        make_model: Builds its network; ``None`` if the caller has to say.
+        stored: The durable record of the run.
+        make_model: Builds the network; ``None``: :meth:`load_model` needs it as an argument.
     """
 
     stored: StoredRun
@@ -29,17 +29,17 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the run."""
         return self.stored.name
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The folder of the run."""
         return self.stored.path
 
     @property
     def record(self) -> RunRecord:
-        """Its status, configuration and versions."""
+        """Status, configuration and versions of the run."""
         return self.stored.record
 
     @property
@@ -49,21 +49,21 @@ class Run:
 
     @property
     def privacy(self) -> Spending | None:
-        """What has been spent of the privacy of its clients by now, ε among it.
+        """The privacy spent on the run's clients so far, including ε; ``None`` without privacy.
 
-        ``None`` where it promises nothing. It is found anew each time, which takes up to a second.
+        It is computed again at each access, which takes up to a second.
         """
         return spending(self.stored)
 
     def plot(self, path: Path | str | None = None) -> Path:
-        """Draw the curves as PNG and return the file, ``curves.png`` in the run's folder."""
+        """Draw the curves as PNG and return the file; by default ``curves.png`` in its folder."""
         from fedlearn.experiment.plot import plot  # noqa: PLC0415 (matplotlib takes half a second)
 
         target = self.path / "curves.png" if path is None else Path(path)
         return plot([(self.record, self.history)], target)
 
     def report(self, path: Path | str | None = None) -> Path:
-        """Write one self-contained HTML file, ``report.html`` in the run's folder."""
+        """Write one self-contained HTML file; by default ``report.html`` in the run's folder."""
         from fedlearn.experiment.report import report  # noqa: PLC0415 (it draws, too)
 
         target = self.path / "report.html" if path is None else Path(path)
@@ -72,8 +72,8 @@ class Run:
     def weights(self, *, best: bool = True) -> "dict[str, Tensor]":
         """Return the tensors of the best model, or of the last.
 
-        They are in the order of the network's ``state_dict``, where it is known how that is built;
-        otherwise all parameters come before all buffers.
+        They are in the order of the network's ``state_dict`` if ``make_model`` is known; otherwise
+        all parameters come before all buffers.
 
         Raises:
             StoreError: There is no checkpoint, or it is damaged.
@@ -95,9 +95,9 @@ class Run:
         """Return the trained network in evaluation mode: the best, or the last.
 
         Raises:
-            ConfigError: No function builds the network, or it keeps a network that cannot be
-                copied.
-            ValueError: It is not the network that was trained.
+            ConfigError: No function builds the network, or the function holds a network that cannot
+                be copied.
+            ValueError: The network is not the one that was trained.
         """
         from fedlearn.core.model_factory import ModelFactory  # noqa: PLC0415 (it takes torch)
         from fedlearn.core.params import Params  # noqa: PLC0415 (likewise)
@@ -116,7 +116,7 @@ class Run:
 
 
 def begin(record: RunRecord, database: Database, *, seed: int) -> StoredRun:
-    """Make the run of ``record``, with a name that is drawn if it has none.
+    """Create the run of ``record`` in the database; if it has no name, one is drawn.
 
     Raises:
         StoreError: The name is taken, or the run cannot be written.

@@ -1,4 +1,4 @@
-"""Run a federated simulation, from Python or from a configuration; resume one."""
+"""Runs and resumes federated simulations, from Python or from a configuration."""
 
 import json
 import os
@@ -70,27 +70,28 @@ from fedlearn.training.keyed_dropout import untouched
 
 log = structlog.get_logger()
 
-#: Held by the thread that simulates.
+#: Held by the thread that is simulating.
 _SIMULATING = threading.RLock()
 
-#: Where an object lies, in a text that describes it.
+#: The address of an object in its default ``repr``, which differs in each process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
-#: In the place of a function's name: the devices are an argument of :func:`simulate`.
+#: Recorded in place of a factory's name if the devices are an argument of :func:`simulate`.
 _ARGUMENT_DEVICES = "argument:devices"
 
 _WORKERS = "engine.num_workers"
 
-#: Tables of the configuration that the arguments of :func:`simulate` take the place of.
+#: Configuration tables that the arguments of :func:`simulate` replace.
 _REPLACED_BY_ARGUMENTS = frozenset(tables_with(Use.ARGUMENT))
 
 
 @contextmanager
 def simulation_turn() -> Iterator[None]:
-    """Wait until no other thread of this process simulates.
+    """Wait until no other thread of this process is simulating.
 
-    Simulations share torch's generators and number of threads. Those in several threads take
-    turns, so that each gives what it gives alone; one inside another, in the same thread, may run.
+    Simulations share torch's random generators and number of threads. Those in several threads take
+    turns, so that each gives the same result as alone. A nested simulation in the same thread may
+    run.
     """
     if not _SIMULATING.acquire(blocking=False):
         log.info("waits for the simulation in another thread of this process")
@@ -109,26 +110,26 @@ def run_config(config: Config, site: Site) -> Run:
         ConfigError: The configuration cannot be built.
         DataError: Data are missing or cannot be trained on.
         EngineError: The engine cannot do what is asked, or a worker died.
-        RoundError: A round failed and the policy says to fail the run.
+        RoundError: A round failed, and the straggler policy says that this fails the run.
         StoreError: The run cannot be recorded.
     """
     return _run_new(resolve_config(config, site), site, extra={})
 
 
 def resolve_config(config: Config, site: Site) -> Simulation:
-    """Return the simulation of ``config`` with every automatic choice made."""
+    """Build the simulation of ``config``, and resolve every ``auto`` in its engine settings."""
     return _resolved(simulation(config, data_dir=site.addresses.data_dir), site)
 
 
 @simulation_turn()
 def resume(name: str, site: Site, *, from_previous: bool) -> Run:
-    """Go on with a run that was interrupted or failed, from its last commit.
+    """Resume a run that was interrupted or failed, from its last commit.
 
-    With ``from_previous`` the last checkpoint is dropped first: it is damaged.
+    With ``from_previous`` the last checkpoint, which is damaged, is dropped first.
 
     Raises:
-        ConfigError: The run was started from Python, and its pieces are not in its record, or
-            it is deployed.
+        ConfigError: The run is deployed, or it was started from Python, so that its record lacks
+            its model and data.
         StoreError: There is no such run, or it cannot be read.
     """
     with site.database() as database:
@@ -147,7 +148,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
             )
         if _is_rank_0(site):
             with stored.held():
-                pass  # who may not hold it is told before any data are read
+                pass  # fail before any data are read if another process holds the run
         config = config_of(record)
         pieces = simulation(config, data_dir=site.addresses.data_dir)
         return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
@@ -179,7 +180,7 @@ def simulate(
         make_model: Builds the network, always of the same layers. It is called several times in
             every process: to choose an executor, to train, to evaluate, once a round for
             ``callbacks``, and by ``Run.load_model``. A network that you keep, whole or in part, is
-            copied each time: training leaves yours as it is.
+            copied each time, so training leaves yours unchanged.
         data: Clients and test set.
         algorithm: For example ``FedAvg(LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))``, or
             an asynchronous one such as ``FedBuff(..., buffer_size=10, concurrency=20,
@@ -187,26 +188,27 @@ def simulate(
         objective: Loss and metrics, or a loss module of torch such as ``nn.HuberLoss()``;
             ``None`` is softmax cross-entropy.
         metrics: Measures of whole sets by name, as ``{"r2": fl.Metric(fl.R2(), direction="max")}``.
-        trainer: Makes a client's trainer of its features and labels; ``None``: fedlearn's own. With
-            ``FedAvg(OwnTraining())`` it is asked for no optimiser.
-        local_of: From a client's id to what that client does, where clients differ in it: fewer
-            epochs, another learning rate; ``None``: all do as ``algorithm`` says.
-        extra: Free-form settings that every ``trainer`` is told in ``context.extra``, as
+        trainer: Makes a client's trainer from its features and labels; ``None``: fedlearn's own.
+            With ``FedAvg(OwnTraining())`` it needs no optimiser.
+        local_of: Maps a client's id to its local update, where clients differ in epochs or learning
+            rate, for example; ``None``: all clients use that of ``algorithm``.
+        extra: Free-form settings that every ``trainer`` receives in ``context.extra``, as
             ``client.extra`` in a TOML file.
-        by_round: From a round's number, from 0, to its settings, as ``client.by_round`` in a TOML
+        by_round: Maps a round's number, from 0, to its settings, as ``client.by_round`` in a TOML
             file: ``lambda number: {"learning_rate": 0.1 * 0.9**number}``, and free-form ones as
-            ``extra.NAME``. It must return the same whenever it is called.
-        sampler: Who is asked in a round; ``None``: as ``cohort.sampling`` says. It is told how
-            many the configuration asks, and may return any number of them. The run can be
-            repeated, and resumed to the same bits, if the same arguments give the same cohort.
+            ``extra.NAME``. The same number must always give the same settings.
+        sampler: Draws the clients of a round; ``None``: as ``cohort.sampling`` says. It receives
+            the number of clients that the configuration asks, and may return any number. If the
+            same arguments give the same cohort, the run can be repeated, and resumed to the same
+            bits.
         devices: How long clients take and which of them fail: a table, as ``devices`` in a TOML
             file, or a :class:`~fedlearn.simulation.behaviour.ClientBehaviour` of your own;
             ``None``: ideal ones.
         callbacks: Called after each round, in order, with its record and the model, after
-            ``progress``. One that returns ``True`` ends the run there, as done. Rounds after the
-            last commit are told again when a run is resumed.
-        progress: Who is told of each round; ``None`` prints lines.
-        resume: Name of an earlier run of the same arguments to go on with.
+            ``progress``. One that returns ``True`` ends the run there, as done. When a run is
+            resumed, they are called again for the rounds after the last commit.
+        progress: Shows the progress of the run; ``None`` prints lines.
+        resume: Name of an earlier run with the same arguments, which is resumed.
         **settings: Keys and tables of the configuration, as in a TOML file:
             ``num_rounds=20, seed=1, cohort={"num_wanted": 10}, engine={"num_workers": 2}``.
 
@@ -217,8 +219,7 @@ def simulate(
     not wait for one in another thread.
 
     Only rank 0 calls the sampler, the devices and the callbacks, however many workers there are.
-    What they raise is raised here, as it is; the run stays where it last committed and can be
-    resumed.
+    Their exceptions are raised here unchanged, and the run can be resumed from its last commit.
 
     Raises:
         FedlearnError: As :func:`run_config`.
@@ -267,10 +268,10 @@ def simulate(
 
 
 def _table_of(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the table that says that the devices are an argument.
+    """Return the configuration table that records that the devices are an argument.
 
     Raises:
-        ConfigError: They are no devices, or nobody would ask them.
+        ConfigError: They are not devices, or the run is centralized and uses none.
     """
     if settings.get("centralized"):
         raise ConfigError(
@@ -291,7 +292,7 @@ def _are_argument(devices: Devices) -> bool:
 def _unbuffered(
     algorithm: Strategy | Buffered, settings: Mapping[str, object]
 ) -> tuple[Strategy, dict[str, object]]:
-    """Return the strategy of a run, and the settings with when its buffers are full."""
+    """Separate a buffered algorithm into its strategy and its asynchronous settings."""
     if not isinstance(algorithm, Buffered):
         return algorithm, dict(settings)
     if given := sorted({"asynchronous", "staleness"} & settings.keys()):
@@ -306,7 +307,10 @@ def _unbuffered(
 
 
 def _require_free(config: Config, settings: Mapping[str, object]) -> None:
-    """Refuse what a sampler of the user's would take the place of, or cannot hold with it."""
+    """Refuse settings that conflict with a user's sampler.
+
+    These are another sampling rule, and guarantees that rest on how many clients are drawn and how.
+    """
     cohort = settings.get("cohort")
     if isinstance(cohort, Mapping) and "sampling" in cohort:
         raise ConfigError(
@@ -329,9 +333,9 @@ def _require_free(config: Config, settings: Mapping[str, object]) -> None:
 
 
 def config_around(settings: Mapping[str, object], *, source: str) -> Config:
-    """Return the configuration of a run whose model, data and algorithm are Python objects.
+    """Build the configuration of a run whose model, data and algorithm are Python objects.
 
-    Errors call the place where ``settings``, its keys and tables, stand ``source``.
+    ``settings`` are its other keys and tables; error messages call their place ``source``.
 
     Raises:
         ConfigError: A key is unknown, a value is wrong, or a table describes what is an object.
@@ -346,7 +350,7 @@ def config_around(settings: Mapping[str, object], *, source: str) -> Config:
 
 @simulation_turn()
 def run_pieces(pieces: Simulation, site: Site) -> Run:
-    """Run a simulation that was put together in Python.
+    """Run a simulation that was assembled in Python.
 
     Raises:
         FedlearnError: As :func:`run_config`.
@@ -357,7 +361,7 @@ def run_pieces(pieces: Simulation, site: Site) -> Run:
 
 
 def _same_on_resume(pieces: Simulation) -> dict[str, object]:
-    """Return, by argument, what a run is of; a resumed one must be of the same."""
+    """Describe the arguments that must be the same when the run is resumed, by name."""
     is_own = _are_argument(pieces.config.devices)
     with untouched(torch.default_generator):
         model = pieces.make_model()
@@ -374,7 +378,7 @@ def _same_on_resume(pieces: Simulation) -> dict[str, object]:
 
 
 def _resolved(pieces: Simulation, site: Site) -> Simulation:
-    with one_thread():  # as the workers will compute, so that a probe measures that
+    with one_thread():  # a probe must measure what workers will do, and they use one thread
         return resolve(
             pieces, clock=site.clock, environ=site.environ, cache_dir=site.cache_dir / "executors"
         )
@@ -383,10 +387,10 @@ def _resolved(pieces: Simulation, site: Site) -> Simulation:
 def _as_recorded(
     pieces: Simulation, name: str, site: Site, settings: Mapping[str, object]
 ) -> Config:
-    """Return the settings that a run of these pieces was started with.
+    """Return the configuration of an earlier run that is to be resumed with these arguments.
 
     Raises:
-        ConfigError: One that is given differs, or a piece does.
+        ConfigError: A setting or an argument differs from the run's.
     """
     with site.database() as database:
         record = database.run(name).record
@@ -397,7 +401,7 @@ def _as_recorded(
             f"with it by `fedlearn resume {name}`"
         )
     config = config_of(record)
-    # Of what is automatic, the record has the outcome.
+    # The record has the resolved values, so an "auto" that is given again cannot be compared.
     given = {key for key, value in leaves(settings) if value != "auto" and key != "name"}
     before, now = (
         {key: value for key, value in leaves(json.loads(each.canonical_json())) if key in given}
@@ -409,7 +413,8 @@ def _as_recorded(
     ]
     if "a ClientBehaviour" in kinds:
         _require_same({"devices": kinds[0]}, {"devices": kinds[1]}, name)
-    if isinstance(asked := now.get(_WORKERS), int):  # of which the record has those that were used
+    # The record has the number of workers used, which may be fewer than were requested.
+    if isinstance(asked := now.get(_WORKERS), int):
         now[_WORKERS] = workers_used(pieces, asked)
     _require_same(before, now, name)
     _require_same(started, _same_on_resume(pieces), name)
@@ -427,9 +432,9 @@ def _require_same(before: Mapping[str, object], now: Mapping[str, object], name:
 
 
 def new_record(pieces: Pieces, *, extra: Mapping[str, object]) -> RunRecord:
-    """Return the record of a run that is about to begin: resolved, with a name if it has one.
+    """Build the record of a run that is about to start, with its resolved configuration.
 
-    What is ``extra`` is recorded in place of the tables that Python's arguments replace.
+    ``extra`` is recorded in place of the tables that the arguments of :func:`simulate` replace.
     """
     config = pieces.config
     tree: dict[str, object] = json.loads(config.canonical_json())
@@ -476,7 +481,7 @@ def _is_rank_0(site: Site) -> bool:
 
 
 def _done_before(stored: StoredRun, pieces: Simulation, site: Site) -> Run:
-    """Tell what a run came to that is resumed after its end; its record stays as it is.
+    """Show the result of a run that was already done when it was resumed, and change nothing.
 
     Raises:
         StoreError: Its last checkpoint is damaged.
@@ -497,10 +502,10 @@ def _execute(
     is_described: bool,
     from_previous: bool = False,
 ) -> Run:
-    """Run in every worker; rank 0 alone has the store and the terminal.
+    """Execute a run in all workers; only rank 0 uses the store and the terminal.
 
-    Whether the pieces ``is_described`` by the configuration, processes of the coordinator's own
-    training need to know: they make them anew.
+    ``is_described`` says whether the configuration describes the components. Processes of the
+    coordinator's own training then rebuild them from it.
     """
     num_workers = pieces.config.engine.num_workers
     assert isinstance(num_workers, int)  # resolved
@@ -517,7 +522,7 @@ def _execute(
             stored = opened(site.database())
             stack.enter_context(stored.held())
             stored.retention = built(Retention, pieces.config.store)
-            # A checkpoint that cannot be read leaves the run as it was.
+            # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
             stored.finish(RunStatus.RUNNING, error="")
             stack.enter_context(outcome_told(stored, site.progress))
@@ -559,7 +564,7 @@ def _execute(
 
 @dataclass(frozen=True)
 class _Part:
-    """What each process of a run does; where workers are not forked, it is sent to them."""
+    """The part of a run that each process executes; workers that are not forked are sent it."""
 
     pieces: Simulation
     _: KW_ONLY
@@ -569,7 +574,7 @@ class _Part:
     is_described: bool
 
     def __call__(self, cluster: Cluster) -> None:
-        """Do a worker's part, beside that of rank 0."""
+        """Execute the part of a worker other than rank 0."""
         begin: tuple[Checkpoint | None, int] = cluster.broadcast(None)
         self.train(
             cluster,
@@ -591,9 +596,9 @@ class _Part:
         progress: Callable[[RoundRecord], None],
         charging: Charging | None = None,
     ) -> None:
-        """Train from a checkpoint, if there is one, and with so many ledger entries lost.
+        """Train from ``begin``: a checkpoint, if there is one, and the number of lost charges.
 
-        Rank 0 knows by ``num_rounds`` how many rounds the run is to have by now.
+        On rank 0 ``num_rounds`` returns the current total of rounds, which a user may have raised.
         """
         pieces, (checkpoint, num_lost) = self.pieces, begin
         plan, params = assemble(
@@ -621,11 +626,11 @@ def _extended(num_rounds: Callable[[], int], cluster: Cluster) -> int:
 
 
 def _tell_nobody(_: RoundRecord) -> None:
-    """Rank 0 tells of a round."""
+    """Show nothing: only rank 0 shows a round."""
 
 
 class _Follower:
-    """The store of a worker that is not rank 0: rank 0 keeps the record for all."""
+    """The store of a worker other than rank 0: writes nothing, since rank 0 keeps the record."""
 
     def append(self, record: RoundRecord) -> None: ...
 
@@ -638,14 +643,14 @@ class _Follower:
 def outcome_told(
     stored: StoredRun, progress: Progress, *, resumable: tuple[type[FedlearnError], ...] = ()
 ) -> Iterator[None]:
-    """Record how a run ends that is not done, and tell how it ended.
+    """Record a run's failure or interruption, and show how the run ended.
 
-    If not even that can be written or read back, the cause is what is raised. After an error that
-    is ``resumable`` the run goes on where it is: no failure is recorded, and nothing told. To read
-    all that a long run has recorded would take longer than whoever stops the process waits.
+    If that cannot be written or read back, the original error is raised all the same. After a
+    ``resumable`` error no failure is recorded and nothing is shown: the run will resume, and
+    reading the whole record of a long run would delay the shutdown for too long.
 
-    A deployed run has failed only where one of our errors says so: after anything else it waits for
-    its next coordinator.
+    A deployed run is recorded as failed only for one of fedlearn's own errors. After any other it
+    waits for its next coordinator.
     """
     has_ended = True
     try:
@@ -667,7 +672,7 @@ def outcome_told(
 
 
 def _ended_by(error: BaseException) -> tuple[RunStatus, str]:
-    """Return where a run stands after an error, and what is to be read about it."""
+    """Return the status of a run after an error, and the text to record."""
     match error:
         case KeyboardInterrupt() | SystemExit():
             return RunStatus.INTERRUPTED, ""
@@ -680,7 +685,7 @@ def _ended_by(error: BaseException) -> tuple[RunStatus, str]:
 
 
 def _summary(stored: StoredRun) -> Summary:
-    """Return what a run came to, and what was spent on it of its clients."""
+    """Summarize a run, including its privacy spending."""
     return replace(summarize(stored.record, stored.rounds()), privacy=spending(stored))
 
 

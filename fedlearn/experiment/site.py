@@ -1,4 +1,4 @@
-"""What surrounds a run on this machine."""
+"""The environment of a run on this machine: directories, variables, clock and progress."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from fedlearn.store.runs import Database, sqlite_url
 
 @dataclass(frozen=True)
 class Site:
-    """What surrounds a run on this machine.
+    """The environment of a run on this machine.
 
     Attributes:
-        addresses: Where the store, the runs and the data are.
+        addresses: Locations of the store, the runs and the data.
         environ: The environment variables.
         clock: Real time.
-        progress: Who is told.
+        progress: Shows the progress of the run.
     """
 
     addresses: Addresses
@@ -28,7 +28,7 @@ class Site:
 
     @property
     def cache_dir(self) -> Path:
-        """Where this user's caches are, by the XDG convention."""
+        """Directory of fedlearn's caches for this user, by the XDG convention."""
         base = self.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(base) / "fedlearn"
 
@@ -38,7 +38,7 @@ class Site:
 
 
 def open_database(addresses: Addresses) -> Database:
-    """Open the store of the runs that are kept at ``addresses``.
+    """Open the store at ``addresses``.
 
     Raises:
         StoreError: It cannot be opened.

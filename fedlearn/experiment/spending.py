@@ -1,4 +1,4 @@
-"""What has been spent of the privacy of a run's clients, by its record."""
+"""Reads a run's privacy spending from its record and ledger."""
 
 from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.config.privacy import PrivacySection
@@ -17,12 +17,12 @@ def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
 
 
 def section_of(record: RunRecord) -> PrivacySection:
-    """Return what a run that was recorded promises; off for one of before there was a promise."""
+    """Return the privacy settings of a recorded run; off if its version had none."""
     return PrivacySection.model_validate(record.config.get("privacy", {}))
 
 
 def spending(stored: StoredRun) -> Spending | None:
-    """Return what was spent of the clients of a run, by now; ``None``: it promises nothing.
+    """Return the privacy spent on a run's clients so far; ``None`` if the run promises none.
 
     Raises:
         StoreError: The ledger cannot be read.

@@ -1,4 +1,4 @@
-"""What one run came to, as numbers."""
+"""Summarizes one run in numbers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 
 class Counts(NamedTuple):
-    """How many of the clients asked ended how."""
+    """Numbers of clients by status."""
 
     reported: int
     late: int
@@ -42,20 +42,20 @@ class Counts(NamedTuple):
         return cls(*(found[Status(name)] for name in cls._fields))
 
     def text(self) -> str:
-        """Return them in words; who was stale is told where somebody was."""
+        """Describe the counts in words; stale clients are mentioned only if there are any."""
         names = [name for name, num in self._asdict().items() if num or name != "stale"]
         return ", ".join(f"{getattr(self, name)} {name}" for name in names)
 
 
 class Best(NamedTuple):
-    """The best value of the metric a run is judged by."""
+    """The best value of the metric by which a run is judged."""
 
     metric: str
     point: Point
 
     @classmethod
     def of(cls, record: RunRecord, rounds: Sequence[RoundRecord]) -> "Best | None":
-        """Return that of the first measured of what the run watches, accuracy and loss."""
+        """Find the best value of the watched metric, else of accuracy, else of the loss."""
         for name in (configured_metric(record), "accuracy", "loss"):
             direction = None if name is None else direction_of(record, name)
             if name and direction and (best := best_point(series(rounds, name), direction)):
@@ -65,26 +65,26 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
         record: The run.
-        num_finished: Rounds it has.
-        best: Its best evaluation; ``None`` without any.
-        metrics: Of the last evaluation; empty without any.
+        num_finished: Finished rounds.
+        best: The best evaluation; ``None`` without any.
+        metrics: Metrics of the last evaluation; empty without any.
         measured_after: Rounds finished at the last evaluation; 0 without any.
         virtual_s: Virtual seconds in all.
         seconds: Real seconds in all.
-        num_clients: Different clients asked.
-        counts: Participations of all rounds.
-        again: Those of them of clients that were counted as late before, where late updates are
-            kept: each was asked once, and has two.
-        num_skipped: Rounds that left the model as it was.
-        num_retries: Further attempts, all rounds together.
-        num_clipped: Reports that a clip scaled down; 0 also where the count is not known.
-        num_capped: Reports whose loss or number of examples a secure sum cut off; likewise.
-        reasons: Failure reasons and how often, the most frequent first.
-        privacy: What was spent of its clients, where the reader is told; else ``None``.
+        num_clients: Distinct clients asked.
+        counts: Participations of all rounds, by status.
+        again: Second participations, by status: if late updates are kept, a client that was asked
+            once counts first as late and then again when its update arrives.
+        num_skipped: Rounds that left the model unchanged.
+        num_retries: Retries of all rounds together.
+        num_clipped: Reports that were scaled down to a clip; 0 also if the count is not known.
+        num_capped: Reports whose loss or number of examples a secure sum cut off; 0 likewise.
+        reasons: Failure reasons with their counts, the most frequent first.
+        privacy: Privacy spent on the run's clients, if the caller added it; else ``None``.
     """
 
     record: RunRecord
@@ -106,21 +106,21 @@ class Summary:
 
     @property
     def num_asked(self) -> int:
-        """How many times clients were asked whose rounds are over."""
+        """How many times clients were asked in rounds that are over."""
         return sum(self.counts) - sum(self.again)
 
     @property
     def num_in_time(self) -> int:
-        """How many of these times they reported in the round that asked them."""
+        """How many of these times the client reported in the round that asked it."""
         return self.counts.reported - self.again.reported
 
     @property
     def is_resumable(self) -> bool:
-        """Whether `fedlearn resume NAME` is what to type next.
+        """Whether `fedlearn resume NAME` is the command to type next.
 
-        A coordinator continues by itself, and so does a run that is alive. A run that failed before
-        its first round was committed, or without a single report of its clients, is fixed and
-        started again: its model is still the initial one.
+        It is not for a deployed run, which its coordinator resumes, nor for a run that is still
+        alive. A run that failed before its first round was committed, or without a single report,
+        is better fixed and started again: its model is still the initial one.
         """
         match self.record.status:
             case RunStatus.DONE | RunStatus.RUNNING:
@@ -133,7 +133,7 @@ class Summary:
                 return not self.record.is_deployed
 
     def times(self) -> str:
-        """Return what it took, in words; a deployed run has no virtual time."""
+        """Describe the time that the run took; a deployed run has no virtual time."""
         real = duration_text(self.seconds)
         if self.record.is_deployed:
             return real
@@ -150,7 +150,7 @@ class Summary:
         return headline(self.metrics, "loss")
 
     def client_metrics(self) -> dict[str, dict[str, float]]:
-        """Return how each metric spread over clients at the last evaluation: by name, by part."""
+        """Return each metric's statistics over clients at the last evaluation, by metric name."""
         spread: dict[str, dict[str, float]] = {}
         for key, value in self.metrics.items():
             name, part = split(key)
@@ -168,7 +168,7 @@ class Summary:
 
 
 def staleness_text(staleness: Mapping[int, int]) -> str:
-    """Return how many updates had which staleness, in words.
+    """Format the number of updates by their staleness.
 
     Example:
         >>> staleness_text({0: 6, 1: 3, 4: 1})
@@ -181,8 +181,9 @@ def staleness_text(staleness: Mapping[int, int]) -> str:
 
 
 def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
-    """Return what a run came to; ``None`` and zeros where it has no rounds."""
-    measures = directions_of(record)  # what a strategy says of its step is no evaluation
+    """Summarize a run; values are ``None`` or zero if it has no rounds."""
+    # Metrics also contain what a strategy reports about its step, which is no evaluation.
+    measures = directions_of(record)
     evaluated = next(
         (
             one
@@ -213,7 +214,10 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
 
 
 def _again(record: RunRecord, participations: Iterable[Participation]) -> Iterator[Participation]:
-    """Yield what became of clients that were late in an earlier round, and not asked again."""
+    """Yield the second participation of clients that were late in an earlier round.
+
+    These clients were not asked again: their late update arrived, or failed to.
+    """
     table = record.config.get("late_updates")
     if not isinstance(table, Mapping) or table.get("mode") != "keep":
         return

@@ -1,4 +1,4 @@
-"""The coordinator's own training without a run: ``fedlearn train``."""
+"""Runs the coordinator's own training outside a run: ``fedlearn train``."""
 
 import hashlib
 import json
@@ -33,10 +33,10 @@ from fedlearn.store.holding import held
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.trainer import UNATTENDED
 
-#: Makes the task in other processes.
+#: Rebuilds the task in other processes.
 _TASK = "fedlearn.experiment.train:task_of"
-#: Keys of coordinator.training that a training may go on with another value of: how long it is,
-#: over which processes and in how much memory, and what is kept and told meanwhile.
+#: Keys of coordinator.training that may change when a training is resumed: its length, processes,
+#: use of memory, checkpoints and reports.
 _FREE = (
     *("num_steps", "pipeline", "replicate", "shard", "tensor", "num_micro_batches", "schedule"),
     *("recompute", "offload", "num_readers"),
@@ -47,15 +47,15 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of a training, beside its configuration.
+    """The options of a training that are not in its configuration.
 
     Attributes:
-        folder: Of a training that shall stay, for one that takes more steps; ``None``: its files
-            lie in the directory of the runs, and are removed at its end.
-        weights: A safetensors file with the weights to begin with; ``None``: the model's own.
-        evaluate_every: Steps from one evaluation on the test set to the next, >= 0; 0: the last
-            model is measured and written, else the best.
-        patience: Evaluations without improvement that end the training; ``None``: none do.
+        folder: Folder that keeps the training, so that it can take more steps later; ``None``: its
+            files are in the directory of the runs, and are removed at its end.
+        weights: A safetensors file with the initial weights; ``None``: the model's own.
+        evaluate_every: Steps between evaluations on the test set, >= 0. With 0 the result is the
+            last model; otherwise it is the best one.
+        patience: Evaluations without improvement after which training ends; ``None``: no limit.
     """
 
     folder: Path | None = None
@@ -66,11 +66,11 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What a training came to.
+    """The result of a training.
 
     Attributes:
-        state: Where it stands; of one that is evaluated on the way, where the best model stood.
-        metrics: Of the model on the test set, by name; none without one.
+        state: The last state; that of the best model if the training evaluates on the way.
+        metrics: Metrics of that model on the test set, by name; empty without a test set.
     """
 
     state: TrainingState
@@ -80,23 +80,22 @@ class Trained:
 def train_alone(
     config: Config, site: Site, request: Request, *, report: Callable[[Progress], None]
 ) -> Trained | None:
-    """Run the coordinator's own training without a run, or go on with one that was cut off.
+    """Run the coordinator's own training outside a run, or resume one that was interrupted.
 
-    Under torchrun this process is one of its ranks, and all of them see the same folder.
+    Under torchrun this process is one of the ranks, all of which must see the same folder.
 
     Args:
-        config: The resolved tree.
-        site: What surrounds it.
-        request: What else is asked.
-        report: Told how far it is.
+        config: The resolved configuration.
+        site: The environment on this machine.
+        request: Options that are not in the configuration.
+        report: Receives the progress of the training.
 
     Returns:
-        What was trained, and how the model does on the test set; ``None`` in a rank that is not
-        the first.
+        The trained state and its metrics on the test set; ``None`` in a rank that is not the first.
 
     Raises:
-        RunHeld: Another process trains there.
-        ConfigError: What is asked does not fit the model, the data, or the training in the folder.
+        RunHeld: Another process is training in the same folder.
+        ConfigError: The request does not fit the model, the data, or the training in the folder.
         FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
     """
     pieces = assembly.alone(config, data_dir=site.addresses.data_dir)
@@ -140,20 +139,20 @@ def train_alone(
 
 
 def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | None) -> Task:
-    """Return what a configuration has its coordinator train without a run, in any process.
+    """Build the coordinator's training task outside a run, in any process.
 
     Args:
-        config: As :meth:`~fedlearn.config.Config.canonical_json` wrote it.
-        data_dir: Where data sets lie that it names without a path.
+        config: The output of :meth:`~fedlearn.config.Config.canonical_json`.
+        data_dir: Directory of data sets that the configuration names without a path.
         evaluate_every: As in :class:`Request`.
-        patience: Likewise.
+        patience: As in :class:`Request`.
     """
     pieces = assembly.alone(Config.from_json(config), data_dir=Path(data_dir))
     return _with_evaluation(server_task(pieces), pieces, every=evaluate_every, patience=patience)
 
 
 def _identity(config: Config, start: TrainingState) -> str:
-    """Return what all trainings have in common that may go on from one another: hexadecimal."""
+    """Return a hash, in hexadecimal, shared by all trainings that may resume each other."""
     tree = json.loads(config.canonical_json())
     for name in _FREE:
         tree["coordinator"]["training"].pop(name, None)
@@ -162,10 +161,10 @@ def _identity(config: Config, start: TrainingState) -> str:
 
 
 def _require_same_decay(job: Job, task: Task) -> None:
-    """Refuse another number of steps where the rate depends on it.
+    """Refuse a different number of steps if the learning rate depends on it.
 
     Raises:
-        ConfigError: The training that is there decays to another end.
+        ConfigError: The rate of the training in the folder decays over another number of steps.
     """
     decay, earlier = task.plan.rate.decay, read_job(Folder(job.folder))
     if decay == "none" or earlier is None:
@@ -181,10 +180,10 @@ def _require_same_decay(job: Job, task: Task) -> None:
 
 
 def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
-    """Return the weights in a file.
+    """Read initial weights from a safetensors file.
 
     Raises:
-        ConfigError: They are not those of this model.
+        ConfigError: They do not fit this model, or are not finite.
         StoreError: The file cannot be read.
     """
     with disk_errors(path, raises=StoreError, doing="read"):
@@ -217,10 +216,11 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
 
 
 def _with_evaluation(task: Task, pieces: Pieces, *, every: int, patience: int | None) -> Task:
-    """Return a task whose model is evaluated on the test set during the training.
+    """Add evaluations on the test set to a training task, if requested.
 
     Raises:
-        ConfigError: There is no test set, or nobody measures the metric that is watched.
+        ConfigError: There is no test set, the watched metric is not measured on it, or ``patience``
+            is given without evaluations.
     """
     if not every:
         if patience is not None:
@@ -246,7 +246,7 @@ def _with_evaluation(task: Task, pieces: Pieces, *, every: int, patience: int | 
 
 
 def _measure_of(pieces: Pieces) -> Callable[[TrainingState], Mapping[str, float]]:
-    """Return what measures a model on the test set, on the CPU: no metrics without one."""
+    """Return a function that evaluates a model on the CPU; it returns {} without a test set."""
     if pieces.test is None:
         return lambda _: {}
     cpu, batch_size = torch.device("cpu"), pieces.config.evaluation.batch_size
@@ -264,7 +264,7 @@ def _measure_of(pieces: Pieces) -> Callable[[TrainingState], Mapping[str, float]
 
 @contextmanager
 def _held(folder: Path, environ: Mapping[str, str], *, is_kept: bool) -> Iterator[None]:
-    """Hold the folder in rank 0; remove it when the block has ended without an error."""
+    """Hold the folder's lock in rank 0; on success, remove the folder unless it is kept."""
     if environ.get("RANK", "0") != "0":
         yield
         return

@@ -1,4 +1,4 @@
-"""How far a training of the coordinator is, line by line."""
+"""Prints the progress of the coordinator's own training, line by line."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from fedlearn.parallel.task import Progress
 
 
 def training_progress(stream: TextIO, *, as_json: bool) -> Callable[[Progress], None]:
-    """Return what writes a line for each report: for a person, or for a program."""
+    """Return a function that writes a line for each report: JSON, or text for a person."""
 
     def tell(progress: Progress) -> None:
         stream.write(_as_json(progress) if as_json else _line(progress))
@@ -26,9 +26,9 @@ def _as_json(progress: Progress) -> str:
 
 
 def _line(progress: Progress) -> str:
-    """Return a line such as ``step 20/100 loss=1.6160 rate=0.001 21316 examples/s``.
+    """Format a line such as ``step 20/100 loss=1.6160 rate=0.001 21316 examples/s``.
 
-    Where the model was evaluated, its metrics follow.
+    If the model was evaluated, its metrics follow.
     """
     measured = "".join(f" test_{name}={value:.4f}" for name, value in progress.metrics.items())
     scale = ""
