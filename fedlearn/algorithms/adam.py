@@ -1,4 +1,4 @@
-r"""Adam and AdamW as local optimisers; clients start afresh each round or keep their moments."""
+r"""Adam and AdamW as local optimisers; clients reset their moments each round or keep them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class LocalAdam(LocalWork):
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """Both moments, and how many steps those of each tensor have seen."""
+        """Both moments, and the number of steps in which each tensor had a gradient."""
         moments = MemorySpec(over=Over.TRAINABLE, is_kept=self.keep_moments)
         steps = MemorySpec(over=Over.TENSORS, is_kept=self.keep_moments)
         return {"first_moment": moments, "second_moment": moments, "num_steps": steps}
@@ -78,7 +78,7 @@ class LocalAdam(LocalWork):
         num_steps = list(memory["num_steps"])
         torch._foreach_add_(num_steps, 1.0)
         steps_KT = torch.cat(num_steps, dim=1).double()  # T tensors
-        # Small differences of numbers near 1, so not in the precision of the model.
+        # In float64: 1 - beta^t is a small difference of numbers near 1.
         unbias_1, unbias_2 = 1.0 - self.beta_1**steps_KT, 1.0 - self.beta_2**steps_KT
         for place, (value, g, m, v) in enumerate(
             zip(x, directions, memory["first_moment"], memory["second_moment"], strict=True)

@@ -1,4 +1,4 @@
-r"""EASGD: every client has a model of its own, which an elastic force ties to the global one.
+r"""EASGD: every client keeps its own model, which an elastic force ties to the global one.
 
 ========================= ===========================================
 symbol                    here

@@ -1,4 +1,4 @@
-"""Gradient clipping in local training."""
+"""Gradient clipping in local training, by the norm of the batch's gradient."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -34,7 +34,8 @@ class ClippedGradients(Ranged, Around):
             [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads]
         )
         norm_K = torch.linalg.vector_norm(norms_GK, dim=0)
-        # A norm of zero divides to infinity, and is not scaled; one that is not finite stays so.
+        # C / 0 is infinite and clamps to 1, so a zero gradient is not scaled. A gradient that is
+        # not finite stays so, and the client fails.
         scale_K = (self.gradient_clip_norm / norm_K).clamp(max=1.0)
         clipped = [g * scale_K.view(-1, *[1] * (g.dim() - 1)) for g in grads]
         self.inner.step(x, clipped, memory, told=told, moment=moment)

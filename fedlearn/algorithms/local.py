@@ -1,9 +1,9 @@
-r"""What a client does with its examples: the seam of local updates, and local SGD.
+r"""Local training on a client: the interface of local updates, and local SGD.
 
 A local update is a frozen value. Its step works on lists of tensors with a leading client
-dimension, so that one client and a stack of many take the same step. What changes from step to
-step is *memory*; some of it a client keeps from one of its rounds to the next. Updates compose by
-wrapping, as :class:`~fedlearn.algorithms.proximal.Proximal` does.
+dimension, so that the same code trains one client or a stack of many. Values that change from step
+to step are *memory*; a client may keep some of it between its rounds. Updates compose by wrapping,
+as :class:`~fedlearn.algorithms.proximal.Proximal` does.
 
 Shape legend: K clients, Q trainable parameters; x is a list of tensors [K, ...].
 """
@@ -26,7 +26,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Ranged
 from fedlearn.errors import CallError
 
-#: The global model, among what clients are told.
+#: Name of the global model in the broadcast.
 MODEL = "model"
 
 #: Tensors with a leading client dimension: along the trainable parameters, or a single one.
@@ -35,19 +35,19 @@ Tensors: TypeAlias = Sequence[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySpec:
-    """What a client remembers from step to step; zero at first. Or random numbers that it is given.
+    """Declares memory of a client, which starts at zero, or random numbers that it draws.
 
     Attributes:
-        over: ``Over.TRAINABLE``, ``Over.TENSORS``, or how many numbers it is.
-        is_kept: Whether it stays from one of the client's rounds to the next.
+        over: ``Over.TRAINABLE``, ``Over.TENSORS``, or a number of values.
+        is_kept: Whether the client keeps it between its rounds.
         draws: ``"uniform"`` fills it with new numbers in [0, 1), ``"normal"`` with standard normal
-            ones, before ``begin``, before each ``step`` and before ``report``. They depend on the
-            run's seed, the name, the client, the round and the step alone. The seed is public:
-            such numbers hide nothing. ``None``: it is memory.
+            ones, before ``begin``, before each ``step`` and before ``report``. They depend only on
+            the run's seed, the name, the client, the round and the step. The seed is public, so
+            never use them as privacy noise. ``None``: it is memory.
 
     Raises:
-        ValueError: It is over all tensors, of which some do not train, or of no number; or it
-            is random and kept, or drawn by an unknown law.
+        ValueError: It runs over ``Over.ALL``, which includes tensors that do not train, or has no
+            values; or it is both random and kept, or has an unknown distribution.
     """
 
     over: Over | int
@@ -68,17 +68,18 @@ class MemorySpec:
             )
 
 
-#: By name: over what trains tensors as ``x``, over its tensors [K, 1] each; else one tensor [K, n].
+#: Memory by name. Over ``TRAINABLE``: tensors like ``x``. Over ``TENSORS``: [K, 1] for each tensor
+#: of ``x``. With a number of values n: a single tensor [K, n].
 Memory: TypeAlias = Mapping[str, Tensors]
 
 
 class Moment(NamedTuple):
-    """When a step is taken.
+    """The time of a local step.
 
     Attributes:
         round_num: Round index, from 0.
-        step: Steps that the client has taken in this round.
-        rate: What a schedule multiplies the learning rate by.
+        step: Number of steps that the client has taken before in this round.
+        rate: Factor on the learning rate, from a schedule.
     """
 
     round_num: int
@@ -88,9 +89,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWork(Ranged):
-    """How much a client does: all that schedules and virtual time need to know.
+    """The amount of local work: epochs and batches. Base class of local updates.
 
-    A rule of one's own inherits from it and defines ``step``, with :attr:`memory` if it needs some.
+    To write your own, inherit from it and define ``step``, and :attr:`memory` if it needs any.
+    Schedules and virtual time need nothing else.
     """
 
     epochs: Annotated[Count, doc("E, passes over the local examples a round, >= 1.")]
@@ -109,33 +111,33 @@ class LocalWork(Ranged):
 
     @property
     def work(self) -> "LocalWork":
-        """This."""
+        """This object itself."""
         return self
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """Nothing beside the delta."""
+        """Lanes in addition to the delta: none."""
         return ()
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """Nothing."""
+        """Memory between steps: none."""
         return {}
 
     def num_steps(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the steps that clients with so many examples take, element-wise."""
+        """Return the number of steps in a round by the clients' example counts, element-wise."""
         return self.steps_per_epoch(num_examples) * self.epochs
 
     def steps_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the steps of one epoch, element-wise."""
+        """Return the number of steps in one epoch, element-wise."""
         if self.batch_size is None:
             return np.ones_like(num_examples)
         return -(-self.used_per_epoch(num_examples) // self.batch_size)
 
     def used_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the examples of one epoch's batches, element-wise: all without ``drop_last``.
+        """Return the number of examples used in one epoch, element-wise: all without ``drop_last``.
 
-        A client counts in the aggregate with so many examples.
+        A client's weight in the aggregate is based on this number.
 
         Example:
             >>> work = LocalWork(epochs=2, batch_size=4, drop_last=True)
@@ -148,30 +150,30 @@ class LocalWork(Ranged):
         return np.where(full > 0, full, num_examples)
 
     def num_processed(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the examples of all epochs' batches, element-wise."""
+        """Return the number of examples processed in all epochs, element-wise."""
         return self.used_per_epoch(num_examples) * self.epochs
 
     def last_batch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the examples of an epoch's last batch, element-wise."""
+        """Return the size of an epoch's last batch, element-wise."""
         if self.batch_size is None:
             return num_examples
         return (self.used_per_epoch(num_examples) - 1) % self.batch_size + 1
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        """Begin with the global model."""
+        """Do nothing: training begins at the global model."""
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Return nothing."""
+        """Report no further lanes."""
         return {}
 
 
 class Affine(NamedTuple):
     """A step of the form ``x <- keep * x + scale * gradient + pull * model + shift * drift``.
 
-    The model is the global one, which clients are told under :data:`MODEL`. The drift is the
-    client's own, the same in all steps of a round; an update that has one is :class:`Drifting`.
+    The model is the global one, :data:`MODEL` in the broadcast. The drift belongs to one client and
+    is constant within a round; an update with a drift implements :class:`Drifting`.
     """
 
     keep: float
@@ -182,30 +184,30 @@ class Affine(NamedTuple):
 
 @runtime_checkable
 class LocalUpdate(Protocol):
-    """What a client does with its examples, for any number of clients at once. Frozen.
+    """A client's local training rule, for any number of clients at once. Frozen.
 
-    It is given one tensor a parameter, unless its class says that it takes flat ones:
-    :func:`takes_flat`.
+    Its methods receive one tensor per parameter, or a single flat one if every class of the update
+    allows that: see :func:`takes_flat`.
     """
 
     @property
     def work(self) -> LocalWork:
-        """How much it does."""
+        """Its epochs and batches."""
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """What it contributes beside the delta."""
+        """Lanes that it reports in addition to the delta."""
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """What it remembers, by name."""
+        """Its memory and random numbers, by name."""
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
         """Begin a round, in place on ``x`` and ``memory``, before the first gradient.
 
         Args:
-            x: The global parameters, all that train; what is written here trains instead.
-            memory: What the client kept, the rest zero.
+            x: The trainable global parameters; write to them to start from other values.
+            memory: The state that the client kept; all other memory is zero.
             told: As for :meth:`step`.
         """
 
@@ -215,23 +217,23 @@ class LocalUpdate(Protocol):
         """Take one step, in place on ``x`` and ``memory``.
 
         Args:
-            x: Local parameters, or those of them that have a gradient: [K, ...] each.
-            grads: Gradients of the batch's mean loss, as ``x``; two may be the same tensor, and
-                none may be written to.
-            memory: As :attr:`memory` declares, along ``x``.
-            told: What the strategy tells, and as ``"model"`` the global parameters: along ``x``,
+            x: The local parameters that have a gradient in this step: [K, ...] each.
+            grads: Gradients of the batch's mean loss, shaped like ``x``. Do not write to them: two
+                may be the same tensor.
+            memory: As :attr:`memory` declares it, along ``x``.
+            told: The strategy's broadcast, and the global parameters as ``"model"``: along ``x``,
                 [1, ...] each.
-            moment: Which step it is.
+            moment: The time of the step.
         """
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Return the values of :attr:`lanes`, and bring the memory that is kept up to date.
+        """Return the values of :attr:`lanes`, and update the kept memory.
 
         Args:
-            x: Parameters after the last step, all that train. What is written here is sent instead.
-            memory: In place.
+            x: The trainable parameters after the last step; write to them to send other values.
+            memory: Updated in place.
             told: As for :meth:`step`.
             num_steps: Steps that each client has taken: [K], of the dtype of ``x``.
         """
@@ -239,29 +241,30 @@ class LocalUpdate(Protocol):
 
 @runtime_checkable
 class Drifting(Protocol):
-    """A local update whose short cut adds something of each client's to every step."""
+    """A local update whose affine step adds a constant of each client, such as in SCAFFOLD."""
 
     def drift(self, memory: Memory, *, told: Memory) -> Sequence[Tensor]:
-        """Return what is added, along the parameters: [K, ...] each; asked after ``begin``."""
+        """Return the drift, along the parameters: [K, ...] each; called after ``begin``."""
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
-        """Bring ``memory`` to where so many steps would have: [K]; all had every gradient."""
+        """Update ``memory`` as [K] calls of ``step`` would, each with gradients for all tensors."""
 
 
 def drift_of(local: LocalUpdate) -> Drifting:
-    """Return the update that has the drift: this one, or one inside it."""
+    """Return the wrapped update that defines the drift; it may be ``local`` itself."""
     while isinstance(local, Around) and not isinstance(local, Drifting):
         local = local.inner
-    assert isinstance(local, Drifting)  # whose step has a shift
+    assert isinstance(local, Drifting)  # callers have an affine step with a shift
     return local
 
 
 def short_cut(local: LocalUpdate) -> Callable[[Moment], Affine | None] | None:
-    """Return what gives a step as multiplication and addition, if its class has that.
+    """Return the method ``affine`` if it is valid for this update, else ``None``.
 
-    Executors then step inside the product that gives the gradient. ``affine`` must be defined
-    beside the ``step`` that it stands for: a class that overrides that alone has no short cut.
+    With it, an executor can fuse the step with the matrix product that computes the gradient.
     """
+    # A subclass that overrides `step` alone would inherit an `affine` that no longer matches. So
+    # the class that defines the latest of the two must define both.
     names = {"step", "affine"}
     latest = next(kind for kind in type(local).__mro__ if names & vars(kind).keys())
     affine: Callable[[Moment], Affine | None] | None = getattr(local, "affine", None)
@@ -333,60 +336,60 @@ class LocalSgd(LocalWork):
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """A local update around another: what it does not override is the inner one's.
+    """Base class of local updates that wrap another; everything not overridden is the inner one's.
 
-    The outermost acts first: what it makes of the gradients, the next one is given. A subclass that
-    leaves :meth:`step` alone keeps the inner update's short cut, too.
+    The outermost wrapper acts first and passes its gradients on to the next. A subclass that does
+    not override :meth:`step` also keeps the inner update's affine step.
     """
 
     inner: LocalUpdate
 
     @property
     def work(self) -> LocalWork:
-        """As the inner one's."""
+        """The inner update's."""
         return self.inner.work
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """As the inner one's."""
+        """The inner update's."""
         return self.inner.lanes
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """As the inner one's."""
+        """The inner update's."""
         return self.inner.memory
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        """Begin as the inner one does."""
+        """Begin as the inner update does."""
         self.inner.begin(x, memory, told=told)
 
     def affine(self, moment: Moment) -> Affine | None:
-        """Return the inner one's step as multiplication and addition, if it has that form."""
+        """Return the inner update's step in affine form, if it has one."""
         inner = short_cut(self.inner)
         return None if inner is None else inner(moment)
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Take the inner one's step."""
+        """Take the inner update's step."""
         self.inner.step(x, grads, memory, told=told, moment=moment)
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Return what the inner one reports."""
+        """Return the inner update's report."""
         return self.inner.report(x, memory, told=told, num_steps=num_steps)
 
 
 def require_update(local: object, *, name: str) -> None:
-    """Refuse what is no local update.
+    """Check that an argument is a local update.
 
     Args:
-        local: What an algorithm was given.
-        name: The argument.
+        local: The value that an algorithm received.
+        name: Name of the argument.
 
     Raises:
-        CallError: It is a class, a name, an optimizer of torch or anything else without steps.
+        CallError: It is a class, a string, an optimizer of torch or anything else without a step.
     """
     if isinstance(local, type) and issubclass(local, LocalWork):
         raise CallError(
@@ -403,19 +406,19 @@ def require_update(local: object, *, name: str) -> None:
 
 
 def pieces_of(local: LocalUpdate) -> Iterator[LocalUpdate]:
-    """Yield an update and those that it is wrapped around, the innermost first."""
+    """Yield an update and all that it wraps, the innermost first."""
     if isinstance(local, Around):
         yield from pieces_of(local.inner)
     yield local
 
 
 def takes_flat(local: LocalUpdate) -> bool:
-    """Whether an update may be given all parameters as one tensor [K, Q] instead of one each.
+    """Return whether an update accepts all parameters as one tensor [K, Q] instead of one each.
 
-    That is faster, and right only for steps that treat each number alike. So every class of the
-    update must say it itself, by ``takes_flat = True``: a subclass may add a rule for each layer.
-    One number a tensor has no place in a flat one, so a lane over ``Over.TENSORS`` rules it out, as
-    do draws over it.
+    This is faster, but correct only for steps that treat all numbers alike. Every class of the
+    update must declare ``takes_flat = True`` itself; it is not inherited, since a subclass may add
+    a rule per layer. A flat tensor has no room for one number per original tensor, so a lane or
+    draws over ``Over.TENSORS`` rule it out.
     """
     is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in pieces_of(local))
     extents = [lane.over for lane in local.lanes]
@@ -424,20 +427,20 @@ def takes_flat(local: LocalUpdate) -> bool:
 
 
 def has_report(local: LocalUpdate) -> bool:
-    """Whether an update does anything in ``report``."""
+    """Return whether an update overrides ``report``."""
     nothing = (LocalWork.report, Around.report)
     return any(type(piece).report not in nothing for piece in pieces_of(local))
 
 
 def sums(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
-    """Return ``left + factor * right``, pair by pair, in new tensors."""
+    """Compute ``left + factor * right``, pair by pair, in new tensors."""
     return list(torch._foreach_add(list(left), list(right), alpha=factor))  # noqa: SLF001 - as torch.optim does
 
 
 def new_memory(
     local: LocalUpdate, x: Tensors, *, kept: Mapping[str, Tensor]
 ) -> dict[str, list[Tensor]]:
-    """Return the memory before the first step of ``x`` [K, ...]; see :func:`load_kept`."""
+    """Allocate the memory for ``x`` [K, ...] and fill it; see :func:`load_kept`."""
     memory = {name: _zeros(spec, x) for name, spec in local.memory.items()}
     load_kept(local, memory, kept=kept)
     return memory
@@ -445,7 +448,7 @@ def new_memory(
 
 def _zeros(spec: MemorySpec, x: Tensors) -> list[Tensor]:
     over = spec.over
-    # Of whatever dtype the parameters are, this one can be counted in, and has fine draws.
+    # At least float32: bfloat16 cannot count beyond 256, and its random numbers would be coarse.
     dtype = torch.promote_types(x[0].dtype, torch.float32)
     if over is Over.TRAINABLE:
         own = None if spec.draws is None else dtype
@@ -455,20 +458,21 @@ def _zeros(spec: MemorySpec, x: Tensors) -> list[Tensor]:
 
 
 def load_kept(local: LocalUpdate, memory: Memory, *, kept: Mapping[str, Tensor]) -> None:
-    """Begin a round, in place: memory is zero, or for the first clients what they kept [k, n]."""
+    """Reset memory for a new round, in place: zeros, or what the first k clients kept, [k, n]."""
     for name, tensors in memory.items():
         for value in tensors:
             value.zero_()
         if name in kept and local.memory[name].is_kept:
             sizes = [value[0].numel() for value in tensors]
-            # In a flat tensor all parameters are one, for which the first one's number stands.
+            # With flat parameters, memory over TENSORS has one number, not one per tensor: the
+            # first tensor's number stands for all.
             parts = kept[name][:, : sum(sizes)].split(sizes, dim=1)
             for value, part in zip(tensors, parts, strict=True):
                 value[: len(part)].copy_(part.view(len(part), *value.shape[1:]))
 
 
 def along(memory: Memory, places: Sequence[int]) -> Memory:
-    """Return the part of a memory for some of the parameters; a single tensor is for all."""
+    """Select the memory of some of the parameters; a single tensor belongs to all of them."""
     return {
         name: values if len(values) == 1 else [values[place] for place in places]
         for name, values in memory.items()
@@ -476,7 +480,7 @@ def along(memory: Memory, places: Sequence[int]) -> Memory:
 
 
 class LocalReport(NamedTuple):
-    """What K clients contribute beside their delta, and what they keep, by name: [K, n] each."""
+    """The further lanes and the state to keep of K clients, by name: [K, n] each."""
 
     lanes: Mapping[str, Tensor]
     kept: Mapping[str, Tensor]
@@ -491,11 +495,11 @@ def report_of(
     num_steps: Tensor,
     layout: Layout,
 ) -> LocalReport:
-    """Have clients report after their last step: see :meth:`LocalUpdate.report`."""
+    """Call :meth:`LocalUpdate.report` after the last step, and join its tensors to rows."""
     reported = local.report(x, memory, told=told, num_steps=num_steps)
     lanes = {name: rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
     kept = {
-        # In a flat tensor all parameters are one, whose number is that of each.
+        # With flat parameters, memory over TENSORS has one number: repeat it for each tensor.
         name: rows(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
         for name, spec in local.memory.items()
         if spec.is_kept
@@ -504,12 +508,12 @@ def report_of(
 
 
 def along_trainable(layout: Layout, params_P: Tensor, told: Mapping[str, Tensor]) -> Memory:
-    """Return what clients are told, as :meth:`LocalUpdate.step` takes it.
+    """Split the broadcast into tensors along the parameters, as :meth:`LocalUpdate.step` takes it.
 
     Args:
-        layout: Of the model.
+        layout: Layout of the model.
         params_P: The global model, shape [P].
-        told: Vectors with one number a trainable parameter: shape [Q] each.
+        told: Vectors with one number per trainable parameter: shape [Q] each.
 
     Raises:
         ValueError: As :func:`require_told`.
@@ -526,7 +530,7 @@ def along_trainable(layout: Layout, params_P: Tensor, told: Mapping[str, Tensor]
 
 
 def require_told(told: Mapping[str, Tensor], layout: Layout) -> None:
-    """Raise ValueError if a vector has not [Q] numbers, or the name of the global model."""
+    """Raise ValueError if a broadcast vector is not of shape [Q], or is called :data:`MODEL`."""
     for name, vector_Q in told.items():
         if name == MODEL:
             raise ValueError(f"clients are told the model as {MODEL!r}; give {name!r} another name")
@@ -539,7 +543,7 @@ def require_told(told: Mapping[str, Tensor], layout: Layout) -> None:
 
 @contextmanager
 def read_only(tensors: Iterable[Tensor], *, who: str) -> Iterator[None]:
-    """Run the block; raise ValueError if ``who`` wrote to ``tensors`` in it."""
+    """Guard a block: raise ValueError at its end if ``who`` wrote to ``tensors`` in it."""
     watched = list(tensors)
     before = written(watched)
     yield
@@ -551,12 +555,12 @@ def read_only(tensors: Iterable[Tensor], *, who: str) -> Iterator[None]:
 
 
 def written(tensors: Iterable[Tensor]) -> int:
-    """Return a number that grows with each time that one of the tensors is written to."""
+    """Return a counter that grows with every in-place write to one of the tensors."""
     return sum(tensor._version for tensor in tensors)  # noqa: SLF001 - as autograd does
 
 
 def rows(tensors: Tensors) -> Tensor:
-    """Return tensors [K, ...] end to end, one row a client: [K, n]."""
+    """Concatenate tensors [K, ...] into one row per client: [K, n]."""
     return torch.cat([value.reshape(len(value), -1) for value in tensors], dim=1)
 
 
@@ -565,7 +569,7 @@ def shuffled_positions(
 ) -> NDArray[np.int64]:
     """Return the order in which a client visits its examples in one epoch.
 
-    It depends on the arguments alone: a simulation, a deployment and a resumed run visit alike.
+    It depends on the arguments alone, so a simulation, a deployment and a resumed run use the same.
     """
     keys = seed.hash(round_num, client_id, epoch, np.arange(num_examples))
     return np.argsort(keys, kind="stable")
@@ -574,7 +578,7 @@ def shuffled_positions(
 def batch_positions(
     work: LocalWork, *, seed: Seed, round_num: int, client_id: int, num_examples: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield for each step which examples a client trains on; one epoch's order is in memory."""
+    """Yield the positions of each step's examples; only one epoch's order is held in memory."""
     size = work.batch_size or num_examples
     num_used = int(work.used_per_epoch(np.asarray(num_examples)))
     for epoch in range(work.epochs):

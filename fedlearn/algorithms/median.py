@@ -1,4 +1,4 @@
-"""The coordinate-wise median: a minority of clients cannot move it far."""
+"""The coordinate-wise median, an aggregation that a minority of clients cannot move far."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from fedlearn.algorithms.lanes import Lanes, Rows, Updates
 
 @dataclass(frozen=True)
 class CoordinateMedian:
-    """The median of each number over the clients, each of which counts the same.
+    """The median of each coordinate over the clients; all clients count the same.
 
-    With an even number of clients it is the mean of the two in the middle. It needs every update:
-    memory grows with the cohort.
+    With an even number of clients it is the mean of the two in the middle. It needs every update at
+    once, so its memory grows with the cohort.
 
     Example:
         >>> rows = {"delta": torch.tensor([[1.0], [2.0], [90.0]])}
@@ -37,7 +37,8 @@ class CoordinateMedian:
 
 
 def _sort_columns(values: Tensor) -> Tensor:
-    """Return each column in ascending order. On a CPU, NumPy sorts ten times as fast as torch."""
+    """Sort each column in ascending order."""
+    # On a CPU, NumPy sorts ten times as fast as torch.
     if values.is_cpu and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.sort(values.numpy(), axis=0))
     return values.sort(dim=0).values

@@ -1,8 +1,8 @@
-"""Metrics over a whole set, and all that a model is measured by.
+"""Metrics over whole data sets, and the full list of a model's measures.
 
-R², AUC or a concordance index are of a set as a whole: neither the mean of batches nor that of
-clients is the value of all together. So outputs are gathered, and the metric is taken once: over
-the central test set, and over the examples of each client.
+R², AUC or a concordance index belong to a set as a whole: the mean over batches or clients is not
+the value over all examples. So outputs are gathered first, and the metric is computed once, over
+the central test set and over the examples of each client.
 """
 
 import copy
@@ -94,7 +94,7 @@ class Metric:
     def _value(self, outputs: Tensor, labels: Tensor) -> Tensor | float:
         if not isinstance(self.measure, Accumulating):
             return self.measure(outputs, labels)
-        fresh = copy.deepcopy(self.measure)  # the piece stays as it was given, whoever shares it
+        fresh = copy.deepcopy(self.measure)  # others may share the object
         fresh.reset()
         fresh.update(outputs, labels)
         return fresh.compute()
@@ -175,7 +175,7 @@ class Measures:
         return values | {n: metric.of(outputs, labels) for n, metric in self.metrics.items()}
 
 
-#: What records say under these names of every run, and no measure of the user's.
+#: Names that records use for every run, so that no user metric may have them.
 _RESERVED = {
     "epsilon": "the privacy spent",
     "train_loss": "the mean loss of clients' training",

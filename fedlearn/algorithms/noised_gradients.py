@@ -233,16 +233,16 @@ class NoisedGradients(Ranged, Around):
             # Integers, which are exact, take the place of the numbers that they are cut from.
             integers = torch.int64 if each.dtype == torch.float64 else torch.int32
             levels = each.view(integers).copy_(each)
-            on_cpu = levels.cpu()  # itself, where it is there
+            on_cpu = levels.cpu()  # no copy if it is on the CPU already
             add_discrete_gaussian(on_cpu.view(-1).numpy(), sigma=sigma, source=source)
             each.copy_(levels.copy_(on_cpu))
         return found
 
 
 def quiet(local: LocalUpdate) -> LocalUpdate:
-    """Return the update with next to no noise: for trials whose results nobody is given.
+    """Return the update with negligible noise, for trial runs whose results are never released.
 
-    Two trainings of the same clients can be told apart from two different ones only so.
+    With real noise, even two trainings of the same clients would differ.
     """
     if not isinstance(local, NoisedGradients):
         return local
@@ -250,10 +250,10 @@ def quiet(local: LocalUpdate) -> LocalUpdate:
 
 
 def _float32_products() -> str:
-    """Return at which precision torch multiplies matrices in float32: "highest" is float32's."""
+    """Return torch's precision setting for float32 products; only "highest" is full float32."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # one of the backends, such as CUDA, was told by itself
+    except RuntimeError:  # a backend, such as CUDA, has its own setting
         return "lower"
 
 

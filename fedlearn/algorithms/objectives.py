@@ -1,4 +1,4 @@
-"""What is minimised and what is measured with it: losses and metrics.
+"""Objectives: a loss to minimise, and the metrics that are measured with it.
 
 Most return one number per example. The caller takes means: it knows which examples are padding,
 and adds up over batches and clients.
@@ -55,7 +55,7 @@ class WeightedExamples(Protocol):
     """An objective whose means do not give every example the same weight."""
 
     def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return by measure what each example weighs in its mean: shape [batch], >= 0.
+        """Return the weight of each example in the mean of a measure: shape [batch], >= 0.
 
         Examples weigh the same in the mean of a measure that is not named.
         """
@@ -312,7 +312,7 @@ def mean_loss(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def example_weights(objective: Objective, labels: Tensor) -> Mapping[str, Tensor]:
-    """Return by measure what each example weighs in its mean; without a name, all the same."""
+    """Return the examples' weights by measure; a measure that is missing weighs all the same."""
     if isinstance(objective, WeightedExamples):
         return objective.example_weights(labels)
     return {}
@@ -321,7 +321,7 @@ def example_weights(objective: Objective, labels: Tensor) -> Mapping[str, Tensor
 def batch_weights(
     objective: Objective, labels: Tensor, *, rows_TKB: Tensor, weights_TKB: Tensor
 ) -> Tensor:
-    """Return what each example weighs in the mean loss of its batch: shape [T, K, B].
+    """Return the weight of each example in the mean loss of its batch: shape [T, K, B].
 
     It depends on the batch alone, to the last bit, whichever batches are looked at together.
 
@@ -345,7 +345,7 @@ def batch_weights(
 
 
 def why_not_by_example(objective: Objective) -> str | None:
-    """Return why the examples of a batch have no gradients of their own to clip, if so."""
+    """Return why per-example gradient clipping is impossible with this loss, or ``None``."""
     if not objective.per_example:
         return (
             "the loss couples the examples of a batch, so that none has a gradient of its own "

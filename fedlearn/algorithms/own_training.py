@@ -1,4 +1,4 @@
-"""Local training that only the clients' own trainers know how to do."""
+"""Placeholder for local training that the clients' own trainers define."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,9 +18,9 @@ from fedlearn.core.ranges import Count
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTraining(LocalWork):
-    """Whatever the clients' trainers do; they are asked for no optimiser, only how much to do.
+    """Leaves the optimiser to the clients' own trainers; sets only the amount of work.
 
-    For trainers of one's own that take no settings, or only these, as far as they honour them.
+    Use it with a trainer that you write yourself, if it needs no settings or only these two.
     """
 
     epochs: Annotated[
@@ -35,7 +35,7 @@ class OwnTraining(LocalWork):
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Refuse: nothing says how.
+        """Refuse: only the client's own trainer knows how to train.
 
         Raises:
             ValueError: Always.
@@ -47,9 +47,9 @@ class OwnTraining(LocalWork):
 
 
 def keeps_something(local: LocalUpdate) -> bool:
-    """Return whether clients may keep something from one of their rounds to the next.
+    """Return whether clients may keep state between their rounds.
 
-    A trainer of the user's own may, and nobody else knows.
+    A trainer that the user wrote may keep some without declaring it, so the answer for it is yes.
 
     Example:
         >>> keeps_something(OwnTraining())

@@ -29,10 +29,11 @@ class Proximal(Ranged, Around):
     proximal: Pull
 
     def affine(self, moment: Moment) -> Affine | None:
-        """Return the inner one's step by the gradient with the proximal term."""
+        """Return the inner update's affine step with the proximal term, if it has one."""
         inner = short_cut(self.inner)
         if inner is None or (rule := inner(moment)) is None:
             return None
+        # scale * (g + mu (x - x_0)) = scale * g + (scale mu) x - (scale mu) x_0
         force = rule.scale * self.proximal
         return rule._replace(keep=rule.keep + force, pull=rule.pull - force)
 

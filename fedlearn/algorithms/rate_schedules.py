@@ -67,7 +67,7 @@ class ScheduledRate(Ranged, Around):
             )
 
     def factor(self, moment: Moment) -> float:
-        """Return what the learning rate is multiplied by."""
+        """Return the factor on the learning rate."""
         factor = self.rate_decay**moment.round_num
         if self.cosine_rounds is not None:
             progress = min(moment.round_num, self.cosine_rounds) / self.cosine_rounds
@@ -77,7 +77,7 @@ class ScheduledRate(Ranged, Around):
         return factor
 
     def affine(self, moment: Moment) -> Affine | None:
-        """Return the inner one's step at the scheduled rate."""
+        """Return the inner update's affine step at the scheduled rate, if it has one."""
         inner = short_cut(self.inner)
         return None if inner is None else inner(self._scheduled(moment))
 

@@ -1,8 +1,9 @@
-"""Algorithms by name: which pieces make FedAvg, FedProx, FedAdam and the rest.
+"""Recipes for well-known algorithms: FedAvg, FedProx, FedAdam and others.
 
 A recipe is a function that returns an :class:`Algorithm`: a local update, an aggregation and a
-server optimiser. What needs more is a :class:`~fedlearn.algorithms.strategy.Strategy` of its own,
-such as :class:`~fedlearn.algorithms.scaffold.ScaffoldAveraging`.
+server optimiser. An algorithm that does not fit this form has its own
+:class:`~fedlearn.algorithms.strategy.Strategy`, such as
+:class:`~fedlearn.algorithms.scaffold.ScaffoldAveraging`.
 """
 
 from collections.abc import Sequence
@@ -46,10 +47,10 @@ ByExamples: TypeAlias = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Strategy):
-    """A strategy of three pieces, the last of which says what a mean delta does to the model.
+    """A strategy composed of a local update, an aggregation and a server optimizer.
 
     Raises:
-        TypeError: ``local`` is no local update.
+        TypeError: ``local`` is not a local update.
     """
 
     local: LocalUpdate
@@ -65,13 +66,13 @@ class Algorithm(Strategy):
         return self.server_optimizer.init(params)
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Return the optimiser's step by the aggregated delta."""
+        """Take the optimiser's step with the aggregated delta."""
         return Stepped(*self.server_optimizer.step(params, aggregate.lanes[DELTA.name], state))
 
 
 @explain_calls
 def FedAvg(local: Local, *, weight_by_examples: ByExamples = True) -> Algorithm:
-    """Return federated averaging: the new model is the mean of the local ones.
+    """Federated averaging: the new model is the mean of the local ones.
 
     References:
         McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
@@ -88,7 +89,7 @@ def FedAvgM(
     server_momentum: ServerMomentum,
     weight_by_examples: ByExamples = True,
 ) -> Algorithm:
-    """Return federated averaging with a server learning rate and server momentum.
+    """Federated averaging with a server learning rate and server momentum.
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
@@ -100,7 +101,7 @@ def FedAvgM(
 
 @explain_calls
 def FedSGD(*, learning_rate: float, weight_by_examples: ByExamples = True) -> Algorithm:
-    """Return federated SGD: one step by the mean of the clients' full-batch gradients.
+    """Federated SGD: one step with the mean of the clients' full-batch gradients.
 
     References:
         McMahan et al., 2017, as above, section 2 (E = 1, B = infinity).
@@ -111,7 +112,7 @@ def FedSGD(*, learning_rate: float, weight_by_examples: ByExamples = True) -> Al
 
 @explain_calls
 def FedProx(local: Local, *, proximal: Pull, weight_by_examples: ByExamples = True) -> Algorithm:
-    """Return FedProx: FedAvg with a pull of ``proximal`` (mu) towards the global model.
+    """FedProx: FedAvg with a pull of strength ``proximal`` (mu) towards the global model.
 
     References:
         Li et al., 2020, `Federated Optimization in Heterogeneous Networks
@@ -123,7 +124,7 @@ def FedProx(local: Local, *, proximal: Pull, weight_by_examples: ByExamples = Tr
 
 @explain_calls
 def FedMedian(local: Local) -> Algorithm:
-    """Return FedAvg with the coordinate-wise median in place of the mean.
+    """FedAvg with the coordinate-wise median in place of the mean.
 
     References:
         Yin et al., 2018, `Byzantine-Robust Distributed Learning: Towards Optimal Statistical
@@ -141,7 +142,7 @@ def FedAdagrad(
     tau: Adaptivity,
     weight_by_examples: ByExamples = True,
 ) -> Algorithm:
-    """Return FedAdagrad: the second moment is the sum of squared deltas."""
+    """FedAdagrad: the second moment is the sum of squared deltas."""
     optimizer = ServerAdaptive(
         second_moment=SecondMoment.ADAGRAD,
         learning_rate=server_learning_rate,
@@ -162,7 +163,7 @@ def FedAdam(
     tau: Adaptivity,
     weight_by_examples: ByExamples = True,
 ) -> Algorithm:
-    """Return FedAdam: the second moment is an exponential mean of squared deltas."""
+    """FedAdam: the second moment is an exponential moving average of squared deltas."""
     optimizer = ServerAdaptive(
         second_moment=SecondMoment.ADAM,
         learning_rate=server_learning_rate,
@@ -183,7 +184,7 @@ def FedYogi(
     tau: Adaptivity,
     weight_by_examples: ByExamples = True,
 ) -> Algorithm:
-    """Return FedYogi: the second moment moves additively, so it forgets more slowly."""
+    """FedYogi: the second moment changes additively, so it decreases more slowly than FedAdam's."""
     optimizer = ServerAdaptive(
         second_moment=SecondMoment.YOGI,
         learning_rate=server_learning_rate,
@@ -208,7 +209,7 @@ def Scaffold(
         ),
     ] = None,
 ) -> ScaffoldAveraging:
-    """Return SCAFFOLD with option II for the clients' control variates.
+    """SCAFFOLD with option II for the clients' control variates.
 
     Raises:
         ValueError: ``local`` is not plain SGD, or a number is not in its range.
@@ -234,10 +235,11 @@ def EASGD(
     ],
     cohort_size: Annotated[Count, doc("Most clients that report in a round, >= 1.")],
 ) -> ElasticAveraging:
-    """Return elastic averaging SGD, synchronous or, with one client a round, round robin.
+    """Elastic averaging SGD: synchronous or, with one client per round, round robin.
 
     Raises:
-        ValueError: ``local`` is not SGD at a constant rate, or as :class:`ElasticAveraging`.
+        ValueError: ``local`` is not SGD at a constant rate, or the force is too strong; see
+            :class:`ElasticAveraging`.
 
     References:
         Zhang, Choromanska and LeCun, 2015, `Deep Learning with Elastic Averaging SGD
@@ -262,7 +264,7 @@ def FedBuff(
     server_momentum: ServerMomentum = 0.0,
     weight_by_examples: ByExamples = False,
 ) -> Buffered:
-    r"""Return FedBuff: :math:`x \leftarrow x + \frac{\eta_g}{K} \sum_i s(\tau_i) \Delta_i`.
+    r"""FedBuff: :math:`x \leftarrow x + \frac{\eta_g}{K} \sum_i s(\tau_i) \Delta_i`.
 
     Buffers and staleness are those of :class:`Asynchrony`.
 
@@ -304,7 +306,7 @@ def FedAsync(
     staleness_hinge: Whole = 0,
     proximal: Pull = 0.0,
 ) -> Buffered:
-    r"""Return FedAsync: each update is a step, :math:`x \leftarrow x + \alpha s(\tau) \Delta`.
+    r"""FedAsync: each update is a step, :math:`x \leftarrow x + \alpha s(\tau) \Delta`.
 
     Buffers and staleness are those of :class:`Asynchrony`.
 
@@ -313,8 +315,8 @@ def FedAsync(
 
     References:
         Xie, Koyejo and Gupta, 2019, `Asynchronous Federated Optimization
-        <https://arxiv.org/abs/1903.03934>`_, algorithm 1. There models are mixed; here an update is
-        added, as FedBuff's are, which is the same for one that is not stale.
+        <https://arxiv.org/abs/1903.03934>`_, algorithm 1. The paper mixes models; here the update
+        is added, as in FedBuff. For an update that is not stale both are the same.
     """
     pulled = FedProx(local, proximal=proximal, weight_by_examples=False)
     server = ServerSgd(learning_rate=mixing, momentum=0.0)

@@ -1,4 +1,4 @@
-r"""From an aggregated delta to the next global model.
+r"""Server optimizers: compute the next global model from the aggregated delta.
 
 The aggregate :math:`\Delta` is local minus global, so it is *added*: :math:`-\Delta` is the
 pseudo-gradient. Only the layout's trainable prefix passes through the optimiser; floating-point
@@ -30,7 +30,7 @@ Adaptivity: TypeAlias = Annotated[
 
 
 class ServerOptimizer(Protocol):
-    """A pair of pure functions, as ``optax.GradientTransformation``."""
+    """The server's optimizer: a pair of pure functions, like ``optax.GradientTransformation``."""
 
     def init(self, params: Params) -> OptimizerState:
         """Return the state before the first round; its tensors go into checkpoints."""
@@ -38,7 +38,7 @@ class ServerOptimizer(Protocol):
     def step(
         self, params: Params, delta_P: Tensor, state: OptimizerState
     ) -> tuple[Params, OptimizerState]:
-        """Return the next model and the next state; writes to none of its arguments."""
+        """Compute the next model and state; must not write to its arguments."""
 
 
 def _apply(params: Params, delta_P: Tensor, update: Tensor) -> Params:
@@ -79,7 +79,7 @@ class ServerSgd(Ranged):
         if self.momentum != 0.0:
             velocity = state["velocity"] * self.momentum + velocity
             state = {"velocity": velocity}
-        # At rate 1 the product is the velocity, and another model in memory.
+        # At rate 1 the product would only copy the velocity: one more model in memory.
         update = velocity if self.learning_rate == 1.0 else velocity * self.learning_rate
         return _apply(params, delta_P, update), state
 

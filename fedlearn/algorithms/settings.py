@@ -1,4 +1,4 @@
-"""Local updates as settings: how the coordinator tells clients what to do with their examples.
+"""Settings of local updates: how the coordinator sends the training rule to clients.
 
 Settings are flat: the fields of an update, of those it is wrapped around, and of the transforms
 after it; and under :data:`PIECES` which these are, in the order in which they act. Classes of the
@@ -65,7 +65,7 @@ _TRANSFORM = "transform:"
 
 
 def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Settings:
-    """Return what clients are to do as it travels in a request.
+    """Convert a local update and transforms to the settings that a request carries.
 
     A class of the user's own goes by its name; the clients' trainer must know it by that.
 
@@ -112,7 +112,7 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
 
 
 def require_travels(locals_: Iterable[LocalUpdate], transforms: Sequence[Transform]) -> None:
-    """Raise ConfigError, as :func:`settings_of`, if clients cannot be told what to do."""
+    """Raise ConfigError, as :func:`settings_of`, if these cannot be sent to clients."""
     for local in {id(each): each for each in locals_}.values():
         settings_of(local, transforms)
     own_transforms(transforms)

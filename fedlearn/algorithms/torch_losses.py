@@ -1,4 +1,4 @@
-"""Turn what users give as an objective into one: torch's own loss modules are wrapped."""
+"""Conversion of torch's loss modules to objectives."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ _Options: TypeAlias = Mapping[str, float | bool | Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLoss:
-    """A loss of torch that compares each output with a label of its own, the mean per example.
+    """A torch loss with one label for each output; an example's loss is the mean over its outputs.
 
-    Labels are reshaped to the outputs, never broadcast, and take their dtype.
+    Labels are reshaped to the outputs, never broadcast, and converted to their dtype.
 
     Attributes:
-        function: Its name in ``torch.nn.functional``.
-        options: Its keyword arguments, without the reduction.
+        function: Name of the loss in ``torch.nn.functional``.
+        options: Keyword arguments of the function, except ``reduction``.
     """
 
     function: str
@@ -51,12 +51,12 @@ class TorchLoss:
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return nothing beyond the loss."""
+        """Return no metrics: only the loss is measured."""
         return {}
 
 
-#: Modules whose ``reduction="mean"`` is the mean over examples of each one's mean: the function
-#: of each, and its options, which are attributes of the module by the same names.
+#: Modules whose ``reduction="mean"`` equals the mean over examples of each example's mean. For each
+#: module, its function and the function's options, which are module attributes of the same names.
 _WRAPPED: Mapping[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.L1Loss: ("l1_loss", ()),
     nn.SmoothL1Loss: ("smooth_l1_loss", ("beta",)),
@@ -75,13 +75,14 @@ _OWN_LOSS = (
 
 
 def as_objective(given: object) -> Objective:
-    """Return the objective that a user means.
+    """Convert a user's ``objective`` argument to an objective.
 
-    An objective is returned as it is. ``nn.CrossEntropyLoss()`` and other losses of torch become
+    An objective is returned unchanged. ``nn.CrossEntropyLoss()`` and other losses of torch become
     the objective that trains on the same mean.
 
     Raises:
-        ConfigError: It is neither: a class, a function, a name, or a module without a counterpart.
+        ConfigError: It is neither, but a class, a function, a name, or a module without a
+            counterpart.
 
     Example:
         >>> as_objective(nn.HuberLoss(delta=2.0))
@@ -107,10 +108,10 @@ def _has_losses(given: object) -> TypeGuard[Objective]:
 
 
 def _wrap(module: nn.Module) -> Objective:
-    """Return the objective with the loss of a torch module.
+    """Convert a torch loss module to the objective with the same loss.
 
     Raises:
-        ConfigError: No objective trains on the same loss.
+        ConfigError: There is no such objective.
     """
     kind, name = type(module), type(module).__name__
     reduction = getattr(module, "reduction", "mean")

@@ -1,7 +1,7 @@
-"""What is done to updates before they leave their clients: one function, wherever clients are.
+"""Transforms of updates before they leave their clients, such as clipping and noise.
 
-A transform works on many clients' updates at once, so the simulation engine applies it to a block
-and a client's session to its own.
+A transform works on many clients' updates at once: the simulation engine applies it to a block of
+clients, and a client's session to its own update.
 """
 
 import math
@@ -20,34 +20,35 @@ from fedlearn.errors import UnusableResult
 
 #: Numbers whose squares are added up in float32: at most one part in 2**15 of a norm is lost.
 _SQUARES = 1 << 10
-#: Levels up to the bound of an update with noise of its own: rounding to one is next to nothing.
+#: Grid levels up to the clip norm of an update with local noise: fine enough that rounding to the
+#: grid is negligible.
 _LEVELS = 1 << 20
 
 
 class Transform(Protocol):
-    """Changes updates, each by itself. A frozen dataclass of plain values, since it travels.
+    """Changes each client's update by itself. A frozen dataclass of plain values, sent to clients.
 
     It is called for one client at a time, and may draw from torch's global generator, which is
-    seeded for that client and round. A class that says ``takes_blocks = True`` is called for many
-    clients at once: what it returns for one must not depend on the others.
+    seeded for that client and round. A class with ``takes_blocks = True`` is called for many
+    clients at once; its result for one client must not depend on the others.
     """
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return the updates as they leave their clients; may write to their rows.
+        """Return the changed updates; may write to the rows of ``updates``.
 
-        The clients' aggregation weights are the coordinator's to know: they are ones here.
+        Only the coordinator knows the aggregation weights: they are all 1 here.
         """
 
 
 def transformed(
     updates: Updates, transforms: Sequence[Transform], *, seed: Seed, round_num: int
 ) -> Updates:
-    """Return updates as they leave their clients: one function for sessions and the engine.
+    """Apply transforms to updates; sessions and the simulation engine both call this.
 
     Args:
-        updates: Of some clients.
-        transforms: In the order in which they act.
-        seed: The run's public one, which all that transforms draw depends on.
+        updates: Updates of some clients.
+        transforms: Transforms, in the order in which they act.
+        seed: The run's public seed, from which transforms' random numbers derive.
         round_num: Round index.
 
     Raises:
@@ -68,7 +69,7 @@ def transformed(
 
 
 def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
-    """Return what a transform makes of each client by itself."""
+    """Apply a transform to one client at a time, each with its own seed."""
     found = list[Updates]()
     for row, client_id in enumerate(updates.client_ids):
         lanes = {name: rows[row][None] for name, rows in updates.lanes.items()}
@@ -95,7 +96,7 @@ def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
 
 
 def _require_alike(after: object, before: Updates, *, who: Transform) -> None:
-    """Raise UnusableResult if a transform returned no updates of the same clients and model."""
+    """Raise UnusableResult unless a transform returned updates of the same clients and model."""
     name = type(who).__name__
     if not isinstance(after, Updates):
         raise UnusableResult(f"{name} returned {type(after).__name__}; it returns Updates")
@@ -167,7 +168,7 @@ def is_clipped(trained: Tensor, *, clip_norm: float) -> bool:
     return norm >= clip_norm * (1.0 - _AT_BOUND)
 
 
-#: Whether a client's delta was at most as long as it was asked about: 1/2, or else -1/2.
+#: 1/2 if the norm of a client's delta was at most the bound asked about, else -1/2.
 BELOW = LaneSpec(name="below_norm", over=1, weighted=False, bound=0.5)
 
 
@@ -201,10 +202,10 @@ class NoisedUpdates(Ranged):
     r"""Clips each client's delta to an L2 norm C, and adds noise of its own to it.
 
     The delta is rounded to whole numbers of :math:`C / 2^{20}`, which moves d numbers by
-    :math:`\sqrt{d} / 2` at the most. Discrete Gaussian noise is added to these, of z times what the
-    norm then may be, by the operating system's generator in the client's own process. Whoever sees
-    the result is told of one client by z alone: other lanes are refused, and the reply tells
-    neither examples nor metrics.
+    :math:`\sqrt{d} / 2` at the most. Discrete Gaussian noise is added, with a standard deviation of
+    z times the largest norm after rounding, from the operating system's generator in the client's
+    own process. So z alone limits what the result reveals about the client: other lanes are
+    refused, and the reply contains neither the number of examples nor metrics.
 
     Attributes:
         clip_norm: C > 0.
@@ -263,7 +264,7 @@ def norms(rows: Rows) -> Tensor:
 def clipped_rows(rows: Rows, *, bound: float) -> Tensor:
     """Return rows, each scaled down to an L2 norm of ``bound`` if it is larger: shape [B, n].
 
-    A row that is not finite stays so, for whoever checks it.
+    A row that is not finite stays so; a later check refuses it.
 
     Example:
         >>> clipped_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), bound=2.5)
