@@ -34,6 +34,7 @@ from fedlearn.training.resident import ResidentModel
 def initial_params(pieces: Pieces, device: torch.device) -> Params:
     """Return the global model before the first round, which depends on the seed alone."""
     generator_devices = [device] if device.type == "cuda" else []
+    # Forked, so that the caller's random generators are left unchanged.
     with torch.random.fork_rng(devices=generator_devices):
         torch.manual_seed(pieces.seed.derive("model").value)
         params = Params.of(pieces.make_model())

@@ -496,7 +496,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 standalone_mode=False,
             )
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the boundary: one of three)
-        # The arguments may be what is wrong, so they are not parsed for this.
+        # The error may be in the arguments, so --json is looked up without parsing them.
         return report_failure(error, as_json="--json" in given, debug=debug, rank=rank)
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):

@@ -53,6 +53,7 @@ def with_ledger(pieces: Simulation, database: Database | None, *, writes: bool) 
         charged = [] if database is None else charged_examples(database)
         name = _ledger_for(found, charged, by_user=privacy.mode != "example")
     if writes and database is not None and found.is_stable:
+        # Little-endian, so that the database can be read on any machine.
         sketch = found.sketch.astype("<u8").tobytes()
         remember_examples(database, ChargedExamples(name, found.users, found.name, sketch))
     return _with_population(pieces, name)
