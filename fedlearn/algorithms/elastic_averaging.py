@@ -59,8 +59,8 @@ _OWN, _HAS_OWN, _PULLED = "own_model", "has_own_model", "is_pulled"
 class ElasticForce(Ranged, Around):
     r"""SGD on the client's own model :math:`W_i`, which the first step pulls to the global one.
 
-    What is sent as the delta is :math:`\eta \rho (W_i - C)` from before the first step. A client's
-    own model is the global one of the first round that it takes part in.
+    The client sends :math:`\eta \rho (W_i - C)`, from before its first step, as the delta. Its own
+    model starts as the global one of the first round that it takes part in.
 
     Attributes:
         inner: SGD at a constant rate :math:`\eta`.
@@ -100,7 +100,7 @@ class ElasticForce(Ranged, Around):
         }
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        """Begin with the client's own model; with the global one where there is none yet."""
+        """Begin at the client's own model, or at the global one if it has none yet."""
         self.inner.begin(x, memory, told=told)
         has_own_K = memory[_HAS_OWN][0][:, 0] > 0.0
         for value, own, model in zip(x, memory[_OWN], told[MODEL], strict=True):
@@ -119,10 +119,10 @@ class ElasticForce(Ranged, Around):
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Keep the client's own model, and leave in ``x`` what is sent in its place.
+        """Keep the client's own model, and write the model to send, with the force, to ``x``.
 
-        Numbers of it that are not finite are sent as they are, so that the client fails and keeps
-        the model that it had.
+        Numbers of it that are not finite are sent unchanged, so that the client fails and keeps
+        its previous model.
         """
         lanes = self.inner.report(x, memory, told=told, num_steps=num_steps)
         parts = zip(
@@ -144,7 +144,7 @@ class ElasticForce(Ranged, Around):
 
 
 def without_force(local: LocalUpdate) -> LocalUpdate:
-    """Return an update without the elastic force in it: what it trains, it sends."""
+    """Remove the elastic force from an update, which then sends the model that it trains."""
     if isinstance(local, ElasticForce):
         return local.inner
     if isinstance(local, Around):
@@ -154,7 +154,7 @@ def without_force(local: LocalUpdate) -> LocalUpdate:
 
 
 def _beside(values_K: Tensor, like: Tensor) -> Tensor:
-    """Return one value a client in a shape that goes with ``like``: [K, 1, ...]."""
+    """Reshape one value per client so that it broadcasts with ``like``: [K, 1, ...]."""
     return values_K.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -163,8 +163,8 @@ class ElasticAveraging(Ranged, Strategy):
     r"""EASGD, synchronous or round robin; :func:`~fedlearn.algorithms.recipes.EASGD` makes it.
 
     The global model moves by the sum of the forces; statistics of BatchNorm, which have none, by
-    the mean change. It is meant for clients that take part in every round, or in turn: the model of
-    one that is seldom asked is far from the global one by then, and its force is large.
+    the mean change. Use it with clients that take part in every round, or in turn: the model of a
+    client that is seldom asked drifts far from the global one, and its force is large.
 
     Attributes:
         local: SGD on the client's own model, with the force.

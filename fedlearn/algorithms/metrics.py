@@ -25,16 +25,16 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 @runtime_checkable
 class Accumulating(Protocol):
-    """A metric that takes outputs bit by bit, as those of ``torchmetrics`` do."""
+    """A metric that takes outputs in batches, like those of ``torchmetrics``."""
 
     def reset(self) -> None:
         """Forget everything."""
 
     def update(self, outputs: Tensor, labels: Tensor, /) -> None:
-        """Take further examples."""
+        """Add examples."""
 
     def compute(self) -> Tensor | float:
-        """Return the value over all that was taken."""
+        """Return the value over all examples since the last reset."""
 
 
 Measure: TypeAlias = Callable[[Tensor, Tensor], Tensor | float] | Accumulating
@@ -44,7 +44,7 @@ Measure: TypeAlias = Callable[[Tensor, Tensor], Tensor | float] | Accumulating
 @explain_calls
 @dataclass(frozen=True)
 class Metric:
-    """A measure of a whole set, and which way is better.
+    """A metric over a whole set of examples, and its better direction.
 
     Attributes:
         measure: A function from outputs [n, ...] and labels [n, ...], on the CPU, to one number,
@@ -102,11 +102,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Measures:
-    """All that a model is measured by: the objective's loss and metrics, and metrics of whole sets.
+    """All measures of a model: the objective's loss and metrics, and metrics of whole sets.
 
     Attributes:
-        objective: What is minimised.
-        metrics: Of whole sets, by name.
+        objective: The loss to minimise, with its own metrics.
+        metrics: Metrics of whole sets, by name.
 
     Raises:
         ConfigError: The objective does not declare its measures, or a name is taken or malformed.
@@ -132,7 +132,7 @@ class Measures:
 
     @property
     def directions(self) -> dict[str, Direction]:
-        """All measures by name, the loss first, and which way is better."""
+        """The better direction of each measure by name, the loss first."""
         metrics = {name: metric.direction for name, metric in self.metrics.items()}
         return {"loss": "min", **self.objective.directions, **metrics}
 
@@ -185,7 +185,7 @@ RESERVED = frozenset(_RESERVED)
 
 
 def reserved(name: str) -> str:
-    """Return what is wrong with one of the :data:`RESERVED` names."""
+    """Return the error message for a metric with one of the :data:`RESERVED` names."""
     return f"{name!r} is {_RESERVED[name]} in records; give another name"
 
 
@@ -242,7 +242,7 @@ class R2:
 class BinaryAuc:
     """Area under the ROC curve of one score an example; NaN with one class alone or a NaN score.
 
-    It is the share of the pairs (positive, negative) that the scores order rightly; a tie is half.
+    It is the share of (positive, negative) pairs that the scores rank correctly; a tie counts half.
 
     Attributes:
         ignore_index: Label of examples that do not count.

@@ -4,8 +4,8 @@ Of a batch of b examples with gradients :math:`g_i` over all trainable parameter
 
 .. math:: \tilde g = \frac{1}{b} \Big( \sum_i g_i \min\big(1, C / \|g_i\|_2\big) + z C \xi \Big)
 
-takes the place of the mean loss's gradient, with Gaussian :math:`\xi`. Whatever is made of it,
-momentum, a proximal term or control variates, sees no more of an example than this.
+takes the place of the mean loss's gradient, with Gaussian :math:`\xi`. Everything computed from it,
+such as momentum, a proximal term or control variates, sees no more of an example than this.
 
 Shape legend: K clients, B examples a batch, Q trainable parameters.
 
@@ -45,7 +45,7 @@ _LEVELS = 1 << 20
 _MARGIN = 2.0**-13
 #: Rounding of one operation in float32, relatively.
 _ROUNDING = 2.0**-24
-#: Numbers whose squares are zeros in float32 are next to nothing beside it, however many.
+#: Smallest clip norm: numbers whose squares underflow in float32 are negligible next to it.
 _LEAST_CLIP = 1e-9
 #: Two vectors an example, [K, m, B] and [K, B, n], whose outer product is its gradient.
 Product: TypeAlias = tuple[Tensor, Tensor]
@@ -62,9 +62,9 @@ _NEXT_TO_NOTHING = 1e-9
 class NoisedGradients(Ranged, Around):
     r"""Clips the gradient of each example to an L2 norm C, and adds noise of z C to their sum.
 
-    It is outermost: trainers and executors give it each example's gradient, by :meth:`clipped`, and
-    the inner update the mean with noise, by :meth:`noised`. One that does not know it is refused by
-    :meth:`step`.
+    It must be the outermost update. Trainers and executors pass each example's gradient to
+    :meth:`clipped`, and the noisy mean from :meth:`noised` to the inner update. :meth:`step` raises
+    an error for a trainer that does not know this.
 
     Attributes:
         example_clip_norm: C >= 1e-9.
@@ -109,7 +109,7 @@ class NoisedGradients(Ranged, Around):
                 vectors, multiplied, so that no example's gradient need be written down.
 
         Raises:
-            SettingsRefused: torch was told to multiply matrices in less than float32.
+            SettingsRefused: torch is set to multiply matrices at less than float32 precision.
 
         References:
             Goodfellow, 2015, `Efficient Per-Example Gradient Computations
@@ -167,8 +167,8 @@ class NoisedGradients(Ranged, Around):
     def noised(self, sums: Tensors, sizes_K: Sequence[int], *, like: Tensors) -> list[Tensor]:
         """Return the gradients for the inner update: means of the sums, with noise.
 
-        All clients have the noise of the largest batch: sensitivity grows with it, and so each has
-        what its own asks for, or hardly more.
+        All clients get the noise for the largest batch. Sensitivity grows with the batch, so each
+        client gets at least the noise that its own batch needs, and hardly more.
 
         Args:
             sums: As :meth:`clipped` returns them, over all examples of a batch: [K, ...]. They are
@@ -222,7 +222,7 @@ class NoisedGradients(Ranged, Around):
             each.add_(level, alpha=scale)
 
     def _noised_levels(self, sums: Tensors, sizes_K: Sequence[int]) -> list[Tensor]:
-        """Return sums with noise, in levels: whole numbers, in the place of the sums."""
+        """Round the sums to levels and add noise, in place: the results are whole numbers."""
         num_examples, size = max(sizes_K), sum(each[0].numel() for each in sums)
         sensitivity = self.sensitivity(num_examples=num_examples, size=size)
         sigma, source = self.example_noise_multiplier * sensitivity, SecretStream.fresh()

@@ -65,7 +65,7 @@ class ControlVariates(Around):
                 f"SCAFFOLD's clients take plain SGD steps at a constant rate, not those of "
                 f"{self.inner!r}; give a LocalSgd without momentum, weight decay and schedule"
             )
-        _ = self.lanes  # refuse a bound that is none
+        _ = self.lanes  # LaneSpec raises ValueError for an invalid bound
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
@@ -113,7 +113,7 @@ class ControlVariates(Around):
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Return how much the client's control variate changes, and change it."""
+        """Update the client's control variate, and return its change."""
         assert isinstance(self.inner, LocalSgd)  # checked when this was made
         changes, told_here = list[Tensor](), (told["model"], told[_CONTROL])
         for y, x_0, c, c_i, count_K1 in zip(
@@ -134,8 +134,8 @@ class ControlVariates(Around):
     def _scale_to_bound(self, changes: list[Tensor]) -> list[Tensor]:
         """Scale changes [K, ...] down to the bound.
 
-        The client moves by what it sends. A secure sum that clipped it afterwards would take the
-        server's control away from the mean of the clients'.
+        The client applies the scaled change itself. If the secure sum clipped it afterwards, the
+        server's control variate would no longer be the mean of the clients'.
         """
         if self.control_bound is None:
             return changes
@@ -202,7 +202,7 @@ class ScaffoldAveraging(Ranged, Strategy):
         return self.init(params)
 
     def tell(self, state: State) -> Lanes:
-        """Tell the server's control variate."""
+        """Broadcast the server's control variate."""
         return {_CONTROL: state[_CONTROL]}
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:

@@ -53,7 +53,7 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
     "noised_update": NoisedUpdates,
 }
 
-#: Pieces by which a client adds noise of its own to all that it sends.
+#: Components with which a client adds noise to everything it sends.
 _NOISED = frozenset({"noised_gradients", "noised_update"})
 
 #: Names of fields in earlier versions, which clients of these still read.
@@ -202,7 +202,7 @@ def _transform_name(kind: _Kind) -> str:
 
 
 def _describe_unknown(name: str, *, who: str = "this client") -> str:
-    """Return the error of a client for a class of the coordinator's that it was not given."""
+    """Return the error message for a class that the coordinator names and the client lacks."""
     is_transform, own = name.startswith(_TRANSFORM), name.removeprefix(_TRANSFORM)
     what, argument = (
         ("transform", "transforms") if is_transform else ("local update", "local_updates")
@@ -214,7 +214,7 @@ def _describe_unknown(name: str, *, who: str = "this client") -> str:
 
 
 def has_own_noise(settings: Settings) -> bool:
-    """Whether what a client sends has noise of its own, so that nothing may go out without."""
+    """Return whether clients add their own noise, so that they must send nothing without noise."""
     return not _NOISED.isdisjoint(_names(settings))
 
 
@@ -269,8 +269,8 @@ def settings_names(known: Collection[_Kind] = ()) -> frozenset[str]:
 def require_honoured(settings: Settings, honoured: Collection[str], *, who: str) -> None:
     """Refuse settings that a trainer would ignore.
 
-    A setting at the value that changes nothing need not be honoured; transforms never, since they
-    are the session's.
+    A setting at its default need not be honoured. Neither need transforms: the session applies
+    them.
 
     Args:
         settings: How the coordinator asks to train.
@@ -311,7 +311,7 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
 
 
 def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -> None:
-    """Refuse classes of the coordinator's that the trainer was not given, or does not declare."""
+    """Refuse classes that the coordinator names and the trainer lacks or does not declare."""
     known = {*UPDATES, *TRANSFORMS, *honoured}
     unknown = [name for name in _names(settings) if name not in known]
     if not unknown:

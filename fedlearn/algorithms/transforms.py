@@ -199,7 +199,7 @@ class ToldBelow(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedUpdates(Ranged):
-    r"""Clips each client's delta to an L2 norm C, and adds noise of its own to it.
+    r"""Clips each client's delta to an L2 norm C, and adds noise on the client itself (local DP).
 
     The delta is rounded to whole numbers of :math:`C / 2^{20}`, which moves d numbers by
     :math:`\sqrt{d} / 2` at the most. Discrete Gaussian noise is added, with a standard deviation of
