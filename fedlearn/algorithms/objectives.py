@@ -1,7 +1,7 @@
 """Objectives: a loss to minimise, and the metrics that are measured with it.
 
-Most return one number per example. The caller takes means: it knows which examples are padding,
-and adds up over batches and clients.
+Most objectives return one number per example. The caller computes the means, since it knows which
+examples are padding and adds up over batches and clients.
 """
 
 import math
@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from fedlearn.core.distribution import Direction
 from fedlearn.core.ranges import Probability, Ranged
 
-#: The label of what is to be ignored, as in torch.
+#: Default label of positions to ignore, as in torch.
 IGNORED = -100
 
-#: Divides a sum that is zero by something.
+#: Lower bound of divisors, so that an empty sum gives 0 instead of NaN.
 _TINY = torch.finfo(torch.float32).tiny
 
 _ACCURACY: Mapping[str, Direction] = MappingProxyType({"accuracy": "max"})
@@ -41,7 +41,7 @@ class Objective(Protocol):
 
     @property
     def directions(self) -> Mapping[str, Direction]:
-        """By name of each of :meth:`metrics` which way is better; of the loss, less is."""
+        """The better direction of each of :meth:`metrics` by name; a lower loss is better."""
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each example: shape [batch]; or if they are coupled, one number."""
@@ -144,7 +144,7 @@ class CrossEntropy(Ranged):
         return {"accuracy": num_right / self.example_weights(labels)["accuracy"].clamp(min=1.0)}
 
     def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return each example's positions that count; in the loss, the sum of their weights."""
+        """Return the number of positions that count in each example; for the loss, their weight."""
         counts = labels != self.ignore_index
         if labels.dim() == 1 and self.class_weights is None:
             return dict.fromkeys(("loss", "accuracy"), counts.to(torch.float32))
@@ -291,7 +291,7 @@ class CustomLoss:
 
 
 def mean_loss(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a batch without padding, a scalar, in one operation where there is one.
+    """Return the loss of a batch without padding, a scalar, with torch's fused operation if any.
 
     Example:
         >>> import torch
@@ -363,8 +363,8 @@ def require_fitting(objective: Objective, outputs: Tensor, labels: Tensor) -> No
     """Check, as far as one batch shows, an objective against outputs and labels.
 
     A function may return one number per example and still look at the others, as a Cox likelihood
-    by example does: taken batch by batch it would be another loss. One that draws random numbers
-    cannot be told by its values and passes.
+    by example does: taken batch by batch it would be another loss. A loss that draws random numbers
+    cannot be checked this way and passes.
 
     Raises:
         ValueError: An objective of fedlearn does not take such labels, or a loss changes when half

@@ -1,10 +1,9 @@
 """Settings of local updates: how the coordinator sends the training rule to clients.
 
-Settings are flat: the fields of an update, of those it is wrapped around, and of the transforms
-after it; and under :data:`PIECES` which these are, in the order in which they act. Classes of the
-user's own go by their names, transforms as ``transform:NAME``. A trainer of the user's own reads
-the fields by their names, and what is free-form beside them
-(:mod:`fedlearn.algorithms.extra_settings`).
+Settings are a flat mapping: the fields of an update, of the updates inside it, and of the
+transforms after it, and under :data:`PIECES` the names of these, innermost update first. A user's
+own class is listed by its class name, a transform as ``transform:NAME``. A user's own trainer reads
+the fields by name, and free-form settings too (:mod:`fedlearn.algorithms.extra_settings`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,12 +27,12 @@ from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, ToldBe
 from fedlearn.core.messages import Scalar, Settings
 from fedlearn.errors import ConfigError, SettingsRefused
 
-#: The setting that names the pieces.
+#: The setting that names the updates and transforms.
 PIECES = "update"
 
 _Kind = type[Any]  # Any: pieces have nothing but their fields in common
 
-#: The updates that every client knows, by the names that travel.
+#: The updates that every client knows, by their names in settings.
 UPDATES: Mapping[str, _Kind] = {
     "sgd": LocalSgd,
     "adam": LocalAdam,
@@ -67,11 +66,11 @@ _TRANSFORM = "transform:"
 def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Settings:
     """Convert a local update and transforms to the settings that a request carries.
 
-    A class of the user's own goes by its name; the clients' trainer must know it by that.
+    A user's own class is sent by name; the clients' trainer must know it by that name.
 
     Raises:
-        ConfigError: A piece is no dataclass, a field is no plain value, two pieces have a field of
-            the same name, or a class has the name of a standard piece.
+        ConfigError: An update or transform is not a dataclass, a field is not a plain value, two
+            of them have a field of the same name, or a class has the name of a standard one.
 
     Example:
         >>> local = LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
@@ -119,7 +118,7 @@ def require_travels(locals_: Iterable[LocalUpdate], transforms: Sequence[Transfo
 
 
 def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUpdate:
-    """Return the local update that ``settings`` describe.
+    """Build the local update that ``settings`` describe.
 
     Args:
         settings: What :func:`settings_of` returned, perhaps in another process.
@@ -147,7 +146,7 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
 def transforms_from(
     settings: Settings, *, known: Collection[type[Transform]] = ()
 ) -> tuple[Transform, ...]:
-    """Return the transforms that ``settings`` describe, in the order in which they act.
+    """Build the transforms that ``settings`` describe, in the order in which they act.
 
     Args:
         settings: What :func:`settings_of` returned, perhaps in another process.
@@ -172,9 +171,9 @@ def without_transforms(settings: Settings, *, known: Collection[type[Transform]]
 
 
 def last_noise(settings: Settings) -> float | None:
-    """Return the noise of an update by its largest norm, if adding it is the last thing done.
+    """Return the noise multiplier of :class:`NoisedUpdates` if it is the last transform.
 
-    A transform after it could undo it.
+    Otherwise ``None``: a later transform could undo the noise.
     """
     names = _names(settings)
     if not names or TRANSFORMS.get(names[-1]) is not NoisedUpdates:
@@ -225,7 +224,7 @@ def adds_own_noise(local: LocalUpdate, transforms: Sequence[Transform]) -> bool:
 
 
 def is_own(local: LocalUpdate) -> bool:
-    """Whether a class of the user's own is part of an update."""
+    """Return whether a user's own class is part of an update."""
     standard = {*UPDATES.values(), ExtraSettings}
     return any(type(piece) not in standard for piece in pieces_of(local))
 
@@ -260,7 +259,7 @@ def _place(kind: _Kind) -> str:
 
 
 def settings_names(known: Collection[_Kind] = ()) -> frozenset[str]:
-    """Return the names of all settings of the standard updates and of ``known``, and of these."""
+    """Return the settings' names of the standard updates and ``known``, and ``known``'s names."""
     kinds = (*UPDATES.values(), *known)
     fields_of_all = {name for kind in kinds for name in _fields(kind)}
     return frozenset(fields_of_all | {kind.__name__ for kind in known})
@@ -273,9 +272,9 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
     them.
 
     Args:
-        settings: How the coordinator asks to train.
-        honoured: Names of the settings, and of pieces without settings, that the trainer acts on.
-        who: The trainer.
+        settings: Settings from the coordinator.
+        honoured: Names of the settings, and of updates without settings, that the trainer acts on.
+        who: Name of the trainer in error messages.
 
     Raises:
         SettingsRefused: One would be ignored.
