@@ -1,8 +1,8 @@
-"""Sessions of PostgreSQL that stand still inside a transaction and keep another one waiting.
+"""End PostgreSQL sessions that stall inside a transaction and block another session.
 
-The server ends a session that idles inside a transaction, but not one whose client stopped
-between the messages of a pipeline, as psycopg's ``executemany`` sends them: to the server that
-one is active.
+The server itself ends a session that idles inside a transaction. It does not end one whose client
+stopped between the messages of a pipeline, as sent by psycopg's ``executemany``, because it counts
+that session as active.
 """
 
 import threading
@@ -16,14 +16,14 @@ from sqlalchemy.orm import Session
 from fedlearn.errors import StoreError
 from fedlearn.store.engine import explained
 
-#: Seconds between two looks at who keeps the session waiting.
+#: Seconds between two checks for sessions that block the waiting one.
 _LOOK_S = 0.1
-#: Seconds without a word of its client after which a session stands still: the messages of a
-#: transaction come faster, however large it is.
+#: Seconds without a message from its client after which a session counts as stalled. The messages
+#: of a transaction arrive faster than this, however large it is.
 _STILL_S = 0.5
 
-#: Those that a session waits for, those that these wait for, and so on: whoever of them waits for
-#: nothing but a word of its client.
+#: Ends, among the sessions that a session waits for directly or indirectly, those that are waiting
+#: only for their own client.
 _END = text("""
     WITH RECURSIVE blocking (pid) AS (
         SELECT unnest(pg_blocking_pids(:waiting))
@@ -34,7 +34,7 @@ _END = text("""
     AND state_change < clock_timestamp() - make_interval(secs => :still_s)
 """)
 
-#: Those in the middle of a pipeline, whoever waits for them.
+#: Ends all sessions stalled in the middle of a pipeline, even if no session waits for them.
 _END_ALL = text("""
     SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE datname = current_database() AND usename = current_user
@@ -47,9 +47,9 @@ _log = structlog.get_logger(__name__)
 
 @contextmanager
 def ending_blockers(engine: Engine, session: Session) -> Iterator[None]:
-    """End sessions that stand still, of the same role, while the block waits for their locks.
+    """End stalled sessions of the same role while the block waits for their locks.
 
-    One that works, however long, is waited for. SQLite has no sessions to end.
+    A session that is working is left alone, however long it takes. SQLite has no sessions to end.
     """
     if engine.dialect.name != "postgresql":
         yield
@@ -68,9 +68,9 @@ def ending_blockers(engine: Engine, session: Session) -> Iterator[None]:
 
 
 def end_stalled_sessions(engine: Engine, *, still_s: float) -> None:
-    """End the sessions, of the same role, whose client stopped in a pipeline ``still_s`` ago.
+    """End sessions of the same role whose client stopped in a pipeline ``still_s`` ago.
 
-    What they have locked, nobody waits for yet. SQLite has no sessions to end.
+    This frees their locks before another session waits for them. SQLite has no sessions to end.
 
     Raises:
         StoreError: The database cannot be read.
@@ -83,7 +83,7 @@ def _watch(engine: Engine, waiting: int, is_over: threading.Event) -> None:
     while not is_over.wait(_LOOK_S):
         try:
             _end(engine, _END, waiting=waiting, still_s=_STILL_S)
-        except StoreError as error:  # the block hears of it by itself
+        except StoreError as error:  # the block runs into the same error by itself
             _log.warning("blockers_unknown", error=str(error))
 
 

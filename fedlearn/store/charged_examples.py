@@ -1,4 +1,4 @@
-"""The examples that each privacy ledger was charged for, as sketches."""
+"""Sketches of the examples that each privacy ledger was charged for."""
 
 from typing import NamedTuple
 
@@ -7,18 +7,18 @@ from sqlalchemy import select
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ExamplesRow
 
-#: Of transactions that remember examples.
+#: Serializes transactions that store examples.
 _LOCK = 4_113_302_128
 
 
 class ChargedExamples(NamedTuple):
-    """Examples that a ledger was charged for.
+    """A sketch of the examples that a ledger was charged for.
 
     Attributes:
         population: Name of the ledger.
-        users: Digest of their division among clients.
-        digest: Name of the sketch.
-        sketch: Their smallest hashes, little-endian.
+        users: Digest of how the examples were divided among clients.
+        digest: Digest that identifies the sketch.
+        sketch: The smallest hashes of the examples, little-endian.
     """
 
     population: str
@@ -28,7 +28,7 @@ class ChargedExamples(NamedTuple):
 
 
 def charged_examples(database: Database) -> list[ChargedExamples]:
-    """Return the examples of all ledgers.
+    """Return the sketches of all ledgers.
 
     Raises:
         StoreError: The database cannot be read.
@@ -39,7 +39,7 @@ def charged_examples(database: Database) -> list[ChargedExamples]:
 
 
 def remember_examples(database: Database, charged: ChargedExamples) -> None:
-    """Remember the examples of a ledger, once.
+    """Store a sketch of a ledger's examples, unless it is stored already.
 
     Raises:
         StoreError: The database cannot be written.

@@ -1,7 +1,7 @@
-"""Checkpoints as files: complete and durable under their final name, or not there at all.
+"""Checkpoint files: complete and durable under their final name, or absent.
 
-A file is safetensors: tensors that any tool can read, and nothing that executes when it
-is loaded. What makes it a checkpoint of *this* run, its SHA-256, stands in the store's row.
+The format is safetensors: any tool can read the tensors, and loading a file executes no code. The
+database row has the file's SHA-256, which ties the file to its run.
 """
 
 import errno
@@ -31,28 +31,28 @@ _METADATA_KEY = "fedlearn"  # a single key: safetensors does not keep the order 
 
 @dataclass(frozen=True)
 class _Format:
-    """What the head of every version has."""
+    """The part of the header that every version has."""
 
     format: int
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What safetensors keeps for us beside the tensors."""
+    """The header that is stored as safetensors metadata, next to the tensors."""
 
     round_num: int
     values: dict[str, Any]  # Any: what JSON has
-    names: list[str] | None = None  # in their order, which the file does not keep
+    names: list[str] | None = None  # order of the tensors, which safetensors does not keep
 
 
 @dataclass(frozen=True)
 class _Metadata:
-    fedlearn: str  # a head, as JSON
+    fedlearn: str  # a header, as JSON
 
 
 @dataclass(frozen=True)
 class _File:
-    """How a file of safetensors begins."""
+    """The start of a safetensors file."""
 
     metadata: Annotated[_Metadata, Field(alias="__metadata__")]
 
@@ -62,7 +62,7 @@ _FILE, _FORMATS, _HEADS = TypeAdapter(_File), TypeAdapter(_Format), TypeAdapter(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
-    """A checkpoint on disk, after so many rounds, and the SHA-256 of the file, hexadecimal."""
+    """A checkpoint on disk: its number of finished rounds, and its SHA-256 in hexadecimal."""
 
     round_num: int
     path: Path
@@ -71,16 +71,16 @@ class CheckpointFile:
 
 
 def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
-    """Write ``checkpoint`` into ``folder``, which exists, and return once it is durable.
+    """Write ``checkpoint`` into the existing ``folder``, and return once it is durable.
 
     The name carries the round and the first digits of the hash, so a file that the store
     refers to is never replaced by another.
 
     Raises:
-        NoSpace: The disk is full; nothing half-written is left.
-        StoreError: It cannot be written; likewise.
+        NoSpace: The disk is full; no partial file is left.
+        StoreError: The file cannot be written; no partial file is left.
     """
-    # A name of its own: one that was taken over, and does not know, may write the same round.
+    # A unique name: a coordinator that was replaced without noticing may write the same round.
     suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
     temporary = folder / f".round-{checkpoint.round_num:06d}.{suffix}.tmp"
     with disk_errors(temporary, raises=StoreError):
@@ -102,9 +102,9 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
 
 
 def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
-    """Return the checkpoint in ``file``; its bytes are verified before they are parsed.
+    """Read the checkpoint in ``file``; its hash is verified before its bytes are parsed.
 
-    A message says at its end, by ``remedy``, what to do if the bytes are others.
+    ``remedy`` ends the error message and says what to do if the file is damaged.
 
     Raises:
         CorruptCheckpoint: The file is missing, or its SHA-256 is not the one on record.
@@ -129,9 +129,9 @@ def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
 
 
 def complete_checkpoints(folder: Path) -> list[CheckpointFile]:
-    """Return the checkpoints in ``folder`` whose bytes are those that their names speak of.
+    """Find the checkpoints in ``folder`` whose bytes match the hash in their names.
 
-    In the order of their rounds. For where no record says which they are.
+    They are in the order of their rounds. Used where no database record lists them.
 
     Raises:
         StoreError: A file cannot be read.
@@ -152,10 +152,10 @@ def complete_checkpoints(folder: Path) -> list[CheckpointFile]:
 
 
 def _serialize(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a safetensors file straight from the tensors' memory: no copy of the model.
+    """Write a safetensors file directly from the tensors' memory, without copying the model.
 
-    Parameters are usually views of one flat vector, and the best model may *be* the last
-    one; in the file each has bytes of its own.
+    Parameters are usually views of one flat vector, and the best model may share memory with the
+    last one; in the file, each tensor has its own bytes.
 
     Raises:
         OSError: The file cannot be written.
@@ -164,7 +164,7 @@ def _serialize(checkpoint: Checkpoint, path: Path) -> None:
         "format": _FORMAT,
         "round_num": checkpoint.round_num,
         "values": dict(checkpoint.values),
-        "names": list(checkpoint.tensors),  # in their order, which the file does not keep
+        "names": list(checkpoint.tensors),  # safetensors does not keep their order
     }
     kept = {name: t.detach().cpu().contiguous() for name, t in checkpoint.tensors.items()}
     specs = {
@@ -190,7 +190,7 @@ def _decode(content: bytes, *, path: Path, remedy: str) -> Checkpoint:
     )
     length = int.from_bytes(content[:8], "little")
     text = parse(content[8 : 8 + length], _FILE).metadata.fedlearn
-    # The format first: what a later version writes may be of another shape.
+    # Parse only the format first: a later version's header may have other fields.
     number = parse(text, _FORMATS).format
     if number > _FORMAT:
         raise NewerStore(

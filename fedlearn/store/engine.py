@@ -1,4 +1,4 @@
-"""Connections, transactions and the schema of the store's database; its errors in words."""
+"""Connect to the store's database, migrate its schema, and explain its errors."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from fedlearn.store import migrations
 _LOCK_WAIT_S = 30.0
 _MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
 
-#: What the server shall do: notice, in seconds, that a coordinator stands still inside a
-#: transaction, or that its machine has no power, for it must not keep others waiting. Whatever
-#: holds a lock all the same, a write waits as long as on SQLite and then fails.
+#: Settings of the server's side: it ends within seconds a session that idles inside a transaction
+#: or whose machine lost power, since that would block other coordinators. If something still holds
+#: a lock, a write waits as long as on SQLite and then fails.
 _SESSION = {
     "lock_timeout": f"{_LOCK_WAIT_S:.0f}s",
     "idle_in_transaction_session_timeout": "10s",
@@ -30,7 +30,7 @@ _SESSION = {
     "tcp_user_timeout": "10s",
 }
 
-#: A server or a network that dies without a word is noticed as fast.
+#: Settings of the client's side: it detects a dead server or network as fast.
 _POSTGRESQL_OPTIONS = {
     "connect_timeout": "5",
     "tcp_user_timeout": "10000",
@@ -54,16 +54,16 @@ _REMEDIES = {
 
 
 def open_engine(url: str) -> Engine:
-    """Return the connections to the database at ``url``, none of them open yet.
+    """Create the engine for the database at ``url``, without connecting yet.
 
     Raises:
-        StoreError: The URL is not one of a store, or its driver is not installed.
+        StoreError: The URL is not valid for a store, or its driver is not installed.
     """
     parsed = _checked_url(url)
     if parsed.get_backend_name() == "postgresql":
         options = {k: v for k, v in _POSTGRESQL_OPTIONS.items() if k not in parsed.query}
         try:
-            # the server may restart in a run
+            # pool_pre_ping replaces stale connections: the server may restart during a run.
             return create_engine(parsed, pool_pre_ping=True, connect_args=options)
         except ImportError as error:
             raise StoreError(
@@ -77,9 +77,9 @@ def open_engine(url: str) -> Engine:
 
 
 def one_at_a_time(connection: Connection, lock: int) -> None:
-    """Let transactions that call this with the same ``lock`` wait for each other.
+    """Serialize transactions that call this with the same ``lock``.
 
-    SQLite has a single writer as it is.
+    SQLite allows only one writer anyway.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text(f"SELECT pg_advisory_xact_lock({lock})"))
@@ -87,14 +87,14 @@ def one_at_a_time(connection: Connection, lock: int) -> None:
 
 @contextmanager
 def explained(engine: Engine) -> Iterator[None]:
-    """Turn errors of the database's driver and of the disk into StoreErrors with a remedy.
+    """Convert errors of the database driver and the disk into StoreErrors with a remedy.
 
-    Those that may pass by themselves are :class:`~fedlearn.errors.StoreUnavailable`.
+    Errors that may be temporary become :class:`~fedlearn.errors.StoreUnavailable`.
     """
     try:
         yield
     except DBAPIError as error:
-        what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
+        what = " ".join(str(error.orig).split())  # PostgreSQL's messages span several lines
         kind, advice = _said(error)
         raise kind(f"{_shown(engine.url)}: {what}; {advice}") from error
     except PoolTimeout as error:  # the pool's own, not the driver's
@@ -108,10 +108,10 @@ def explained(engine: Engine) -> Iterator[None]:
 
 
 def migrate(engine: Engine) -> None:
-    """Bring the schema to this version's; processes that do so at once wait for each other.
+    """Upgrade the schema to this version's; concurrent migrations wait for each other.
 
     Raises:
-        NewerStore: A later version of fedlearn has migrated it.
+        NewerStore: A later version of fedlearn has migrated the database.
     """
     known = migrations.revisions()
     with _only_process(engine):
@@ -130,7 +130,7 @@ def migrate(engine: Engine) -> None:
 
 
 def _revision(engine: Engine) -> str | None:
-    """Return the revision of the schema; ``None``: there is none yet."""
+    """Return the revision of the schema, or ``None`` for an empty database."""
     with engine.connect() as connection:
         if not inspect(connection).has_table("alembic_version"):
             return None
@@ -139,16 +139,16 @@ def _revision(engine: Engine) -> str | None:
 
 
 def _checked_url(url: str) -> URL:
-    """Parse ``url``; what is wrong with it is said without a password that may be in it.
+    """Parse and check ``url`` without revealing a password in errors.
 
-    Nor may such a password stand in the traceback: hence ``from None``.
+    ``from None`` keeps a password out of the traceback, too.
     """
     usage = "write `sqlite:///FILE` or `postgresql+psycopg://USER:PASSWORD@HOST/NAME`"
     try:
         parsed = make_url(url)
     except ArgumentError:
         raise StoreError(f"the store's URL is not one; {usage}") from None
-    except ValueError:  # of the port, or of a password that stands where a port would
+    except ValueError:  # the port is no number, or part of a password was parsed as one
         raise StoreError(f"the port in the store's URL is no number; {usage}") from None
     address, _, _ = url.partition("?")
     if parsed.drivername != "sqlite" and address.count("@") > 1:
@@ -164,26 +164,28 @@ def _checked_url(url: str) -> URL:
 
 
 def _shown(url: URL) -> str:
-    """Return a URL without its password, wherever that is."""
+    """Format a URL with any password redacted."""
     return redacted(url.render_as_string())
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
     connection.isolation_level = None  # the transactions are ours: see _begin_sqlite
     connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer
-    # A checkpoint's file is deleted once its row is: NORMAL could bring the row back.
+    # A checkpoint's file is deleted after its row. With NORMAL, a power loss could undo the commit
+    # and bring back a row without a file.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A writer that begins as a reader fails, instead of waiting, if another was faster.
+    # A transaction that begins as a reader and then writes fails at once, instead of waiting, if
+    # another writer came first.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
-    """Return what an error of the driver is to its caller, and what to do about it."""
+    """Classify a driver error: the StoreError class to raise, and the remedy."""
     if isinstance(error, IntegrityError):
         return StoreError, "another process writes the same run: stop one of them"
     name = getattr(error.orig, "sqlite_errorname", None)
@@ -191,7 +193,7 @@ def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
         family = "_".join(name.split("_")[:2])
         kind = {"SQLITE_FULL": NoSpace, "SQLITE_BUSY": StoreUnavailable}.get(family, StoreError)
         return kind, _REMEDIES.get(family, f"SQLite calls this {family}")
-    # No statement: what failed was to connect, to begin or to commit.
+    # An error without a statement came from connecting, beginning or committing.
     at_the_edge = isinstance(error, OperationalError) and error.statement is None
     kind = StoreUnavailable if error.connection_invalidated or at_the_edge else StoreError
     state = getattr(error.orig, "sqlstate", None)
@@ -207,7 +209,7 @@ def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
 
 @contextmanager
 def _only_process(engine: Engine) -> Iterator[None]:
-    """Hold a lock beside an SQLite file: its first switch to WAL does not wait."""
+    """Hold a lock file next to an SQLite file, whose first switch to WAL would fail, not wait."""
     if engine.dialect.name != "sqlite":
         yield
         return

@@ -1,9 +1,9 @@
-"""Which process a run is alive in: a lock on a file in the run's folder.
+"""Lock a run for the process that runs it, through a file in the run's folder.
 
-The kernel holds the lock for the process and releases it when the process is gone, however it
-ended. So of a run that is recorded as running, the lock tells whether it is. On NFS, Linux sends
-the lock to the server, and all machines see it; a file system that is mounted with local locks, or
-replicated, tells only about processes of this machine.
+The kernel releases the lock when the process ends, even by a crash. So the lock tells whether a run
+that is recorded as running really is. On NFS, Linux sends the lock to the server, and all machines
+see it; on a replicated file system, or one mounted with local locks, it covers only the processes
+of this machine.
 """
 
 import os
@@ -19,20 +19,20 @@ from fedlearn.core.locks import open_lock, read_note, take_lock, write_note
 from fedlearn.errors import RunHeld, StoreError
 
 _FILE = "lock"
-#: A process that looks at a lock holds it for a moment: it belongs to another process if it stays.
+#: Checking a lock takes it for a moment, so only a lock that stays taken belongs to a run.
 _TRIES, _PAUSE_S = 10, 0.02
 _LOOKS, _LOOK_PAUSE_S = 3, 0.001
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the run in ``folder`` for this process, until the block ends or the process does.
+    """Lock the run in ``folder`` for this process, until the block or the process ends.
 
-    A process that is forked in the block holds it, too.
+    A process that is forked inside the block holds the lock, too.
 
     Raises:
-        RunHeld: Another process holds it, or another block of this one.
-        StoreError: The folder cannot be written, or its file system knows no locks.
+        RunHeld: Another process, or another block of this process, holds the run.
+        StoreError: The folder cannot be written, or its file system has no locks.
     """
     path = folder / _FILE
     with disk_errors(path, raises=StoreError, doing="lock"):
@@ -46,9 +46,10 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process holds the run in ``folder``; ``None``: none ever did, as far as is known.
+    """Check whether a process holds the run in ``folder``; ``None`` if that cannot be told.
 
-    That is so where the folder is another machine's, or may not be read.
+    It cannot be told if there is no lock file (the folder may be on another machine), or if the
+    file cannot be opened.
     """
     try:
         with _open_to_look(folder / _FILE) as file:
@@ -58,15 +59,15 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _open_to_look(path: Path) -> FileIO:
-    """Open a lock file that exists, for reading alone where this user may not write it."""
+    """Open an existing lock file, read-only if this user may not write it."""
     try:
-        return FileIO(path, "r+")  # NFS locks only what may be written
+        return FileIO(path, "r+")  # NFS locks only files that are open for writing
     except PermissionError:
         return FileIO(path, "r")
 
 
 def _take_within(file: FileIO, *, tries: int, pause_s: float) -> bool:
-    """Take the lock, in several tries; return whether this process has it now."""
+    """Try several times to take the lock; return whether this process has it now."""
     clock = SystemClock()
     for _ in range(tries - 1):
         if take_lock(file):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM wait until a write to the database has ended."""
+"""Defer Ctrl-C and SIGTERM until a write to the database has ended."""
 
 import signal
 import threading
@@ -11,14 +11,14 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Call the handlers of SIGINT and SIGTERM when the block has ended, not within it.
+    """Call the handlers of SIGINT and SIGTERM after the block instead of inside it.
 
     A KeyboardInterrupt inside SQLAlchemy may leave a transaction that can be neither committed nor
-    rolled back, and its lock held; in a finalizer it is lost. The second signal of a kind does not
-    wait: a database that hangs can be left.
+    rolled back, with its lock held; inside a finalizer it is lost. A second signal of the same kind
+    is handled at once, so that a user can leave a database that hangs.
 
-    In the main thread only, where Python calls handlers. A signal that ends the process without a
-    handler still does, and one that is ignored still is.
+    Works in the main thread only, where Python calls handlers; elsewhere it does nothing. Signals
+    without a Python handler keep their default action, and ignored ones stay ignored.
 
     Example:
         >>> with defer_interrupts():

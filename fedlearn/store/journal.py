@@ -11,7 +11,7 @@ from fedlearn.store.schema import OpenRoundRow, RunRow, as_record, as_row
 
 
 class StoredJournal:
-    """A :class:`fedlearn.rounds.journal.RoundJournal` of the run called ``name``.
+    """A :class:`fedlearn.rounds.journal.RoundJournal` for the run called ``name``.
 
     Raises:
         StoreError: There is no such run, or the database cannot be read.
@@ -29,10 +29,10 @@ class StoredJournal:
             return self._find(session, round_num, attempt)
 
     def open(self, opened: OpenRound) -> None:
-        """Write a round down, and that the run goes on: in one step, if it had failed.
+        """Record a round as open and mark the run as running, in one transaction.
 
-        Whoever finds it running goes on among the attempts that the journal has; whoever finds
-        it failed begins others.
+        It must be one transaction: a coordinator that finds the run running resumes the attempts in
+        the journal, and one that finds it failed starts new attempts.
         """
         with self._database.writing() as session:
             self._guard(session)

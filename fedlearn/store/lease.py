@@ -1,13 +1,13 @@
-"""Deployed runs, and which of several coordinators runs them.
+"""Deployed runs, and the lease that decides which of several coordinators runs one.
 
-The holder of a run's lease adds one to ``beat`` every few seconds. Whoever waits takes over,
-with the next ``epoch``, once the beat has stood still for ``ttl_s`` of its own monotonic
-clock: no two machines' clocks are ever compared. Every write of the holder checks the epoch
-in its own transaction, so one that was taken over, and does not know, changes nothing. One that
-stopped inside such a transaction loses its connection to the database.
+The holder of a run's lease increments ``beat`` every few seconds. A waiting coordinator takes over,
+with the next ``epoch``, once the beat has not changed for ``ttl_s`` on the waiter's own monotonic
+clock; clocks of different machines are never compared. Every write of the holder checks the epoch
+in its own transaction, so a holder that was replaced without noticing changes nothing. If it is
+stalled inside such a transaction, its database session is ended.
 
-Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be read
-or written.
+Every function that accesses the database raises :class:`~fedlearn.errors.StoreError` if it cannot
+be read or written.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 def deploy(database: Database, name: str) -> DeployedRun:
-    """Return the deployment of the run called ``name``, which there is; make it one if need be."""
+    """Deploy the existing run called ``name``, unless it is deployed already."""
     with database.writing(lock=_DEPLOY_LOCK) as session:
         run_id = run_id_of(session, name)
         row = session.get(DeploymentRow, run_id)
@@ -70,12 +70,12 @@ def deployments(database: Database) -> list[DeployedRun]:
 
 
 def set_control(database: Database, name: str, control: Control) -> None:
-    """Say what is wanted of a deployed run; its holder hears of it with the next renewal.
+    """Send a command to a deployed run; its holder receives it with the next renewal.
 
     Raises:
         DeploymentError: No such run is deployed.
     """
-    deployment(database, name)  # there is one, and it stays
+    deployment(database, name)  # raises if there is none; deployments are never removed
     with database.writing() as session:
         this = DeploymentRow.run_id == run_id_of(session, name)
         session.execute(update(DeploymentRow).where(this).values(control=control))
@@ -87,9 +87,9 @@ class Lease:
     The holder calls :meth:`renew` every :attr:`renew_every_s` seconds, from any one thread.
 
     Attributes:
-        holder: Who asks; of no other process, nor of this one before a restart.
-        ttl_s: How long a holder may be silent.
-        renew_every_s: How often the holder renews, and a waiter looks.
+        holder: Name of this process, unique also across restarts.
+        ttl_s: Seconds that a holder may be silent before another coordinator takes over.
+        renew_every_s: Seconds between two renewals of the holder, or two attempts of a waiter.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Lease:
         self._seen_s = 0.0
 
     def acquire(self, *, is_stopped: Callable[[], bool]) -> bool:
-        """Wait until the lease is ours; return whether it is, ``False`` once stopped.
+        """Wait for the lease; return whether we have it, ``False`` if stopped before.
 
-        A database that is away is waited for.
+        It also waits while the database is unreachable.
 
         Raises:
             DeploymentError: The run is not deployed.
@@ -124,12 +124,12 @@ class Lease:
         return False
 
     def try_acquire(self) -> bool:
-        """Take the lease if it is free, or its holder silent for ``ttl_s``; do not wait.
+        """Take the lease if it is free or its holder was silent for ``ttl_s``; do not wait.
 
         Raises:
             DeploymentError: The run is not deployed.
-            StoreUnavailable: The database is away. The present holder cannot renew either,
-                so its silence is measured anew.
+            StoreUnavailable: The database is unreachable. The current holder cannot renew either,
+                so its silence is measured from the start again.
         """
         try:
             now_s = self._clock.now_s()
@@ -145,14 +145,14 @@ class Lease:
             raise
 
     def renew(self, status: Mapping[str, object]) -> Control:
-        """Say that the holder lives, and how it does; return what the operator wants.
+        """Renew the lease and publish the holder's status; return the operator's command.
 
         Args:
-            status: JSON values only.
+            status: The status for operators, JSON values only.
 
         Raises:
             Fenced: Another coordinator has taken over, or the lease was never ours.
-            StoreError: The database cannot be written; the lease runs on meanwhile.
+            StoreError: The database cannot be written; the lease's time keeps running.
         """
         sent_s = self._clock.now_s()
         with self._database.writing() as session:
@@ -168,9 +168,10 @@ class Lease:
         return cast(Control, control)
 
     def release(self) -> None:
-        """Let another coordinator take over at once; nothing if one has, or it was never ours.
+        """Release the lease, so that another coordinator can take over at once.
 
-        If the database cannot be written, others wait for ``ttl_s``.
+        Does nothing if another one already has, or the lease was never ours. If the database cannot
+        be written, others wait for ``ttl_s``.
         """
         self._held_until_s = float("-inf")
         if self._epoch is None:
@@ -180,9 +181,9 @@ class Lease:
         self._epoch = None
 
     def is_held(self) -> bool:
-        """Whether no other coordinator can have taken over by now; asks nobody.
+        """Check, without a query, that no other coordinator can have taken over yet.
 
-        A quarter of ``ttl_s`` early, for clocks that run at different rates.
+        It turns false a quarter of ``ttl_s`` early, since clocks may run at different rates.
         """
         return self._clock.now_s() < self._held_until_s
 
@@ -199,10 +200,10 @@ class Lease:
             raise self._fenced(session)
 
     def _take(self, found: DeployedRun, *, is_silent: bool) -> bool:
-        """Take over from the state that was ``found``, unless it has changed.
+        """Take the lease if its state is still as ``found``.
 
-        A silent holder may have stopped inside a transaction that has the row: it is not waited
-        for.
+        A silent holder may be stalled inside a transaction that locks the row; its session is ended
+        instead of waited for.
         """
         sent_s = self._clock.now_s()
         with (
@@ -229,14 +230,14 @@ class Lease:
         return True
 
     def _end_writes_of_the_silent(self) -> None:
-        """Free what the last holder locked without the lease's row: contacts, say."""
+        """End transactions of the last holder that lock other rows than the lease's: contacts."""
         try:
             self._database.end_stalled_sessions(still_s=self.ttl_s)
-        except StoreError as error:  # each write that waits for them fails, and is tried again
+        except StoreError as error:  # a write that waits for these locks fails and is retried
             log.warning("standing_sessions_unknown", run=self.name, error=str(error))
 
     def _extend(self, sent_s: float) -> None:
-        """Count from before the renewal was sent: others count from when they saw it."""
+        """Extend our time from before the renewal was sent; others count from seeing it, later."""
         self._held_until_s = sent_s + self.ttl_s * (1 - 1 / _RENEWALS_PER_TTL)
 
     def _ours(self) -> tuple[ColumnElement[bool], ...]:

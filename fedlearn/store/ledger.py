@@ -1,4 +1,4 @@
-"""The ledger of what users' data have been in, in the store's database."""
+"""The privacy ledger, which records what was released about users' data, in the database."""
 
 from sqlalchemy import func, select, update
 
@@ -10,20 +10,21 @@ from fedlearn.store.runs import Database
 from fedlearn.store.schema import ChargeRow
 
 _POISSON, _FIXED, _CYCLIC, _EXAMPLE = "poisson", "fixed", "cyclic", "example"
-#: Of transactions that charge: each sees what the others have charged.
+#: Serializes transactions that charge, so that each sees the charges of the others.
 _LOCK = 4_113_302_127
 
 
 class StoredLedger:
-    """A :class:`fedlearn.privacy.ledger.Ledger`, charged for a run.
+    """A :class:`fedlearn.privacy.ledger.Ledger` in the database, charged for one run.
 
     Attributes:
-        database: Where it is.
-        population: Whose it is; charges of one name add up, whichever run they are of.
+        database: The database with the ledger.
+        population: Name of the clients whose ledger it is; charges of all runs with the same
+            population add up.
         run: Name of the run that charges.
 
-    Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be
-    read or written.
+    Every method that accesses the database raises :class:`~fedlearn.errors.StoreError` if it cannot
+    be read or written.
     """
 
     def __init__(self, database: Database, *, population: str, run: str) -> None:
@@ -31,15 +32,15 @@ class StoredLedger:
         self._last = -1
 
     def spent(self) -> dict[Event, int]:
-        """Return by event how often it was charged, by whatever run."""
+        """Return how often each event was charged, over all runs."""
         return self._counted(of_run=False)
 
     def spent_by_run(self) -> dict[Event, int]:
-        """Return by event how often this run has charged it."""
+        """Return how often this run has charged each event."""
         return self._counted(of_run=True)
 
     def charge(self, charge: Charge, *, known: Spent) -> bool:
-        """Write a charge down, unless there are others than are known."""
+        """Record a charge, unless another process has charged since ``known`` was read."""
         sampling, users, expected, largest = _columns(charge.event.cohorts)
         mine = ChargeRow.population == self.population
         with self.database.writing(lock=_LOCK) as session:
@@ -68,7 +69,7 @@ class StoredLedger:
         return True
 
     def reduce(self, count: int) -> None:
-        """Take so many releases of the last charge back."""
+        """Take back ``count`` releases of the last charge."""
         mine = ChargeRow.population == self.population, ChargeRow.position == self._last
         with self.database.writing(lock=_LOCK) as session:
             session.execute(update(ChargeRow).where(*mine).values(count=ChargeRow.count - count))
@@ -98,7 +99,7 @@ class StoredLedger:
 
 
 def _columns(cohorts: Cohorts) -> tuple[str, int, int, int]:
-    """Return how cohorts are written down: sampling, users, expected and largest size."""
+    """Encode cohorts as columns: sampling, users, expected size, and largest size."""
     match cohorts:
         case PoissonCohorts(population, expected, largest):
             return _POISSON, population, expected, largest
@@ -111,7 +112,7 @@ def _columns(cohorts: Cohorts) -> tuple[str, int, int, int]:
 
 
 def _cohorts(sampling: str, users: int, expected: int, largest: int) -> Cohorts:
-    """Return what :func:`_columns` has written down."""
+    """Decode the columns of :func:`_columns`."""
     match sampling:
         case "poisson":
             return PoissonCohorts(users, expected, largest)

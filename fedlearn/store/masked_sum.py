@@ -1,4 +1,4 @@
-"""The masked sum of a round as a file beside the run, until its clients have opened it."""
+"""Keep a round's masked sum in a file of the run's folder until clients help to unmask it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,26 +10,26 @@ from fedlearn.store.patience import Patience
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSumFile:
-    """A :class:`fedlearn.rounds.secure.MaskedSumStore` on disk; it waits for space.
+    """A :class:`fedlearn.rounds.secure.MaskedSumStore` on disk; it waits for free space.
 
     Attributes:
-        path: The file; its folder exists.
-        patiently: Tries again while the disk is full.
+        path: The file; its folder must exist.
+        patiently: Retries while the disk is full.
     """
 
     path: Path
     patiently: Patience
 
     def read(self) -> bytes:
-        """Return what was kept last; empty if there is nothing; StoreError if it is unreadable."""
+        """Return the stored sum; empty if there is none; StoreError if it is unreadable."""
         with disk_errors(self.path, raises=StoreError, doing="read"):
             return self.path.read_bytes() if self.path.exists() else b""
 
     def keep(self, data: bytes) -> None:
-        """Keep a sum durably, mode 0600, in place of the last; StoreError if it cannot be."""
+        """Write a sum durably, mode 0600, replacing the last one; StoreError if that fails."""
         self.patiently(lambda: write_durably(self.path, data, raises=StoreError, mode=0o600))
 
     def clear(self) -> None:
-        """Forget it; StoreError if it cannot be removed."""
+        """Remove the stored sum; StoreError if it cannot be removed."""
         with disk_errors(self.path, raises=StoreError, doing="remove"):
             self.path.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
-"""Run names a person can remember, say and type: ``brisk-otter-17``."""
+"""Run names that a person can remember, say and type, such as ``brisk-otter-17``."""
 
 from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # who lists runs draws no name
+if TYPE_CHECKING:  # commands that list runs draw no names and need no Seed
     from fedlearn.core.randomness import Seed
 
 _ADJECTIVES = (  # noqa: SIM905 (as prose it fits a screen)
@@ -26,7 +26,7 @@ _NUMBERS = range(10, 100)
 
 
 def memorable_names(seed: "Seed") -> Iterator[str]:
-    """Yield names without end, the same for the same seed; there are some 450,000 of them."""
+    """Yield an endless sequence of names, determined by the seed; some 450,000 are distinct."""
     for attempt in count():
         value = seed.derive("run name", attempt).value
         value, adjective = divmod(value, len(_ADJECTIVES))

@@ -1,4 +1,4 @@
-"""Waiting for a database that is away, or for space, so that a round outlives that."""
+"""Retry while the database is unreachable or the disk full, so that a round survives it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """Tries an operation again while the database is away or a disk full, for ``give_up_s``.
+    """Retries an operation for ``give_up_s`` while the database is unreachable or a disk full.
 
     Example:
         >>> import structlog
@@ -35,10 +35,12 @@ class Patience:
     log: FilteringBoundLogger
 
     def __call__(self, operation: Callable[[], T]) -> T:
-        """Return what ``operation`` returns; it does the same, once or twice.
+        """Call ``operation`` until it succeeds, and return its result.
+
+        The operation must be idempotent: an attempt that raised may have been committed.
 
         Raises:
-            StoreUnavailable: It is still away after ``give_up_s`` seconds.
+            StoreUnavailable: The operation still fails after ``give_up_s`` seconds.
         """
         away_since_s: float | None = None
         pause_s = _FIRST_PAUSE_S
@@ -76,7 +78,7 @@ class PatientJournal:
         return self.patiently(lambda: self.journal.find(round_num, attempt))
 
     def open(self, opened: OpenRound) -> None:
-        """Write a round down."""
+        """Record a round as open."""
         self.patiently(lambda: self.journal.open(opened))
 
     def last(self) -> OpenRound | None:
@@ -90,11 +92,11 @@ class PatientJournal:
 
 @dataclass(frozen=True, kw_only=True)
 class PatientCharges:
-    """Charges a round however long the database is away.
+    """:class:`~fedlearn.rounds.opening.Charges` that wait for their database.
 
     Attributes:
-        charges: Charges it.
-        patiently: Waits.
+        charges: The underlying charges.
+        patiently: Retries while the database is unreachable.
     """
 
     charges: Charges

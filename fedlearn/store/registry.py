@@ -1,4 +1,4 @@
-"""The registry of clients in the store's database: what operators' commands and doors share."""
+"""The registry of clients in the database, shared by operators' commands and gRPC servers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,14 +26,14 @@ from fedlearn.identity.registry import (
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ClientRow, ContactRow, InvitationRow, as_record, as_row
 
-_REGISTRY_LOCK = 7_306_087_431  # clients are numbered, and changes counted, one after the other
+_REGISTRY_LOCK = 7_306_087_431  # serializes the numbering of clients and of changes
 _CONTACTS_LOCK = 7_306_087_432
 _BATCH = 500  # clients in one statement
 _TOKEN_BYTES = 32
 
 
 class StoredRegistry:
-    """A :class:`fedlearn.identity.registry.Registry`; any process may open another.
+    """A :class:`fedlearn.identity.registry.Registry`; several processes may use it at once.
 
     Every method raises :class:`fedlearn.errors.StoreError` if the database cannot be read or
     written.
@@ -44,7 +44,7 @@ class StoredRegistry:
         self._clock = clock
 
     def invite(self, name: str, *, tags: Sequence[str], valid_s: float) -> bytes:
-        """Return the token with which ``name`` may enrol."""
+        """Create an invitation, which replaces earlier ones, and return its token."""
         check_name(name)
         token = SecretBytes.generate(_TOKEN_BYTES).reveal()
         record = InvitationRecord(
@@ -86,7 +86,7 @@ class StoredRegistry:
                 name=name,
                 tags=invitation.tags,
                 identity_key=identity_key,
-                # A token is enough to enrol with; others judge whether they believe the key.
+                # A token alone suffices to enrol; other clients decide whether to trust the key.
                 lineage=lineage if is_its_own else identity_key,
                 fingerprint=fingerprint,
                 status="active",
@@ -99,7 +99,7 @@ class StoredRegistry:
         return client
 
     def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
-        """Replace an active client's identity key by the last of ``lineage``."""
+        """Replace an active client's identity key by the newest key of ``lineage``."""
         now = self._clock.unix_s()
         with self._database.writing(lock=_REGISTRY_LOCK) as session:
             row = session.scalar(select(ClientRow).where(ClientRow.name == name))
@@ -127,14 +127,17 @@ class StoredRegistry:
             return [as_record(row, EnrolledClient) for row in rows]
 
     def open_invitations(self) -> list[InvitationRecord]:
-        """Return the invitations that nobody has used, by name; some may have expired."""
+        """Return the unused invitations, ordered by name; some may have expired."""
         unused = InvitationRow.redeemed_by == b""
         with self._database.reading() as session:
             rows = session.scalars(select(InvitationRow).where(unused).order_by(InvitationRow.name))
             return [as_record(row, InvitationRecord) for row in rows]
 
     def revoke(self, name: str) -> EnrolledClient | None:
-        """Refuse the client called ``name`` from now on."""
+        """Revoke the client called ``name`` and its open invitations.
+
+        Returns ``None`` if it was invited but never enrolled.
+        """
         with self._database.writing(lock=_REGISTRY_LOCK) as session:
             was_invited = _end_invitation(session, name)
             row = session.scalar(select(ClientRow).where(ClientRow.name == name))
@@ -150,18 +153,18 @@ class StoredRegistry:
             return as_record(row, EnrolledClient)
 
     def revision(self) -> int:
-        """Return how often a client was added or changed."""
+        """Return the number of times that any client was added or changed."""
         with self._database.reading() as session:
             return _revision(session)
 
     def contacts(self) -> list[Contact]:
-        """Return what is known of all clients that have ever connected, by number."""
+        """Return the last contact of every client that has ever connected, by number."""
         with self._database.reading() as session:
             rows = session.scalars(select(ContactRow).order_by(ContactRow.client_id))
             return [as_record(row, Contact) for row in rows]
 
     def keep_contacts(self, contacts: Sequence[Contact], *, are_all: bool) -> None:
-        """Write down what is known of clients now; of the others, perhaps, that they are gone."""
+        """Update clients' contacts; with ``are_all``, mark all other clients as disconnected."""
         with self._database.writing(lock=_CONTACTS_LOCK) as session:
             if are_all:
                 there = ContactRow.is_connected.is_(True)
@@ -174,7 +177,7 @@ class StoredRegistry:
 
 
 def _end_invitation(session: Session, name: str) -> bool:
-    """Forget the invitations of ``name``; return whether one was open."""
+    """Delete the invitations of ``name``; return whether one was open."""
     mine = InvitationRow.name == name
     is_open = session.scalar(select(func.count()).where(mine, InvitationRow.redeemed_by == b""))
     session.execute(delete(InvitationRow).where(mine))
@@ -182,10 +185,10 @@ def _end_invitation(session: Session, name: str) -> bool:
 
 
 def _client_id(session: Session, name: str, *, identity_key: bytes) -> ClientId:
-    """Return the number that ``name`` has, or the next.
+    """Return the client number of ``name``, or the next free number.
 
     Raises:
-        EnrolmentRefused: Another client has its identity key.
+        EnrolmentRefused: Another client has this identity key.
     """
     owner = select(ClientRow.name).where(ClientRow.identity_key == identity_key)
     if session.scalar(owner) not in {None, name}:

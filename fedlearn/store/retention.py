@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept."""
+"""The rule for which checkpoints of a run are kept."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fedlearn.core.ranges import Ranged, Whole
 
 @dataclass(frozen=True, kw_only=True)
 class Retention(Ranged):
-    """A rule by which checkpoints are kept; all others go with the next commit.
+    """A rule for which checkpoints are kept; the next commit removes all others.
 
     Example:
         >>> sorted(Retention(keep_last=2, keep_every=4, keep_best=True).of(range(12), best_round=5))
@@ -32,12 +32,12 @@ class Retention(Ranged):
     ]
 
     def of(self, rounds: Collection[int], *, best_round: int) -> set[int]:
-        """Return which are kept of the checkpoints after so many rounds each."""
+        """Select the checkpoints to keep, each given by its number of finished rounds."""
         kept = set(sorted(rounds)[-self.keep_last :])
         if self.keep_every:
             kept |= {each for each in rounds if each and each % self.keep_every == 0}
         return kept | ({best_round} & set(rounds) if self.keep_best else set())
 
 
-#: What is kept where nobody says otherwise.
+#: The default rule.
 USUAL = Retention(keep_last=2, keep_every=0, keep_best=False)

@@ -1,4 +1,4 @@
-"""Rounds, their participations and metrics: written in bulk, read as records or as counts."""
+"""Store rounds with their participations and metrics: bulk inserts, records, and counts."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.rounds.records import Outcome, RoundRecord
 from fedlearn.store.schema import Base, MetricRow, ParticipationRow, RoundRow, as_record, plain
 
-if TYPE_CHECKING:  # who lists clients does not wait for numpy
+if TYPE_CHECKING:  # commands that list clients must not wait for NumPy to import
     import numpy as np
     from numpy.typing import NDArray
 
@@ -22,19 +22,19 @@ _BATCH_ROWS = 500
 
 _OF_ROUNDS = [each.name for each in RoundRow.__table__.columns if each.name != "run_id"]
 
-#: Stands before the names of metrics of training; those of an evaluation never begin so.
+#: Prefix of stored training metrics; no evaluation metric has a name with it.
 _TRAINING = "train/"
 
-#: Stands before the staleness of updates, whose number is stored like a metric.
+#: Prefix of stored staleness counts, which are stored like metrics.
 _STALENESS = "staleness/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSummary:
-    """A :class:`~fedlearn.rounds.records.RoundRecord` without its participations one by one.
+    """A :class:`~fedlearn.rounds.records.RoundRecord` with counts in place of participations.
 
     Attributes:
-        counts: How many clients ended with each status; 0 where none did.
+        counts: Number of clients with each status, zeros included.
     """
 
     round_num: int
@@ -51,7 +51,7 @@ class RoundSummary:
 
 
 def insert_rounds(connection: Connection, run_id: int, records: Sequence[RoundRecord]) -> None:
-    """Insert all records: three bulk statements without an object a row."""
+    """Insert all records with bulk statements, without an ORM object per row."""
     rounds = (
         {"run_id": run_id} | {name: getattr(record, name) for name in _OF_ROUNDS}
         for record in records
@@ -84,7 +84,7 @@ def read_rounds(session: Session, run_id: int) -> list[RoundRecord]:
 
 
 def summarise_rounds(session: Session, run_id: int, *, last: int) -> list[RoundSummary]:
-    """Return the ``last`` rounds, in order; the database counts their participations."""
+    """Return summaries of the ``last`` rounds, in order; the database does the counting."""
     rows = session.scalars(
         select(RoundRow)
         .where(RoundRow.run_id == run_id)
@@ -103,14 +103,14 @@ def summarise_rounds(session: Session, run_id: int, *, last: int) -> list[RoundS
 
 
 def read_missed(session: Session, run_id: int, *, first: int) -> dict[int, list[Participation]]:
-    """Return who was late or failed by round, from round ``first`` on."""
+    """Return the late and failed participations by round, from round ``first`` on."""
     row = ParticipationRow
     missed = row.round_num >= first, row.status != Status.REPORTED
     return dict(_participations(session, run_id, *missed))
 
 
 def count_by_client(session: Session, run_id: int) -> dict[ClientId, dict[Status, int]]:
-    """Return how often each client that was ever asked ended with each status."""
+    """Count each client's participations by status, for all clients that were ever asked."""
     row, found = ParticipationRow, dict[ClientId, dict[Status, int]]()
     for client_id, status, count in session.execute(
         select(row.client_id, row.status, func.count())
@@ -122,9 +122,9 @@ def count_by_client(session: Session, run_id: int) -> dict[ClientId, dict[Status
 
 
 def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str]]:
-    """Return who has failed since they last reported: in how many rounds, and last why.
+    """Return the number of failures since each client's last report, and the latest reason.
 
-    Rounds in which nobody reported do not count.
+    Failures are counted once a round. Rounds in which no client reported do not count.
     """
     row, found = ParticipationRow, dict[ClientId, tuple[int, str]]()
     reported = select(row.client_id, row.round_num).where(
@@ -147,7 +147,7 @@ def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str
         )
         .order_by(row.round_num)
     )
-    counted = set[tuple[int, int]]()  # a buffer may have asked one again that had failed
+    counted = set[tuple[int, int]]()  # an asynchronous round may ask a failed client again
     for number, round_num, reason in session.execute(failed):
         num_before, _ = found.get(ClientId(number), (0, ""))
         is_first = (number, round_num) not in counted
@@ -157,7 +157,7 @@ def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str
 
 
 def _insert_all(connection: Connection, table: str, rows: Iterable[dict[str, object]]) -> None:
-    """Insert in small batches: all at once, so many dicts set off the garbage collector."""
+    """Insert in small batches; holding all dicts at once would trigger the garbage collector."""
     statement = insert(Base.metadata.tables[table])
     remaining = iter(rows)
     while batch := list(islice(remaining, _BATCH_ROWS)):
@@ -167,9 +167,9 @@ def _insert_all(connection: Connection, table: str, rows: Iterable[dict[str, obj
 def _insert_participations(
     connection: Connection, run_id: int, records: Iterable[RoundRecord]
 ) -> None:
-    """Insert a row a client: most of what is written, so past SQLAlchemy's per-value work.
+    """Insert one row per client through the driver, which skips SQLAlchemy's per-value work.
 
-    The values are those that the columns' types would bind.
+    These are most of the rows written. The values must equal what the columns' types would bind.
     """
     columns = ", ".join(column.name for column in ParticipationRow.__table__.columns)
     mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
@@ -181,7 +181,7 @@ def _insert_participations(
 
 
 def _participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[object, ...]]:
-    """Return the rows of one round, put together by ``zip`` alone."""
+    """Build the rows of one round with a single ``zip``, without a Python loop over clients."""
     each = record.participations
     reasons = [""] * len(each)
     for place, reason in each.reasons.items():
@@ -196,12 +196,12 @@ def _participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[obje
         each.num_examples.tolist(),
         _with_nulls(each.losses),
         reasons,
-        strict=False,  # the repeated ones have no end
+        strict=False,  # `repeat` is infinite
     )
 
 
 def _with_nulls(column: "NDArray[np.float64]") -> list[float | None]:
-    """Return the numbers, ``None`` for NaN."""
+    """Convert a column to a list with ``None`` in place of NaN."""
     if not (column != column).any():  # noqa: PLR0124 - NaN
         return cast("list[float | None]", column.tolist())
     return [None if value != value else value for value in column.tolist()]  # noqa: PLR0124 - NaN
@@ -233,7 +233,7 @@ def _counts(session: Session, run_id: int, *, first: int) -> defaultdict[int, di
 
 
 def _named_metrics(record: RoundRecord) -> Iterator[tuple[str, float]]:
-    """Yield a round's metrics as they are stored: those of training under a prefix."""
+    """Yield a round's metrics under their stored names, with a prefix for training metrics."""
     yield from record.metrics.items()
     for name, value in record.train_metrics.items():
         yield f"{_TRAINING}{name}", value
@@ -248,7 +248,7 @@ class _Measured(TypedDict):
 
 
 def _metrics(session: Session, run_id: int, *, first: int) -> defaultdict[int, _Measured]:
-    """Return what was measured, by round, then by the record's field, then by name."""
+    """Return the metrics by round, then by the record's field, then by name."""
     row = MetricRow
     found: defaultdict[int, _Measured] = defaultdict(
         lambda: {"metrics": {}, "train_metrics": {}, "staleness": {}}

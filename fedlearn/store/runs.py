@@ -1,10 +1,9 @@
-"""The durable record of every run: SQLAlchemy for what is counted, files for tensors.
+"""The durable record of every run: a database for records, files for tensors.
 
-A commit writes the checkpoint's file first, then one transaction adds its row together
-with all rounds since the last commit. So whatever the moment of a crash, the database
-holds the rounds up to its last checkpoint and none beyond, and every checkpoint it names
-is a complete file; at worst a file is left that no row names, and the next commit
-removes it.
+A commit first writes the checkpoint's file. Then one transaction adds the checkpoint's row together
+with all rounds since the last commit. So after a crash at any moment, the database holds exactly
+the rounds up to its last checkpoint, and every checkpoint in it is a complete file. At worst, a
+crash leaves a file without a row, which the next commit removes.
 """
 
 import json
@@ -56,18 +55,18 @@ from fedlearn.store.schema import (
     as_row,
 )
 
-if TYPE_CHECKING:  # who lists runs does not wait for torch
+if TYPE_CHECKING:  # commands that list runs must not wait for torch to import
     from torch import Tensor
 
     from fedlearn.core.randomness import Seed
 
-#: Called first in every transaction that writes; raises if the writer may not.
+#: Called first in every transaction that writes; raises if this process may not write.
 Guard: TypeAlias = Callable[[Session], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also a folder name
 _RUN_ID_BYTES = 16
 
-#: In the folder of a run: its configuration.
+#: Name of the file with the configuration, in the folder of a run.
 CONFIG_FILE = "config.json"
 
 
@@ -77,18 +76,18 @@ def sqlite_url(path: Path) -> str:
 
 
 def unguarded(_: Session) -> None:
-    """Let everybody write: the :data:`Guard` of a run that is not deployed."""
+    """Allow every write: the :data:`Guard` of a run that is not deployed."""
 
 
 class _NameTaken(StoreError):
-    """Another run, or a folder beside its own, has this name."""
+    """Another run has this name, or a folder of this name exists already."""
 
 
 class Database:
     """All runs of one database, and the folder with their files.
 
-    Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be
-    read or written.
+    Every method that accesses the database raises :class:`~fedlearn.errors.StoreError` if it cannot
+    be read or written.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -107,15 +106,15 @@ class Database:
     def writing(self, *, lock: int | None = None) -> Iterator[Session]:
         """Open a transaction that may write; it is committed unless the block raises.
 
-        Ctrl-C and SIGTERM wait for its end.
+        Ctrl-C and SIGTERM are deferred until it has ended.
 
         Args:
-            lock: A number; transactions with the same one wait for each other.
+            lock: Lock number; transactions with the same one run one after another.
 
         Raises:
             StoreError: The database refuses; nothing was written.
-            StoreUnavailable: The database is away; if it went while it committed, what was
-                written may stand.
+            StoreUnavailable: The database is unreachable. If the connection was lost during the
+                commit, the transaction may have been committed.
         """
         engine = self._engine.execution_options(writes=True)
         with (
@@ -143,30 +142,30 @@ class Database:
         return self._engine.dialect.name != "sqlite"
 
     def ending_blockers(self, session: Session) -> AbstractContextManager[None]:
-        """End sessions that stand still and keep ``session`` waiting."""
+        """End stalled sessions that block ``session``, while the block runs."""
         return ending_blockers(self._engine, session)
 
     def end_stalled_sessions(self, *, still_s: float) -> None:
-        """End sessions whose client stopped in the middle of a write ``still_s`` ago."""
+        """End sessions whose client stopped in the middle of a write at least ``still_s`` ago."""
         end_stalled_sessions(self._engine, still_s=still_s)
 
     def explained(self) -> AbstractContextManager[None]:
-        """Turn errors of the driver and of the disk into StoreErrors with a remedy."""
+        """Convert errors of the driver and the disk into StoreErrors with a remedy."""
         return explained(self._engine)
 
     @classmethod
     def open(cls, url: str, *, runs_dir: Path) -> Self:
-        """Open a database; create it or migrate it to this version's schema if need be.
+        """Open a database; create it or migrate it to this version's schema if needed.
 
         Args:
-            url: ``sqlite:///FILE`` (see :func:`sqlite_url`; ``?timeout=5`` waits 5 s for
-                other writers, else 30) or ``postgresql+psycopg://USER:PASSWORD@HOST/NAME``.
+            url: ``sqlite:///FILE`` (see :func:`sqlite_url`; it waits 30 s for other writers, or
+                5 s with ``?timeout=5``) or ``postgresql+psycopg://USER:PASSWORD@HOST/NAME``.
             runs_dir: Folder that holds a folder for each run; created if it is missing.
 
         Raises:
-            NewerStore: A later version of fedlearn has migrated it.
-            StoreError: The URL is not one of those, its driver is not installed, or the
-                database cannot be reached, read or written.
+            NewerStore: A later version of fedlearn has migrated the database.
+            StoreError: The URL has another form, its driver is not installed, or the database
+                cannot be reached, read or written.
         """
         database = cls(open_engine(url), runs_dir=runs_dir)
         try:
@@ -192,8 +191,8 @@ class Database:
         """Add a run under its own name, with a folder and its ``config.json``.
 
         Raises:
-            StoreError: The name is taken or cannot name a folder, or the run cannot be
-                written; nothing of it is left that another attempt would stumble over.
+            StoreError: The name is taken or cannot name a folder, or the run cannot be written.
+                Nothing is left behind that would block another attempt.
         """
         if not _NAME.fullmatch(record.name):
             raise StoreError(
@@ -206,19 +205,20 @@ class Database:
                 "choose another one"
             )
         with self.writing() as session:
-            # The row comes first: until the transaction ends, nobody else makes this folder.
+            # Insert the row first: until the transaction ends, no other process can create a run
+            # of this name, nor its folder.
             run_id = _insert_run(session, record=record)
             with _new_folder(self.runs_dir / record.name) as folder:
                 _write_config(folder, config=record.config)
         return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
 
     def create_named(self, record: RunRecord, *, seed: "Seed") -> "StoredRun":
-        """Add a run under the first free of :func:`memorable_names` of ``seed``.
+        """Add a run under the first free name of :func:`memorable_names` for ``seed``.
 
-        Any number of processes may do so at once: the database decides who has a name.
+        Safe to call from many processes at once: the database decides which of them gets a name.
 
         Raises:
-            StoreError: The run cannot be written; nothing of it is left.
+            StoreError: The run cannot be written; nothing of it is left behind.
         """
         for name in memorable_names(seed):
             with suppress(_NameTaken):
@@ -226,10 +226,10 @@ class Database:
         raise AssertionError("there are names without end")
 
     def adopt(self, record: RunRecord, files: Sequence[CheckpointFile]) -> "StoredRun":
-        """Add a run whose folder is here already, with the checkpoints in it.
+        """Add a run whose folder exists already, with the checkpoints in it.
 
         Raises:
-            RunHeld: The run is alive.
+            RunHeld: A process is running the run.
             StoreError: The name is taken, or the run cannot be written.
         """
         with held(self.runs_dir / record.name), self.writing() as session:
@@ -239,10 +239,10 @@ class Database:
         return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
 
     def run(self, name: str, *, guard: Guard = unguarded) -> "StoredRun":
-        """Return the run called ``name``; a deployed one's ``guard`` is that of its lease.
+        """Return the run called ``name``; pass the lease's guard to write to a deployed run.
 
         Raises:
-            StoreError: There is none; the message suggests the nearest name.
+            StoreError: There is no such run; the message suggests the nearest name.
         """
         with self.reading() as session:
             return StoredRun(self, run_id=run_id_of(session, name), name=name, guard=guard)
@@ -255,7 +255,7 @@ class Database:
             return [_found(row, self.runs_dir, is_deployed=row.id in deployed) for row in rows]
 
     def orphans(self) -> list[str]:
-        """Return the names of the folders of runs that have no record here."""
+        """Return the names of run folders that have no record in the database."""
         known = {record.name for record in self.runs()}
         folders = sorted(path.parent for path in self.runs_dir.glob(f"*/{CONFIG_FILE}"))
         return [folder.name for folder in folders if folder.name not in known]
@@ -264,13 +264,14 @@ class Database:
 class StoredRun:
     """One run of a :class:`Database`: a :class:`fedlearn.rounds.records.RunStore`.
 
-    Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be
-    read or written, and whatever writes :class:`~fedlearn.errors.Fenced` after a takeover.
+    Every method that accesses the database raises :class:`~fedlearn.errors.StoreError` if it cannot
+    be read or written. Methods that write for a deployed run's coordinator also raise
+    :class:`~fedlearn.errors.Fenced` after a takeover.
 
     Attributes:
-        path: Its folder: ``config.json`` and ``checkpoints/``.
-        database: Where it is.
-        retention: Which checkpoints a commit keeps.
+        path: The run's folder, with ``config.json`` and ``checkpoints/``.
+        database: The database with the run.
+        retention: Rule for which checkpoints a commit keeps.
     """
 
     def __init__(self, database: Database, *, run_id: int, name: str, guard: Guard) -> None:
@@ -281,19 +282,19 @@ class StoredRun:
         self._run_id = run_id
         self._guard = guard
         self._buffer: list[RoundRecord] = []
-        #: Checkpoint and number of records of a commit of which no answer came.
+        #: SHA-256 of the checkpoint and number of records of a commit with unknown outcome.
         self._attempted: tuple[str, int] | None = None
 
     @property
     def record(self) -> RunRecord:
-        """The run as it stands now."""
+        """The current record of the run."""
         with self.database.reading() as session:
             is_deployed = session.get(DeploymentRow, self._run_id) is not None
             row = session.get_one(RunRow, self._run_id)
             return _found(row, self.database.runs_dir, is_deployed=is_deployed)
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the run for this process while it runs: see :func:`fedlearn.store.holding.held`.
+        """Lock the run for this process while it runs: see :func:`fedlearn.store.holding.held`.
 
         Raises:
             RunHeld: Another process holds it.
@@ -301,21 +302,21 @@ class StoredRun:
         return held(self.path)
 
     def append(self, record: RoundRecord) -> None:
-        """Take the record of a finished round; durable with the next :meth:`commit`."""
+        """Buffer the record of a finished round; the next :meth:`commit` makes it durable."""
         self._buffer.append(record)
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable, together, before returning.
 
-        Checkpoints are kept by :attr:`retention`; a second one of the same round takes the place
-        of the first.
+        :attr:`retention` decides which older checkpoints are kept; a second checkpoint of the same
+        round replaces the first.
 
         Raises:
-            StoreError: It could not be written (full disk), or another process runs the
-                same run. The last commit still stands and the records are kept for
-                another attempt.
-            StoreUnavailable: The database is away. Whether the commit stands is seen by the
-                next attempt, which adds what is missing.
+            StoreError: The commit could not be written (full disk), or another process runs the
+                same run. The last commit still stands, and the records are kept for another
+                attempt.
+            StoreUnavailable: The database is unreachable. The next attempt finds out whether the
+                commit succeeded, and adds what is missing.
             ValueError: A record is of a round that the checkpoint has not finished.
         """
         for record in self._buffer:
@@ -335,7 +336,8 @@ class StoredRun:
                 kept = self._replace_checkpoints(
                     session, file=file, best_round=best_round if isinstance(best_round, int) else 0
                 )
-                # Listed while the guard holds: whoever takes over writes its files after that.
+                # List the files while the guard holds, so that the list has no file of a
+                # coordinator that takes over later.
                 found = list(folder.iterdir())
         self._buffer, self._attempted = [], None
         _remove_all_but(kept, found=found)
@@ -355,12 +357,12 @@ class StoredRun:
         return read_checkpoint(files[-1], remedy=remedy)
 
     def weights(self, *, best: bool) -> "dict[str, Tensor]":
-        """Return a model by the names in it: the best, where one was measured, or the last.
+        """Return a model's tensors by name: the best model, if one was measured, or the last.
 
-        Tied tensors are there under each of their names, as in ``Module.state_dict()``.
+        Tied tensors appear under each of their names, as in ``Module.state_dict()``.
 
         Raises:
-            StoreError: As :meth:`load`, or the run has no checkpoint yet.
+            StoreError: As in :meth:`load`, or the run has no checkpoint yet.
         """
         checkpoint = self.load()
         if checkpoint is None:
@@ -372,18 +374,18 @@ class StoredRun:
         return found
 
     def rewind(self, *, to: int | None = None) -> Checkpoint:
-        """Go back to an earlier checkpoint and return it; forget what came after.
+        """Go back to an earlier checkpoint, discard everything after it, and return it.
+
+        Clients of a deployed run may still hold or send updates to the discarded model. So clients
+        see a new run from then on: it gets another ``run_id``, and its open rounds are closed.
 
         Args:
-            to: How many rounds it has; ``None``: the one before the last.
-
-        What clients of a deployed run still hold or work on may answer the model that is
-        dropped. So from here on it is another run to them: it has another ``run_id``, and no
-        round of it is open.
+            to: Number of finished rounds at the checkpoint; ``None`` for the checkpoint before the
+                last.
 
         Raises:
-            StoreError: There is none, it cannot be read either, as in :meth:`load`, or the database
-                cannot be written; nothing is forgotten.
+            StoreError: There is no such checkpoint, it cannot be read either, as in :meth:`load`,
+                or the database cannot be written; nothing is discarded.
         """
         files = self.checkpoints()
         earlier = files[:-1]
@@ -424,7 +426,7 @@ class StoredRun:
         return checkpoint
 
     def renew(self) -> None:
-        """Be another run to the clients, as one that is restored from a backup must be."""
+        """Give the run a new id for clients, as needed after restoring it from a backup."""
         with self._writing() as session:
             self._renew(session)
 
@@ -456,34 +458,34 @@ class StoredRun:
             return summarise_rounds(session, self._run_id, last=last)
 
     def missed(self, *, first: int) -> dict[int, list[Participation]]:
-        """Return who was late or failed by round, from round ``first`` on, in order of arrival."""
+        """Return late and failed participations by round, from ``first`` on, in arrival order."""
         with self.database.reading() as session:
             return read_missed(session, self._run_id, first=first)
 
     def counts_by_client(self) -> dict[ClientId, dict[Status, int]]:
-        """Return how often each client that was ever asked ended with each status."""
+        """Count each client's participations by status, for all clients that were ever asked."""
         with self.database.reading() as session:
             return count_by_client(session, self._run_id)
 
     def failing(self) -> dict[ClientId, tuple[int, str]]:
-        """Return who has failed since they last reported: in how many rounds, and last why.
+        """Return the number of failures since each client's last report, and the latest reason.
 
-        Rounds in which nobody reported do not count.
+        Failures are counted once a round. Rounds in which no client reported do not count.
         """
         with self.database.reading() as session:
             return read_failing(session, self._run_id)
 
     def finish(self, status: RunStatus, *, error: str) -> None:
-        """Record how the run ended, or that it goes on."""
+        """Record how the run ended, or that it is running again."""
         with self._writing() as session:
             session.execute(
                 update(RunRow).where(RunRow.id == self._run_id).values(status=status, error=error)
             )
 
     def extend(self, num_rounds: int) -> None:
-        """Let the run have so many rounds; one that is done is not any more.
+        """Set the number of rounds; a run that was done can then be resumed.
 
-        Any process may do so, whoever runs it.
+        Any process may call this, even while another one runs the run.
         """
         with self.database.writing() as session:
             row = session.get_one(RunRow, self._run_id)
@@ -494,14 +496,14 @@ class StoredRun:
 
     @contextmanager
     def _committing(self) -> Iterator[None]:
-        """Add to the errors of a commit where the run stands and how to go on."""
+        """Add the last commit and the command to resume to the errors of a commit."""
         try:
             with self.database.explained():
                 yield
         except NoSpace as error:
             raise NoSpace(f"{error}; {self._standing()}") from error
         except (Fenced, StoreUnavailable):
-            raise  # what is committed is the other coordinator's to say, or the database's
+            raise  # the last commit is unknown: another coordinator or the database decides it
         except StoreError as error:
             raise StoreError(f"{error}; {self._standing()}") from error
 
@@ -512,7 +514,7 @@ class StoredRun:
             yield session
 
     def _drop_committed(self, session: Session) -> None:
-        """Drop the records that an attempt without an answer has committed after all."""
+        """Drop the records that an earlier attempt with unknown outcome has committed."""
         if self._attempted is None:
             return
         sha256, num_records = self._attempted
@@ -522,7 +524,7 @@ class StoredRun:
 
     @property
     def _resume(self) -> str:
-        """The command that goes on with the run."""
+        """The command that resumes the run."""
         is_deployed = self._guard is not unguarded
         return "fedlearn coordinator FILE" if is_deployed else f"fedlearn resume {self.name}"
 
@@ -539,7 +541,7 @@ class StoredRun:
     def _replace_checkpoints(
         self, session: Session, *, file: CheckpointFile, best_round: int
     ) -> set[str]:
-        """Add the row of ``file``, drop those that need not be kept; return the files kept."""
+        """Add the row of ``file``, apply the retention rule, and return the files to keep."""
         self._drop_checkpoint(session, round_num=file.round_num)
         session.add(as_row(CheckpointRow, file, run_id=self._run_id, file=file.path.name))
         rows = self._checkpoint_rows(session)
@@ -560,7 +562,7 @@ class StoredRun:
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """Create the folder of a run that has its row; it goes again unless the block succeeds."""
+    """Create the folder of a run that has its row; remove it again if the block fails."""
     try:
         path.mkdir()
     except FileExistsError as error:
@@ -575,7 +577,7 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    """Whether a folder is what a process that was killed while it made a run has left behind."""
+    """Check whether a folder is left over from a process that was killed while creating a run."""
     if not folder.is_dir():
         return False
     inside = [path.relative_to(folder) for path in folder.rglob("*")]
@@ -602,9 +604,9 @@ def _insert_run(session: Session, *, record: RunRecord) -> int:
 
 
 def _found(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunRecord:
-    """Return a run as it stands: one that is recorded as running may have lost its process.
+    """Convert a row to a record; a running run whose process is gone gets the status LOST.
 
-    A deployed run never had this lock: a lease says who leads it.
+    A deployed run has no such lock; its lease says which coordinator runs it.
     """
     record = as_record(row, RunRecord, is_deployed=is_deployed)
     if record.status is RunStatus.RUNNING and is_held(runs_dir / record.name) is False:
@@ -617,15 +619,15 @@ def _is_refused_by_windows(name: str) -> bool:
 
 
 def new_run_id() -> str:
-    """Return what names a deployed run to clients: no other run has or had it."""
+    """Generate a unique id under which clients know a deployed run."""
     return SecretBytes.generate(_RUN_ID_BYTES).reveal().hex()
 
 
 def run_id_of(session: Session, name: str) -> int:
-    """Return the key of the run called ``name``.
+    """Return the database key of the run called ``name``.
 
     Raises:
-        StoreError: There is none; the message suggests the nearest name.
+        StoreError: There is no such run; the message suggests the nearest name.
     """
     run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
     if run_id is None:
@@ -635,8 +637,8 @@ def run_id_of(session: Session, name: str) -> int:
 
 
 def _remove_all_but(kept: set[str], *, found: Iterable[Path]) -> None:
-    """Remove older checkpoints, and what a crash has left behind."""
+    """Remove older checkpoints and files that a crash has left behind."""
     for path in found:
         if path.name not in kept:
-            with suppress(OSError):  # it takes space and nothing else; the next commit tries again
+            with suppress(OSError):  # it only wastes space, and the next commit tries again
                 path.unlink()

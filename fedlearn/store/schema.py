@@ -1,9 +1,8 @@
 """The store's tables.
 
-Composite integer keys in the order of writing and small codes for enumerations keep a
-participation at some twenty bytes, so that a run of a million of them stays small and
-commits fast. The schema's history is in :mod:`fedlearn.store.migrations`; a test
-holds the two equal.
+Composite integer keys in the order of writing and small integer codes for enumerations keep a
+participation at some twenty bytes, so that a run with a million of them stays small and commits
+fast. The schema's history is in :mod:`fedlearn.store.migrations`; a test checks that both agree.
 """
 
 import json
@@ -57,7 +56,7 @@ class _Real(TypeDecorator[float]):
 
 
 class _Code(TypeDecorator[CodeT], Generic[CodeT]):
-    """A member of an enumeration as its index in ``members``, which may only be appended to."""
+    """An enumeration member stored as its index in ``members``, to which one may only append."""
 
     impl = SmallInteger
     cache_ok = True
@@ -75,7 +74,7 @@ class _Code(TypeDecorator[CodeT], Generic[CodeT]):
 
 
 class _PlainText(TypeDecorator[str]):
-    """Text from elsewhere: what no database takes (NUL, lone surrogates) is escaped."""
+    """Text from outside, with characters that databases refuse (NUL, lone surrogates) escaped."""
 
     impl = Text
     cache_ok = True
@@ -92,7 +91,7 @@ def plain(text: str) -> str:
 
 
 class _JsonText(TypeDecorator[Any]):  # Any: JSON values
-    """A JSON object or array as text: PostgreSQL's own type refuses NaN and infinity."""
+    """A JSON object or array as text, since PostgreSQL's JSON type refuses NaN and infinity."""
 
     impl = Text
     cache_ok = True
@@ -120,7 +119,7 @@ class Base(DeclarativeBase):
         Mapping[str, Any]: _JsonText(),
         tuple[str, ...]: _JsonText(),
         tuple[ClientId, ...]: _JsonText(),
-        # LOST is never written: it is what a reader finds of a run whose process is gone.
+        # LOST is never stored; readers derive it for a running run whose process is gone.
         RunStatus: _Code(
             RunStatus.RUNNING, RunStatus.DONE, RunStatus.FAILED, RunStatus.INTERRUPTED
         ),
@@ -284,7 +283,7 @@ class InvitationRow(Base):
 class ChargeRow(Base):
     """See :class:`fedlearn.privacy.ledger.Charge`; ``position`` counts a population's charges.
 
-    It outlives its run, which it therefore names and does not refer to.
+    A charge outlives its run, so it stores the run's name and not a foreign key.
     """
 
     __tablename__ = "privacy_charges"
@@ -317,14 +316,14 @@ class ExamplesRow(Base):
 
 
 def as_row(kind: type[RowT], record: object, **columns: object) -> RowT:
-    """Return a row with the values of ``record`` that it has columns for, and ``columns``."""
+    """Build a row from the attributes of ``record`` that match its columns, and ``columns``."""
     names = set(kind.__mapper__.column_attrs.keys()) - columns.keys()
     values = {name: getattr(record, name) for name in names if hasattr(record, name)}
     return kind(**values, **columns)
 
 
 def as_record(row: Base, kind: type[RecordT], **more: object) -> RecordT:
-    """Return the ``kind`` with ``more`` and, in its other fields, the columns of ``row``."""
+    """Build a ``kind`` from the columns of ``row``, with ``more`` taking precedence."""
     make: Callable[..., RecordT] = kind
     names = {each.name for each in fields(kind)} - more.keys()
     return make(**{name: getattr(row, name) for name in names}, **more)

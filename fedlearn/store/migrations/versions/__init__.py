@@ -1,1 +1,1 @@
-"""One module a revision, oldest first by number."""
+"""One module per revision, numbered from the oldest."""

@@ -1,4 +1,4 @@
-"""Runs, their rounds, who took part, metrics and checkpoints."""
+"""Runs, their rounds, participations, metrics and checkpoints."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""How each client's identity key follows from those before it."""
+"""The lineage of each client's identity key."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column: of a client that has never rotated, its key alone."""
+    """Add the column; for existing clients, which never rotated, it holds just the key."""
     op.add_column("clients", sa.Column("lineage", sa.LargeBinary(), nullable=True))
     op.execute(sa.text("UPDATE clients SET lineage = identity_key"))
     with op.batch_alter_table("clients") as table:  # SQLite changes no column in place

@@ -1,4 +1,4 @@
-"""What releases were charged to which clients."""
+"""The ledger of privacy charges."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""When clients were last there, and what they said of themselves."""
+"""When clients were last connected, and what they reported about themselves."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Which examples a privacy ledger was charged for."""
+"""Sketches of the examples that a privacy ledger was charged for."""
 
 import sqlalchemy as sa
 from alembic import op
