@@ -99,7 +99,7 @@ _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 def buffers_in(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated yet
-    """Return what an asynchronous algorithm or table brings where nothing else is written.
+    """Return the defaults that an asynchronous algorithm or table implies for unset keys.
 
     Example:
         >>> buffers_in({"algorithm": {"name": "fedasync"}})["cohort"]

@@ -120,7 +120,7 @@ class ClientConfig(Section):
     def override(
         self, *, num_workers: int | None = None, require_secure_aggregation: bool = False
     ) -> Self:
-        """Return the file with what a command line says in its place.
+        """Return the file with the options of a command line laid over it.
 
         Args:
             num_workers: Processes that share each training; ``None``: as the file says.
@@ -135,7 +135,7 @@ class ClientConfig(Section):
         return self.model_copy(update={"policy": policy, "training": training})
 
     def to_policy(self) -> Policy:
-        """Return what is refused, as the client takes it."""
+        """Build the client's policy."""
         secure = built(SecureAggregationPolicy, self.policy.secure_aggregation)
         privacy = built(PrivacyPolicy, self.policy.privacy)
         extra = built(ExtraPolicy, self.policy.extra)

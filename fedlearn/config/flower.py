@@ -47,7 +47,7 @@ class FlowerSection(Section):
         return self.client_apps == "flower-legacy"
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse what nobody would read, and an entry that is not the user's to set."""
+        """Refuse entries that no client would read, and the entry that fedlearn sets itself."""
         if self.evaluate_config and not self.is_foreign:
             text = (
                 'is given, but client_apps is "fedlearn", whose clients are told nothing when they '

@@ -33,7 +33,7 @@ class LateUpdatesSection(Section):
         return self.mode == "keep"
 
     def late_updates(self, staleness: StalenessSection) -> LateUpdates | None:
-        """Return what becomes of late updates; ``None``: they are dropped."""
+        """Return the rule for late updates, or ``None`` if they are dropped."""
         if not self.are_kept:
             return None
         return built(LateUpdates, self, deadline_window=_WINDOW, **staleness.model_dump())

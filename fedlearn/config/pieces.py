@@ -36,7 +36,7 @@ Make: TypeAlias = Callable[..., Any]  # Any: each returns a piece of its own
 
 
 def built(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
-    """Return what a piece or a recipe makes of those keys of a table that it takes.
+    """Call a piece or a recipe with those keys of a table that are its parameters.
 
     Args:
         make: The piece or the recipe; what it raises stays as it is.

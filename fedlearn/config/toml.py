@@ -79,7 +79,7 @@ def key_lines(text: str) -> dict[Key, int]:
         try:
             parsed = tomllib.loads(statement)
         except ValueError:
-            continue  # its value goes on
+            continue  # the value continues on the next line
         is_header = statement.lstrip().startswith("[")
         keys = list(keys_in(parsed, () if is_header else table))
         for key in keys:

@@ -334,7 +334,7 @@ class Client(DeclaredSection):
         )
 
     def local_update(self) -> LocalUpdate:
-        """Return what clients do; raises ValueError if values contradict each other."""
+        """Build the clients' local update; raises ValueError if values contradict each other."""
         size = None if self.batch_size == "all" else self.batch_size
         if self.optimizer == "own":
             return built(OwnTraining, self, batch_size=size)

@@ -253,7 +253,7 @@ class Config(Section):
     )
 
     def round_callbacks(self) -> tuple[RoundCallback, ...]:
-        """Return what is called after each round, in the order of the file.
+        """Build the callbacks that run after each round, in the order of the file.
 
         Raises:
             ConfigError: A function cannot be imported or called, or returns something else.
@@ -669,7 +669,7 @@ class Config(Section):
 
 
 def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
-    """Return what privacy brings where nothing is written."""
+    """Return the defaults that privacy implies for unset keys."""
     implied, privacy = dict[str, Any](), raw["privacy"]
     brought: dict[str, dict[str, Any]] = {"algorithm": {"weight_by_examples": False}}
     algorithm, cohort = raw.get("algorithm", {}), raw.get("cohort", {})
