@@ -1,4 +1,4 @@
-"""Where this machine keeps things: what the tree says, else the environment, else defaults."""
+"""Locate the store, runs and data sets: from the tree, else the environment, else defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fedlearn.core.redaction import without_password
 
 @dataclass(frozen=True, kw_only=True)
 class Addresses:
-    """Where it keeps them. Not part of the tree: the URL may hold a password.
+    """Locations on this machine. They are not part of the tree: the URL may hold a password.
 
     Attributes:
         store_url: SQLAlchemy URL; ``None`` is SQLite in ``runs_dir``. Not printed.

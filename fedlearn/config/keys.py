@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from fedlearn.config.section import OneOf, Section, tag_of
 from fedlearn.config.toml import Key, dotted, shown
 
-#: Stands for a name of the user's in a path.
+#: Placeholder in a path for a name that the user chooses.
 ANY_NAME = "NAME"
 
 
@@ -84,7 +84,7 @@ class Place(NamedTuple):
         return document["$defs"][reference] if reference else schema
 
     def condition(self) -> str:
-        """Return what must be so for its table to have it."""
+        """Describe the kind that its table must have for this key to exist."""
         kinds = " or ".join(map(shown, kinds_of(self.owner, self.tag)))
         return f"{''.join(map(dotted, self.kind_keys))} = {kinds}"
 

@@ -1,4 +1,4 @@
-"""What is wrong with a tree, told in its own terms: place, key, value and remedy."""
+"""Explain the problems of a configuration: place, key, value and remedy."""
 
 import difflib
 import math
@@ -197,7 +197,7 @@ def _options(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
-    """Return in words what a JSON schema admits."""
+    """Describe in words the values that a JSON schema allows."""
     options = _options(schema)
     if len(options) > 1:
         return " or ".join([", ".join(map(_allowed, options[:-1])), _allowed(options[-1])])
@@ -214,7 +214,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 
 def _advise(place: Place, value: Any, raw: Any, root: type[Section]) -> str:
-    """Return what to write instead of the unknown key of ``place``."""
+    """Suggest a replacement for the unknown key of ``place``."""
     if (now := advise(place.path)) is not None:
         return now
     known, trees = tuple(known_keys(root)), (raw, root().model_dump())

@@ -23,7 +23,7 @@ SectionT = TypeVar("SectionT", bound="Section")
 
 
 class Problem(NamedTuple):
-    """What valid values say against each other: dotted keys within the section, and the text."""
+    """A conflict between valid values: dotted keys within the section, and the message."""
 
     keys: tuple[str, ...]
     text: str
@@ -46,7 +46,7 @@ class Section(BaseModel):
     )
 
     def problems(self) -> Iterable[Problem]:
-        """Return what the fields, each valid by itself, say against each other."""
+        """Return the conflicts between fields that are each valid by themselves."""
         return ()
 
     @model_validator(mode="before")

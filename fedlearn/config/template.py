@@ -82,7 +82,7 @@ def _key(path: tuple[str, ...], info: FieldInfo, value: object) -> Iterator[str]
 
 
 def _left_out(path: tuple[str, ...], info: FieldInfo) -> str:
-    """Return what a key is without its line, where that depends on the data."""
+    """Describe a key's default if it depends on the data."""
     *table, key = path
     other = OTHER_DATA.get(dotted(table), {})
     if key not in other:
@@ -91,7 +91,7 @@ def _left_out(path: tuple[str, ...], info: FieldInfo) -> str:
 
 
 def _about(info: FieldInfo, inner: Section) -> str:
-    """Return what a table is for, and which other kinds of it there are."""
+    """Describe a table, and list its other kinds."""
     tag, summary = tag_of(info), about(info, type(inner))
     if tag is None:
         return summary
