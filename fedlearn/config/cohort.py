@@ -133,7 +133,7 @@ class Devices(DeclaredSection):
     kind: str = Field(description="What the simulated devices do.")
 
     def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
-        """Return what the devices of ``population`` do."""
+        """Build the simulated behaviour of the devices of ``population``."""
         made: behaviour.ClientBehaviour = self.build()
         return made
 

@@ -153,7 +153,7 @@ class SecureAggregationSection(Section):
     def problems_with(
         self, *, num_asked: int, num_wanted: int, min_reports: int | None
     ) -> Iterator[Problem]:
-        """Return what cannot hold for such rounds; keys are those of the whole tree.
+        """Yield the conflicts with rounds of this size; keys are those of the whole tree.
 
         Args:
             num_asked: Clients asked in a round.

@@ -45,7 +45,7 @@ class PythonModel(Called, Model):
     """A model that a function of yours returns."""
 
     def build(self, **given: object) -> Callable[[], nn.Module]:
-        """Return what builds the network, whatever the data are."""
+        """Return a function that builds the network; it does not depend on the data."""
         make = user_call("model.factory", self.factory, self.args)
         return partial(_user_model, self.factory, make)
 
@@ -178,7 +178,7 @@ class PythonAlgorithm(Algorithm):
     args: Args = Field({}, description="Further keyword arguments.")
 
     def strategy(self, local: LocalUpdate) -> Strategy:
-        """Return what the factory makes."""
+        """Call the factory and check that it made a strategy."""
         made = user_call("algorithm.name", self.factory, {"local": local, **self.args})()
         needed = ("local", "aggregation", "transforms", "lanes", "init", "at", "tell", "step")
         remedy = "let its class inherit from fedlearn.Strategy"
@@ -191,7 +191,7 @@ class FedBuffAlgorithm(Algorithm):
     """FedBuff; the table ``asynchronous`` says when it steps."""
 
     def strategy(self, local: LocalUpdate) -> Strategy:
-        """Return what it makes of a mean update."""
+        """Build the server's step for the mean update of a buffer."""
         return built(recipes.FedBuff, self, local=local, **_ANY_BUFFER, buffer_size=1).strategy
 
 
@@ -199,7 +199,7 @@ class FedAsyncAlgorithm(Algorithm):
     """FedAsync: FedBuff whose buffer is one update."""
 
     def strategy(self, local: LocalUpdate) -> Strategy:
-        """Return what it makes of an update."""
+        """Build the server's step for a single update."""
         return built(recipes.FedAsync, self, local=local, **_ANY_BUFFER).strategy
 
 
@@ -348,11 +348,11 @@ class Client(DeclaredSection):
         return local if scheduled == ScheduledRate(inner=local) else scheduled
 
     def settings_by_round(self) -> RoundSettings | None:
-        """Return what returns the settings of a round; ``None``: they do not change."""
+        """Return the function from round number to settings; ``None`` if they do not change."""
         return None if self.by_round is None else imported("client.by_round", self.by_round)
 
     def make_trainer(self) -> MakeTrainer | None:
-        """Return what makes simulated clients' trainers; ``None``: they are fedlearn's own."""
+        """Return the factory of simulated clients' trainers; ``None`` for fedlearn's own."""
         if self.trainer is None:
             return None
         function = imported("client.trainer", self.trainer)

@@ -306,7 +306,7 @@ class Config(Section):
         return raw | implied | buffers_in(raw | implied)
 
     def problems(self) -> Iterator[Problem]:
-        """Return what sections say against each other."""
+        """Yield the conflicts between sections."""
         yield from self._too_few_clients()
         yield from self._without_data()
         if self.secure_aggregation.is_on:
