@@ -1,1 +1,1 @@
-"""Federated rounds on one machine: populations of clients, their devices, the engine."""
+"""Simulation of federated learning: populations of clients, their devices, and the engine."""

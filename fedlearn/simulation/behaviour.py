@@ -1,6 +1,6 @@
-"""How long a client's round takes, and whether it fails: devices in virtual time.
+"""Models of client devices: how long a round takes in virtual time, and which clients fail.
 
-Every value of a client is a keyed hash of its id, so a million devices need no table.
+Every property of a client is a keyed hash of its id, so a million devices need no table.
 
 References:
     Lai et al., 2022, `FedScale: Benchmarking Model and System Performance of Federated
@@ -27,12 +27,12 @@ _BYTES_PER_MBIT = 125_000.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceRound:
-    """A round as the devices of B clients meet it.
+    """The work that a round gives to the devices of B clients.
 
     Attributes:
         client_ids: Shape [B].
         round_num: Round index, from 0.
-        attempt: How often the round was retried.
+        attempt: Retry number of the round, from 0.
         num_examples_processed: Examples times epochs (batch size x local steps): [B].
         download_bytes: Size of the request.
         upload_bytes: Size of the reply.
@@ -49,32 +49,35 @@ class DeviceRound:
 
 
 class ClientBehaviour(Protocol):
-    """What the devices of a population do in a round.
+    """Predicts durations and failures of the devices of a population.
 
-    What a client's device does is a function of what is asked of that client, not of who else is
-    asked or what came before: clients are asked together or one by one, and some again when a run
-    is resumed.
+    The result for a client must depend only on what is asked of it, not on the other clients in
+    the call or on earlier calls: clients are asked together or one by one, and some again when a
+    run is resumed.
     """
 
     def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        """Return virtual seconds from the broadcast to each reply's arrival, finite, >= 0: [B]."""
+        """Return virtual seconds from the broadcast to each reply's arrival: [B], finite, >= 0."""
 
     def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
         """Return which clients fail before they report: [B]."""
 
 
 class Bandwidth(Protocol):
-    """How fast devices communicate."""
+    """A model of the speed at which devices communicate."""
 
     def communication_s(
         self, asked: DeviceRound, *, compute_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Return seconds of the download and, ``compute_s`` after it, the upload: [B]."""
+        """Return the seconds of the download plus the upload, which starts ``compute_s`` later.
+
+        Shape [B].
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LognormalBandwidth(Ranged):
-    """Devices whose bandwidth is log-normal over the population, fixed over the run."""
+    """Devices with a log-normal distribution of bandwidth; each keeps its bandwidth in a run."""
 
     median_mbit_per_s: Annotated[
         Positive, doc("Median bandwidth of the devices, both ways, 10**6 bits a second, > 0.")
@@ -92,7 +95,7 @@ class LognormalBandwidth(Ranged):
         *,
         compute_s: NDArray[np.float64],  # noqa: ARG002  the bandwidth does not vary
     ) -> NDArray[np.float64]:
-        """Return both sizes over the bandwidth: [B]."""
+        """Return the size of both transfers divided by the bandwidth: [B]."""
         mbit = (asked.download_bytes + asked.upload_bytes) / _BYTES_PER_MBIT
         return mbit / self.mbit_per_s(asked.client_ids, seed=asked.seed)
 
@@ -163,11 +166,11 @@ class TraceBandwidth:
     def transfer_s(
         self, traces: NDArray[np.int64], *, start_s: NDArray[np.float64], num_bytes: int
     ) -> NDArray[np.float64]:
-        """Return the seconds until ``num_bytes`` have passed, from ``start_s`` on.
+        """Return the seconds that a transfer of ``num_bytes`` takes if it starts at ``start_s``.
 
         Args:
             traces: Indices of traces: [B].
-            start_s: Seconds since the trace's first sample; beyond its end it wraps: [B].
+            start_s: Seconds since the trace's first sample; times past its end wrap around: [B].
             num_bytes: Size of the transfer, >= 0.
         """
         if num_bytes == 0:
@@ -178,6 +181,7 @@ class TraceBandwidth:
         start_s = start_s % length_s
         carried = np.interp(at_s[first] + start_s, at_s, at_mbit)
         target = carried - at_mbit[first] + num_bytes / _BYTES_PER_MBIT
+        # Whole passes of the trace, so that the rest ends within one pass and is above 0.
         laps = np.ceil(target / total) - 1.0
         end_s = self._second_of(target - laps * total, traces=traces)
         return laps * length_s + end_s - start_s
@@ -185,26 +189,26 @@ class TraceBandwidth:
     def _second_of(
         self, mbit: NDArray[np.float64], *, traces: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return the first second of the trace by which it has carried ``mbit``: [B]."""
+        """Return the first time in each trace by which it has carried ``mbit``: [B]."""
         (at_s, at_mbit), first = self._passed, self.offsets[traces]
         wanted = at_mbit[first] + mbit
         last = self.offsets[traces + 1] - 1
         after = np.clip(np.searchsorted(at_mbit, wanted), first + 1, last)
         low, high = at_mbit[after - 1], at_mbit[after]
-        # Rounding at a whole number of laps can land on an interval that carries nothing.
+        # At a whole number of laps, rounding can hit an interval with zero bandwidth.
         share = np.divide(wanted - low, high - low, out=np.zeros_like(low), where=high > low)
         low_s, high_s = at_s[after - 1], at_s[after]
         return low_s + np.clip(share, 0.0, 1.0) * (high_s - low_s) - at_s[first]
 
     @cached_property
     def _passed(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Seconds, and Mbit carried, up to each sample, the traces laid end to end: [T] each."""
+        """Cumulative seconds and Mbit at each sample, over all traces end to end: [T] each."""
         steps_s = np.diff(self.time_s, prepend=self.time_s[0])
         steps_s[self.offsets[:-1]] = 0.0  # nothing passes between traces
         return np.cumsum(steps_s), np.cumsum(steps_s * self.mbit_per_s)
 
     def _over(self, traces: NDArray[np.int64], passed: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return what passes in the whole of each trace: [B]."""
+        """Return the total over each trace of a cumulative quantity ``passed``: [B]."""
         return passed[self.offsets[traces + 1] - 1] - passed[self.offsets[traces]]
 
     @staticmethod
@@ -215,7 +219,7 @@ class TraceBandwidth:
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour(Ranged):
-    """Devices whose speeds differ, and which sometimes fail."""
+    """Devices of different speeds that sometimes fail."""
 
     median_ms_per_example: Annotated[
         Positive,
@@ -244,7 +248,7 @@ class Behaviour(Ranged):
         return self.median_ms_per_example * spread
 
     def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        """Return download, compute and upload time together: virtual seconds [B]."""
+        """Return the sum of download, compute and upload time: virtual seconds [B]."""
         latency_s = self.ms_per_example(asked.client_ids, seed=asked.seed) / 1000.0
         compute_s = _PASSES_PER_STEP * asked.num_examples_processed * latency_s
         if self.round_jitter_sigma:
@@ -271,5 +275,5 @@ class Instant:
         return np.zeros(asked.client_ids.shape)
 
     def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        """Return that none fails: [B]."""
+        """Return all ``False``: [B]."""
         return np.zeros(asked.client_ids.shape, np.bool_)

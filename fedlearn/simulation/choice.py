@@ -1,10 +1,10 @@
-"""Which executor trains the clients: what fits, what is fastest, and why.
+"""Chooses the executor that trains the clients: the fastest one that can train the model.
 
-A plain chain of layers takes the fused executor. For any other model a short probe times the
-stacked executor against the sequential one on real clients; a long run pays for compiling. In a run
-that is long enough, blocks of several sizes are timed as well, for a hundredth of its time. What
-was measured is remembered, so that the same job on the same machine chooses alike, and the choice
-is recorded with the run, so that a resumed one keeps it.
+A plain chain of layers uses the fused executor. For any other model, a short probe on real clients
+times the stacked executor against the sequential one; in a long run, compiling pays off. If the run
+is long enough, blocks of several sizes are timed as well, for at most a hundredth of its time.
+Timings are cached, so that the same job on the same machine makes the same choice. The choice is
+recorded with the run, so that a resumed run keeps it.
 """
 
 import hashlib
@@ -47,19 +47,19 @@ from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 
 _SECONDS = TypeAdapter(dict[str, FiniteFloat])
-#: A run that takes longer than this without compiling is worth compiling for, in seconds.
+#: Compiling pays off in a run that takes longer than this without it, in seconds.
 _WORTH_COMPILING_S = 60.0
-#: Clients that are trained by way of trial.
+#: Clients that a probe trains.
 _PROBE_CLIENTS = 16
-#: Part of a run's time that measuring block sizes may take.
+#: Largest part of a run's time for timing block sizes.
 _MEASURING = 0.01
-#: What the usual size of a block is multiplied by, to find a faster one.
+#: Multiples of the usual block size to time.
 _SIZES = (1.0, 0.5, 0.25, 2.0)
-#: How often a block is trained to measure it: once to warm up.
+#: How often a block is trained to time it, including one warm-up.
 _TIMES = 3
-#: How many times as long another one takes, at a guess.
+#: Assumed slowdown of another executor than the usual one, to limit the time for measuring it.
 _SLOWER = 4.0
-#: How much faster another executor must be than the usual one, to take its place.
+#: Another executor replaces the usual one if it is faster by this factor.
 _CLEARLY = 1.1
 
 
@@ -74,21 +74,22 @@ class ExecutorKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the choice depends on.
+    """The training job for which an executor is chosen.
 
     Attributes:
         make_model: Builds the network.
         objective: Loss and metrics.
-        metrics: Measures of whole sets, by name.
-        local: What clients do.
-        told: What they are told beside the model before the first round, one vector each.
+        metrics: Metrics that need a whole set of examples at once, by name.
+        local: The clients' local update.
+        told: The strategy's broadcast in addition to the model in the first round, one vector per
+            name.
         population: The clients.
         params: The initial model, on the device where training happens.
-        precision: Of forward and backward passes.
-        num_clients: Clients trained in the whole run by each worker: cohort x rounds / workers.
-        num_together: Clients that a worker trains in a round, so that no block is larger.
-        seed: The run's.
-        make_trainer: Makes clients' trainers where the user brings them; else ``None``.
+        precision: Precision of forward and backward passes.
+        num_clients: Clients that each worker trains in the whole run: cohort x rounds / workers.
+        num_together: Clients that a worker trains in a round; no block is larger.
+        seed: The run's seed.
+        make_trainer: Makes the clients' trainers if the user provides them; else ``None``.
     """
 
     make_model: Callable[[], nn.Module]
@@ -105,7 +106,7 @@ class Job:
     make_trainer: MakeTrainer | None = None
 
     def resident_model(self) -> ResidentModel:
-        """Return a new resident model."""
+        """Build a new resident model."""
         return ResidentModel(
             self.make_model,
             self.objective,
@@ -115,7 +116,7 @@ class Job:
         )
 
     def work(self, client_ids: NDArray[np.int64]) -> Work:
-        """Return a block of some clients, to try an executor on.
+        """Build the first round's work of a block of clients, to try an executor on.
 
         Raises:
             DataError: Their examples cannot be read.
@@ -130,12 +131,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An executor and why it was chosen.
+    """A chosen executor, with the reason for the choice.
 
     Attributes:
-        kind: Which.
-        block_size: Clients in a block at the most.
-        reason: For the user to read.
+        kind: The executor.
+        block_size: Most clients in a block.
+        reason: The reason, as text for the user.
     """
 
     kind: ExecutorKind
@@ -144,7 +145,7 @@ class Choice:
 
 
 def make_executor(job: Job, kind: ExecutorKind) -> Executor:
-    """Return the executor called ``kind``.
+    """Build the executor of a kind.
 
     Raises:
         EngineError: It cannot train this job's model; the message says why.
@@ -169,15 +170,15 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
 
 
 def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
-    """Return the fastest executor that can train this job.
+    """Choose the fastest executor that can train this job.
 
     Args:
         job: The job.
-        clock: Real time, for a probe.
-        cache_dir: Where probes are remembered, one small file each.
+        clock: A clock of real time, for probes.
+        cache_dir: Folder for cached timings, one small file each.
 
     Raises:
-        EngineError: Not even the sequential one can.
+        EngineError: Not even the sequential executor can train the job.
     """
     if job.make_trainer is not None:
         return _by_trainers(job)
@@ -204,7 +205,7 @@ def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
 
 
 def named(job: Job, kind: ExecutorKind) -> Choice:
-    """Return the executor that the user named.
+    """Use the executor that the user configured, after checking that it works.
 
     Raises:
         EngineError: It cannot train this job's model; the message says why.
@@ -230,15 +231,15 @@ def named(job: Job, kind: ExecutorKind) -> Choice:
 
 
 def _not_this(kind: ExecutorKind, reason: str) -> EngineError:
-    """Return the error for a named executor that cannot train the model."""
+    """Build the error for a configured executor that cannot train the model."""
     return EngineError(f'engine.executor "{kind}": {reason}; use "auto" or "sequential"')
 
 
 def _trial(job: Job) -> Trial | str:
-    """Return the job's trial, or why its model must train one client at a time.
+    """Run the job's trial; if it fails, return why the model must train one client at a time.
 
     Raises:
-        EngineError: Nor does it train like that.
+        EngineError: The model cannot train one client at a time either.
     """
     if job.params.layout.others:
         _require_trainable(job)
@@ -251,17 +252,17 @@ def _trial(job: Job) -> Trial | str:
             )
         except EngineError:
             raise
-        except Exception as error:  # noqa: BLE001 - user code; another client's examples may do
+        except Exception as error:  # noqa: BLE001 - user code; another client's data may work
             reason = reason or said(error)
     _require_trainable(job)
     return reason
 
 
 def _require_trainable(job: Job) -> None:
-    """Check that one client trains; of those that were tried the first says why none does.
+    """Check that at least one of a few clients can be trained.
 
     Raises:
-        EngineError: None does.
+        EngineError: No client can; the message has the first client's error.
     """
     executor, first = make_executor(job, ExecutorKind.SEQUENTIAL), None
     for client in _tried(job):
@@ -281,7 +282,7 @@ def _require_trainable(job: Job) -> None:
 
 
 def _tried(job: Job) -> Iterator[NDArray[np.int64]]:
-    """Yield single clients from all over the population: one that fails is not all of them."""
+    """Yield single clients spread over the population, since one client's data may be bad."""
     yield from spread_clients(job.population, _PROBE_CLIENTS)[:, None]
 
 
@@ -329,10 +330,10 @@ def _fastest(job: Job, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
 
 
 def _tuned(job: Job, usual: Choice, clock: Clock, path: Path) -> Choice:
-    """Return the choice with the fastest block of a few, if the run is long enough to measure them.
+    """Choose the fastest of several block sizes, if the run is long enough to time them.
 
-    Blocks of another size may round otherwise. Training one client at a time takes their place only
-    if it is clearly faster.
+    The block size may change rounding. Training one client at a time is chosen only if it is
+    clearly faster.
     """
     seconds = _remembered(path)
     if not seconds:
@@ -353,16 +354,17 @@ def _tuned(job: Job, usual: Choice, clock: Clock, path: Path) -> Choice:
 
 
 def _timed_blocks(job: Job, usual: Choice, clock: Clock) -> dict[str, float]:
-    """Return seconds an example by executor and size of block; empty: there is no time for it.
+    """Time several block sizes: seconds per example, by "executor size".
 
-    An executor or a client that fails ends it: then the usual block is as good as any.
+    Empty if the run is too short, or if an executor or client fails; the usual size is used then.
     """
     most = min(job.num_together, job.population.num_clients)
     usual_size = min(usual.block_size, most)
     sizes = dict.fromkeys(min(max(1, round(usual_size * each)), most) for each in _SIZES)
     candidates = [(usual.kind, size) for size in sizes]
     candidates.insert(1, (ExecutorKind.SEQUENTIAL, 1))
-    left, found = _MEASURING * job.num_clients, dict[str, float]()  # in clients, at the usual speed
+    # The time left for measuring, in clients trained at the usual speed.
+    left, found = _MEASURING * job.num_clients, dict[str, float]()
     executors = dict[ExecutorKind, Executor]()
     for kind, size in candidates:
         cost = _TIMES * size * (1.0 if kind is usual.kind else _SLOWER)
@@ -399,17 +401,17 @@ def _chain(job: Job) -> Chain:
 
 
 class _Speed(NamedTuple):
-    """What a probe measured: seconds a client, one after another and in a block."""
+    """Result of a probe: seconds per client, one at a time and in a block."""
 
     sequential_s: float
     stacked_s: float
 
 
 def _measured(job: Job, clock: Clock, path: Path) -> _Speed:
-    """Return what an earlier probe has left at ``path``, else what one measures now.
+    """Load the cached result of an earlier probe from ``path``, or run a probe and cache it.
 
     Raises:
-        EngineError: An executor cannot train them.
+        EngineError: An executor cannot train the clients.
     """
     found = _remembered(path)
     if found.keys() == set(_Speed._fields):
@@ -420,7 +422,7 @@ def _measured(job: Job, clock: Clock, path: Path) -> _Speed:
 
 
 def _remembered(path: Path) -> dict[str, float]:
-    """Return the seconds that an earlier run has measured, by name; empty: none, or damaged."""
+    """Load cached timings by name; empty if the file is missing or damaged."""
     try:
         return _SECONDS.validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -453,16 +455,16 @@ def _probe(job: Job, clock: Clock) -> _Speed:
     except (DataError, EngineError) as error:
         trained = attempts(lambda some: sequential.train(job.work(some)), client_ids, errors)
         sound = [places for places, _ in trained]
-        if not (sound and errors):  # it is not one client's failure
+        if not (sound and errors):  # the failure is not specific to some clients
             raise EngineError(said(error)) from error
     return timed(np.sort(np.concatenate(sound)))
 
 
 def _seconds(executor: Executor, work: Work, clock: Clock) -> float:
-    """Return the seconds a client takes: the better of two, after one to warm up.
+    """Time an executor: seconds per client, the better of two runs after a warm-up.
 
     Raises:
-        EngineError: The executor cannot train them.
+        EngineError: The executor cannot train the clients.
     """
     times = []
     for _ in range(_TIMES):
@@ -476,7 +478,7 @@ def _seconds(executor: Executor, work: Work, clock: Clock) -> float:
 
 
 def _fingerprint(job: Job) -> str:
-    """Return what a probe's result depends on, hashed."""
+    """Hash everything that a probe's result depends on, as a key for cached timings."""
     with untouched(torch.default_generator):
         model = job.make_model()
     parts = (

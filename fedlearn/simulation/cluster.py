@@ -1,11 +1,11 @@
-"""The processes that share a simulation.
+"""Worker processes that run one simulation together.
 
-Each runs the same run loop on the same seeds and trains its share of each cohort; one all-reduce
-a round gives all of them the same aggregate, hence the same model. The workers of one machine add
-up through shared memory. On Linux they are forked, and share the examples; on macOS, where forks of
-a process that has threads crash in the system's libraries, and on Windows, which has no forks, they
-are started anew and sent what they need. Under ``torchrun`` they exist already, on one machine or
-many, and add up through torch.distributed.
+All run the same loop with the same seeds, and each trains its share of every cohort. One all-reduce
+per round gives all of them the same aggregate, and so the same model. Workers of one machine sum
+through shared memory. On Linux they are forked and share the examples. On macOS, a fork of a
+process with threads crashes in system libraries, and Windows has no fork; there, workers are
+spawned and everything they need is sent to them. Under ``torchrun`` the workers exist already, on
+one machine or several, and sum through torch.distributed.
 """
 
 import os
@@ -38,18 +38,19 @@ from fedlearn.simulation.shared_memory import SharedRows
 
 ResultT = TypeVar("ResultT")
 
-#: Longest wait for another process in one all-reduce: a worker that is merely slow is no error.
+#: Timeout of an all-reduce. It is long because a slow worker is not an error.
 _TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True, eq=False)
 class SharingMemory:
-    """Processes of one machine, started by the first.
+    """A cluster of processes on one machine that sum through shared memory.
 
     Attributes:
-        rank: This process.
-        links: Of rank 0 to each of the others, of another to rank 0.
-        rows: Where they add up, by turns: a row may be read until its turn comes again.
+        rank: Rank of this process; rank 0 started the others.
+        links: Connections: from rank 0 to each other process, from another one to rank 0.
+        rows: Two buffers for sums, used alternately. While a slow process still reads one, the
+            next sum is written to the other.
     """
 
     rank: int
@@ -63,7 +64,7 @@ class SharingMemory:
         return len(self.rows[0])
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Add the tensors up over all processes, each process a part of the elements."""
+        """Sum the tensors over all processes; each process sums a part of the elements."""
         self._turns[0] ^= 1
         shared = self.rows[self._turns[0]]
         shared.write(self.rank, tensors)
@@ -73,7 +74,7 @@ class SharingMemory:
         shared.read(tensors)
 
     def broadcast(self, value: ResultT | None) -> ResultT:
-        """Return rank 0's value; it travels pickled, among processes of one user."""
+        """Return rank 0's value, sent as a pickle; all processes belong to one user."""
         try:
             if self.rank == 0:
                 for link in self.links:
@@ -86,7 +87,7 @@ class SharingMemory:
         return value
 
     def _meet(self) -> None:
-        """Return once every process is here."""
+        """Wait until every process has reached this barrier."""
         try:
             if self.rank == 0:
                 for link in self.links:
@@ -114,18 +115,20 @@ def launch(
     environment: Mapping[str, str],
     others: Callable[[Cluster], object] | None = None,
 ) -> ResultT:
-    """Run a simulation in every process and return what it returns in this one.
+    """Run a simulation in all worker processes; return the result of this process.
 
     Args:
         body: The simulation.
-        num_workers: Processes to start on this machine, this one included; ignored under
+        num_workers: Number of processes on this machine, including this one. Ignored under
             torchrun, which has started them already.
-        environment: Says whether torchrun did (``RANK`` and ``WORLD_SIZE``).
-        others: What processes that this one starts run in its place, in step with it; ``None``:
-            the same. It travels pickled where processes are not forked (:func:`can_fork`).
+        environment: Environment variables; ``RANK`` and ``WORLD_SIZE`` tell that torchrun started
+            the processes.
+        others: The function that the started processes run, in step with ``body``; ``None``:
+            ``body`` itself. It is pickled if processes are not forked (:func:`can_fork`).
 
     Raises:
-        EngineError: A worker failed or died, and the others were stopped; or it cannot be started.
+        EngineError: A worker failed or died, and the others were stopped; or a worker could not
+            be started.
     """
     others = others or body
     with one_thread():
@@ -138,7 +141,7 @@ def launch(
 
 
 def can_fork() -> bool:
-    """Return whether workers are forks of this process, which share all that it has."""
+    """Return whether workers are forks of this process, and so share its memory."""
     return sys.platform == "linux"
 
 
@@ -163,7 +166,7 @@ def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) 
 def _spawned(
     body: Callable[[Cluster], ResultT], others: Callable[[Cluster], object], num_workers: int
 ) -> ResultT:
-    """Start the workers anew, be rank 0, and leave none behind whatever happens."""
+    """Spawn the workers and run as rank 0; all workers are gone when this returns or raises."""
     context = get_context("spawn")
     processes, links = [], []
     with TemporaryDirectory(prefix="fedlearn-", ignore_cleanup_errors=True) as folder:
@@ -174,7 +177,7 @@ def _spawned(
                 arguments = (others, rank, num_workers, other, Path(folder))
                 processes.append(context.Process(target=_be_spawned, args=arguments))
                 _start(processes[-1])
-                other.close()  # only the worker has it, so its death ends the link
+                other.close()  # then only the worker has it, so its death closes the link
             for rank, each in enumerate(links, start=1):
                 _await_ready(each, rank)
             rows = _rows_in(Path(folder), num_workers)
@@ -224,7 +227,7 @@ def _be_spawned(
     link: Link,
     folder: Path,
 ) -> NoReturn:
-    """Run in a worker that was started anew."""
+    """Entry point of a spawned worker."""
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent_process, daemon=True).start()
     link.send_bytes(b"ready")
@@ -241,7 +244,7 @@ def _exit_with_parent_process() -> NoReturn:
 def _forked(
     body: Callable[[Cluster], ResultT], others: Callable[[Cluster], object], num_workers: int
 ) -> ResultT:
-    """Fork the workers, be rank 0, and leave none behind whatever happens."""
+    """Fork the workers and run as rank 0; all workers are gone when this returns or raises."""
     rows = (SharedRows(num_workers), SharedRows(num_workers))
     bodies = [partial(_be_forked, others, rank, rows) for rank in range(1, num_workers)]
     try:
@@ -258,20 +261,21 @@ def _be_forked(
     rows: tuple[SharedRows, SharedRows],
     link: Link,
 ) -> NoReturn:
-    """Run in a fork."""
+    """Entry point of a forked worker."""
     _work(others, lambda: SharingMemory(rank, [link], rows))
 
 
 def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoReturn:
-    """Be a worker to the end of its process."""
+    """Run a worker's part and exit its process."""
     status = 1
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, the lifeline tells
+        # Rank 0 handles these signals. A worker exits when rank 0 is gone.
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         body(join())
         status = 0
     except EngineError:
-        pass  # the loss of another process, which speaks for itself
+        pass  # another process is gone, and has reported its own error
     except BaseException:
         traceback.print_exc()
         raise
@@ -281,10 +285,10 @@ def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoR
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread per process for a while.
+    """Limit torch to one thread in the block.
 
-    Small operations gain nothing from a second one, which spins and starves its neighbours; and
-    sums then do not depend on the number of cores.
+    Small operations gain nothing from a second thread, which busy-waits and takes CPU time from
+    other workers. Also, sums then do not depend on the number of cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

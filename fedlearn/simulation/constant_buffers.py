@@ -1,4 +1,4 @@
-"""Which floating-point buffers of a model training leaves alone: found by training a little."""
+"""Finds the floating-point buffers of a model that training does not change, by a short trial."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from fedlearn.simulation.population import Population
 from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Part, Precision, ResidentModel
 
-#: Examples of the batch that is tried.
+#: Examples in the trial's batch.
 _TRIED = 8
-#: Steps: what changes only in every second one shows as well.
+#: Steps of the trial. Two, so that a buffer that changes only in every second step is found.
 _STEPS = 2
 
 
 @dataclass(frozen=True)
 class HoldingBuffers:
-    """A factory of models some of whose buffers are frozen.
+    """A factory of models with some buffers frozen.
 
     Attributes:
         make_model: Builds the model.
@@ -44,18 +44,18 @@ def constant_buffers(
     population: Population,
     params: Params,
 ) -> tuple[str, ...]:
-    """Return the floating-point buffers that a forward and backward pass do not change.
+    """Find the floating-point buffers that forward and backward passes do not change.
 
-    Such as a table of positional encodings, or the statistics of a FrozenBatchNorm.
+    For example a table of positional encodings, or the statistics of a FrozenBatchNorm.
 
     Args:
         make_model: Builds the model.
         objective: The loss.
-        population: Some examples of one of its clients are tried.
+        population: The clients; the trial uses some examples of one of them.
         params: The initial model.
 
     Raises:
-        Exception: What the model or the objective raises.
+        Exception: Any error of the model or the objective.
     """
     num_examples = population.num_examples(np.arange(min(64, population.num_clients)))
     features, labels = population.load(np.asarray([num_examples.argmax()])).gathered()

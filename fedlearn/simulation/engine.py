@@ -1,9 +1,9 @@
 """The simulation engine: a collector that trains whole blocks of clients at once.
 
-It plays a round in virtual time (:mod:`~fedlearn.simulation.virtual_round`): which clients report
-before its close follows from their devices, so only those are trained. They are dealt to the
-workers by size, cut into blocks, trained, validated, and folded into the aggregate. Memory grows
-with the block, not with the cohort or the population.
+It simulates a round in virtual time (:mod:`~fedlearn.simulation.virtual_round`). The device model
+determines which clients report before the round closes, so only those are trained. They are dealt
+to the workers by size, cut into blocks, trained, validated, and added to the aggregate. Memory
+grows with the block, not with the cohort or the population.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ from fedlearn.simulation.schedule import rows_of_round, training_rows
 from fedlearn.simulation.secure import ModularSum
 from fedlearn.simulation.virtual_round import RAISED, REFUSED, REPORTED, VirtualRound, Wave
 
-#: Clients that are tried before a failure is taken for everyone's.
+#: Clients to try before concluding that no client can be trained.
 _TRIED = 16
 
 
@@ -54,14 +54,13 @@ class Engine:
     """Simulates a population of clients.
 
     Attributes:
-        population: Who there is, and their examples.
-        behaviour: How long their rounds take and which of them fail.
-        executor: How a block of clients is trained.
+        population: The clients and their examples.
+        behaviour: Model of the clients' devices: durations and failures.
+        executor: Trains a block of clients.
         policy: When a round closes.
         cluster: The processes that share the work.
-        block_size: Clients in a block at the most; bounds memory.
-        summing: How updates are summed in place of the strategy's own mean, where secure
-            aggregation is simulated; else ``None``.
+        block_size: Most clients in a block; bounds memory.
+        summing: Replaces the strategy's mean if secure aggregation is simulated; else ``None``.
         staleness: How late updates count, or when a buffer is full; ``None``: rounds are
             synchronous.
     """
@@ -76,7 +75,7 @@ class Engine:
     staleness: LateUpdates | Asynchrony | None = None
 
     def available(self) -> Sequence[ClientId]:
-        """Return the whole population: a client id is an int, so a range does without a table."""
+        """Return all clients, as a range, so that a large population needs no table."""
         return cast("Sequence[ClientId]", range(self.population.num_clients))
 
     def collect(
@@ -89,21 +88,21 @@ class Engine:
     ) -> Collected:
         """Train the clients that report before the round closes; see :class:`Collector`.
 
-        A client whose training raises an error has failed, as a deployed one would have.
+        A client whose training raises an error counts as failed, as in a deployment.
 
         Raises:
             EngineError: No client can be trained in the first round, several workers would have to
-                share what a trainer keeps, or another worker is gone.
+                share a trainer's client state, or another worker is gone.
         """
         collection = collection_for(self.policy, self.staleness, flight, requests[round_num])
         return VirtualRound(self, collection, requests, draw).play()
 
     def reduction(self, request: RoundRequest) -> Reduction:
-        """Return what the updates of a round are folded into.
+        """Create the accumulator for a round's updates.
 
         Raises:
-            RoundError: Secure aggregation is simulated, and cannot do what the strategy does in
-                this round.
+            RoundError: Secure aggregation is simulated, and does not support the strategy's
+                aggregation in this round.
         """
         strategy, aggregation = request.strategy, request.strategy.aggregation
         bounds = self.bounds(request)
@@ -111,18 +110,22 @@ class Engine:
         if self.summing is not None:
             self.summing.plan.require_same_mean(aggregation)
             return Summed(self.summing, lanes, params, bounds=bounds, clip_norm=None)
-        # Without bounds there is noise: a count of clipped updates would have none.
+        # Without bounds, clients add noise. A count of clipped updates would reveal data without
+        # any noise, so there is none.
         clip_norm = None if bounds is None else last_clip(strategy.transforms)
         if isinstance(aggregation, FullAggregation):
             return Gathered(aggregation, lanes, params, bounds=bounds, clip_norm=clip_norm)
         return Summed(aggregation, lanes, params, bounds=bounds, clip_norm=clip_norm)
 
     def bounds(self, request: RoundRequest) -> UpdateBounds | None:
-        """Return what bounds an update; nothing where no one update is seen by itself."""
+        """Return the bounds to check each update; ``None`` if single updates are not visible.
+
+        That is the case in secure aggregation.
+        """
         return None if self.summing is not None else request.strategy.bounds
 
     def asked(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
-        """Return a request as these clients' devices meet it."""
+        """Describe the work of a request to the model of these clients' devices."""
         updates = self._locals(client_ids, [request] * len(client_ids))
         num_examples = self.population.num_examples(client_ids)
         return DeviceRound(
@@ -136,7 +139,10 @@ class Engine:
         )
 
     def foreseen(self, drawn: Sequence[PendingTask], request: RoundRequest) -> list[PendingTask]:
-        """Return clients of one drawing, who are asked ``request``, with how their devices do."""
+        """Predict the duration and failure of tasks that were drawn together.
+
+        All of them are sent ``request``.
+        """
         if not drawn:
             return []
         client_ids = np.asarray([each.client_id for each in drawn], np.int64)
@@ -157,13 +163,15 @@ class Engine:
         *,
         factors: NDArray[np.float64] | None = None,
     ) -> Wave:
-        """Train clients on all workers and fold their updates in; every worker returns the same.
+        """Train clients on all workers and accumulate their updates.
+
+        Every worker returns the same result.
 
         Args:
-            client_ids: In order of arrival: shape [n].
-            requests: What each was sent; those of one round are one object.
-            reduction: What the updates are folded into.
-            factors: What their weights are multiplied by: shape [n]; ``None``: by nothing.
+            client_ids: The clients, in order of arrival: shape [n].
+            requests: The request sent to each client; clients of one round share one object.
+            reduction: The accumulator of the updates.
+            factors: Factors on the weights of the updates: shape [n]; ``None``: all 1.
 
         Raises:
             DataError: See :meth:`collect`.
@@ -173,7 +181,8 @@ class Engine:
         updates, bounds = self._locals(client_ids, requests), self.bounds(request)
         steps = by_client(LocalWork.num_steps, updates, self.population.num_examples(client_ids))
         reduction.begin(client_ids, self.cluster)
-        # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
+        # Rows: loss, examples, verdict. Each worker fills in its own clients' columns; an
+        # all-reduce merges them.
         report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
         errors, reasons = dict[int, BaseException](), dict[int, str]()
         kept = dict[int, Mapping[str, Tensor]]()
@@ -239,10 +248,11 @@ class Engine:
         reasons: Mapping[int, str],
         errors: Mapping[int, BaseException],
     ) -> None:
-        """Check that some client of the population can be trained, though none of a wave can.
+        """Check that another client can be trained, after all clients of a wave have failed.
 
         Raises:
-            EngineError: None of those that were tried can: the mistake is not one client's.
+            EngineError: None of the clients that were tried can, so the error is not specific to a
+                client.
         """
         problem = None
         if self.cluster.rank == 0:
@@ -261,7 +271,7 @@ class Engine:
         try:
             trained = self._train_block(np.asarray(client_ids), [request], local)
             _sent(np.asarray(client_ids), trained, [request])
-        except BaseException as error:  # user code raises anything, here once more
+        except BaseException as error:  # user code may raise anything
             if not is_failure(error):
                 raise
             return False
@@ -270,9 +280,9 @@ class Engine:
     def _takes_apart(
         self, updates: Sequence[LocalUpdate], requests: Sequence[RoundRequest]
     ) -> bool:
-        """Return whether a block may have clients that start from several models.
+        """Return whether clients that start from different models may share a block.
 
-        Their steps must not depend on the round, nor on what is told in it.
+        Their steps must depend neither on the round nor on its broadcast.
         """
         return (
             getattr(self.executor, "takes_apart", False)
@@ -283,7 +293,7 @@ class Engine:
     def _locals(
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest]
     ) -> Sequence[LocalUpdate]:
-        """Return what each client does, by what it was sent."""
+        """Return each client's local update, by the request that it was sent."""
         strategies = {id(each.strategy): each.strategy for each in requests}
         if len(strategies) == 1:
             strategy = requests[0].strategy
@@ -337,7 +347,7 @@ class Engine:
         local: LocalUpdate,
         apart: Apart | None,
     ) -> ClientRows:
-        """Return the examples of a block as its clients read them."""
+        """Load the examples of a block as its clients would read them."""
         seed = Seed(request.seed)
         if isinstance(self.executor, TrainerExecutor):
             return rows_of_round(
@@ -357,11 +367,11 @@ class Engine:
 def _sent(
     client_ids: NDArray[np.int64], trained: Trained, requests: Sequence[RoundRequest]
 ) -> Updates:
-    """Return a block's updates as they leave their clients, with weights of one.
+    """Build a block's updates as clients send them, after transforms, with weights of 1.
 
     Raises:
-        UnusableResult: They are not what the strategy declares.
-        Exception: What a transform raises.
+        UnusableResult: The updates do not match the strategy's declared lanes.
+        Exception: Any error of a transform.
     """
     request = requests[0]
     strategy, layout = request.strategy, request.params.layout
@@ -378,13 +388,13 @@ def _sent(
     if not transforms:
         return updates
     sent = transformed(updates, transforms, seed=Seed(request.seed), round_num=request.round_num)
-    # A transform may add a lane, and by the last one all are there.
+    # A transform may add a lane, so all of them exist only after the last transform.
     _require_declared(sent, strategy.lanes, layout, who=transforms[-1])
     return sent
 
 
 def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) -> Updates:
-    """Return the updates with their statistics relative to the model of the round they count in."""
+    """Make the updates' statistics relative to the model of the round in which they count."""
     are_current = all(each.params is params for each in requests)
     if not params.layout.statistics or (are_current and not params.layout.others):
         return updates
@@ -398,7 +408,10 @@ def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) 
 
 
 def _sent_numbers(num_examples_B: Tensor, request: RoundRequest) -> Tensor:
-    """Return the numbers of examples that clients send: 1 if they add noise, which these lack."""
+    """Return the numbers of examples that clients send.
+
+    If clients add noise, it is 1 for each, since the actual number would be sent without noise.
+    """
     strategy = request.strategy
     if adds_own_noise(strategy.local, strategy.transforms):
         return torch.ones_like(num_examples_B)
@@ -430,7 +443,7 @@ def _fold_block(
     num_examples: NDArray[np.int64],
     bounds: UpdateBounds | None,
 ) -> dict[int, str]:
-    """Fold a block into the aggregate; return by row why some updates are refused."""
+    """Add a block to the aggregate; return the reason for each refused update, by row."""
     refused, rows = dict[int, str](), np.arange(len(places))
     if bounds is not None:
         is_heavy = num_examples > bounds.max_examples
@@ -448,10 +461,10 @@ def _fold_block(
 def _require_declared(
     updates: Updates, lanes: Sequence[LaneSpec], layout: Layout, *, who: object
 ) -> None:
-    """Refuse lanes of a block that are not those declared, as a coordinator would.
+    """Check a block's lanes against the declared ones, as a coordinator would.
 
     Raises:
-        UnusableResult: They are not.
+        UnusableResult: They do not match.
     """
     name = type(who).__name__
     counts = {len(rows) for rows in (updates.weights_B, *updates.lanes.values())}
@@ -469,9 +482,10 @@ def _require_declared(
 def shared(
     kept: Kept, client_ids: Sequence[int], *, local: LocalUpdate, params: Params, cluster: Cluster
 ) -> Kept:
-    """Return what some clients keep, whichever worker has trained them or will.
+    """Share the client state of trained clients among all workers.
 
-    ``kept`` is of those that were trained here, ``client_ids`` are all, the same in every process.
+    ``kept`` has the clients that this worker trained. ``client_ids`` are all clients whose state
+    is shared, the same in every process.
     """
     specs = {name: spec for name, spec in local.memory.items() if spec.is_kept}
     if cluster.world_size == 1 or not specs or not client_ids:
@@ -489,11 +503,11 @@ def by_client(
     updates: Sequence[LocalUpdate],
     num_examples: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return what ``count`` finds for each client, by its work and its number of examples: [n]."""
+    """Call ``count`` with each client's work and number of examples: shape [n]."""
     if _is_one(updates):
         return count(updates[0].work, num_examples)
     each = zip(updates, num_examples[:, None], strict=True)
-    # The first part is for a cohort of nobody.
+    # The first part, which is empty, allows an empty cohort.
     return np.concatenate([num_examples[:0], *(count(u.work, own) for u, own in each)])
 
 
@@ -504,9 +518,10 @@ def _blocks(
     *,
     is_apart: bool,
 ) -> Iterator[NDArray[np.int64]]:
-    """Cut clients into blocks that do the same, in their order; one by one each has its turn.
+    """Cut clients into blocks with the same local update and transforms, in their order.
 
-    Those that start from several models are in several blocks if that ``is_apart``.
+    With ``is_apart``, clients that start from different models go into different blocks. With a
+    block size of 1, the order of all clients is kept.
     """
     groups = [mine]
     if block_size > 1 and not all(_is_one(each) for each in zip(*work, strict=True)):
@@ -530,9 +545,9 @@ def _is_one(pieces: Sequence[object]) -> bool:
 
 
 def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
-    """Return the indices of the clients that this worker trains, those with most steps first.
+    """Choose the clients that this worker trains; return their indices, most steps first.
 
-    Longest processing time first: each client goes to the worker with least to do.
+    Longest processing time first: each client goes to the worker with the least work so far.
 
     Example:
         >>> from fedlearn.core.cluster import Alone

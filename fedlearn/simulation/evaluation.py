@@ -1,4 +1,4 @@
-"""Evaluation inside a simulation: pooled held-out examples, and client by client."""
+"""Evaluation in a simulation: on a central test set, and on each client's examples."""
 
 import math
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from fedlearn.session.faults import is_failure, reason_for
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
 from fedlearn.training.resident import Measured, ResidentModel
 
-#: Clients whose examples are held in memory at a time.
+#: Most clients whose examples are in memory at the same time.
 _CLIENTS_AT_ONCE = 64
-#: Bytes of examples that were read from a dataset for an evaluation and are kept for the next.
+#: Most bytes of examples read from a dataset that are cached for the next evaluation.
 _KEPT_BYTES = 256 << 20
 
 log = structlog.get_logger()
@@ -30,12 +30,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class CentralEvaluator:
-    """Measures the model on examples that no client holds; the workers share them.
+    """Evaluates the model on a central test set, split among the workers.
 
     Attributes:
-        features: Shape [N, ...], or several such.
+        features: Shape [N, ...], or several such inputs.
         labels: Shape [N, ...].
-        batch_size: Examples at a time.
+        batch_size: Examples per batch.
     """
 
     model: ResidentModel
@@ -45,7 +45,7 @@ class CentralEvaluator:
     cluster: Cluster
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Return the ``loss`` and each metric: means over the examples, or of all as one set."""
+        """Compute the ``loss`` and each metric, as a mean over examples or on the whole set."""
         mine = _share(len(self.labels), self.cluster)
         found = self.model.measure(
             params, cut(self.features, mine), self.labels[mine], batch_size=self.batch_size
@@ -53,14 +53,14 @@ class CentralEvaluator:
         weighted = found.weighted()
         means = dict[str, float]()
         if weighted:
-            # Of each measure the sum of weight times value, and that of the weights.
+            # For each metric, the sum of weight times value and the sum of weights.
             sums = torch.stack([each.sum() for pair in weighted.values() for each in pair]).cpu()
             self.cluster.all_reduce([sums])
             means = dict(zip(weighted, (sums[::2] / sums[1::2]).tolist(), strict=True))
         return means | self._whole(found.outputs, mine)
 
     def _whole(self, outputs: Tensor, mine: slice) -> dict[str, float]:
-        """Return the measures of the whole set, the outputs of all workers put together."""
+        """Compute the metrics that need the whole set, from the outputs of all workers."""
         measures = self.model.measures
         if not measures.needs_whole_sets:
             return {}
@@ -69,16 +69,16 @@ class CentralEvaluator:
             everything = outputs.new_zeros(len(self.labels), *outputs.shape[1:])
             everything[mine] = outputs
             self.cluster.all_reduce([everything])
-        # Once, for all: what a function of the user's returns need not be the same twice.
+        # Only on rank 0: a user's function might return a different value on each worker.
         values = measures.whole(everything, self.labels) if self.cluster.rank == 0 else None
         return self.cluster.broadcast(values)
 
 
 class ReadOnce:
-    """A population whose dataset is read once for the clients that are evaluated every time.
+    """A population that caches the examples read from a dataset, for repeated evaluation.
 
-    Evaluation reads the same values every time, so they are kept, up to a number of bytes. What
-    lies in memory already is not copied.
+    Evaluation reads the same values every time, so they are cached, up to a limit. Examples that
+    are in memory already are not copied.
 
     Args:
         population: The clients.
@@ -101,7 +101,7 @@ class ReadOnce:
         """Return the examples of these clients, in this order.
 
         Raises:
-            DataError: Examples that were read just now cannot be measured.
+            DataError: An example that was just read is invalid.
         """
         key = client_ids.tobytes()
         if key in self._kept:
@@ -116,11 +116,11 @@ class ReadOnce:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientEvaluator:
-    """Measures the model on the examples of a fixed sample of clients, one by one.
+    """Evaluates the model on each client of a fixed sample.
 
     Attributes:
-        client_ids: Who is measured, the same every time: shape [n].
-        batch_size: Examples at a time.
+        client_ids: The sampled clients, the same every time: shape [n].
+        batch_size: Examples per batch.
     """
 
     model: ResidentModel
@@ -130,9 +130,9 @@ class ClientEvaluator:
     cluster: Cluster
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Return how the loss and each metric are spread over the clients.
+        """Compute the distribution of the loss and each metric over the clients.
 
-        A client whose evaluation raises an error is left out, as a deployed one would be.
+        A client whose evaluation raises an error is left out, as in a deployment.
 
         Raises:
             EngineError: No client can be evaluated.
@@ -154,7 +154,7 @@ class ClientEvaluator:
     def _measure_each(
         self, params: Params, client_ids: NDArray[np.int64], reasons: dict[int, str]
     ) -> dict[str, NDArray[np.float64]]:
-        """Return what :meth:`_measure` does; NaN for clients that fail, with ``reasons`` by id."""
+        """Evaluate clients; NaN for those that fail, whose reasons are added to ``reasons``."""
         try:
             return self._measure(params, client_ids)
         except BaseException as error:  # a client boundary: user code raises anything
@@ -171,11 +171,11 @@ class ClientEvaluator:
     def _measure(
         self, params: Params, client_ids: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
-        """Return one value a client of each measure, over all of its examples."""
+        """Compute each metric over each client's examples: one value per client."""
         rows = self.population.load(client_ids)
         features, labels = rows.gathered()
         features, labels = moved(features, params.vector.device), labels.to(params.vector.device)
-        # Together through the model, which in evaluation mode sees each example by itself.
+        # All clients in one pass: in evaluation mode the model treats examples independently.
         found = self.model.measure(params, features, labels, batch_size=self.batch_size)
         sizes = np.diff(rows.offsets)
         owner = np.repeat(np.arange(len(client_ids)), sizes)
@@ -184,7 +184,7 @@ class ClientEvaluator:
             sums, weights = (
                 np.bincount(owner, each.cpu().numpy(), minlength=len(client_ids)) for each in pair
             )
-            # NaN for a client of whose examples none counts: it is left out of the spread.
+            # NaN if none of a client's examples counts, which leaves it out of the distribution.
             means[name] = np.where(
                 weights > 0.0, sums / np.where(weights > 0.0, weights, 1.0), np.nan
             )
@@ -200,12 +200,12 @@ class ClientEvaluator:
 
 
 def _share(num: int, cluster: Cluster) -> slice:
-    """Return which of so many things this worker does."""
+    """Return this worker's share of ``num`` items."""
     ends = np.linspace(0, num, cluster.world_size + 1).astype(int)
     return slice(ends[cluster.rank], ends[cluster.rank + 1])
 
 
 def evaluated_clients(population: int, num_clients: int, seed: Seed) -> NDArray[np.int64]:
-    """Return the clients that are measured, the same in every round: shape [num_clients]."""
+    """Sample the clients to evaluate, the same in every round: shape [num_clients]."""
     rng = seed.derive("evaluated clients").numpy()
     return np.sort(rng.choice(population, num_clients, replace=False))

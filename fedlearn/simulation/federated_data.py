@@ -1,4 +1,4 @@
-"""A federated data set: who holds which examples, and the test set that nobody holds."""
+"""Federated data sets: the examples of each client, and a central test set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,18 +54,18 @@ from fedlearn.training.local_data import (
 
 _CACHE_BYTES = 256 << 20  # of decoded Parquet row groups
 _CLIENTS_AT_ONCE = 1 << 20
-_READ_TWICE = 4  # rows of a dataset, to see whether it can be read the same again
+_READ_TWICE = 4  # rows of a dataset that are read twice, to check that reads are repeatable
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FederatedData:
-    """What a simulation runs on.
+    """The data of a simulation: clients with their examples, and a central test set.
 
     Attributes:
         population: The clients and their examples.
-        test: Examples of the central test set; features in float64 are in float32 here, as most
-            models take them.
-        stored_test: The same with features as the data have them, for a model in float64.
+        test: The central test set. Features in float64 are converted to float32, which most
+            models take.
+        stored_test: The test set with features in their original dtype, for a model in float64.
 
     Raises:
         DataError: A client or the test set has no examples, or the first client's examples
@@ -87,7 +87,7 @@ class FederatedData:
 
     @property
     def names(self) -> NDArray[Any] | None:
-        """What the data call the clients: shape [C]; ``None``: they have no names.
+        """The clients' names in the data: shape [C]; ``None``: they have no names.
 
         ``names[k]`` is the user, writer or hospital that records and errors call client k.
         """
@@ -98,7 +98,7 @@ class FederatedData:
         """Shape of one example's features.
 
         Raises:
-            DataError: They are several inputs, each with a shape of its own.
+            DataError: There are several inputs, so there is no single shape.
         """
         return tuple(only(self.test.features).shape[1:])
 
@@ -122,15 +122,15 @@ Division: TypeAlias = Partitioner | Natural | Bootstrap
 
 @explain_calls
 def from_examples(data: TrainTest, *, partition: Division, seed: int) -> FederatedData:
-    """Return a federated data set of examples that were made, or held out, by hand.
+    """Build a federated data set from training and test examples.
 
     Args:
-        data: What is divided, and the test set.
+        data: The training examples to divide, and the test set.
         partition: How the training examples are divided among clients.
         seed: Chooses the partition.
 
     Raises:
-        DataError: They cannot be divided as asked, or a client would have none.
+        DataError: The examples cannot be divided as asked, or a client would have none.
 
     Example:
         >>> import torch
@@ -176,25 +176,25 @@ def from_arrays(
     test_fraction: float | None = None,
     groups: ArrayLike | None = None,
 ) -> FederatedData:
-    """Return a federated data set of arrays in memory.
+    """Build a federated data set from arrays in memory.
 
     Args:
-        features: Real numbers, [N, ...]. They keep their dtype in memory; a batch becomes what
-            the model takes: see :mod:`fedlearn.training.input_dtypes`. A tuple of such arrays are
-            the positional, a dict the keyword arguments of the model's forward; one of several may
-            be boolean, a mask.
+        features: Real numbers, [N, ...]. They keep their dtype in memory; each batch is converted
+            to the dtype that the model takes: see :mod:`fedlearn.training.input_dtypes`. A tuple
+            of such arrays are the positional arguments of the model's forward, a dict the keyword
+            arguments; one of several inputs may be boolean, a mask.
         labels: Integers for classes, floats to regress on: [N, ...].
         partition: How the training examples are divided among clients.
         seed: Chooses the test examples and the partition.
-        test: Features and labels of the central test, alike.
-        test_fraction: In place of ``test``, the share of the examples held out, in (0, 1).
-        groups: Whose each example is, for :class:`Natural`: [N], integers or strings.
+        test: Features and labels of the central test set, of the same form.
+        test_fraction: Instead of ``test``, the share of the examples to hold out, in (0, 1).
+        groups: The client of each example, for :class:`Natural`: [N], integers or strings.
 
     Raises:
         ValueError: Both or none of ``test`` and ``test_fraction`` are given, or the latter is not
             in (0, 1).
-        DataError: Lengths differ, a value is no finite real number, training and test differ in
-            kind, or the division is impossible.
+        DataError: Lengths differ, a value is not a finite real number, training and test data
+            differ in kind, or the division is impossible.
 
     Example:
         >>> from fedlearn.simulation.partition import Iid
@@ -218,10 +218,10 @@ def from_arrays(
 
 
 def _test_pair(test: Any) -> tuple[Any, Any]:  # Any: not looked at yet
-    """Return the features and labels of a test set.
+    """Unpack the features and labels of a test set.
 
     Raises:
-        DataError: They are not two arrays in a tuple or a list.
+        DataError: ``test`` is not a tuple or list of two.
     """
     if not isinstance(test, tuple | list) or len(test) != 2:  # noqa: PLR2004 - a pair
         number = f" of {len(test)}" if isinstance(test, tuple | list) else ""
@@ -233,7 +233,7 @@ def _test_pair(test: Any) -> tuple[Any, Any]:  # Any: not looked at yet
 
 
 def _require_natural(partition: object) -> None:
-    """Refuse groups that a partition would not look at."""
+    """Check that the partition uses groups, since groups are given."""
     if not isinstance(partition, Natural):
         raise DataError(
             f"groups is given, but {type(partition).__name__} does not divide by groups; give "
@@ -261,7 +261,7 @@ def _examples(
 def _divided(
     train: Examples, test: Examples | float, *, partition: Division, seed: int
 ) -> FederatedData:
-    """Divide examples, with a test set or the share of them to hold out as one."""
+    """Divide examples; ``test`` is a test set, or the share of the examples to hold out."""
     if isinstance(test, Examples):
         data = TrainTest.of(train, test)
     else:
@@ -279,28 +279,28 @@ def from_dataset(
     test: MapDataset,
     seed: int,
 ) -> FederatedData:
-    """Return a federated data set over a torch ``Dataset``, whose rows are read when needed.
+    """Build a federated data set from a torch ``Dataset``, whose rows are read when needed.
 
-    A row may draw random numbers, as augmentation does, from the global generators of torch, numpy
-    and Python. Training then reads it anew in each epoch; the draws depend on ``seed`` of the run,
-    the round, the client and the batch, as they do on a deployed client. Evaluation draws the same
-    every time.
+    Reading a row may draw random numbers, as augmentation does, from the global generators of
+    torch, numpy and Python. Training then reads it again in each epoch; the draws depend on the
+    run's ``seed``, the round, the client and the batch, as on a deployed client. Evaluation draws
+    the same numbers every time.
 
     Args:
         dataset: Pairs (features, label) to divide among clients. Features that are a tuple are
-            the positional, a mapping the keyword arguments of the model's forward. A list of
-            datasets, or a mapping from names to datasets, is one client each, in their order.
-        labels: The label of each row, so that none is read to divide them: [N]. Natural clients
-            need none; the labels then lie among the classes of ``test``.
-        groups: Whose each row is, for :class:`Natural`: [N], integers or texts; see
+            the positional arguments of the model's forward, a mapping the keyword arguments. In a
+            list of datasets, or a mapping from names to datasets, each is one client, in order.
+        labels: The label of each row, so that rows need not be read to divide them: [N]. Natural
+            clients need none; the labels must then be among the classes of ``test``.
+        groups: The client of each row, for :class:`Natural`: [N], integers or strings; see
             :func:`~fedlearn.simulation.partition.checked_ids`.
         partition: How the rows are divided among clients.
-        test: Pairs for the central test; all are read now, and kept in memory.
+        test: Pairs for the central test set; all are read at once and kept in memory.
         seed: Chooses the partition.
 
     Raises:
-        DataError: Lengths differ, an example cannot be trained on, the division is impossible, or
-            a row differs from one reading to the next.
+        DataError: Lengths differ, an example is invalid, the division is impossible, or two reads
+            of a row differ.
 
     Example:
         >>> import torch
@@ -338,13 +338,13 @@ def from_dataset(
 
 
 def _whole(dataset: Any, own: "_OwnDatasets | None") -> MapDataset:  # Any: not looked at yet
-    """Return one dataset of all clients."""
+    """Join the clients' datasets into one."""
     whole: MapDataset = dataset if own is None else ConcatDataset(own.datasets)
     return whole
 
 
 class _OwnDatasets(NamedTuple):
-    """Datasets of one client each, with the clients' names if they have some."""
+    """Datasets of one client each, with the clients' names if they have any."""
 
     datasets: Sequence[Any]  # map-style datasets, of torch's class or not
     names: NDArray[Any] | None
@@ -353,7 +353,7 @@ class _OwnDatasets(NamedTuple):
 def _own_datasets(
     dataset: MapDataset | Sequence[MapDataset] | Mapping[Any, MapDataset],
 ) -> _OwnDatasets | None:
-    """Return the clients' own datasets; ``None``: it is one dataset of all.
+    """Return the clients' datasets if each client has its own; ``None`` for one dataset of all.
 
     A list of pairs is one dataset.
     """
@@ -369,7 +369,7 @@ def _own_datasets(
 
 
 def _is_dataset(value: object) -> bool:
-    """Whether a value is a dataset, and not an example of one."""
+    """Whether a value is a dataset, not an example of one."""
     is_example = isinstance(value, tuple | list | Mapping | Tensor | np.ndarray)
     return isinstance(value, Dataset) or (hasattr(value, "__getitem__") and not is_example)
 
@@ -383,10 +383,10 @@ def _divided_rows(
     labels: Tensor | None,
     seed: int,
 ) -> Partition:
-    """Return who holds which row of a dataset.
+    """Divide the rows of a dataset among clients.
 
     Raises:
-        DataError: What the division needs is not given, or it does not go with the rest.
+        DataError: The partition needs arguments that are missing, or some do not fit together.
     """
     if own is not None:
         if not isinstance(partition, Natural) or groups is not None:
@@ -422,7 +422,7 @@ def _divided_rows(
 
 
 def _read_all(dataset: MapDataset) -> tuple[Features, Tensor]:
-    """Read a whole dataset as it is read for evaluation."""
+    """Read a whole dataset with the keys for evaluation."""
     pairs, batches = list[Pair](), list(evaluation_batches(len(dataset)))
     with keyed_draws() as set_key:
         for batch in batches:
@@ -432,13 +432,13 @@ def _read_all(dataset: MapDataset) -> tuple[Features, Tensor]:
 
 
 def _require_repeatable(dataset: MapDataset) -> None:
-    """Refuse a dataset whose rows differ although the global generators have the same state.
+    """Check that rows are the same if the global generators have the same state.
 
-    Such draws are of a generator of its own, and would differ between equal runs. A few rows are
-    read twice, which finds what draws in each of them.
+    A dataset that fails this draws from its own generator, so that equal runs would differ. Only
+    a few rows are read twice, which is enough for datasets that draw in every row.
 
     Raises:
-        DataError: It is one, or a row is no pair of numbers.
+        DataError: A row differs between two reads, or is not a pair of numbers.
     """
     rows = np.unique(np.linspace(0, len(dataset) - 1, _READ_TWICE).astype(np.int64))
     with keyed_draws() as set_key:
@@ -475,24 +475,25 @@ def from_npz(
     partition: Division,
     seed: int,
 ) -> FederatedData:
-    """Return a federated data set of the arrays in an npz archive.
+    """Build a federated data set from the arrays in an npz archive.
 
     Args:
         path: The archive.
         features: Name of the array of features, real numbers [N, ...]. They keep their dtype in
-            memory; a batch becomes what the model takes: see
-            :mod:`fedlearn.training.input_dtypes`. A tuple of names are the positional, a dict the
-            keyword arguments of the model's forward; masks of several inputs stay boolean.
+            memory; each batch is converted to the dtype that the model takes: see
+            :mod:`fedlearn.training.input_dtypes`. A tuple of names are the positional arguments of
+            the model's forward, a dict the keyword arguments; masks among several inputs stay
+            boolean.
         labels: Name of the array of labels [N, ...]: integers for classes, floats to regress
             on.
-        groups: Name of the array that says whose each example is, [N]; ``None`` for none.
+        groups: Name of the array with the client of each example, [N]; ``None``: there is none.
         test: Names of the test features and labels, or the share to hold out, in (0, 1).
         partition: How the training examples are divided among clients.
         seed: Chooses the test examples and the partition.
 
     Raises:
         ValueError: The share to hold out is not in (0, 1).
-        DataError: The file or an array is missing or damaged, a value is no finite real
+        DataError: The file or an array is missing or damaged, a value is not a finite real
             number, or the division is impossible.
     """
     read = partial(npz, Path(path))
@@ -510,16 +511,16 @@ def from_parquet(
     label: str,
     features: Inputs[Sequence[str]] | None,
 ) -> FederatedData:
-    """Return a federated data set that streams from Parquet files larger than memory.
+    """Build a federated data set that streams from Parquet files, which may be larger than memory.
 
     Args:
         path: Training file, or a folder of ``*.parquet`` files; rows grouped by client.
         test_path: Test file or folder, read into memory; it needs no client column.
-        client: Column that says whose an example is: integers or strings.
+        client: Column with the client of each example: integers or strings.
         label: Column of labels: integers for classes, floats to regress on.
-        features: Columns of features, laid side by side; ``None`` takes all that have no other
-            role. A tuple of such lists are the positional, a dict the keyword arguments of the
-            model's forward.
+        features: Columns of features, which are concatenated; ``None`` takes all columns that have
+            no other role. A tuple of such lists are the positional arguments of the model's
+            forward, a dict the keyword arguments.
 
     Raises:
         DataError: A file or column is missing, damaged or of a wrong type, the rows are not
@@ -548,7 +549,7 @@ def _groups(examples: Examples) -> NDArray[np.generic]:
 
 
 def _in_float32(examples: Examples) -> Examples:
-    """Return examples whose features in float64 are in float32; the very same if none are."""
+    """Convert features in float64 to float32; without any, return the same object."""
     if all(each.dtype != torch.float64 for each in tensors_of(examples.features)):
         return examples
     single = mapped(
@@ -558,7 +559,7 @@ def _in_float32(examples: Examples) -> Examples:
 
 
 def _require_division(partition: object) -> None:
-    """Refuse a partition that is no rule, such as a number of clients or a class."""
+    """Check that a partition is a rule, not a number of clients or a class, for example."""
     if isinstance(partition, type | str) or not (
         isinstance(partition, Natural | Bootstrap) or hasattr(partition, "split")
     ):
@@ -598,7 +599,7 @@ def _require_alike(population: Population, *, test: Examples) -> None:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Return what numbers of this dtype are: a batch of them is given to the model in one dtype."""
+    """Return the kind of a dtype. Dtypes of one kind are converted to one dtype for the model."""
     if dtype.is_floating_point:
         return "floats"
     return "masks" if dtype == torch.bool else "integers"

@@ -1,7 +1,7 @@
-"""Recognize the examples of a simulation again, however they are divided, ordered or stored.
+"""Fingerprints of data sets: recognize examples however they are divided, ordered or stored.
 
-Each example has a 64-bit hash of its feature values. The smallest hashes of a data set are a sketch
-of it: two sets with examples in common have hashes in common (Broder, 1997).
+Each example has a 64-bit hash of its feature values. The smallest hashes of a data set are its
+sketch: two sets with many examples in common have hashes in common (Broder, 1997).
 """
 
 import hashlib
@@ -22,22 +22,23 @@ from fedlearn.simulation.population import (
 )
 from fedlearn.training.keyed_dropout import untouched
 
-#: Hashes in a sketch. Smaller sets have all of theirs in it.
+#: Hashes in a sketch. A smaller set has all of its hashes there.
 SKETCH_SIZE = 4096
-#: Examples that are read at a time.
+#: Examples to read at a time.
 _AT_ONCE = 8192
-#: Examples that are read twice, to see whether they stay the same.
+#: Examples to read several times, to check that they stay the same.
 _READ_TWICE = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """What identifies the examples of a population, and their division among clients.
+    """Identifies the examples of a population and their division among clients.
 
     Attributes:
         sketch: Smallest hashes of the examples, ascending: uint64 [<= SKETCH_SIZE].
-        users: Digest of which examples each client holds; clients and examples in any order.
-        is_stable: Whether examples were the same when they were read again.
+        users: Digest of the division among clients; independent of the order of clients and of
+            examples.
+        is_stable: Whether examples stayed the same when they were read again.
     """
 
     sketch: NDArray[np.uint64]
@@ -46,20 +47,20 @@ class Fingerprint:
 
     @property
     def name(self) -> str:
-        """A name for the examples: the same for the same examples, whoever holds them."""
+        """A name for the examples, which does not depend on their division among clients."""
         digest = hashlib.blake2b(self.sketch.astype("<u8").tobytes(), digest_size=8)
         return f"examples-{digest.hexdigest()}"
 
     def overlaps(self, sketch: NDArray[np.uint64]) -> bool:
-        """Return whether a sketch shows an example in common."""
+        """Return whether the two sketches have an example in common."""
         return bool(np.isin(self.sketch, sketch).any())
 
 
 def fingerprint_of(population: Population) -> Fingerprint:
-    """Return the fingerprint of a population; every example is read once.
+    """Compute the fingerprint of a population, which reads every example.
 
-    An example is its feature values in float32: neither dtype, shape, label, input name nor place
-    counts. The caller's random generators stay as they were.
+    An example counts by its feature values in float32; its dtype, shape, label, input names and
+    position are ignored. The caller's random generators are not changed.
 
     Raises:
         DataError: Examples cannot be read.
@@ -78,10 +79,10 @@ def fingerprint_of(population: Population) -> Fingerprint:
 
 
 def example_hashes(rows: ClientRows) -> NDArray[np.uint64]:
-    """Return the hash of each example, in the order of ``rows.rows``: uint64 [n]."""
+    """Hash each example, in the order of ``rows.rows``: uint64 [n]."""
     features, labels = rows.gathered()
     num = len(labels)
-    # Zero is added, since -0.0 and 0.0 are one value in two patterns of bits.
+    # Adding zero turns -0.0 into 0.0: equal values must have equal bits.
     inputs = [each.reshape(num, -1).float().cpu() + 0.0 for each in tensors_of(features)]
     values = np.ascontiguousarray(torch.cat(inputs, 1).numpy().astype("<f4"))
     return np.array([_digest(row) for row in values], np.uint64)
@@ -93,7 +94,7 @@ def _digest(values: NDArray[np.generic]) -> int:
 
 def _blocks(population: Population) -> Iterator[ClientRows]:
     """Yield the examples of all clients, a few clients at a time."""
-    if isinstance(population, BootstrapPopulation):  # any number of clients, of the same examples
+    if isinstance(population, BootstrapPopulation):  # all its clients draw from the same examples
         everything = np.arange(len(population.labels))
         offsets = np.array([0, len(everything)])
         yield ClientRows(population.features, population.labels, everything, offsets)
@@ -108,9 +109,9 @@ def _blocks(population: Population) -> Iterator[ClientRows]:
 
 
 def _reads_alike(population: Population) -> bool:
-    """Return whether the first examples are the same the second and third time.
+    """Return whether three reads of the first examples give the same values.
 
-    What a dataset draws is keyed, so it is read with several keys: draws would differ.
+    The reads use different keys, so a dataset that draws random numbers gives different values.
     """
     client_ids = np.arange(min(_READ_TWICE, population.num_clients))
     ends = np.cumsum(population.num_examples(client_ids))
@@ -120,7 +121,7 @@ def _reads_alike(population: Population) -> bool:
 
 
 def _read(population: Population, client_ids: NDArray[np.int64], *, key: int) -> ClientRows:
-    """Read the examples of these clients; what a dataset draws depends on ``key`` alone."""
+    """Read the examples of these clients; a dataset's random draws depend on ``key`` alone."""
     unread = unread_rows(population, client_ids)
     if unread is None:
         return population.load(client_ids)

@@ -1,6 +1,6 @@
-"""Small reference networks, by the shape of the examples. Users bring their own.
+"""Small reference networks, sized by the shape of the examples. Users usually bring their own.
 
-Each is a frozen piece that builds a fresh network when it is called.
+Each is a frozen dataclass that builds a new network when it is called.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class Logistic:
 
     Attributes:
         feature_shape: Shape of one example's features.
-        num_outputs: Logits.
+        num_outputs: Number of logits.
     """
 
     feature_shape: tuple[int, ...]
     num_outputs: int
 
     def __call__(self) -> nn.Module:
-        """Return a new network."""
+        """Build a new network."""
         width = torch.Size(self.feature_shape).numel()
         return nn.Sequential(nn.Flatten(), nn.Linear(width, self.num_outputs))
 
@@ -51,7 +51,7 @@ class Mlp:
     num_outputs: Annotated[int, doc("Logits.")]
 
     def __call__(self) -> nn.Module:
-        """Return a new network."""
+        """Build a new network."""
         widths = [torch.Size(self.feature_shape).numel(), *self.hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for width, next_width in pairwise(widths):
@@ -65,10 +65,10 @@ class Cnn:
 
     Attributes:
         feature_shape: [channels, height, width], height and width at least 4.
-        num_outputs: Logits.
+        num_outputs: Number of logits.
 
     Raises:
-        ConfigError: The features are not such images.
+        ConfigError: The features do not have such a shape.
     """
 
     feature_shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Cnn:
             )
 
     def __call__(self) -> nn.Module:
-        """Return a new network."""
+        """Build a new network."""
         channels, height, width = self.feature_shape
         return nn.Sequential(
             nn.Conv2d(channels, 16, 5, padding=2),

@@ -1,7 +1,7 @@
-"""Clients whose examples lie in Parquet files, which may be larger than memory.
+"""Clients whose examples are in Parquet files, which may be larger than memory.
 
-Rows are grouped by client, so that a client is a range of them. All that is known of the training
-files is an index of their client column; examples are read when they are asked for.
+Rows are grouped by client, so that each client is a range of rows. Only an index of the client
+column stays in memory; examples are read on demand.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ from fedlearn.training.tables import ExampleColumns, RowGroup, RowGroups, Table,
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(ExampleColumns):
-    """Which columns of a table hold what, and whose an example is.
+    """The columns of a table: features, label, and client.
 
     Attributes:
-        client: Who an example belongs to: integers or strings.
+        client: Name of the column with the client of each example: integers or strings.
     """
 
     client: str
@@ -45,15 +45,16 @@ class Columns(ExampleColumns):
     def of_file(
         cls, path: Path, *, client: str, label: str, features: Inputs[Sequence[str]] | None
     ) -> Self:
-        """Return the columns of a file, with the shape and dtype that its schema tells.
+        """Find the columns of a file, with shapes and dtypes from its schema.
 
         See :func:`~fedlearn.training.tables.columns_of_file`.
 
         Args:
-            path: A Parquet file, or a folder of them whose first is looked at.
-            client: As above.
-            label: As above.
-            features: Columns, or those of each input; ``None``: all that have no other role.
+            path: A Parquet file, or a folder of them, of which the first is read.
+            client: Name of the client column.
+            label: Name of the label column.
+            features: Names of the feature columns, or of those of each input; ``None``: all
+                columns that have no other role.
 
         Raises:
             DataError: There is no such file, it is not Parquet, or it lacks a column.
@@ -64,19 +65,19 @@ class Columns(ExampleColumns):
 
 
 class ParquetPopulation:
-    """Clients whose examples stream from Parquet files larger than memory.
+    """Clients whose examples stream from Parquet files, which may be larger than memory.
 
-    The rows are grouped by client; clients are numbered in order of appearance, files in
+    The rows are grouped by client. Clients are numbered in order of appearance, with files in
     the order of their names. Memory holds an index of the client column, the examples of
-    the clients asked, and the row groups used last, up to ``cache_bytes``: write small row
-    groups (``row_group_size=10_000``), since a row group is decoded as a whole. What was decoded
-    is kept among the system's temporary files, where there is space, so that each is decoded once.
+    the loaded clients, and the most recently used row groups, up to ``cache_bytes``. A row group is
+    decoded as a whole, so write small ones (``row_group_size=10_000``). Decoded row groups are also
+    kept in temporary files if there is space, so that each is decoded once.
 
     Args:
         path: A Parquet file, or a folder of ``*.parquet`` files.
-        columns: Which columns hold what.
-        num_classes: Labels lie below it; ``None`` where they are not classes.
-        cache_bytes: Most bytes of decoded row groups to keep.
+        columns: The columns of features, label and client.
+        num_classes: Labels are below it; ``None`` if they are not classes.
+        cache_bytes: Most bytes of decoded row groups to keep in memory.
 
     Raises:
         DataError: There is no such file, it is not Parquet, a column is missing or of
@@ -100,12 +101,12 @@ class ParquetPopulation:
 
     @property
     def names(self) -> NDArray[Any]:
-        """What the client column calls the clients, by number: shape [C]."""
+        """The clients' values in the client column, by number: shape [C]."""
         names: NDArray[Any] = self._index.names.to_numpy(zero_copy_only=False)
         return names
 
     def name_of(self, client_id: int) -> int | str:
-        """Return what the client column calls this client."""
+        """Return the client's value in the client column."""
         name: int | str = self._index.names[client_id].as_py()
         return name
 
@@ -133,7 +134,7 @@ class ParquetPopulation:
 
 
 def read_parquet(path: Path, *, columns: Columns) -> Examples:
-    """Return all examples of a Parquet file or a folder of them, in memory: a test set.
+    """Read all examples of a Parquet file or a folder of them into memory, as a test set.
 
     The client column is not read and may be absent. Integer labels are classes.
 
@@ -154,9 +155,9 @@ def read_parquet(path: Path, *, columns: Columns) -> Examples:
 
 
 def num_classes_in(path: Path, *, columns: Columns) -> int | None:
-    """Return one more than the largest label; ``None`` where labels are no integers.
+    """Return one more than the largest label; ``None`` if labels are not integers.
 
-    The label column is read a piece at a time.
+    The label column is read one row group at a time.
 
     Raises:
         DataError: There is no such file, it is not Parquet or has no labels, or a column is
@@ -173,7 +174,7 @@ def num_classes_in(path: Path, *, columns: Columns) -> int | None:
 
 
 class _ClientIndex(NamedTuple):
-    """Where each client's rows are, counted over all files."""
+    """Maps each client to its range of rows, counted over all files."""
 
     offsets: NDArray[np.int64]  # client c has rows offsets[c]:offsets[c + 1]
     names: Any  # what the files call the clients: an array of pyarrow, which has no types
@@ -200,7 +201,7 @@ def _index_clients(table: Table, *, client: str) -> _ClientIndex:
 
 
 def _runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[np.int64]]:
-    """Return the client of each run of equal clients, and the run lengths."""
+    """Find runs of consecutive rows of one client: the client of each run, and its length."""
     if pt.is_dictionary(clients.type):
         clients = clients.cast(clients.type.value_type)
     text = pt.is_string(clients.type) or pt.is_large_string(clients.type)
@@ -215,7 +216,7 @@ def _runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[np.int
 
 
 def _joined(names: Any, lengths: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64]]:
-    """Join runs of one client that meet at the border of two row groups."""
+    """Join runs of one client that continue in the next row group."""
     changes = pc.not_equal(names.slice(1), names.slice(0, len(names) - 1))
     starts = np.concatenate([[0], np.flatnonzero(changes.to_numpy(zero_copy_only=False)) + 1])
     return names.take(starts), np.add.reduceat(lengths, starts)

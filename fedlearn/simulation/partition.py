@@ -1,6 +1,6 @@
-"""Dividing pooled examples among clients: every example to exactly one client.
+"""Partitions: rules that divide pooled examples among clients, each example to exactly one client.
 
-Each rule is a frozen piece with ``split``; its result is a function of the labels and the
+Each rule is a frozen dataclass with a method ``split``, whose result depends on the labels and the
 seed alone.
 """
 
@@ -20,21 +20,22 @@ from fedlearn.core.ranges import Count, Positive, Ranged
 from fedlearn.errors import DataError
 
 _MAX_DRAWS = 1000
-#: A probability that is taken for 0.
+#: A probability that counts as 0.
 _NEXT_TO_NOTHING = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which rows each client holds, as one list of rows cut at offsets.
+    """The rows of each client, as one list of rows and the offset of each client in it.
 
     Attributes:
         rows: Row numbers, the clients one after another: int64 [N].
         offsets: Client k holds ``rows[offsets[k]:offsets[k + 1]]``: int64 [C + 1].
-        names: What the data called the clients: [C]; ``None`` where they have no names.
+        names: The clients' names in the data: [C]; ``None`` if they have no names.
 
     Raises:
-        DataError: Offsets do not rise from 0 to the number of rows, or names are not one each.
+        DataError: Offsets do not rise from 0 to the number of rows, or the number of names is not
+            that of clients.
     """
 
     rows: NDArray[np.int64]
@@ -65,7 +66,7 @@ class Partition:
     def of_owners(
         cls, owners: NDArray[np.int64], *, num_clients: int, names: NDArray[Any] | None = None
     ) -> Self:
-        """Return the partition in which row i belongs to client ``owners[i]``.
+        """Build the partition in which row i belongs to client ``owners[i]``.
 
         A client's rows are in ascending order.
 
@@ -85,11 +86,11 @@ class Partition:
         return self.rows[self.offsets[client_id] : self.offsets[client_id + 1]]
 
     def client(self, client_id: int) -> str:
-        """Return what a message calls a client: its number, with its name if it has one."""
+        """Format a client for a message: its number, with its name if it has one."""
         return client_text(client_id, self.names)
 
     def owner_of(self, row: int) -> int | None:
-        """Return the client that holds ``row``, or ``None`` where no client does."""
+        """Return the client that holds ``row``, or ``None`` if no client does."""
         places = np.flatnonzero(self.rows == row)
         if not places.size:
             return None
@@ -97,7 +98,7 @@ class Partition:
 
 
 def client_text(client_id: int, names: Sequence[Any] | NDArray[Any] | None) -> str:
-    """Return what a message calls a client: its number, with its name if it has another.
+    """Format a client for a message: its number, with its name if that is not the number.
 
     Example:
         >>> client_text(1, ["ada", "zoe"]), client_text(1, None)
@@ -111,7 +112,7 @@ def client_text(client_id: int, names: Sequence[Any] | NDArray[Any] | None) -> s
 
 
 def offsets_of(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
-    """Return where ranges of these sizes begin when laid end to end, and where the last ends."""
+    """Return the starts of consecutive ranges of these sizes, and the end of the last."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
@@ -121,7 +122,7 @@ class Partitioner(Protocol):
     """A rule that divides examples among clients."""
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
-        """Return who holds which row; every row of ``labels`` exactly once.
+        """Assign every row of ``labels`` to exactly one client.
 
         Raises:
             DataError: The examples cannot be divided as asked.
@@ -131,7 +132,7 @@ class Partitioner(Protocol):
 @explain_calls
 @dataclass(frozen=True)
 class Iid(Ranged):
-    """Shuffle the examples and deal them out: sizes differ by one at most.
+    """Random clients of equal size: sizes differ by at most one.
 
     Example:
         >>> Iid(3).split(np.zeros(7), seed=Seed(0)).offsets
@@ -141,10 +142,10 @@ class Iid(Ranged):
     num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
-        """Return equal random parts.
+        """Divide the examples at random into equal parts.
 
         Raises:
-            DataError: Fewer examples than clients.
+            DataError: There are fewer examples than clients.
         """
         _require_enough(len(labels), needed=self.num_clients, what=f"{self.num_clients} clients")
         owners = np.empty(len(labels), np.int64)
@@ -156,12 +157,12 @@ class Iid(Ranged):
 @explain_calls
 @dataclass(frozen=True)
 class Dirichlet(Ranged):
-    r"""Label skew: each class is dealt out in proportions drawn from a Dirichlet.
+    r"""Label skew: each class is divided in proportions drawn from a Dirichlet distribution.
 
     Per class k, with C clients, :math:`p_k \sim \mathrm{Dir}_C(\alpha)`, and client c gets the
     share :math:`p_{k,c}` of that class. All classes are drawn again until every client has
-    ``min_examples``, at most 1000 times. A split that has next to no chance is refused after
-    a few draws.
+    ``min_examples``, at most 1000 times. A split with almost no chance of success is refused
+    after a few draws.
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
@@ -177,11 +178,11 @@ class Dirichlet(Ranged):
     ]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
-        """Return clients with skewed labels and sizes.
+        """Divide the examples into clients with skewed labels and sizes.
 
         Raises:
-            DataError: Labels are no classes, too few, no draw gave all ``min_examples``, or none
-                is likely to.
+            DataError: Labels are not classes, there are too few, no draw gave every client
+                ``min_examples``, or none is likely to.
         """
         _require_classes(labels)
         needed = self.num_clients * self.min_examples
@@ -218,11 +219,11 @@ class Dirichlet(Ranged):
         )
 
     def _is_hopeless(self, num_served: int, *, num_draws: int) -> bool:
-        """Return whether the draws that are left have next to no chance to serve every client.
+        """Return whether the remaining draws have almost no chance of success.
 
         Let q be the probability that a client gets its ``min_examples``. Dirichlet shares are
-        negatively associated, so one draw serves all C clients with probability q ** C at most.
-        Chernoff's bound says when the clients drawn so far rule out every q for which
+        negatively associated, so one draw succeeds for all C clients with probability at most
+        q ** C. Chernoff's bound tells when the clients drawn so far rule out every q for which
         ``_MAX_DRAWS`` draws have a chance.
 
         References:
@@ -241,7 +242,7 @@ class Dirichlet(Ranged):
 @explain_calls
 @dataclass(frozen=True)
 class Shards(Ranged):
-    """Sort by label, cut into shards, deal each client a few: at most a few labels each.
+    """Label skew by shards: sort by label, cut into shards, and give each client a few.
 
     References:
         McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_,
@@ -254,10 +255,10 @@ class Shards(Ranged):
     ]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
-        """Return clients of ``shards_per_client`` random shards; shard sizes differ by one.
+        """Give each client ``shards_per_client`` random shards; shard sizes differ by at most one.
 
         Raises:
-            DataError: Labels are no classes, or there are fewer than shards.
+            DataError: Labels are not classes, or there are fewer examples than shards.
         """
         _require_classes(labels)
         num_shards = self.num_clients * self.shards_per_client
@@ -274,7 +275,7 @@ class ByIds:
     """Natural clients: one per distinct id (a writer, a user, a hospital), in ascending order.
 
     Attributes:
-        ids: Who produced each example, integers or texts: [N]; see :func:`checked_ids`.
+        ids: The client of each example, integers or strings: [N]; see :func:`checked_ids`.
 
     Example:
         >>> natural = ByIds(np.array(["zoe", "ada", "zoe"])).split(np.zeros(3), seed=Seed(0))
@@ -285,10 +286,10 @@ class ByIds:
     ids: ArrayLike
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:  # noqa: ARG002  nothing is drawn
-        """Return the natural clients; the seed is not used.
+        """Group the examples by id; the seed is not used.
 
         Raises:
-            DataError: The ids are not one integer or text an example, or there are none.
+            DataError: The ids are not one integer or string per example, or there are none.
         """
         ids = checked_ids(self.ids, num_examples=len(labels))
         names, owners = numbered_ids(ids)
@@ -296,16 +297,17 @@ class ByIds:
 
 
 def checked_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
-    """Return client ids as integers, or as texts in an array of texts or of objects: shape [N].
+    """Check client ids; return an array of integers, or of strings or objects: shape [N].
 
-    They may come as numpy, pandas, pyarrow or Python have a column: a category is its values.
+    They may be a column of numpy, pandas, pyarrow or Python; a categorical column counts by its
+    values.
 
     Args:
-        ids: Who produced each example, all integers or all texts: [N].
+        ids: The client of each example, all integers or all strings: [N].
         num_examples: N.
 
     Raises:
-        DataError: They are not one an example, one is missing, or they are anything else.
+        DataError: There is not one id per example, an id is missing, or they are of another type.
 
     Example:
         >>> checked_ids(["zoe", "ada"], num_examples=2)
@@ -335,7 +337,7 @@ def checked_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
 
 
 def numbered_ids(ids: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the distinct ids in ascending order, and the place of each id among them.
+    """Number the ids: return the distinct ones in ascending order, and each id's index in them.
 
     Args:
         ids: As :func:`checked_ids` returns them: shape [N].
@@ -354,7 +356,7 @@ _MISSING_ID = "a client needs an integer or a text; fill in such rows, or drop t
 
 
 def _kind_of_id(kind: type) -> str | None:
-    """Return what ids of this type are; ``None``: no ids."""
+    """Return the kind of ids of this type; ``None`` if they cannot be ids."""
     if issubclass(kind, str):
         return "text"
     if issubclass(kind, bytes):
@@ -364,9 +366,9 @@ def _kind_of_id(kind: type) -> str | None:
 
 
 def _refusal_of_ids(ids: Sequence[object]) -> str:
-    """Return why these are no client ids: the first that is missing, else the first that is wrong.
+    """Build the error message for bad ids: about the first missing one, else the first wrong one.
 
-    A missing value is ``None``, a NaN, or what pandas has for one.
+    A missing value is ``None``, NaN, or pandas's ``NA`` or ``NaT``.
     """
     for row, each in enumerate(ids):
         if each is None or type(each).__name__ in ("NAType", "NaTType") or _is_nan(each):

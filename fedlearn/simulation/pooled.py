@@ -1,4 +1,4 @@
-"""Some of the clients of a population, and the examples of all of them as one set."""
+"""Subsets of a population, and the pooled examples of all clients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ from fedlearn.simulation.population import (
 
 @dataclass(frozen=True, eq=False)
 class Subpopulation:
-    """Some of the clients of a population, numbered anew.
+    """Some of the clients of a population, renumbered from 0.
 
     Attributes:
-        parts: The population.
-        client_ids: Who they are there: int64 [n].
+        parts: The whole population.
+        client_ids: The clients' ids in it: int64 [n].
     """
 
     parts: Population
@@ -42,7 +42,7 @@ class Subpopulation:
 
     @property
     def names(self) -> NDArray[Any] | None:
-        """What the data call these clients: shape [n]; ``None``: they have no names."""
+        """These clients' names in the data: shape [n]; ``None``: they have no names."""
         names = client_names(self.parts)
         return None if names is None else names[self.client_ids]
 
@@ -55,19 +55,19 @@ class Subpopulation:
         return self.parts.load(self.client_ids[client_ids])
 
     def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows | None:
-        """Return which rows these clients have, where a dataset reads them."""
+        """Return these clients' rows without reading them; ``None`` if no dataset reads them."""
         return unread_rows(self.parts, self.client_ids[client_ids])
 
 
 def set_aside(
     population: Population, *, share: float, seed: Seed
 ) -> tuple[Subpopulation, Subpopulation]:
-    """Return a share of the clients, drawn at random and at least one, and the others.
+    """Split off a random share of the clients, at least one; return those and the others.
 
     Args:
-        population: All of them.
-        share: In (0, 1].
-        seed: Of the draw.
+        population: All clients.
+        share: The share to split off, in (0, 1].
+        seed: Seed of the random draw.
 
     Example:
         >>> from fedlearn.simulation.partition import Iid
@@ -91,12 +91,12 @@ def set_aside(
 
 @dataclass(frozen=True, eq=False)
 class PooledExamples:
-    """The examples of all clients of a population, client after client, read batch by batch.
+    """The examples of all clients of a population, client after client, read in batches.
 
     Attributes:
         population: The clients.
-        device: Where a batch is to be.
-        dtypes: Of a batch's inputs, in the order of ``named``; ``None``: as they are in the data.
+        device: The device for batches.
+        dtypes: Dtypes of a batch's inputs, in the order of ``named``; ``None``: those of the data.
     """
 
     population: Population
@@ -118,10 +118,10 @@ class PooledExamples:
         return unread_rows(self.population, np.arange(self.population.num_clients))
 
     def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
-        """Return these examples: features [b, ...] and labels [b, ...].
+        """Read a batch of these rows: features [b, ...] and labels [b, ...].
 
         Raises:
-            DataError: Examples that were read just now cannot be trained on.
+            DataError: An example that was just read is invalid.
         """
         features, labels = self._read(rows, key=key)
         if self.dtypes is not None:

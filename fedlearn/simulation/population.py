@@ -1,7 +1,8 @@
-"""The examples of all clients, and how a block of clients gets at its own.
+"""Populations: the clients of a simulation and their examples.
 
-A population answers two questions by client id, from 0 to ``num_clients - 1``: how many examples,
-and which. It returns tensors and row numbers into them, so what lies in memory is not copied.
+A population answers two questions by client id, from 0 to ``num_clients - 1``: how many examples a
+client has, and which. It returns tensors and row numbers into them, so that examples in memory are
+not copied.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,12 +44,12 @@ class ClientRows:
     """The examples of several clients.
 
     Attributes:
-        features: Shape [N, *F], or several such.
+        features: Shape [N, *F], or several such inputs.
         labels: Shape [N, *L].
         rows: Row numbers into ``features`` and ``labels``, the clients one after another.
         offsets: Client k has ``rows[offsets[k]:offsets[k + 1]]``: int64 [K + 1].
-        num_reads_K: How often each client's examples are there, one reading after another, where
-            each epoch reads them again: int64 [K]; ``None``: once.
+        num_reads_K: Number of times that each client's examples were read, if each epoch has its
+            own copy of them, one after another: int64 [K]; ``None``: once.
     """
 
     features: Features
@@ -69,7 +70,7 @@ class ClientRows:
 
 
 class Population(Protocol):
-    """Every client that a simulation can ask, with its examples."""
+    """All clients of a simulation, with their examples."""
 
     @property
     def num_clients(self) -> int:
@@ -82,18 +83,18 @@ class Population(Protocol):
         """Return the examples of these clients, in this order.
 
         Raises:
-            DataError: Examples that were read just now cannot be trained on.
+            DataError: An example that was just read is invalid.
         """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CheckedExamples:
-    """Examples that can be trained on.
+    """Examples that were checked to be valid for training.
 
     Attributes:
-        features: Finite and real: [N, *F], or several such.
+        features: Finite real numbers: [N, *F], or several such inputs.
         labels: int64 classes, or finite floats to regress on: [N, *L].
-        num_classes: Labels lie below it; ``None`` where they are not classes.
+        num_classes: Labels are below it; ``None`` if they are not classes.
 
     Raises:
         DataError: The lengths differ, a dtype is wrong, a feature or label is not finite,
@@ -110,19 +111,19 @@ class CheckedExamples:
         )
 
     def _place(self, row: int) -> str:
-        """Return what a message calls a row."""
+        """Format a row for a message."""
         return row_name(row)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArrayPopulation(CheckedExamples):
-    """Clients whose examples lie in memory, divided by a partition; none is copied.
+    """Clients whose examples are in memory, divided by a partition without copies.
 
     Attributes:
-        partition: Who holds which row.
+        partition: Assigns rows to clients.
 
     Raises:
-        DataError: Also where the partition names rows that are not there.
+        DataError: Also if the partition has rows that do not exist.
     """
 
     partition: Partition = field(repr=False)
@@ -137,7 +138,7 @@ class ArrayPopulation(CheckedExamples):
 
     @property
     def names(self) -> NDArray[Any] | None:
-        """What the data call the clients, by number: shape [C]; ``None``: they have no names."""
+        """The clients' names in the data, by number: shape [C]; ``None``: they have no names."""
         return self.partition.names
 
     @property
@@ -150,20 +151,20 @@ class ArrayPopulation(CheckedExamples):
         return sizes_of(self.partition.offsets, client_ids=client_ids)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
-        """Return the tensors themselves and the rows of these clients."""
+        """Return the tensors, uncopied, and the rows of these clients."""
         places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
         rows = places if self._is_grouped else self.partition.rows[places]
         return ClientRows(self.features, self.labels, rows, offsets)
 
     @cached_property
     def _is_grouped(self) -> bool:
-        """Whether rows lie client after client already, so that places are rows."""
+        """Whether rows are stored client after client, so that positions are row numbers."""
         rows = self.partition.rows
         return bool((rows == np.arange(rows.size)).all())
 
 
 class MapDataset(Readable, Protocol):
-    """A map-style ``torch.utils.data.Dataset``: pairs of features and label by index."""
+    """A map-style ``torch.utils.data.Dataset``: pairs of features and label, by index."""
 
     def __len__(self) -> int: ...
 
@@ -172,15 +173,15 @@ class MapDataset(Readable, Protocol):
 class UnreadRows:
     """Examples of several clients that a dataset reads when they are needed.
 
-    What reading draws from the global generators of torch, numpy and Python depends on the batch's
-    key alone.
+    Random numbers that reading draws from the global generators of torch, numpy and Python depend
+    on the batch's key alone.
 
     Attributes:
-        dataset: Where they are read from.
+        dataset: The dataset to read from.
         rows: Row numbers in it, the clients one after another.
         offsets: Client k has ``rows[offsets[k]:offsets[k + 1]]``: int64 [K + 1].
-        num_classes: Labels lie below it; ``None`` where they are not classes.
-        place: What a message calls a row, by its place in ``rows``.
+        num_classes: Labels are below it; ``None`` if they are not classes.
+        place: Formats a row for a message, by its position in ``rows``.
     """
 
     dataset: MapDataset = field(repr=False)
@@ -190,7 +191,7 @@ class UnreadRows:
     place: Callable[[int], str]
 
     def batch(self, places: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
-        """Read the rows at these places, as a deployed client reads a batch.
+        """Read the rows at these positions, as a deployed client reads a batch.
 
         Raises:
             DataError: As for :meth:`read`.
@@ -200,24 +201,24 @@ class UnreadRows:
         return features, labels
 
     def read(self) -> ClientRows:
-        """Read the examples as for evaluation: what they draw is the same every time.
+        """Read the examples for evaluation, which draws the same random numbers every time.
 
         Raises:
-            DataError: An example is no pair of numbers or has other inputs or another shape than
-                the others, a dtype is wrong, a feature or label is not finite, or a label is out of
-                range.
+            DataError: An example is not a pair of numbers, its inputs or shape differ from those
+                of the others, a dtype is wrong, a feature or label is not finite, or a label is
+                out of range.
         """
         sizes = np.diff(self.offsets).tolist()
         return self.read_epochs(lambda client: [list(evaluation_batches(sizes[client]))])
 
     def read_epochs(self, epochs_of: Callable[[int], Sequence[Sequence[KeyedBatch]]]) -> ClientRows:
-        """Read the examples for training: again for each epoch where reading draws, else once.
+        """Read the examples for training: again in each epoch if reading is random, else once.
 
-        A client for whom reading its first epoch draws nothing is not read again.
+        If reading a client's first epoch draws no random numbers, its examples are read only once.
 
         Args:
-            epochs_of: From the place of a client, 0..K-1, to the batches of each of its epochs.
-                Their rows are 0..n-1 of its n examples.
+            epochs_of: Maps the index of a client, 0..K-1, to the batches of each of its epochs,
+                whose rows are 0..n-1 for its n examples.
 
         Raises:
             DataError: As for :meth:`read`.
@@ -254,9 +255,9 @@ class UnreadRows:
         *,
         instead: Sequence[Pair] = (),
     ) -> tuple[list[Pair], bool]:
-        """Read an epoch of one client; return its examples in their order, and whether it drew.
+        """Read one client's epoch; return its examples in order, and whether reading was random.
 
-        Examples in no batch are those ``instead``. Without such, they are read as well.
+        Examples that are in no batch are taken from ``instead``; if that is empty, they are read.
         """
         by_place = dict(enumerate(instead))
         if not instead:
@@ -276,20 +277,20 @@ class UnreadRows:
 
 
 def client_names(population: Population) -> NDArray[Any] | None:
-    """Return what the data call the clients, by number: shape [C]; ``None``: they have no names."""
+    """Return the clients' names in the data: shape [C]; ``None``: they have no names."""
     names: NDArray[Any] | None = getattr(population, "names", None)
     return names
 
 
 def unread_rows(population: Population, client_ids: NDArray[np.int64]) -> UnreadRows | None:
-    """Return the examples of these clients if a dataset reads them when needed, else ``None``."""
+    """Return these clients' rows without reading them; ``None`` if no dataset reads them."""
     unread = getattr(population, "unread", None)
     return None if unread is None else unread(client_ids)
 
 
 @dataclass(frozen=True, eq=False)
 class PooledPopulation:
-    """All clients of a population as one, for centralised training.
+    """All clients of a population as a single client, for centralized training.
 
     Attributes:
         parts: The population whose examples are pooled.
@@ -308,13 +309,13 @@ class PooledPopulation:
         return np.full(len(client_ids), self.parts.num_examples(everyone).sum())
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
-        """Return all examples; data that stream are read into memory as a whole."""
+        """Return all examples; streamed data is read into memory as a whole."""
         assert len(client_ids) == 1  # there is one client
         rows = self.parts.load(np.arange(self.parts.num_clients))
         return replace(rows, offsets=np.asarray([0, len(rows.rows)]))
 
     def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows | None:
-        """Return all examples, where a dataset reads them."""
+        """Return all rows without reading them; ``None`` if no dataset reads them."""
         assert len(client_ids) == 1  # as above
         rows = unread_rows(self.parts, np.arange(self.parts.num_clients))
         return None if rows is None else replace(rows, offsets=np.asarray([0, len(rows.rows)]))
@@ -322,17 +323,17 @@ class PooledPopulation:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BootstrapPopulation(CheckedExamples):
-    """Virtual clients, each a sample with replacement from the same examples.
+    """Virtual clients, each with a sample with replacement of the same examples.
 
     Row j of client c is a keyed hash of (c, j), so any number of clients takes no memory.
 
     Attributes:
-        num_clients: As many as you like, >= 1.
-        examples_per_client: >= 1.
-        seed: Who draws what.
+        num_clients: Number of clients, >= 1, without an upper limit.
+        examples_per_client: Examples that each client draws, >= 1.
+        seed: Seed of the draws.
 
     Raises:
-        DataError: Also where there are no examples.
+        DataError: Also if there are no examples.
     """
 
     num_clients: int
@@ -349,7 +350,7 @@ class BootstrapPopulation(CheckedExamples):
         return np.full(client_ids.shape, self.examples_per_client, np.int64)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
-        """Return the tensors and the rows that these clients drew."""
+        """Return the tensors, uncopied, and the rows that these clients drew."""
         positions = np.arange(self.examples_per_client)
         hashes = self.seed.derive("bootstrap").hash(client_ids[:, None], positions)
         rows = (hashes % np.uint64(len(self.labels))).astype(np.int64).ravel()
@@ -359,18 +360,18 @@ class BootstrapPopulation(CheckedExamples):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DatasetPopulation:
-    """Clients whose examples are fetched from a torch dataset and checked when they are asked for.
+    """Clients whose examples are read from a torch dataset, and checked, on demand.
 
-    For examples that fit in memory :class:`ArrayPopulation` is much faster.
+    For examples that fit in memory, :class:`ArrayPopulation` is much faster.
 
     Attributes:
         dataset: ``dataset[i]`` is a pair (features, label); all of the same shape. Features
             that are a tuple or a mapping are several inputs of the model.
-        partition: Who holds which row.
-        num_classes: Labels lie below it; ``None`` where they are not classes.
+        partition: Assigns rows to clients.
+        num_classes: Labels are below it; ``None`` if they are not classes.
 
     Raises:
-        DataError: The partition names rows that the dataset has not.
+        DataError: The partition has rows that are not in the dataset.
     """
 
     dataset: MapDataset = field(repr=False)
@@ -382,7 +383,7 @@ class DatasetPopulation:
 
     @property
     def names(self) -> NDArray[Any] | None:
-        """What the data call the clients, by number: shape [C]; ``None``: they have no names."""
+        """The clients' names in the data, by number: shape [C]; ``None``: they have no names."""
         return self.partition.names
 
     @property
@@ -395,15 +396,15 @@ class DatasetPopulation:
         return sizes_of(self.partition.offsets, client_ids=client_ids)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
-        """Read the examples of these clients as for evaluation: see :meth:`UnreadRows.read`.
+        """Read the examples of these clients for evaluation: see :meth:`UnreadRows.read`.
 
         Raises:
-            DataError: As there.
+            DataError: As for :meth:`UnreadRows.read`.
         """
         return self.unread(client_ids).read()
 
     def unread(self, client_ids: NDArray[np.int64]) -> UnreadRows:
-        """Return which rows these clients have, without reading them."""
+        """Return these clients' rows without reading them."""
         places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
         rows = self.partition.rows[places]
 
@@ -423,13 +424,13 @@ class DatasetPopulation:
 def check_examples(
     features: Features, *, labels: Tensor, num_classes: int | None, place: Callable[[int], str]
 ) -> None:
-    """Refuse examples that cannot be trained on; ``place`` says in a message where a row is.
+    """Check that examples are valid for training; ``place`` formats a row for the message.
 
     Raises:
         DataError: There is no input, the lengths differ, features are complex, or boolean and
             not one of several inputs (a mask), labels are neither int64 nor (without classes)
             floats, a value is not finite, or a label is neither in
-            ``0..num_classes - 1`` nor -100, which is to be ignored.
+            ``0..num_classes - 1`` nor -100, which is ignored.
     """
     require_one_label_each(features, labels)
     for name, tensor in named(features).items():
@@ -473,17 +474,17 @@ def _require_rows(partition: Partition, *, num_rows: int) -> None:
 
 
 def spread_clients(population: Population, num_wanted: int) -> NDArray[np.int64]:
-    """Return up to ``num_wanted`` clients from all over a population, the first among them."""
+    """Return up to ``num_wanted`` clients evenly spread over a population, including the first."""
     last = population.num_clients - 1
     ends = np.linspace(0, last, min(num_wanted, population.num_clients))
     return np.unique(ends.astype(np.int64))
 
 
 def readable_client(population: Population) -> int:
-    """Return a client whose examples can be read, the first if its own can.
+    """Find a client whose examples can be read, preferably the first.
 
     Raises:
-        Exception: None of those that were tried has such examples; as reading the last one raises.
+        Exception: No client that was tried has such examples; this is the last one's error.
     """
     *others, last = spread_clients(population, 16)
     for client_id in others:
@@ -502,7 +503,7 @@ def sizes_of(offsets: NDArray[np.int64], *, client_ids: NDArray[np.int64]) -> ND
 def places_of(
     offsets: NDArray[np.int64], *, client_ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ranges of these clients laid end to end, and the offsets of each in that."""
+    """Concatenate the ranges of these clients; return that and each client's offset in it."""
     sizes = sizes_of(offsets, client_ids=client_ids)
     ends = offsets_of(sizes)
     shifts = np.repeat(offsets[client_ids] - ends[:-1], sizes)
@@ -510,10 +511,10 @@ def places_of(
 
 
 def owner_at(at: int, *, offsets: NDArray[np.int64], client_ids: NDArray[np.int64]) -> int:
-    """Return whose range holds place ``at``."""
+    """Return the client whose range contains position ``at``."""
     return int(client_ids[np.searchsorted(offsets, at, side="right") - 1])
 
 
 def row_name(row: int, *, client: str | None = None) -> str:
-    """Return what a message calls a row, with what it calls the client that has it."""
+    """Format a row for a message, with its client if given."""
     return f"row {row}" if client is None else f"row {row} of {client}"

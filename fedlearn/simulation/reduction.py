@@ -1,7 +1,8 @@
-"""What blocks of updates come to, on one worker or many: summed as they come, or kept and combined.
+"""Accumulates a round's updates into an aggregate, on one worker or several.
 
-A wave is a set of clients that are trained before the round is looked at again. They have places,
-in order of arrival, and each worker folds in its own.
+Updates are summed as they arrive, or all kept and then combined. They come in waves: sets of
+clients that are trained before checking again whether the round is complete. Each client has a
+place in its wave, by order of arrival, and each worker adds the updates that it trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,15 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.soundness import MAX_DELTA, is_sound
 
-#: Part of a bound up to which no rounding of a norm matters.
+#: Norms below this part of a bound are within it, no matter how they are rounded.
 _CLEARLY = 0.99
 
 
 class ClipCount:
-    """Counts updates that their clients' clip scaled down, over waves and workers.
+    """Counts the updates that were clipped by their clients, over waves and workers.
 
     Attributes:
-        wave: How many in this wave, to be summed over the workers: shape [1].
+        wave: The count of this wave, to be summed over the workers: shape [1].
     """
 
     def __init__(self, clip_norm: float | None) -> None:
@@ -38,11 +39,11 @@ class ClipCount:
         self.wave = torch.zeros(1, dtype=torch.float64)
 
     def begin(self) -> None:
-        """Begin a wave."""
+        """Start a wave."""
         self.wave.zero_()
 
     def add(self, sent: Updates, reasons: Sequence[str | None]) -> None:
-        """Count the accepted rows of a block."""
+        """Count the clipped rows among the accepted rows of a block."""
         if self._clip_norm is None:
             return
         trained_BQ, _ = sent.delta_parts()
@@ -51,27 +52,27 @@ class ClipCount:
                 self.wave += is_clipped(trained, clip_norm=self._clip_norm)
 
     def end(self) -> None:
-        """End a wave, whose count is now that of all workers."""
+        """End a wave, after its count was summed over all workers."""
         self._total += round(float(self.wave))
 
     def attach_count(self, aggregate: Aggregate) -> Aggregate:
-        """Add the count to an aggregate, where there is a clip."""
+        """Add the count to an aggregate if updates are clipped."""
         if self._clip_norm is None:
             return aggregate
         return replace(aggregate, num_clipped=self._total)
 
 
 class Summed:
-    """Adds blocks up. Memory: one contribution.
+    """Sums updates block by block; takes the memory of one update.
 
     Attributes:
-        aggregation: What the updates are combined by.
-        params: The model of the round, which the aggregate is a change of.
+        aggregation: Combines the updates.
+        params: The round's model, to which the aggregate is a change.
     """
 
     def __init__(
         self,
-        aggregation: SumAggregation[Any],  # Any: its state is its own business
+        aggregation: SumAggregation[Any],  # Any: the type of its state is not used here
         lanes: Sequence[LaneSpec],
         params: Params,
         *,
@@ -87,11 +88,9 @@ class Summed:
         client_ids: NDArray[np.int64],  # noqa: ARG002 - a sum needs no room
         cluster: Cluster,
     ) -> None:
-        """Begin a wave of these clients: shape [n], in order of arrival.
-
-        The first worker goes on with what is there: alone, it adds up in the order of arrival,
-        whatever the waves.
-        """
+        """Start a wave of these clients: shape [n], in order of arrival."""
+        # Rank 0 continues with the sum of earlier waves, which it received from all workers. So a
+        # single worker sums in the order of arrival, however the waves are cut.
         if cluster.rank != 0:
             self._total = self._empty()
         self._clipped.begin()
@@ -103,17 +102,20 @@ class Summed:
         *,
         current: Updates,
     ) -> list[str | None]:
-        """Add the acceptable rows of a block; return of each row why it is refused.
+        """Add the acceptable rows of a block; return the reason for each refused row.
 
-        The block is summed by itself first. A sum is finite only if all its terms are, so rows are
-        judged one by one only if the sum is absurd, or if bounds are tighter than the generous
-        ones. (Absurd values that cancel within a block pass: simulated clients diverge, they do
-        not conspire.)
+        The block is first summed separately. A sum is finite only if all of its terms are, so rows
+        are checked one by one only if the sum is implausible, or if bounds are tighter than the
+        default. (Huge values that cancel within a block pass: simulated clients may diverge, but
+        they do not collude.)
 
         Args:
-            sent: The updates as clients sent them, with their weights: what is judged.
+            sent: The updates as clients sent them, with their weights; these are checked.
             places: The rows' places in the wave: shape [B].
-            current: The same rows relative to the current model: what is summed.
+            current: The same rows relative to the current model; these are summed.
+
+        Returns:
+            One reason per row; ``None``: the row was added.
         """
         block = self.aggregation.accumulate(self._empty(), current)
         reasons: list[str | None] = [None] * len(sent.client_ids)
@@ -131,18 +133,18 @@ class Summed:
         bounds, max_norm = self._bounds, None
         if bounds is not None:
             if bounds.max_norm < GENEROUS.max_norm:
-                return False  # long rows may cancel
-            # A weight below 1 would hide a long row in the sum.
+                return False  # rows with large norms may cancel in the sum
+            # A weight below 1 would hide a row with a large norm in the sum.
             max_norm = bounds.max_norm * min(1.0, float(weights_B.min()))
         return all(is_sound(tensor, max_norm=max_norm) for tensor in block.tensors())
 
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
-        """Add up what the workers have, and ``more``."""
+        """Sum the workers' totals, and ``more``, over all workers."""
         cluster.all_reduce([*self._total.tensors(), self._clipped.wave, more])
         self._clipped.end()
 
     def close(self) -> Aggregate:
-        """Return the aggregate of all waves, of at least one client."""
+        """Return the aggregate of all waves, which have at least one client."""
         aggregate: Aggregate = self.aggregation.finalize(self._total)
         return self._clipped.attach_count(aggregate)
 
@@ -152,11 +154,11 @@ class Summed:
 
 
 class Gathered:
-    """Keeps every update, in order of arrival whoever trained it. Memory: all contributions.
+    """Keeps every update, in order of arrival; takes the memory of all updates.
 
     Attributes:
-        aggregation: What the updates are combined by.
-        params: The model of the round, which the aggregate is a change of.
+        aggregation: Combines the updates.
+        params: The round's model, to which the aggregate is a change.
     """
 
     def __init__(
@@ -176,9 +178,9 @@ class Gathered:
     def begin(
         self,
         client_ids: NDArray[np.int64],
-        cluster: Cluster,  # noqa: ARG002 - the updates of earlier waves are kept by themselves
+        cluster: Cluster,  # noqa: ARG002 - the updates of earlier waves are kept separately
     ) -> None:
-        """Have room for a wave of these clients: shape [n], in order of arrival."""
+        """Allocate memory for a wave of these clients: shape [n], in order of arrival."""
         count, like = len(client_ids), self.params.vector
         self._client_ids, self._weights = client_ids, like.new_zeros(count)
         self._based_on = torch.zeros(count, dtype=torch.float64)
@@ -188,7 +190,7 @@ class Gathered:
     def fold(
         self, sent: Updates, places: NDArray[np.int64], *, current: Updates
     ) -> list[str | None]:
-        """Copy the acceptable rows of a block to their places; as :meth:`Summed.fold`."""
+        """Copy the acceptable rows of a block to their places; otherwise as :meth:`Summed.fold`."""
         reasons = refusals(sent, self._lanes, self.params.layout, self._bounds)
         accepted = _find_accepted(reasons)
         some, index = only(current, accepted), torch.from_numpy(places[accepted])
@@ -200,7 +202,8 @@ class Gathered:
         return reasons
 
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
-        """Fill in what the other workers have; ``more`` is added up."""
+        """Exchange the wave's updates among all workers; sum ``more`` over them."""
+        # Each row is zero on all workers but the one that trained it, so the sum fills all in.
         rows = [*self._rows.values(), self._weights, self._based_on]
         cluster.all_reduce([*rows, self._clipped.wave, more])
         self._clipped.end()
@@ -216,7 +219,7 @@ class Gathered:
         self._waves.append(only(wave, np.flatnonzero(is_there)))
 
     def close(self) -> Aggregate:
-        """Return what the aggregation makes of all."""
+        """Combine the updates of all waves."""
         waves = self._waves
         client_ids = [client_id for wave in waves for client_id in wave.client_ids]
         weights_B = torch.cat([wave.weights_B for wave in waves])
@@ -240,7 +243,7 @@ def refusals(
     layout: Layout,
     bounds: UpdateBounds | None,
 ) -> list[str | None]:
-    """Return of each row why it must not reach arithmetic; ``None``: it may."""
+    """Return the reason for each row that must not be aggregated; ``None`` if it may be."""
     if _are_clearly_within(sent, bounds):
         return [None] * len(sent.client_ids)
     rows = range(len(sent.client_ids))
@@ -249,7 +252,7 @@ def refusals(
 
 
 def _are_clearly_within(sent: Updates, bounds: UpdateBounds | None) -> bool:
-    """Return whether no row comes near the bounds, by one look at the block."""
+    """Return whether all rows are far below the bounds, by a fast check of the whole block."""
     max_norm = MAX_DELTA if bounds is None else min(MAX_DELTA, bounds.max_norm)
     return all(
         isinstance(rows, Tensor)
@@ -263,7 +266,7 @@ def _find_accepted(reasons: Sequence[str | None]) -> NDArray[np.int64]:
 
 
 def only(updates: Updates, rows: NDArray[np.int64]) -> Updates:
-    """Return some rows of ``updates``, all of them without a copy."""
+    """Select rows of ``updates``; without a copy if they are all selected."""
     if len(rows) == len(updates.client_ids):
         return updates
     index = torch.from_numpy(rows)

@@ -1,7 +1,7 @@
-"""Who trains on which rows at which step: ragged clients, exactly.
+"""Schedules of batches for blocks of clients with different numbers of examples.
 
-Step t of a block runs on the prefix of clients that still have a batch, so nothing is padded but
-the last batch of an epoch.
+Step t of a block runs on the prefix of clients that still have a batch, so only the last batch of
+an epoch is padded.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from fedlearn.training.local_data import KeyedBatch, evaluation_batches
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The batches of a block of K clients, T steps at the most, B examples a batch at the most.
+    """The batches of a block of K clients, with up to T steps and up to B examples per batch.
 
     Attributes:
         rows_TKB: Row numbers into the features, int64; 0 where padded.
@@ -37,7 +37,7 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
-        """T, the steps of the client that takes most."""
+        """T, the largest number of steps of a client."""
         return len(self.active_T)
 
     @property
@@ -56,10 +56,11 @@ def schedule(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Schedule:
-    """Return the batches of a block's clients: shape [K], those with most steps first.
+    """Build the schedule of a block.
 
-    ``rows`` are their examples, in this order; ``round_num`` is one for all, or each client's own:
-    shape [K]; ``dtype`` is that of the weights.
+    ``client_ids`` are sorted by descending number of steps: shape [K]. ``rows`` are their examples,
+    in this order. ``round_num`` is one for all clients, or one for each: shape [K]. ``dtype`` is
+    that of the weights.
     """
     sizes_K = rows.num_examples()
     steps_K = work.steps_per_epoch(sizes_K)
@@ -77,7 +78,7 @@ def schedule(
         client_K = np.arange(len(sizes_K))[:, None]
         epochs_TK1 = np.minimum(epoch_TK, work.epochs - 1)[:, :, None]
         positions_TKB = order_KEN[client_K, epochs_TK1, positions_TKB]
-    if rows.num_reads_K is not None:  # an epoch has its own reading of the examples
+    if rows.num_reads_K is not None:  # each epoch has its own copy of the examples
         reading_TK = np.minimum(epoch_TK, rows.num_reads_K - 1)
         positions_TKB = positions_TKB + (reading_TK * sizes_K)[:, :, None]
     rows_TKB = rows.rows[rows.offsets[:-1, None] + positions_TKB] * real_TKB
@@ -99,13 +100,13 @@ def training_rows(
     round_num: int | NDArray[np.int64],
     seed: Seed,
 ) -> ClientRows:
-    """Return the examples of these clients for a round, read as deployed clients read them.
+    """Load the examples of these clients for a round, as deployed clients read them.
 
-    A dataset whose items draw random numbers is read batch by batch, again in each epoch, with the
-    keys that a deployed client's trainer takes. The other arguments are those of :func:`schedule`.
+    A dataset whose items draw random numbers is read in batches, again in each epoch, with the
+    keys that a deployed client's trainer uses. The other arguments are those of :func:`schedule`.
 
     Raises:
-        DataError: Examples that were read just now cannot be trained on.
+        DataError: An example that was just read is invalid.
     """
     unread = unread_rows(population, client_ids)
     if unread is None:
@@ -130,13 +131,13 @@ def training_rows(
 def rows_of_round(
     population: Population, client_id: int, *, round_num: int, seed: Seed
 ) -> ClientRows:
-    """Return one client's examples for a trainer of the user's own, which takes tensors.
+    """Load one client's examples for a user's own trainer, which takes tensors.
 
-    A dataset is read once a round; what its items draw depends on the seed, the round and the
-    client.
+    A dataset is read once per round; random numbers that its items draw depend on the seed, the
+    round and the client.
 
     Raises:
-        DataError: Examples that were read just now cannot be trained on.
+        DataError: An example that was just read is invalid.
     """
     client_ids = np.asarray([client_id])
     unread = unread_rows(population, client_ids)
@@ -157,7 +158,10 @@ def _orders(
     round_num: int | NDArray[np.int64],
     seed: Seed,
 ) -> NDArray[np.int64]:
-    """Return what ``shuffled_positions`` does for each client and epoch: [K, E, largest client]."""
+    """Shuffle each client's examples in each epoch, with the same result as ``shuffled_positions``.
+
+    Shape [K, E, largest client].
+    """
     position_N = np.arange(int(sizes_K.max()))
     keys_KEN = seed.hash(
         round_num if isinstance(round_num, int) else round_num[:, None, None],
@@ -165,6 +169,7 @@ def _orders(
         np.arange(work.epochs)[None, :, None],
         position_N[None, None, :],
     )
+    # The largest key sorts the padding of smaller clients to the end.
     is_padding = position_N >= sizes_K[:, None, None]
     keys_KEN = np.where(is_padding, np.iinfo(np.uint64).max, keys_KEN)
     return np.argsort(keys_KEN, axis=2, kind="stable")

@@ -1,4 +1,4 @@
-"""Secure aggregation in a simulation: the real protocol, or its rounding without its masks."""
+"""Secure aggregation in a simulation: by the real protocol, or by the same sums without masks."""
 
 import hashlib
 import math
@@ -29,11 +29,11 @@ from fedlearn.secagg.policy import TermsPolicy
 
 @dataclass(frozen=True, eq=False)
 class SimulatedIdentities(Mapping[ClientId, bytes]):
-    """The directory of a simulated population: every identity follows from the run's secret.
+    """The directory of a simulated population: every identity is derived from one random secret.
 
     Attributes:
-        num_clients: How many there are; a key is made when it is first looked at.
-        plan: What sessions ask; these clients' policy allows that and no more.
+        num_clients: Number of clients; a key is made at its first use.
+        plan: The parameters of sessions; the clients' policy allows these and nothing weaker.
     """
 
     num_clients: int
@@ -60,7 +60,7 @@ class SimulatedIdentities(Mapping[ClientId, bytes]):
         return keys.identity_of(self._secret, label=b"simulated coordinator", ids=())
 
     def client(self, client_id: ClientId) -> SecureClient:
-        """Return a client's side of every session."""
+        """Create a client's side of the protocol."""
         return SecureClient(
             client_id=client_id,
             signer=self._identity(client_id)[0],
@@ -81,7 +81,7 @@ class SimulatedIdentities(Mapping[ClientId, bytes]):
 
 
 def policy_for(plan: SecurePlan) -> TermsPolicy:
-    """Return the policy of a client that agrees to a plan, and to nothing weaker."""
+    """Build the policy of a client that agrees to a plan, and to nothing weaker."""
     given = plan.parameters.assumptions
     return TermsPolicy(
         adversary=given.adversary,
@@ -94,7 +94,7 @@ def policy_for(plan: SecurePlan) -> TermsPolicy:
         max_weight=plan.max_examples,
         max_upload_bytes=1 << 62,
         max_releases_per_round=1,
-        max_draw_factor=1.0,  # of no effect, as there is no roster
+        max_draw_factor=1.0,  # has no effect without a roster
     )
 
 
@@ -104,30 +104,31 @@ class ModularSums:
 
     Attributes:
         total: Sums of levels.
-        num_clipped: Clients in it whose update was scaled down: shape [], float64.
+        num_clipped: Number of clients in the sum whose update was clipped: shape [], float64.
     """
 
     total: LaneSums
     num_clipped: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that an all-reduce adds up."""
+        """Return the tensors that an all-reduce must sum."""
         return (*self.total.tensors(), self.num_clipped)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModularSum:
-    """The weighted mean as secure aggregation computes it, without its masks.
+    """The weighted mean as secure aggregation computes it, but without masks.
 
-    Updates are clipped and rounded to levels as clients do it. The sum of levels is below 2**53,
-    hence exact in float64: in any order, over any number of workers. The noise that clients would
-    add is not in it: with it the sums are released as levels, and
+    Updates are clipped and rounded to levels, as clients do it. The sum of levels is below 2**53,
+    so it is exact in float64, in any order and over any number of workers. Noise that clients would
+    add is not included: if there is noise, the result is the sum of levels, to which
     :class:`fedlearn.rounds.distributed_noise.DistributedMean` adds all of it.
 
     Attributes:
-        plan: What sessions would ask.
-        layout: Of the model.
-        seed: Of the rounding, together with an update's own bytes: a run can be repeated.
+        plan: The parameters of the sessions that are simulated.
+        layout: The model's layout.
+        seed: Seed of the rounding. It is combined with the bytes of each update, so that runs are
+            reproducible.
     """
 
     plan: SecurePlan
@@ -140,10 +141,10 @@ class ModularSum:
         return self.plan.min_survivors
 
     def recorded(self, rows: Participations) -> Participations:
-        """Return what a coordinator knows of the clients of a round, as the protocol records it.
+        """Reduce the clients' rows of a round to what the coordinator of a real session learns.
 
-        Each client in the sum has the means of all that are in it. Of sums with noise the clients
-        tell nothing else. In a sum that is not opened nobody has reported.
+        Each client in the sum gets the means over all of them; if clients add noise, not even
+        those are known. If there are too few clients for the sum to be opened, all have failed.
         """
         reported = rows.codes == STATUSES.index(Status.REPORTED)
         count, least = int(reported.sum()), self.min_survivors
@@ -171,13 +172,13 @@ class ModularSum:
         )
 
     def num_capped(self, rows: Participations) -> int | None:
-        """Return how many reports have a loss or a number of examples above its bound.
+        """Count the reports whose loss or number of examples is above its bound.
 
         Args:
             rows: The clients of a round with their own losses and examples.
 
         Returns:
-            ``None`` where clients add noise: the count would have none.
+            The count; ``None`` if clients add noise, since the count would have no noise.
         """
         if self.plan.noise_multiplier is not None:
             return None
@@ -187,7 +188,7 @@ class ModularSum:
         return int((reported & is_large).sum())
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
-        """Return the example counts, none above W; or ones."""
+        """Return the example counts, capped at ``max_examples``; or ones without such weights."""
         if not self.plan.by_examples:
             return torch.ones_like(num_examples_B)
         return num_examples_B.clamp(max=self.plan.max_examples)
@@ -213,9 +214,9 @@ class ModularSum:
         return state
 
     def finalize(self, state: ModularSums) -> Aggregate:
-        """Return the means that the levels stand for, or the levels.
+        """Convert the sums to means; if clients add noise, return the sums of levels.
 
-        Where clients add noise, how many were clipped has none, so nobody may know.
+        With noise, the number of clipped updates is left out, since it would have no noise.
         """
         sums = state.total
         weight, num_clients = float(sums.weight), round(float(sums.num_clients))
@@ -235,7 +236,7 @@ class ModularSum:
 
     @cached_property
     def _lanes(self) -> Mapping[str, tuple[Lane, ...]]:
-        """The lanes of a session into which each lane of the strategy goes."""
+        """For each of the strategy's lanes, the session's lanes that encode it."""
         return self.plan.vector_lanes(self.layout)
 
     @property
@@ -243,9 +244,9 @@ class ModularSum:
         return self.plan.max_examples if self.plan.by_examples else 1
 
     def _levels(self, name: str, row: Tensor, weight: float) -> tuple[Tensor, bool]:
-        """Return the levels of one client's lane, and whether it was longer than its bound.
+        """Encode one client's lane as levels; also return whether it was clipped.
 
-        They are float64, and NaN if the lane is not finite.
+        The levels are float64, and NaN if the lane is not finite.
         """
         if not bool(torch.isfinite(row).all()):
             return torch.full_like(row, math.nan, dtype=torch.float64), False

@@ -1,6 +1,7 @@
-"""The same simulation through real client sessions and the wire codec, in one process.
+"""Simulation through real client sessions and the wire codec, in one process.
 
-Slower than the engine and equal to it, for parity and for code that lives in sessions.
+It is slower than the engine and gives the same results. It serves to check that they agree, and to
+run code that exists only in sessions.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -49,44 +50,44 @@ from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalTrainer, require_trainer
 from fedlearn.transport.memory import Handler, MemoryChannel
 
-#: Settings that say how much a client does.
+#: Settings that determine the amount of a client's work.
 _AMOUNTS = {"epochs", "batch_size", "drop_last"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentTrainers:
-    """Makes fedlearn's own trainer for each client, all on one model in memory.
+    """Makes fedlearn's own trainer for each client; all share one model in memory.
 
     Attributes:
-        model: The model.
-        local_updates: As of :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
+        model: The shared model.
+        local_updates: As for :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
     """
 
     model: ResidentModel
     local_updates: Collection[type[LocalUpdate]] = ()
 
     def __call__(self, features: Features, labels: Tensor) -> LocalTrainer:
-        """Return the trainer of a client with these examples."""
+        """Make the trainer of a client with these examples."""
         return self.reading(TensorData(features, labels, device=self.model.device))
 
     def reading(self, data: LocalData) -> LocalTrainer:
-        """Return the trainer of a client that reads its examples batch by batch."""
+        """Make the trainer of a client that reads its examples in batches."""
         return TorchTrainer(self.model, data, local_updates=self.local_updates)
 
 
 def trainers_on(
     model: ResidentModel, *, local_updates: Collection[type[LocalUpdate]] = ()
 ) -> ResidentTrainers:
-    """Return what makes fedlearn's own trainer for each client, all on one model in memory."""
+    """Create a factory of fedlearn's own trainers that all share one model in memory."""
     return ResidentTrainers(model=model, local_updates=local_updates)
 
 
 class AboveBounds(NamedTuple):
-    """Whether values that a client added to a secure sum were above their bounds.
+    """Whether a client's contribution to a secure sum exceeded its bounds.
 
     Attributes:
-        is_clipped: A vector was scaled down.
-        is_capped: Its loss or its number of examples was cut off.
+        is_clipped: Whether a vector was clipped.
+        is_capped: Whether the loss or the number of examples was capped.
     """
 
     is_clipped: bool
@@ -95,19 +96,19 @@ class AboveBounds(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedSessions(Mapping[ClientId, Handler]):
-    """A session for each client, made when it is asked: idle clients cost nothing.
+    """A session for each client, created for each request, so that idle clients cost nothing.
 
     Attributes:
-        population: Who there is, and their examples.
-        behaviour: How long their rounds take and which of them fail.
-        make_trainer: Makes the trainer of a client, of its features and labels.
-        work: How much clients do that are not told otherwise.
-        further_bytes: Size of what a client contributes beside the model's delta.
-        identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
-        transforms: Classes of transforms of the user's own, which all clients know.
-        dtype: Of the model.
-        bounded: What clients have added to secure sums since it was cleared, by client. It is
-            known here because the clients are.
+        population: The clients and their examples.
+        behaviour: Model of the clients' devices: durations and failures.
+        make_trainer: Makes the trainer of a client, from its features and labels.
+        work: A client's work, unless the request's settings say otherwise.
+        further_bytes: Size of a client's upload in addition to the model's delta.
+        identities: Keys of the clients for secure aggregation; ``None``: it is not used.
+        transforms: Classes of the user's own transforms, which all clients know.
+        dtype: The model's dtype.
+        bounded: Which clients' contributions to secure sums exceeded their bounds, since this was
+            last cleared. A real coordinator cannot know this.
     """
 
     population: Population
@@ -122,7 +123,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     bounded: dict[ClientId, AboveBounds] = field(default_factory=dict)
 
     def channel(self) -> MemoryChannel:
-        """Return a channel to them, in virtual time."""
+        """Create a channel to these sessions, in virtual time."""
         return MemoryChannel(self, self.latency_s, VirtualClock())
 
     def __len__(self) -> int:
@@ -135,7 +136,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         return lambda data, state: self._handle(client_id, data, state)
 
     def latency_s(self, clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
-        """Return when the replies arrive: at once for what is not training."""
+        """Return the seconds until each reply arrives: shape [B]; 0 unless it is training."""
         train = _training(request)
         if train is None:
             return np.zeros(len(clients))
@@ -163,7 +164,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         return session.handle(data, state)
 
     def _trainer(self, client_id: ClientId, train: TrainRequest | None) -> LocalTrainer:
-        """Return the trainer of a client; ``train`` is what it is asked, if that is training."""
+        """Make the trainer of a client; ``train`` is the training request, or ``None``."""
         client_ids = np.asarray([client_id])
         has_dataset = unread_rows(self.population, client_ids) is not None
         if has_dataset and isinstance(self.make_trainer, ResidentTrainers):
@@ -202,24 +203,27 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
 
 @dataclass(frozen=True)
 class SessionsKept:
-    """What trainers of sessions in memory keep: it is the run's state, as it is in the engine.
+    """Transfers client state between in-memory sessions and the run's state.
+
+    As with the engine, the trainers' client state is part of the run's state.
 
     Attributes:
-        channel: To the sessions.
+        channel: The channel to the sessions.
     """
 
     channel: MemoryChannel
 
     def restore(self, kept: Kept) -> None:
-        """Give sessions that have not begun in this process what they kept before."""
+        """Restore the client state of sessions that have not started in this process."""
         for client_id in kept.keys() - self.channel.states.keys():
             state = KeptState(trainer=kept[client_id], session=None)
             self.channel.states[ClientId(client_id)] = state.to_bytes()
 
     def added_to(self, collected: Collected, *, before: Kept) -> Collected:
-        """Return a round with what the trainers keep of clients whose updates are in it.
+        """Add the new client state of the clients whose updates are in a round to its result.
 
-        The others keep what they kept before, as their sessions do once they hear of it.
+        The other clients keep their previous state. Their sessions also restore it, once they
+        learn that their update did not count.
         """
         rows = collected.participations
         counted = {each.client_id for each in rows if each.status is Status.REPORTED}
@@ -230,13 +234,13 @@ class SessionsKept:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionCollector:
-    """A collector over sessions in memory, with what they keep.
+    """A collector over in-memory sessions that also saves and restores their client state.
 
     Attributes:
-        inner: Collects.
-        sessions: What they keep.
-        bounded: As of :class:`SimulatedSessions`; ``None``: there is no secure sum, or a count
-            of what was above the bounds would need noise.
+        inner: The collector that runs the round.
+        sessions: Access to the sessions' client state.
+        bounded: As in :class:`SimulatedSessions`. ``None``: there is no secure sum, or clients add
+            noise, so that counts must not be published without noise.
     """
 
     inner: Collector
@@ -244,13 +248,13 @@ class SessionCollector:
     bounded: dict[ClientId, AboveBounds] | None = None
 
     def available(self) -> Sequence[ClientId]:
-        """Return all clients."""
+        """Return the available clients of the inner collector."""
         return self.inner.available()
 
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
-        """Return what the inner one does, and what the sessions keep then."""
+        """Run the round with the inner collector, and add the sessions' client state."""
         before = requests[round_num].kept
         self.sessions.restore(before)
         if self.bounded is not None:

@@ -1,8 +1,8 @@
-"""A sum over the processes of one machine, through memory that they share.
+"""All-reduce over the processes of one machine, through shared memory.
 
-A message wakes threads on both sides, which costs more than the sum where rounds take
-milliseconds. Here each process writes its tensors where all can read them, the processes meet,
-each adds up its own part for all, and they meet once more.
+In rounds of milliseconds, waking up threads by messages costs more than the sum itself. Here, each
+process writes its tensors to memory that all can read. After a barrier, each process sums its own
+part for all of them, and a second barrier follows.
 """
 
 import mmap
@@ -15,19 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-#: Bytes to which each tensor is aligned in its row.
+#: Alignment of each tensor in its row, in bytes.
 _ALIGNMENT = 64
 
 
 class SharedRows:
-    """A row of memory for each process, grown as needed.
+    """A row of shared memory for each process, grown as needed.
 
-    All write tensors of the same sizes and dtypes, meet, add up, meet again, and read.
+    All processes write tensors of the same sizes and dtypes, wait for each other, sum, wait again,
+    and read.
 
     Args:
-        num_rows: Processes.
-        place: Where each process opens the files that all of them map, ``place-0`` and so on;
-            ``None``: files without a name, opened before the processes fork.
+        num_rows: Number of processes.
+        place: Path prefix of the files that all processes map, ``place-0`` and so on; ``None``:
+            anonymous files, opened before the processes fork.
     """
 
     def __init__(self, num_rows: int, place: Path | None = None) -> None:
@@ -45,7 +46,7 @@ class SharedRows:
         """Write ``tensors`` into the row of process ``rank``."""
         like = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         if self._like != like:
-            self._forget()  # what is mapped may be smaller
+            self._forget()  # the mapped memory may be too small
             self._like, self._rows = like, [_views(file, like) for file in self._files]
             by_tensor = zip(*self._rows, strict=True)
             self._parts = [[each.tensor_split(len(self)) for each in rows] for rows in by_tensor]
@@ -53,9 +54,9 @@ class SharedRows:
             own.copy_(tensor.flatten())
 
     def add_up(self, rank: int) -> None:
-        """Add all rows up into the row of ``rank``, in the part that belongs to ``rank``.
+        """Sum all rows into the row of ``rank``, for the part of the elements assigned to ``rank``.
 
-        Each part is added up once, so all processes read the same sums.
+        Each part is summed by one process only, so all processes read the same bits.
         """
         for by_process in self._parts:
             own = by_process[rank][rank]
@@ -64,13 +65,13 @@ class SharedRows:
                     own += parts[rank]
 
     def read(self, tensors: Sequence[Tensor]) -> None:
-        """Write the sums into ``tensors``, each part from the row of its process."""
+        """Copy the sums into ``tensors``, each part from the row of the process that summed it."""
         for tensor, by_process in zip(tensors, self._parts, strict=True):
             flat = torch.cat([parts[rank] for rank, parts in enumerate(by_process)])
             tensor.copy_(flat.view(tensor.shape))
 
     def close(self) -> None:
-        """Give the memory back once nobody looks at it."""
+        """Close the files and drop the views; the memory is freed with its last user."""
         self._forget()
         for file in self._files:
             os.close(file)
@@ -99,7 +100,7 @@ def _named_file(place: Path, row: int) -> int:
 
 
 def _memory_file() -> int:
-    """Return a file without a name, in memory where the system offers that."""
+    """Open an anonymous file, in memory on Linux."""
     if sys.platform == "linux":
         return os.memfd_create("fedlearn")
     else:

@@ -1,6 +1,6 @@
-"""Data sets as arrays: digits from inside scikit-learn, and npz files on disk.
+"""Loads data sets into arrays: scikit-learn's digits, and npz files on disk.
 
-Archives are read with ``allow_pickle=False``: a data file never runs code.
+Archives are read with ``allow_pickle=False``, so that a data file never runs code.
 """
 
 import importlib.util
@@ -26,9 +26,9 @@ from fedlearn.simulation.partition import checked_ids, numbered_ids
 from fedlearn.simulation.population import CheckedExamples
 
 _NUM_DIGITS = 10
-#: In scikit-learn's folder: a line a digit, its pixels from 0 to 16 and its class.
+#: In scikit-learn's folder: one line per digit, with its pixels from 0 to 16 and its class.
 _DIGITS = Path("datasets", "data", "digits.csv.gz")
-#: What reading a damaged archive raises.
+#: Errors from reading a damaged archive.
 _DAMAGE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 _WHERE_TO_LOOK = "give the folder that has it with `--data-dir`, or its path; it holds"
 _MNIST_ORIGIN = (
@@ -40,7 +40,7 @@ _TRACES_ORIGIN = (
     f"{_WHERE_TO_LOOK} recorded bandwidths, such as those in github.com/thu-media/Comyco, as the "
     "arrays time_s, mbit_per_s and offset"
 )
-#: Dtypes of features by numpy's kind and size. What is not here becomes float32 or int64.
+#: Dtypes of features by numpy's kind and size. Any other becomes float32 or int64.
 _KEPT_DTYPES = {
     (dtype.kind, dtype.itemsize): dtype
     for dtype in map(np.dtype, ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2"))
@@ -55,10 +55,10 @@ class Examples(CheckedExamples):
     """Examples before they are divided among clients.
 
     Attributes:
-        features: Finite and real: [N, *F], or several such.
+        features: Finite real numbers: [N, *F], or several such inputs.
         labels: int64 classes, or finite floats to regress on: [N, *L].
-        groups: Who produced each example, integers or texts: [N]; ``None`` if unknown.
-        num_classes: Labels lie below it; ``None`` where they are not classes.
+        groups: The natural client of each example, integers or strings: [N]; ``None`` if unknown.
+        num_classes: Labels are below it; ``None`` if they are not classes.
 
     Raises:
         DataError: The lengths differ, a dtype is wrong, a feature or label is not finite,
@@ -79,27 +79,27 @@ class Examples(CheckedExamples):
     def of(
         cls, *, features: Features, labels: Tensor, groups: NDArray[Any] | None = None
     ) -> "Examples":
-        """Return examples with as many classes as integer labels tell.
+        """Create examples, with the number of classes found from integer labels.
 
         Raises:
-            DataError: There are none, or as above.
+            DataError: There are no examples, or they are invalid: see the class.
         """
         num_classes = num_classes_of(labels)
         return cls(features=features, labels=labels, groups=groups, num_classes=num_classes)
 
     def split(self, *, fraction: float, seed: Seed) -> "TrainTest":
-        """Hold out a part: of every class alike, or of all examples where there are no classes.
+        """Hold out a test set: the same fraction of each class, or of all examples without classes.
 
-        Every group keeps at least one example for training. Where that is less than was to be held
-        out, a warning says so.
+        Every group keeps at least one example for training. If fewer examples are held out for
+        that reason, a warning is logged.
 
         Args:
-            fraction: The part that is held out as the test set, in (0, 1).
-            seed: Decides which examples are held out.
+            fraction: The fraction of the examples to hold out, in (0, 1).
+            seed: Chooses the examples to hold out.
 
         Raises:
             ValueError: ``fraction`` is not in (0, 1).
-            DataError: It leaves a part without examples.
+            DataError: One part would have no examples.
         """
         if not is_number(fraction) or not 0.0 < fraction < 1.0:
             raise ValueError(
@@ -130,11 +130,11 @@ class Examples(CheckedExamples):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainTest:
-    """A data set in two parts.
+    """A data set in two parts: for training and for testing.
 
     Attributes:
-        train: What is divided among clients.
-        test: What the global model is evaluated on.
+        train: The examples to divide among clients.
+        test: The examples on which the global model is evaluated.
 
     Raises:
         DataError: The parts differ in their number of classes.
@@ -152,10 +152,10 @@ class TrainTest:
 
     @classmethod
     def of(cls, train: Examples, test: Examples) -> "TrainTest":
-        """Return both parts with the classes of either.
+        """Combine two parts; both get the larger number of classes.
 
         Raises:
-            DataError: The labels of one are classes, those of the other numbers to regress on.
+            DataError: One part's labels are classes, the other's are numbers to regress on.
         """
         num_classes = larger(train.num_classes, test.num_classes)
         return cls(
@@ -167,7 +167,7 @@ class TrainTest:
 def num_classes_of(labels: Tensor) -> int | None:
     """Return one more than the largest label; ``None`` for floats, which are not classes.
 
-    Labels of -100 are to be ignored.
+    Labels of -100 mark values to ignore.
 
     Raises:
         DataError: There are no labels.
@@ -178,10 +178,10 @@ def num_classes_of(labels: Tensor) -> int | None:
 
 
 def classes_up_to(largest: int) -> int:
-    """Return the number of classes where this is the largest label.
+    """Return the number of classes, given the largest label.
 
     Raises:
-        DataError: It is negative: all labels are to be ignored, or are no classes.
+        DataError: It is negative: all labels are ignored, or they are not classes.
     """
     if largest < 0:
         raise DataError(
@@ -191,10 +191,10 @@ def classes_up_to(largest: int) -> int:
 
 
 def larger(train: int | None, test: int | None) -> int | None:
-    """Return the number of classes of both parts.
+    """Return the larger number of classes of the two parts; ``None`` if neither has classes.
 
     Raises:
-        DataError: One has classes, the other none.
+        DataError: Only one part has classes.
     """
     if train is not None and test is not None:
         return max(train, test)
@@ -214,22 +214,22 @@ def tensor_of(
     keeps_dtype: bool = False,
     keeps_masks: bool = False,
 ) -> Tensor:
-    """Return a copy of real numbers as a tensor: floats in float32, integers in int64.
+    """Copy real numbers into a tensor: floats as float32, integers as int64.
 
     Args:
         values: Shape [N, ...].
-        what: Their name in a message.
-        keeps_dtype: Whether they keep their own dtype, where torch can gather it.
-        keeps_masks: Whether booleans stay booleans; else they are integers 0 and 1.
+        what: The name of the values in messages.
+        keeps_dtype: Whether to keep the values' dtype, if torch can gather rows of it.
+        keeps_masks: Whether booleans stay booleans; else they become the integers 0 and 1.
 
     Raises:
-        DataError: They are ragged, no real numbers, or have no dimension.
+        DataError: The values are ragged, not real numbers, or have no dimension.
     """
     if isinstance(values, Tensor):
         values = values.detach().cpu()
     try:
         array = np.asarray(values)
-    except ValueError as error:  # numpy's word for ragged nested lists
+    except ValueError as error:  # numpy raises it for ragged nested lists
         raise DataError(f"{what}: {error}; pad or crop them to one shape") from error
     kind = array.dtype.kind
     if kind not in "biuf" or not array.ndim:
@@ -244,7 +244,7 @@ def tensor_of(
 
 
 def _no_numbers(array: NDArray[Any], what: str) -> str:
-    """Return why an array is no examples, and what to do."""
+    """Build the error message for an array that does not have numbers: the reason and a fix."""
     if not array.ndim and array.dtype.kind in "OSU":
         value = array.item()
         shown = f'"{value}"' if isinstance(value, str | Path) else f"a {type(value).__name__}"
@@ -265,15 +265,15 @@ def _no_numbers(array: NDArray[Any], what: str) -> str:
 
 
 def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
-    """Return the 1,797 handwritten digits of 8 x 8 pixels in scikit-learn's wheel.
+    """Load the 1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn.
 
-    Features are float32 in [0, 1] of shape [N, 64], labels 0..9; there are no groups. The rest is
-    as of :meth:`Examples.split`.
+    Features are float32 in [0, 1] of shape [N, 64], labels 0..9; there are no groups. The test set
+    is held out as in :meth:`Examples.split`.
 
     Raises:
-        DataError: The wheel is not installed, or holds them elsewhere.
+        DataError: scikit-learn is not installed, or has no such file.
     """
-    # To import the package for its load_digits takes more than a second, to read them 0.03 s.
+    # Importing scikit-learn for its load_digits takes more than a second, reading the file 0.03 s.
     package = importlib.util.find_spec("sklearn")
     path = Path(package.origin if package and package.origin else "sklearn")
     try:
@@ -290,7 +290,7 @@ def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
 
 
 def _held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDArray[np.bool_]:
-    """Return a mask with the fraction of every class, to the nearest example."""
+    """Choose the examples to hold out, as a mask: the fraction of each class, rounded."""
     keys = seed.derive("test split").hash(np.arange(labels.size))
     order = np.lexsort((keys, labels))
     _, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
@@ -303,7 +303,7 @@ def _held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDAr
 def _last_of_each(
     groups: NDArray[Any], is_test: NDArray[np.bool_], *, seed: Seed
 ) -> NDArray[np.bool_]:
-    """Return one example of each group that would have none left for training, as a mask."""
+    """Choose one example of each group that would have none left for training, as a mask."""
     names, owners = numbered_ids(checked_ids(groups, num_examples=len(groups)))
     lost = np.bincount(owners[~is_test], minlength=len(names)) == 0
     is_kept = np.zeros(len(groups), np.bool_)
@@ -322,7 +322,7 @@ def _last_of_each(
 
 
 def mnist_by_writer(path: Path) -> TrainTest:
-    """Return MNIST, from an archive like ``mnist.npz``, with the writer of each digit as its group.
+    """Load MNIST from an archive like ``mnist.npz``, with the writer of each digit as its group.
 
     Returns:
         60,000 digits by 539 writers and 10,000 by 297 others; float32 in [0, 1] of shape
@@ -342,16 +342,16 @@ def mnist_by_writer(path: Path) -> TrainTest:
 
 
 def npz(path: Path, *, features: Inputs[str], labels: str, groups: str | None = None) -> Examples:
-    """Return the examples in these arrays of an npz archive.
+    """Load examples from arrays of an npz archive.
 
     Returns:
-        Features in the dtypes of the arrays; see :mod:`fedlearn.training.input_dtypes`. Labels in
-        int64 where they are integers, hence classes, else in float32.
+        Features in the dtypes of the arrays; see :mod:`fedlearn.training.input_dtypes`. Integer
+        labels are classes, in int64; others are in float32.
 
     Raises:
-        DataError: The file is missing or no npz, an array is missing, holds Python objects
-            or something else than is needed, shapes do not fit, a value is not finite, or a
-            label is negative.
+        DataError: The file is missing or not an npz archive, an array is missing, has Python
+            objects or otherwise wrong values, shapes do not match, a value is not finite, or a
+            label is negative (other than -100, which is ignored).
     """
     arrays = read_npz(
         path, names=[*named(features).values(), labels, *([groups] if groups else [])]
@@ -373,7 +373,7 @@ def npz(path: Path, *, features: Inputs[str], labels: str, groups: str | None = 
 
 
 def bandwidth_traces(path: Path) -> TraceBandwidth:
-    """Return the recorded bandwidths in an archive such as ``bandwidth_traces.npz``.
+    """Load recorded bandwidths from an archive such as ``bandwidth_traces.npz``.
 
     Raises:
         DataError: The file is missing, is not an npz, lacks an array, or a trace is unusable.
@@ -387,14 +387,14 @@ def bandwidth_traces(path: Path) -> TraceBandwidth:
 
 
 def read_npz(path: Path, *, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Return named arrays of an npz archive; never unpickles.
+    """Load named arrays of an npz archive, without unpickling anything.
 
     Raises:
         DataError: The file is missing, is not an npz or is damaged, an array is missing, or
             it holds Python objects.
     """
     _require_file(path, remedy="correct the path")
-    with path.open("rb") as file:  # numpy would leave a file open that it cannot read
+    with path.open("rb") as file:  # given a path, numpy leaves a damaged file open
         try:
             archive = np.load(file, allow_pickle=False)
         except _DAMAGE as error:

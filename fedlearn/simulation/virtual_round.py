@@ -1,8 +1,8 @@
 """A round in virtual time: a queue of arrivals, and blocks of clients to train.
 
-When each client would answer follows from its device alone. So arrivals are played in order until
-the round would close, and only then are the clients trained whose updates count, from the model
-that each was sent. If an update turns out to be unusable, the round goes on with the next arrival.
+When a client would reply depends on its device alone. So arrivals are simulated in order until
+the round would close. Only then are the clients trained whose updates count, each from the model
+that it was sent. If an update turns out to be unusable, the round continues with the next arrival.
 A client that is late, fails, or becomes too stale is never trained.
 """
 
@@ -32,24 +32,24 @@ from fedlearn.simulation.secure import ModularSum
 #: Outcome of a client that was trained: its update counts, is refused, or training raised an error.
 REPORTED, REFUSED, RAISED = 1, 2, 3
 
-#: The row of a client that counts until it is trained, which the row after training replaces.
+#: Placeholder row of a client whose update is expected to count, replaced once it is trained.
 _UNTRAINED = Participation(ClientId(-1), Status.REPORTED, math.nan)
 
-#: Why a client that vanished in the middle of a round failed.
+#: Failure reason of a client whose device failed during a round.
 DROPPED_OUT = "dropped out before reporting"
 
 
 @dataclass(frozen=True)
 class Wave:
-    """What training some clients gave beside their updates, on all workers.
+    """Results of training a set of clients on all workers, except their updates.
 
     Attributes:
         losses: Mean training losses: shape [n].
-        num_examples: Examples that each has trained on: shape [n].
-        verdicts: What became of each, such as :data:`REPORTED`: shape [n].
-        reasons: Why those failed that did, by place in the wave.
-        metrics: What else each measured, by the place of a sound client in the wave.
-        kept: What sound clients keep now.
+        num_examples: Number of examples that each client trained on: shape [n].
+        verdicts: Outcome of each client, such as :data:`REPORTED`: shape [n].
+        reasons: Failure reasons, by the client's place in the wave.
+        metrics: Other training metrics of reporting clients, by place in the wave.
+        kept: New client state of reporting clients.
     """
 
     losses: NDArray[np.float64]
@@ -60,23 +60,23 @@ class Wave:
     kept: Kept
 
     def add_metrics(self, means: WeightedMeans) -> None:
-        """Add what the clients measured, in order of arrival."""
+        """Add the clients' training metrics to the means, in order of arrival."""
         for place, told in sorted(self.metrics.items()):
             means.add(told, num_examples=int(self.num_examples[place]))
 
 
 class SimulatedClients(Protocol):
-    """The clients of a virtual round: their devices are foreseen, and they train in blocks."""
+    """The clients of a virtual round: predicts their devices and trains them in blocks."""
 
     @property
     def summing(self) -> ModularSum | None:
-        """How updates are summed where secure aggregation is simulated; else ``None``."""
+        """How updates are summed if secure aggregation is simulated; else ``None``."""
 
     def reduction(self, request: RoundRequest) -> Reduction:
-        """Return what the updates of a round are folded into."""
+        """Create the accumulator for a round's updates."""
 
     def foreseen(self, drawn: Sequence[PendingTask], request: RoundRequest) -> list[PendingTask]:
-        """Return the tasks of one drawing with how long each takes, and whether it fails."""
+        """Predict the duration and failure of tasks that were drawn together."""
 
     def train(
         self,
@@ -86,7 +86,7 @@ class SimulatedClients(Protocol):
         *,
         factors: NDArray[np.float64] | None = None,
     ) -> Wave:
-        """Train clients, each from what it was sent, and fold their updates in."""
+        """Train clients, each from the model that it was sent, and accumulate their updates."""
 
     def weights(self, num_examples_B: Tensor, request: RoundRequest) -> Tensor:
         """Return the aggregation weights of clients with these example counts: shape [B]."""
@@ -94,12 +94,12 @@ class SimulatedClients(Protocol):
 
 @dataclass(eq=False)
 class VirtualRound:
-    """One attempt at a round, played to its close.
+    """Simulates one attempt at a round until it closes.
 
     Attributes:
-        clients: Foresees devices and trains.
-        collection: Says whom to ask, and when the round closes.
-        requests: What clients were sent, by round.
+        clients: Predicts devices and trains clients.
+        collection: Decides how many clients to ask, and when the round closes.
+        requests: The requests sent to clients, by round.
         draw: Draws the clients to ask.
     """
 
@@ -108,9 +108,10 @@ class VirtualRound:
     requests: Mapping[int, RoundRequest]
     draw: Draw
     now_s: float = 0.0
-    #: A heap: when a client arrives, or has taken too long; its turn in asking; its task.
+    #: A heap of (time of arrival or of giving up, turn, task). The turn, in order of asking, breaks
+    #: ties.
     _arrivals: list[tuple[float, int, PendingTask]] = field(default_factory=list)
-    #: Clients that count and are not trained yet.
+    #: Clients whose updates count and that are not trained yet.
     _waiting: list[PendingTask] = field(default_factory=list)
     _until_s: float = math.inf
 
@@ -121,7 +122,7 @@ class VirtualRound:
         self._turns = count()
 
     def play(self) -> Collected:
-        """Play arrivals in order until the round closes."""
+        """Process arrivals in order until the round closes; return its result."""
         self.collection.give_up_stale()
         self._expect(self.collection.flight)
         collection = self.collection
@@ -133,7 +134,7 @@ class VirtualRound:
                 if not collection.is_closed:
                     self.now_s = collection.run_out(self.now_s)
                 break
-        self._train()  # where too many have failed
+        self._train()  # some may still wait if the round closes because too many failed
         return self._close()
 
     def _train_and_recheck(self) -> bool:
@@ -144,7 +145,7 @@ class VirtualRound:
     # ---- Arrivals -------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Ask as many as may be asked now."""
+        """Send tasks to as many clients as may be asked now."""
         while True:
             self._expect(self.collection.ask(self.now_s))
             if not (drawn := self.collection.draw(self.draw)):
@@ -155,9 +156,9 @@ class VirtualRound:
             self._until_s = self._closes_s()
 
     def _closes_s(self) -> float:
-        """Return when the round closes at the latest; infinite: when nobody else arrives.
+        """Return the latest time at which the round closes; infinite: after the last arrival.
 
-        Without a deadline, a client that never arrives is not waited for.
+        Without a deadline, the round does not wait for a client that never arrives.
         """
         waited_for, closes_s = self.collection.waited_for, self.collection.closes_s
         known_s = [due_s for due_s, _, task in self._arrivals if task.client_id in waited_for]
@@ -166,7 +167,7 @@ class VirtualRound:
         return min(closes_s, max([0.0, *known_s]) if known_s else math.inf)
 
     def _expect(self, asked: Sequence[PendingTask]) -> None:
-        """Await clients in flight; those that are never heard of are not."""
+        """Queue the arrival or timeout of each client in flight, if it has either."""
         patience_s, arrivals, turns = self.collection.patience_s, self._arrivals, self._turns
         for each in asked:
             lasts_s = min(each.duration_s, patience_s)
@@ -174,11 +175,13 @@ class VirtualRound:
                 heappush(arrivals, (each.asked_s + lasts_s, next(turns), each))
 
     def _take_next(self) -> bool:
-        """Take the next arrival; return whether there was one in time."""
+        """Process the next arrival; return whether there was one in time."""
         if not self._arrivals or self._arrivals[0][0] > self._until_s:
             return False
         due_s, _, task = heappop(self._arrivals)
-        self.now_s = max(self.now_s, due_s)  # rounding may put a tie of the last step before it
+        # Rounding may put an arrival slightly before the end of the last step; time never goes
+        # back.
+        self.now_s = max(self.now_s, due_s)
         collection, client_id, took_s = self.collection, task.client_id, task.duration_s
         collection.land(client_id)
         if not took_s <= collection.patience_s:
@@ -194,7 +197,7 @@ class VirtualRound:
     # ---- Training -------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Train the clients that wait, if any; updates that cannot be used do not count."""
+        """Train the waiting clients, if any, and mark those with unusable updates as failed."""
         if not self._waiting:
             return
         wave, self._waiting = self._waiting, []
