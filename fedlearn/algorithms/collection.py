@@ -102,6 +102,10 @@ class Collection(ABC):
         """The pending tasks, in the order in which they were sent."""
         return tuple(self._flying.values())
 
+    def awaits(self, client_id: ClientId) -> bool:
+        """Whether a client is in flight."""
+        return client_id in self._flying
+
     @property
     def counted(self) -> list[PendingTask]:
         """The tasks whose updates count, in the order of their arrival."""

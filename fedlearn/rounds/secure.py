@@ -67,7 +67,7 @@ from fedlearn.secagg.server import (
 )
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms, Total
-from fedlearn.transport.base import Channel, ask_once
+from fedlearn.transport.base import Arrival, Channel, ask_once
 
 _log = structlog.get_logger(__name__)
 
@@ -464,15 +464,13 @@ class SessionCourse:
         now_s, is_over = 0.0, False
         for arrival in ask_once(self.channel, requests, deadline_s=deadline_s):
             client_id, now_s = arrival.client_id, arrival.elapsed_s
+            reason = self._hand_over(stage, arrival, kind, receive)
+            if not collection.awaits(client_id):  # a second answer: the first one counts
+                if reason:
+                    self.lose(client_id, Status.FAILED, now_s, reason)
+                continue
             task = collection.land(client_id)._replace(duration_s=now_s)
-            try:
-                receive(client_id, _opened(arrival.reply, kind, self.round_num))
-            except ProtocolError as error:
-                reason = f"at the stage `{stage}`: {error}"
-                if isinstance(arrival.reply, Accusation):
-                    self.accusers.setdefault(arrival.reply.client_id, set()).add(client_id)
-                if not isinstance(arrival.reply, Failure):
-                    arrival.refuse(reason[:MAX_REASON])
+            if reason:
                 collection.settle(task, Status.FAILED, reason=reason)
             else:
                 collection.take(task, Participation(client_id, Status.REPORTED, now_s))
@@ -484,6 +482,25 @@ class SessionCourse:
             collection.finish()
         self._note(stage, collection.rows)
         self.elapsed_s += now_s
+
+    def _hand_over(
+        self,
+        stage: Stage,
+        arrival: Arrival,
+        kind: type[MessageT],
+        receive: Callable[[ClientId, MessageT], None],
+    ) -> str:
+        """Give an answer to ``receive``; return why it cannot be used, or the empty string."""
+        try:
+            receive(arrival.client_id, _opened(arrival.reply, kind, self.round_num))
+        except ProtocolError as error:
+            reason = f"at the stage `{stage}`: {error}"
+            if isinstance(arrival.reply, Accusation):
+                self.accusers.setdefault(arrival.reply.client_id, set()).add(arrival.client_id)
+            if not isinstance(arrival.reply, Failure):
+                arrival.refuse(reason[:MAX_REASON])
+            return reason
+        return ""
 
     def _note(self, stage: Stage, rows: Sequence[Participation]) -> None:
         """Note who was lost at a stage, and when vectors came."""
