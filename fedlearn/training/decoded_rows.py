@@ -1,8 +1,9 @@
-"""Rows that were decoded once, in a file without a name: any of them is then read by itself.
+"""A disk cache of decoded table rows, so that a few rows can be read without their row group.
 
-A row group of Parquet is decoded as a whole, which costs many times what a few of its rows are
-worth. So what was decoded is written down, each tensor's rows one after another, and from then on a
-client costs as many bytes as it has. The system keeps in memory what it has space for.
+Parquet decodes a row group as a whole, which is wasteful when a client owns only a few of its
+rows. Decoded row groups are therefore written to an unnamed temporary file, the rows of each tensor
+contiguous, and later reads cost only the bytes of the rows they want. The operating system's page
+cache holds as much of the file as fits in memory.
 """
 
 import mmap
@@ -22,28 +23,28 @@ from torch import Tensor
 
 from fedlearn.core.positioned import PositionedFile
 
-#: Of what is free where temporary files are, the most that one takes.
+#: Largest share of the free space in the temporary folder that one cache may take.
 _MOST_OF_FREE = 0.5
 
 log = structlog.get_logger()
 
 
 class _Part(NamedTuple):
-    """Where the rows of one tensor begin in the file, and what a row takes."""
+    """Where the rows of one tensor start in the file, and the bytes of each row."""
 
     start: int
     row_bytes: int
 
 
 class DecodedRows:
-    """The decoded row groups of a table, among the system's temporary files (``TMPDIR``).
+    """The decoded row groups of a table, in an unnamed file in the temporary folder (``TMPDIR``).
 
-    The file has no name: it is gone with the last process that has it. Forked processes share it,
-    and what one has decoded, the others need not.
+    The file disappears when the last process that has it open exits. Forked processes share it, so
+    a row group that one process has decoded is available to the others.
 
     Args:
         offsets: Row group g has the rows offsets[g]:offsets[g + 1].
-        row_bytes: What a row of each tensor takes.
+        row_bytes: Bytes of one row, for each tensor.
     """
 
     def __init__(self, offsets: NDArray[np.int64], *, row_bytes: Sequence[int]) -> None:
@@ -58,15 +59,16 @@ class DecodedRows:
         self._is_writable = True
         if starts[-1] > _MOST_OF_FREE * free:
             self._refuse(f"they would take {starts[-1]} of {free} bytes")
-        # Whether a row group is here, a byte each. Forked processes share them, as the file.
+        # One byte per row group: whether it is in the file. The mapping is anonymous and shared,
+        # so forked processes see each other's writes, as they do in the file.
         self._here = np.frombuffer(mmap.mmap(-1, max(1, num_groups)), np.uint8)
 
     def has(self, groups: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return of each of these row groups whether it is here."""
+        """Tell for each of these row groups whether it is in the file."""
         return self._here[groups].astype(np.bool_)
 
     def write(self, group: int, tensors: Sequence[Tensor]) -> None:
-        """Keep a row group, unless there is no space."""
+        """Add a row group to the file; do nothing if there is no space."""
         if not self._is_writable:
             return
         first = int(self._offsets[group])
@@ -76,10 +78,14 @@ class DecodedRows:
         except OSError as error:
             self._refuse(error.strerror or str(error))
             return
-        self._here[group] = 1  # last: who sees it reads
+        self._here[group] = 1  # only after the data: other processes read as soon as they see it
 
     def read(self, first: int, tensors: Sequence[Tensor]) -> None:
-        """Fill ``tensors`` with the rows from ``first``, whose row groups are here.
+        """Fill ``tensors`` with consecutive rows, whose row groups must be in the file.
+
+        Args:
+            first: Number of the first row to read.
+            tensors: One for each tensor of a row; as many rows are read as they have.
 
         Raises:
             OSError: The disk fails.
@@ -103,5 +109,5 @@ class DecodedRows:
 
 
 def _octets(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor whose rows lie one after another."""
+    """Return a contiguous tensor's memory as bytes, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,9 +1,9 @@
-"""Gradients of a model by example: which models have them, and how they are found.
+"""Per-example gradients, for differentially private training.
 
-Each example goes through the model alone, in one ``vmap`` over a batch, so that nothing of the
-others is in its gradient. Models that ``vmap`` does not take, such as those that read lengths or
-branch on a value, see one example after another. Buffers stay as they were: what a model gathers
-there has no noise.
+A ``vmap`` over the batch sends each example through the model alone, so that its gradient depends
+on no other example. Models that ``vmap`` does not support, such as those that read lengths or
+branch on a value, process one example after another. Buffers are left unchanged, because what a
+model accumulates there would leave the client without noise.
 """
 
 import warnings
@@ -27,7 +27,7 @@ _REMEDY = "take a model whose examples are apart, with GroupNorm or LayerNorm in
 
 
 def batch_statistics(module: nn.Module) -> str | None:
-    """Return which layer has statistics of whole batches, as a message calls it, if one has.
+    """Return the name, for messages, of the first layer that uses batch statistics, if any.
 
     Example:
         >>> batch_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -44,10 +44,10 @@ def batch_statistics(module: nn.Module) -> str | None:
 
 
 def require_separable(module: nn.Module, objective: Objective) -> None:
-    """Refuse what is known to couple the examples of a batch.
+    """Check that neither the loss nor a layer is known to couple the examples of a batch.
 
     Raises:
-        SettingsRefused: The loss does, or a layer, which is named.
+        SettingsRefused: The loss couples them, or a layer does; the message names it.
     """
     if (reason := why_not_by_example(objective)) is not None:
         raise SettingsRefused(reason)
@@ -59,12 +59,12 @@ def require_separable(module: nn.Module, objective: Objective) -> None:
 
 
 class ExampleGradients:
-    """The gradients of one model's loss, an example each.
+    """Computes the gradient of a model's loss for each example of a batch.
 
     Args:
-        module: Whose forward pass is called, with the values that it has then.
+        module: The model; each call uses the parameters and buffers it has at that time.
         objective: The loss.
-        dropouts: Of the module.
+        dropouts: The dropout layers of the module.
 
     Raises:
         SettingsRefused: The loss, or a layer by its type, couples the examples of a batch.
@@ -79,16 +79,16 @@ class ExampleGradients:
     def __call__(
         self, features: Features, labels: Tensor, *, keys: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the gradients along what trains, [b, ...] each, and the losses: [b].
+        """Return each example's gradient, [b, ...] per trainable parameter, and loss, [b].
 
         Args:
-            features: Shape [b, ...], or several such.
+            features: Shape [b, ...], or several such inputs.
             labels: Shape [b, ...].
-            keys: Of the examples' dropout masks: int64 [b].
+            keys: Dropout key of each example: int64 [b].
 
         Raises:
-            SettingsRefused: An example's loss hangs on the others in its batch, or the forward pass
-                changes a buffer of floating-point numbers or keeps something of earlier examples.
+            SettingsRefused: An example's loss depends on the others in its batch, or the forward
+                pass changes a buffer of floating-point numbers or keeps state between calls.
         """
         if not self._is_tried and len(labels) > 1:
             self._try(features, labels)
@@ -102,7 +102,7 @@ class ExampleGradients:
         return self._one_by_one(features, labels, keys)
 
     def _parameters(self) -> tuple[Named, Named]:
-        """Return the parameters that train, detached, and the others."""
+        """Return the trainable parameters, detached, and the frozen ones."""
         parameters = dict(self._module.named_parameters())
         trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
         return trainable, {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -120,7 +120,7 @@ class ExampleGradients:
 
         each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0, 0), randomness="different")
         with warnings.catch_warnings():
-            # Operations that are vectorized by a loop are slow, not wrong.
+            # torch warns where vmap falls back to a loop: that is slow, not wrong.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             grads, losses = each(trainable, features, labels, keys)
         return list(grads.values()), losses
@@ -144,7 +144,7 @@ class ExampleGradients:
     def _forward(
         self, parameters: Mapping[str, Tensor], features: Features, labels: Tensor
     ) -> tuple[Named, Tensor]:
-        """Return the buffers after a forward pass, which are copies, and the losses."""
+        """Return copies of the buffers as the forward pass leaves them, and the losses."""
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         tensors = {**parameters, **buffers}
         inputs = arguments(mapped(torch.clone, features))  # a forward pass may write to them
@@ -153,9 +153,10 @@ class ExampleGradients:
 
     @torch.no_grad()
     def _try(self, features: Features, labels: Tensor) -> None:
-        """Refuse what couples the examples of a first batch, as far as it shows.
+        """Check on a first batch that an example's loss depends on that example only.
 
-        A model that draws random numbers cannot be told by its losses and passes.
+        A model that draws random numbers is not compared: its losses differ from call to call
+        anyway, so it passes.
         """
         parameters = dict(self._module.named_parameters())
         before = {name: value.clone() for name, value in self._module.named_buffers()}
@@ -167,7 +168,8 @@ class ExampleGradients:
             draws = have_moved() or not torch.equal(generator.get_state(), start)
             generator.set_state(start)
             _, again = self._forward(parameters, features, labels)
-            # Of a sequence of examples the first may depend on no other, but then the last does.
+            # Both ends of the batch: in a model that carries state along the batch, the first
+            # example depends on no other, but the last one does.
             alone = []
             for first in (0, len(labels) - 1):
                 self._dropouts.set_key(0, first=first)
@@ -195,7 +197,7 @@ class ExampleGradients:
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the gradient along each leaf, zeros where the loss does not depend on it."""
+    """Return the gradient of each leaf, zeros where the loss does not depend on it."""
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
     found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -203,5 +205,5 @@ def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _are_close(losses: Tensor, others: Tensor) -> bool:
-    """Return whether losses agree but for rounding."""
+    """Tell whether losses agree up to rounding."""
     return torch.allclose(losses, others, rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Calls of a module with other tensors in place of its own."""
+"""Call a module with other parameters and buffers in place of its own."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,20 +14,22 @@ def functional_call(
     args: tuple[Any, ...],  # Any: what the user's forward takes, as in torch
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:  # Any: what it returns
-    """Call a module with other parameters and buffers; afterwards it has its own again.
+    """Call a module with other parameters and buffers, then restore its own.
 
-    As :func:`torch.func.functional_call`, which does not put back the tensors of a layer that
-    stands twice in the model (seen with torch 2.13): the model would train others from then on.
+    Use this in place of :func:`torch.func.functional_call`, which does not restore the tensors of a
+    layer that occurs twice in the model (seen with torch 2.13): later steps would then train the
+    wrong tensors.
 
     Args:
         module: The module.
-        tensors: By name; tensors that are tied in the module are replaced under each name.
-        args: Of its forward pass.
-        kwargs: Likewise.
+        tensors: Replacements by name; a tensor that the module ties under several names is
+            replaced under each of them.
+        args: Positional arguments of the forward pass.
+        kwargs: Keyword arguments of the forward pass.
     """
     names_of = defaultdict[int, list[str]](
         list
-    )  # by tensor; a layer that stands twice is named once
+    )  # by tensor; named_modules() visits a layer that occurs twice only once
     tensor_of = dict[str, int]()
     for prefix, part in module.named_modules():
         own = (

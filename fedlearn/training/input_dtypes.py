@@ -1,9 +1,9 @@
-"""In which dtype a model takes its features.
+"""Convert each batch of features to the dtype that the model expects.
 
-Features keep the dtype of the data in memory: images in uint8 take a quarter of what they take in
-float32. A batch of them becomes what the model takes. Floats become the model's own floats. For
-integers the model decides: pixels become floats, their values unchanged, and the tokens of an
-embedding stay integers.
+In memory, features keep the dtype of the data: images in uint8 take a quarter of the space that
+they take in float32. Only a batch is converted. Floats become the model's own floats. For integers
+the model decides: pixels become floats with unchanged values, and token ids for an embedding stay
+integers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,21 +19,23 @@ from fedlearn.errors import DataError
 from fedlearn.training.functional import functional_call
 from fedlearn.training.keyed_dropout import global_generator, untouched
 
-#: Integers that arithmetic would overflow: as floats if the model takes them, else widened.
+#: Integers so narrow that arithmetic overflows: converted to floats if the model accepts floats,
+#: else widened.
 _NARROW = {torch.uint8, torch.int8, torch.int16, torch.uint16}
-#: Examples that a model is tried on.
+#: Number of examples in a trial forward pass.
 _TRIED = 2
 
 
 class InputCast:
-    """Gives a module its features in the dtypes that it takes.
+    """Converts features to the dtypes that a module accepts.
 
-    Integers are tried on a few examples, once for each combination of dtypes: in evaluation mode,
-    in a forward pass that leaves no trace in the module.
+    For integer inputs, candidate dtypes are tried in a forward pass on a few examples, once for
+    each combination of input dtypes. The trial runs in evaluation mode and leaves the module
+    unchanged.
 
     Args:
         module: The model.
-        layout: Of the module.
+        layout: The module's layout.
     """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
@@ -41,14 +43,14 @@ class InputCast:
         self._chosen = dict[tuple[torch.dtype, ...], Sequence[torch.dtype]]()
 
     def __call__(self, features: Features) -> Features:
-        """Return the features, themselves where they have the dtype that the module takes."""
+        """Return the features in the module's dtypes, without a copy of those that fit already."""
         return in_dtypes(features, self.dtypes(features))
 
     def dtypes(self, features: Features) -> Sequence[torch.dtype]:
-        """Return the dtypes in which the module takes inputs like these, in the order of `named`.
+        """Return the dtypes in which the module accepts inputs like these, in the order of `named`.
 
         Args:
-            features: Of one example at least: [N, ...] each.
+            features: At least one example: [N, ...] each.
         """
         own = tuple(tensor.dtype for tensor in tensors_of(features))
         if own not in self._chosen:
@@ -63,7 +65,7 @@ class InputCast:
         values = chain(self._module.parameters(), self._module.buffers(), tensors_of(few))
         device = next(values).device
         for dtypes in choices:
-            # Copies: a forward may write to its inputs.
+            # Copies, because a forward pass may write to its inputs.
             copies = mapped(lambda tensor: tensor.to(device, copy=True), few)
             if self._takes(in_dtypes(copies, dtypes)):
                 return dtypes
@@ -73,7 +75,7 @@ class InputCast:
         """Return the dtypes to try for an input, the preferred one first."""
         floats = self._layout.common_dtype or self._layout.dtype
         if own.is_floating_point:
-            # A module of several dtypes converts by itself, but from no wider one than it has.
+            # A module with several dtypes converts its inputs itself, but does not expect float64.
             is_left_alone = self._layout.common_dtype is None and own != torch.float64
             return [own if is_left_alone else floats]
         if own in (torch.bool, torch.complex64, torch.complex128):
@@ -83,7 +85,7 @@ class InputCast:
 
     @torch.no_grad()
     def _takes(self, features: Features) -> bool:
-        """Whether a forward pass on these examples succeeds."""
+        """Tell whether a forward pass on these examples succeeds."""
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         args, kwargs = arguments(features)
         device = tensors_of(features)[0].device
@@ -95,14 +97,14 @@ class InputCast:
         return True
 
     def require_range(self, features: Features, *, what: str) -> None:
-        """Refuse floats that would be infinite in the dtype that the module takes.
+        """Check that no float overflows to infinity in the dtype that the module accepts.
 
         Args:
             features: Finite: [N, ...] each.
-            what: Whose they are, in a message.
+            what: What the features belong to, for the error message.
 
         Raises:
-            DataError: There are some.
+            DataError: A value overflows.
         """
         for (name, tensor), dtype in zip(
             named(features).items(), self.dtypes(features), strict=True
@@ -118,7 +120,7 @@ class InputCast:
                 )
 
     def note(self, features: Features) -> str | None:
-        """Return what to print where integers reach the model as floats, else ``None``."""
+        """Return a note for the user if integers reach the model as floats, else ``None``."""
         pairs = zip(named(features).items(), self.dtypes(features), strict=True)
         changed = [
             f"{name} are {tensor.dtype} in memory and {dtype} in a batch: values are not scaled"
@@ -130,7 +132,7 @@ class InputCast:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode; each layer has its own mode again at the end."""
+    """Put a module into evaluation mode for the block, then restore the mode of each layer."""
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:

@@ -1,8 +1,8 @@
 """Dropout whose masks are a function of (seed, round, client, step), not of a generator.
 
-A stacked training of many clients, a training of one client after another and a resumed
-run then drop the same units. A mask element is a hash of the step's key, the layer and the
-element's index, computed in tensor operations, so it also works under ``vmap``.
+Stacked training of many clients, training of one client after another and a resumed run
+therefore drop the same units. A mask element is a hash of the step's key, the layer and the
+element's index. It is computed with tensor operations, so it also works under ``vmap``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ _MASK_32 = 0xFFFFFFFF
 
 
 class KeyedDropout(nn.Module):
-    """Drop-in for ``nn.Dropout`` and its channel-wise forms, which drop whole channels.
+    """Drop-in replacement for ``nn.Dropout`` and its channel-wise forms.
 
     Args:
-        layer: What it takes the place of.
-        number: Of this layer in the model, so that layers differ.
-        shared: The model's layers, and the step's key.
+        layer: The layer to replace.
+        number: Number of this layer in the model, so that layers draw different masks.
+        shared: State that all dropout layers of the model share, such as the step's key.
 
     Attributes:
         p: Share of the units that is dropped.
-        kind: What it takes the place of, by name.
+        kind: Class name of the replaced layer.
     """
 
     def __init__(self, layer: _Dropout, *, number: int, shared: "KeyedDropouts") -> None:
@@ -57,7 +57,7 @@ class KeyedDropout(nn.Module):
 
 
 def shown(name: str, module: nn.Module) -> str:
-    """Return how a message calls a layer of a model, by the type that the user gave it."""
+    """Format a layer's name for a message, with the class that the user wrote."""
     kind = module.kind if isinstance(module, KeyedDropout) else type(module).__name__
     return f"layer {name} ({kind})" if name else f"the model ({kind})"
 
@@ -75,7 +75,7 @@ def _scramble(bits: Tensor) -> Tensor:
 
 
 def global_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that a forward pass on ``device`` draws from if it draws at all."""
+    """Return torch's default generator for ``device``, from which forward passes draw."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
@@ -83,9 +83,10 @@ def global_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def untouched(generator: torch.Generator) -> Iterator[None]:
-    """Give the generator back as it was: the application's own draws are not ours to move.
+    """Restore the generator's state after the block, so that the application's draws do not change.
 
-    Other threads wait: see :func:`~fedlearn.core.randomness.generator_turn`.
+    Other threads wait for the block to end: see
+    :func:`~fedlearn.core.randomness.generator_turn`.
     """
     with generator_turn():
         state = generator.get_state()
@@ -96,13 +97,13 @@ def untouched(generator: torch.Generator) -> Iterator[None]:
 
 
 class KeyedDropouts:
-    """The dropout layers of one model and the key they share.
+    """The dropout layers of one model and the key that they share.
 
     Args:
-        module: Each of its dropout layers is replaced by a keyed one.
+        module: The model, whose dropout layers are replaced by keyed ones in place.
 
     Attributes:
-        key: Of the current step, 32 bits: an int64 scalar, a batched one under ``vmap``.
+        key: 32-bit key of the current step: an int64 scalar, batched under ``vmap``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -118,29 +119,29 @@ class KeyedDropouts:
         return self._num_layers
 
     def set_key(self, key: int, *, first: int = 0, num_rows: int = 1) -> None:
-        """Take the key of one client's step.
+        """Set the key of one client's step.
 
         Args:
             key: 32 bits.
-            first: Examples of the step that come before those which are to go through the model.
-            num_rows: How many these are.
+            first: Position in the step's batch of the first example of the next forward pass.
+            num_rows: Number of examples in the next forward pass.
         """
         if self._num_layers:
             self.key = torch.tensor(key)
         self._first, self._num_rows = first, num_rows
 
     def set_example_key(self, key: Tensor) -> None:
-        """Take the key of one example, which goes through the model alone."""
+        """Set the key of one example that goes through the model alone."""
         self.key, self._first = key, 0
 
     def offset(self, shape: Sequence[int]) -> int:
-        """Return the index of a mask's first element in the mask of all the step's examples.
+        """Return the index of a mask's first element in the mask of the step's whole batch.
 
-        They run along the first dimension, each with one row or several; where they cannot, it is
-        0, as of weights that are dropped for all of them.
+        Examples run along the first dimension, with one or more rows each. If the size of that
+        dimension rules this out, as when weights are dropped for all examples at once, it is 0.
 
         Args:
-            shape: Of the mask, of those examples that go through the model.
+            shape: Shape of the mask for the examples of this forward pass.
         """
         if not self._first or shape[0] % self._num_rows:
             return 0
@@ -148,34 +149,35 @@ class KeyedDropouts:
 
 
 def example_keys(keys: Tensor | int, places: Tensor) -> Tensor:
-    """Return the keys of examples that go through the model one by one, in int64.
+    """Derive a key for each example that goes through the model alone: int64.
 
     Args:
-        keys: Of their steps: int64, any shape.
-        places: Of the examples in their batches: int64, a shape that goes with it.
+        keys: Keys of the steps: int64, any shape.
+        places: Positions of the examples in their batches: int64, broadcastable with ``keys``.
     """
     return _scramble(keys ^ _scramble(places + 1))
 
 
 def share_key(key: int, first: int) -> int:
-    """Return the key of what the examples from the ``first`` on draw from a generator, in order.
+    """Derive the generator seed of the share of a batch that starts at example ``first``.
 
-    From the first of all it is the key itself; shares of other processes draw something else.
+    The first share uses the key itself, as training in one process does. Other shares draw
+    different numbers.
     """
     return key if first == 0 else int(example_keys(key, torch.tensor(first)))
 
 
 def step_seed(seed: Seed, *, round_num: int, client_id: int) -> Seed:
-    """Return the seed of one client's :func:`step_keys` in a round."""
+    """Derive the seed of one client's :func:`step_keys` in a round."""
     return seed.derive("masks", round_num, client_id)
 
 
 def step_keys(seeds: Sequence[Seed], num_steps: int) -> NDArray[np.int64]:
-    """Return the 32-bit keys of the steps of some clients: shape [len(seeds), num_steps].
+    """Derive the 32-bit key of each step of some clients: shape [len(seeds), num_steps].
 
     Args:
         seeds: One for each client and round.
-        num_steps: Steps of each.
+        num_steps: Steps of each client.
     """
     hashes = Seed.hash_each(seeds, np.arange(num_steps)) & np.uint64(_MASK_32)
     return hashes.astype(np.int64)

@@ -22,35 +22,37 @@ from fedlearn.core.features import (
 from fedlearn.core.randomness import keyed_draws
 from fedlearn.errors import DataError
 
-#: Examples that are evaluated at a time. It bounds memory, and keys what reading them draws.
+#: Examples per evaluation batch. It bounds memory. The random draws of reading a batch depend on
+#: it, too, because the batch's key is the number of its first example.
 EVALUATION_BATCH = 256
 
 
 class LocalData(Protocol):
-    """Examples by number."""
+    """One client's examples, read by their numbers."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of examples."""
 
     def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
-        """Return features [batch, ...] and labels [batch, ...] where the model is.
+        """Return features [batch, ...] and labels [batch, ...] on the model's device.
 
         Args:
-            rows: Which examples, in 0..len-1.
-            key: Of what is random in reading them, 32 bits.
+            rows: Numbers of the examples, in 0..len-1.
+            key: 32-bit key of the random draws that reading them makes.
         """
 
 
 class TensorData:
-    """Examples that are in memory as tensors.
+    """Examples in memory, as tensors.
 
     Args:
         features: Shape [n, ...].
         labels: Shape [n, ...].
-        device: Where the model is.
+        device: The model's device.
 
     Raises:
-        DataError: There are no examples, not one label each, or features are no tensors.
+        DataError: There are no examples, not exactly one label for each, or features are not
+            tensors.
     """
 
     def __init__(self, features: Features, labels: Tensor, *, device: torch.device) -> None:
@@ -68,23 +70,23 @@ class TensorData:
         return len(self._labels)
 
     def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:  # noqa: ARG002 - nothing is random
-        """Return the rows, copied."""
+        """Return a copy of the rows."""
         index = torch.from_numpy(rows).to(self._labels.device)
         return taken(self._features, index), self._labels.index_select(0, index)
 
 
 class DatasetData:
-    """Examples that a map-style dataset reads when they are needed: any number of them.
+    """Examples of a map-style dataset, read batch by batch, so that they need not fit in memory.
 
     What an item draws from the global generators of torch, numpy and Python, such as a random
     crop, is a function of the batch's key. The generators are restored after each batch.
 
     Args:
-        dataset: Of pairs (features, label), with a length: see :func:`read_pairs`.
-        device: Where the model is.
+        dataset: Pairs (features, label), with a length: see :func:`read_pairs`.
+        device: The model's device.
 
     Raises:
-        DataError: It is empty or has no length.
+        DataError: The dataset is empty or has no length.
     """
 
     def __init__(self, dataset: Dataset[Any], *, device: torch.device) -> None:
@@ -95,17 +97,17 @@ class DatasetData:
         return self._length
 
     def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
-        """Read the rows.
+        """Read the rows and move them to the model's device.
 
         Raises:
-            DataError: As :func:`read_rows`.
+            DataError: See :func:`read_rows`.
         """
         features, labels = read_rows(self._dataset, rows=rows, key=key)
         return moved(features, self._device), labels.to(self._device)
 
 
 class Readable(Protocol):
-    """What reads an example by its number, such as a map-style ``torch.utils.data.Dataset``."""
+    """Anything with examples by number, such as a map-style ``torch.utils.data.Dataset``."""
 
     def __getitem__(self, index: int, /) -> Any: ...  # a pair of whatever torch can convert
 
@@ -114,8 +116,8 @@ class KeyedBatch(NamedTuple):
     """Examples that are read together.
 
     Attributes:
-        rows: Which: int64 [batch].
-        key: Of what reading them draws, 32 bits.
+        rows: Numbers of the examples: int64 [batch].
+        key: 32-bit key of the random draws that reading them makes.
     """
 
     rows: NDArray[np.int64]
@@ -123,7 +125,7 @@ class KeyedBatch(NamedTuple):
 
 
 def evaluation_batches(num_examples: int) -> Iterator[KeyedBatch]:
-    """Yield the batches in which a set is read for evaluation, with the same keys every time.
+    """Split a set into evaluation batches, with the same keys every time.
 
     Example:
         >>> [(len(rows), key) for rows, key in evaluation_batches(300)]
@@ -141,12 +143,12 @@ def read_rows(dataset: Readable, *, rows: NDArray[np.int64], key: int) -> tuple[
     """Read these rows, at least one, and return their features and labels, stacked.
 
     Args:
-        dataset: Of pairs (features, label): see :func:`read_pairs`.
-        rows: Which.
-        key: Of what reading them draws from the global generators, 32 bits.
+        dataset: Pairs (features, label): see :func:`read_pairs`.
+        rows: Numbers of the rows.
+        key: 32-bit key of what reading them draws from the global generators.
 
     Raises:
-        DataError: As :func:`read_pairs` and :func:`stack_pairs`.
+        DataError: See :func:`read_pairs` and :func:`stack_pairs`.
     """
     with keyed_draws() as set_key:
         set_key(key)
@@ -155,15 +157,15 @@ def read_rows(dataset: Readable, *, rows: NDArray[np.int64], key: int) -> tuple[
 
 
 def read_pairs(dataset: Readable, *, rows: NDArray[np.int64]) -> list[Pair]:
-    """Read these rows: each a pair (features, label) of tensors.
+    """Read these rows, each as a pair (features, label) of tensors.
 
-    Features that are a tuple or a mapping are several inputs of the model. Anything else, a list
-    of numbers too, becomes one tensor. A row that is itself a mapping, such as
-    ``{"img": ..., "label": ...}``, is split as by :class:`Columns`: its label is the column that
-    is called "label", "labels", "target", "targets" or "y".
+    Features that are a tuple or a mapping are several inputs of the model. Anything else, including
+    a list of numbers, becomes one tensor. A row that is itself a mapping, such as
+    ``{"img": ..., "label": ...}``, is split like a row of :class:`Columns`: its label is the column
+    named "label", "labels", "target", "targets" or "y".
 
     Raises:
-        DataError: A row cannot be read, or is no pair of numbers.
+        DataError: A row cannot be read, or is not a pair of numbers.
     """
     numbers = rows.tolist()
     items = _read(dataset, numbers)
@@ -171,9 +173,11 @@ def read_pairs(dataset: Readable, *, rows: NDArray[np.int64]) -> list[Pair]:
 
 
 def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Features, Tensor]:
-    """Return the features and the labels of these pairs, at least one, stacked.
+    """Stack the features and the labels of at least one pair into batches.
 
-    ``rows`` are their numbers in the dataset.
+    Args:
+        pairs: Pairs (features, label).
+        rows: Their numbers in the dataset, for error messages.
 
     Raises:
         DataError: A row has other inputs, another shape or another dtype than the first.
@@ -192,10 +196,10 @@ def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Feat
 
 
 def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not looked at yet
-    """Return the items of these rows.
+    """Read the items of these rows, and name the row that cannot be read.
 
     Raises:
-        DataError: The dataset raises an error for one of them.
+        DataError: The dataset raises an error for a row.
     """
     try:
         return _items(dataset, rows)
@@ -211,7 +215,7 @@ def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not 
 
 
 def _items(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: as in _read
-    read_all = getattr(dataset, "__getitems__", None)  # as a DataLoader asks for it
+    read_all = getattr(dataset, "__getitems__", None)  # the batched read that DataLoader uses, too
     return read_all(rows) if read_all else [dataset[row] for row in rows]
 
 
@@ -224,7 +228,7 @@ def _is_readable(dataset: Readable, row: int) -> bool:
 
 
 def require_map_style(dataset: Any, *, what: str) -> Sized:  # Any: not looked at yet
-    """Return a map-style dataset; refuse what is none, and one without examples.
+    """Check that ``dataset`` is a map-style dataset with at least one example, and return it.
 
     Raises:
         DataError: It is a loader, a class, a pair of arrays, or anything else without rows.
@@ -253,18 +257,18 @@ def require_map_style(dataset: Any, *, what: str) -> Sized:  # Any: not looked a
 
 @dataclass(frozen=True)
 class Columns:
-    """A dataset whose rows are mappings, read as pairs of inputs and a label.
+    """Chooses the label and the inputs of a dataset whose rows are mappings.
 
-    Rows with one label column of a usual name need no such view; see :func:`read_pairs`.
+    Rows with exactly one label column of a usual name do not need it; see :func:`read_pairs`.
 
     Attributes:
         dataset: Map-style, with rows such as ``{"img": ..., "fine_label": ..., "id": ...}``.
         label: Name of the label's column.
-        inputs: Names of the columns that the model takes: one is its positional argument, several
-            are keyword arguments. Empty: all columns but the label.
+        inputs: Names of the columns that the model takes. A single column is passed as a positional
+            argument, several as keyword arguments. Empty: all columns but the label.
 
     Raises:
-        DataError: ``inputs`` is one text, not a sequence of them.
+        DataError: ``inputs`` is a string, not a sequence of strings.
 
     Example:
         >>> rows = [{"img": [0.0, 1.0], "fine_label": 3, "id": 17}]
@@ -285,28 +289,28 @@ class Columns:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Return a row's inputs and label; raises DataError where it lacks a column."""
+        """Return a row's inputs and label; raise DataError if it lacks a column."""
         return _split_row(self.dataset[index], row=index, label=self.label, inputs=self.inputs)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, Any]]:
-        """Return several rows, read as the dataset reads several; raises as for one."""
+        """Return several rows, in one batched read if the dataset has one; raise as for one row."""
         rows = zip(indices, _items(self.dataset, indices), strict=True)
         return [
             _split_row(item, row=row, label=self.label, inputs=self.inputs) for row, item in rows
         ]
 
 
-#: Names by which a column of a row is its label.
+#: Column names that are taken for the label of a row.
 _LABELS = ("label", "labels", "target", "targets", "y")
 
 
 def _split_row(
     item: Any, *, row: int, label: str, inputs: Sequence[str]
 ) -> tuple[Any, Any]:  # Any: not looked at yet
-    """Return the inputs and the label of a row that is a mapping.
+    """Split a row that is a mapping into its inputs and its label.
 
     Raises:
-        DataError: It is no mapping, or lacks a column.
+        DataError: The row is not a mapping, or lacks a column.
     """
     if not isinstance(item, Mapping):
         raise DataError(
@@ -326,7 +330,7 @@ def _split_row(
 
 
 def _label_of(item: Mapping[str, Any], *, row: int) -> str:
-    """Return which column of a row is its label; raises DataError if that cannot be told."""
+    """Find a row's label column by its name; raise DataError unless there is exactly one."""
     found = [name for name in _LABELS if name in item]
     if len(found) != 1:
         what = f"both {found[0]!r} and {found[1]!r}" if found else "no column with a usual name"

@@ -1,9 +1,9 @@
-"""One training in several processes that take the same steps.
+"""Data-parallel training of one client in several processes that take the same steps.
 
-Each has the whole model, the examples and the settings. Of each batch it computes the gradient of
-its share of the rows, weighted by their number; the sum over the processes is the gradient of the
-batch, and every one of them takes the same step. So updates with momentum, control variates or a
-clipped gradient need know nothing of it.
+Each process has the whole model, the examples and the settings. For each batch, it computes the
+gradient of its share of the rows, weighted by their number. The sum over the processes is the
+gradient of the batch, so all processes take the same step. Local updates with momentum, control
+variates or gradient clipping therefore work without changes.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fedlearn.errors import ProcessesParted
 
 
 def share(size: int, *, rank: int, world_size: int) -> slice:
-    """Return which of ``size`` rows are a process's: as many as another's, or one more or less.
+    """Return one process's slice of ``size`` rows; the slices differ by at most one row in length.
 
     Example:
         >>> [share(5, rank=rank, world_size=3) for rank in range(3)]
@@ -31,22 +31,23 @@ def share(size: int, *, rank: int, world_size: int) -> slice:
 
 
 class Lockstep:
-    """Adds gradients up over processes until all of them are done, or one leaves.
+    """Sums gradients over processes until all of them finish, or one leaves.
 
-    A context manager: who leaves its block by an error takes part in one last sum that says so, in
-    which the others are, so that nobody waits for who does not come. To the sums of one process
-    correspond those of the others, and all are of one length.
+    Use it as a context manager. A process that leaves the block with an error takes part in one
+    last sum, with a flag set, so that the others raise instead of waiting for it forever. All
+    processes must call :meth:`summed` the same number of times. Every sum has the same length.
 
     Args:
-        processes: Which.
-        like: The trainable parameters: what the gradients' shapes and dtypes are.
-        dtype: In which sums are taken, at least float32.
+        processes: The processes that train together.
+        like: The trainable parameters, which give the shapes and dtypes of the gradients.
+        dtype: Dtype of the sums, at least float32.
     """
 
     def __init__(self, processes: Cluster, like: Sequence[Tensor], *, dtype: torch.dtype) -> None:
         self.processes, self._like = processes, like
         self._sizes = [value.numel() for value in like]
-        # Gradients, which of them there are, loss, weight, and whether a process leaves.
+        # One buffer for all: gradients, a flag per gradient that exists, loss, weight, and a flag
+        # that is set when a process leaves.
         num_values = sum(self._sizes) + len(like) + 3
         self._sums = like[0].new_zeros(num_values if processes.world_size > 1 else 0, dtype=dtype)
 
@@ -63,19 +64,19 @@ class Lockstep:
             self._add_up()
             return
         self._sums[-1] = 1.0
-        with suppress(ProcessesParted):  # the error that is being raised says more
+        with suppress(ProcessesParted):  # the error that is already being raised says more
             self.processes.all_reduce([self._sums])
 
     def summed(
         self, grads: Sequence[Tensor | None], loss: Tensor, *, weight: Tensor | float
     ) -> tuple[Sequence[Tensor | None], Tensor, Tensor | float]:
-        """Return gradients, a loss and a weight, added up over the processes.
+        """Sum gradients, a loss and a weight over the processes.
 
-        There is a gradient of a parameter if there is one in any process. Each has the dtype that
-        it has here, or else the parameter's.
+        A parameter has a gradient in the result if it has one in any process. Its dtype is that of
+        this process's gradient, or the parameter's if this process has none.
 
         Raises:
-            ProcessesParted: Another process has left, or is gone.
+            ProcessesParted: Another process has left the training, or died.
         """
         if self.processes.world_size == 1:
             return grads, loss, weight

@@ -1,8 +1,9 @@
-"""Channels-last convolutions, where they give the same result.
+"""Store convolution weights channels last where that does not change the result.
 
-On a CPU that takes up to a third less time. A module must bear it: code that views the output of
-a convolution, or fills a mask in the order of memory, does not. So it is tried out first, once a
-model, on some examples. No clock decides: who repeats a run repeats its bits.
+On a CPU, channels last takes up to a third less time. Not every module supports it: code that views
+the output of a convolution, or fills a mask in memory order, breaks. Each model is therefore tried
+once on a few examples. Only the results decide, never a timing, so that a repeated run makes the
+same choice and gives the same bits.
 
 References:
     PyTorch, `Channels Last Memory Format
@@ -15,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-#: From weights of convolutions, by name, to a loss.
+#: Computes a loss from the weights of the convolutions, by name.
 LossOf = Callable[[Mapping[str, Tensor]], Tensor]
-#: Largest difference of loss and gradients that is another order of adding up, relative; the
-#: rounding of float32 is far below, another dropout mask far above.
+#: Largest relative difference of loss and gradients that may come from another order of summation.
+#: Rounding in float32 is far below it, and the effect of another dropout mask far above.
 _TOLERANCE = 1e-2
 
 
 def convolution_weights(module: nn.Module, *, device: torch.device) -> dict[str, Parameter]:
-    """Return the weights that are worth laying out channels last: by name, none but on a CPU."""
+    """Return the weights that channels last could speed up, by name; none unless on a CPU."""
     if device.type != "cpu":
         return {}
     convolutions = {
@@ -35,14 +36,14 @@ def convolution_weights(module: nn.Module, *, device: torch.device) -> dict[str,
 
 
 def agrees(weights: Mapping[str, Tensor], loss_of: LossOf) -> bool:
-    """Return whether a loss and its gradients do not depend on the format of ``weights``.
+    """Tell whether a loss and its gradients are the same with ``weights`` stored channels last.
 
     Args:
-        weights: Of convolutions, by name.
-        loss_of: The loss of some examples with such weights in their places: a scalar.
+        weights: Weights of convolutions, by name.
+        loss_of: Computes the scalar loss of some examples with given weights in place of these.
 
     Raises:
-        Exception: The loss cannot be computed in either format.
+        Exception: The loss cannot be computed even in the plain format.
     """
     plain = _loss_and_gradients(weights, loss_of)
     try:
@@ -57,7 +58,7 @@ def agrees(weights: Mapping[str, Tensor], loss_of: LossOf) -> bool:
 
 
 def channels_last(weight: Tensor) -> Tensor:
-    """Return a copy of a convolution's weight, shape [out, in, height, width], in this format."""
+    """Copy a convolution's weight, shape [out, in, height, width], into channels-last format."""
     return weight.detach().clone(memory_format=torch.channels_last)
 
 

@@ -1,8 +1,8 @@
-"""Recurrent layers of torch under ``vmap``.
+"""Make torch's recurrent layers work under ``vmap``.
 
-torch adds the input's part of a gate to the hidden state's part in place. Where ``vmap`` runs over
-the examples but not over the hidden state, the sum does not fit into that part, and the layer
-raises. This happens with the zeros that a layer starts from, and with a learned first state.
+torch adds the input's part of a gate to the hidden state's part in place. If ``vmap`` batches the
+examples but not the hidden state, the sum does not fit into that part, and the layer raises. This
+happens with the default zero state, and with a learned initial state.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ _Recurrent = nn.RNNBase | nn.RNNCellBase
 
 
 def batch_hidden_states(module: nn.Module) -> None:
-    """Let each recurrent layer of a module start from a state that ``vmap`` runs over.
+    """Give each recurrent layer of a module an initial state that ``vmap`` batches.
 
-    The values that the layer computes do not change. A packed sequence is left alone: its lengths
-    are numbers, which ``vmap`` does not have.
+    The values that the layer computes do not change. Packed sequences are left alone: their lengths
+    must be concrete numbers, which do not exist under ``vmap``.
 
     Args:
-        module: Its layers get a hook.
+        module: The module, whose recurrent layers get a forward pre-hook.
     """
     for layer in module.modules():
         if isinstance(layer, _Recurrent):
@@ -33,7 +33,7 @@ def _with_batched_state(
     given: dict[str, Any] = dict(zip(("input", "hx"), args, strict=False)) | kwargs
     inputs, state = given.get("input"), given.get("hx")
     if not isinstance(inputs, Tensor) or inputs.dim() < 1:
-        return None  # packed, or an error that the layer raises itself
+        return None  # a packed sequence, or an input for which the layer raises its own error
     if state is None:
         state = _zeros(layer, inputs)
     batched = (
@@ -45,12 +45,12 @@ def _with_batched_state(
 
 
 def _batched(state: Tensor, inputs: Tensor) -> Tensor:
-    # `new_zeros` of a tensor that `vmap` runs over is one, too.
+    # The trick: `new_zeros` of a tensor that `vmap` batches is itself batched, and so is the sum.
     return state + inputs.new_zeros(state.shape, dtype=state.dtype)
 
 
 def _zeros(layer: nn.Module, inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """Return the state that torch starts from."""
+    """Return the zero state that torch uses by default."""
     if isinstance(layer, nn.RNNCellBase):
         shape: tuple[int, ...] = (*inputs.shape[:-1], layer.hidden_size)
         num_states = 2 if isinstance(layer, nn.LSTMCell) else 1

@@ -1,7 +1,7 @@
-"""One model that stays in memory and trains one client after another.
+"""A model that stays in memory and trains one client after another.
 
 Its parameters are views into one flat vector, so loading a global model is one copy and
-reading a delta is one subtraction. The engine's sequential executor and a deployed client's
+computing a delta is one subtraction. The engine's sequential executor and a deployed client's
 :class:`~fedlearn.training.torch_trainer.TorchTrainer` both train with it, which is why they agree
 bit for bit.
 """
@@ -68,14 +68,14 @@ from fedlearn.training.lockstep import Lockstep
 
 ValueT = TypeVar("ValueT")
 
-#: Examples on which a format is tried out, at the most.
+#: Most examples on which a memory format is tried.
 _TRIAL_EXAMPLES = 32
-#: Bytes that the gradients of examples may take together, unless one alone takes more.
+#: Memory for per-example gradients that are computed together. One example may exceed it.
 _EXAMPLE_BYTES = 64 << 20
 
 
 class Precision(StrEnum):
-    """In which precision the forward and backward pass compute; parameters stay float32."""
+    """Precision of the forward and backward pass; parameters stay float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -83,7 +83,7 @@ class Precision(StrEnum):
 
 @contextmanager
 def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Run the block under automatic mixed precision where ``precision`` asks for it."""
+    """Run the block under automatic mixed precision if ``precision`` is bfloat16."""
     if precision is Precision.FLOAT32:
         yield
     else:
@@ -95,10 +95,11 @@ class Part(NamedTuple):
     """Examples that go through the model at once: a whole batch, or a share of one.
 
     Attributes:
-        features: Shape [part, ...], or several such.
+        features: Shape [part, ...], or several such inputs.
         labels: Shape [part, ...].
-        key: Of this part's dropout masks and what else is random, 32 bits.
-        first: Examples before these that other processes have of the part with this key.
+        key: 32-bit key of the part's dropout masks and other random draws.
+        first: If several processes share the part with this key, the number of its examples that
+            come before these.
     """
 
     features: Features
@@ -108,14 +109,14 @@ class Part(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a batch's loss, or of those of its parts that one process has.
+    """Gradients of a batch's loss, or one process's contribution to them.
 
     Attributes:
-        by_parameter: Along the trainable parameters; ``None`` where the loss depends on none of it.
-        loss: The mean loss of the batch, or the share that the parts have in it.
-        weight: What the parts weigh, where an example of weight 1 weighs 1. If that of the whole
-            batch is not its number of examples n, gradients and loss must be multiplied by
-            n / weight.
+        by_parameter: One for each trainable parameter; ``None`` if the loss does not depend on it.
+        loss: The mean loss of the batch, or this process's contribution to it.
+        weight: Total weight of the examples, each 1 unless the loss weighs examples. If the weight
+            of the whole batch differs from its number of examples n, gradients and loss must be
+            multiplied by n / weight.
     """
 
     by_parameter: Sequence[Tensor | None]
@@ -124,14 +125,14 @@ class Gradients(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a pass over a set gave.
+    """The results of one evaluation pass over a set.
 
     Attributes:
-        by_example: By measure that is a mean over examples the value of each: shape [N].
-        weights: By measure what each example weighs in its mean: shape [N]. All weigh the same
-            in the mean of a measure that is not named.
-        outputs: Of all examples, [N, ...]; empty unless some measure is of the whole set.
-        labels: Beside them, [N, ...].
+        by_example: For each measure that is a mean over examples, the value of each: shape [N].
+        weights: For each measure with weights, the weight of each example: shape [N]. In the mean
+            of any other measure, all examples have the same weight.
+        outputs: The model's outputs, [N, ...]; empty unless a measure needs the whole set.
+        labels: The labels for these outputs, [N, ...].
     """
 
     by_example: dict[str, Tensor]
@@ -140,17 +141,17 @@ class Measured(NamedTuple):
     labels: Tensor
 
     def weighted(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return by measure each example's weight times value, and weight: float64 [N] each."""
+        """Return each example's weight times value, and its weight, by measure: float64 [N]."""
         found = {}
         for name, values in self.by_example.items():
             own = values.double()
             weights = self.weights[name].double() if name in self.weights else torch.ones_like(own)
-            # What weighs nothing may have any value.
+            # An example of weight 0 may have any value, even NaN, and must not spoil the sum.
             found[name] = torch.where(weights > 0.0, own * weights, 0.0), weights
         return found
 
     def means(self) -> dict[str, float]:
-        """Return by measure the mean over the examples; NaN where none of them counts."""
+        """Return the weighted mean of each measure; NaN if all weights are 0."""
         return {
             n: float(value.sum() / weight.sum()) for n, (value, weight) in self.weighted().items()
         }
@@ -164,17 +165,17 @@ class ResidentModel:
         layout: Its layout.
         vector_P: Its trained parameters and statistics, shape [P].
         trainable: The parameters that training changes.
-        device: Where to compute.
-        measures: The objective, and what else the model is measured by.
-        weighs_examples: Whether the loss gives some examples another weight than others.
-        inputs: Gives the module features in the dtypes that it takes.
+        device: Device of the model.
+        measures: The objective's measures and the additional metrics.
+        weighs_examples: Whether the loss may weigh examples differently.
+        inputs: Converts features to the dtypes that the module accepts.
 
     Args:
         make_model: Builds the module.
-        objective: What is minimised and measured.
-        device: Where to compute.
-        precision: Of the forward and backward pass of training.
-        metrics: Measures of whole sets, by name; ``None``: no more than the objective's.
+        objective: The loss to minimise and its measures.
+        device: Device of the model.
+        precision: Precision of the forward and backward pass in training.
+        metrics: Additional metrics, by name; ``None``: only the objective's measures.
 
     Raises:
         ConfigError: The objective does not declare its measures, a name is malformed or taken, or
@@ -208,8 +209,8 @@ class ResidentModel:
             for name, value in (parameters | buffers).items()
             if value.is_floating_point() and name in saved
         }
-        # What lies apart from the vector, and its places in it: tensors of other dtypes, and
-        # weights of convolutions once they are laid out otherwise.
+        # Tensors that cannot be views into the vector, each with its place there: tensors of other
+        # dtypes, and convolution weights once they are stored channels last.
         self._of_other_dtypes = list[tuple[Tensor, Tensor]]()
         self._laid_out = list[tuple[Tensor, Tensor]]()
         for name, view in views.items():
@@ -222,7 +223,8 @@ class ResidentModel:
         self._constants = {
             name: value for name, value in buffers.items() if name not in self.layout.by_name
         }
-        # Buffers that are not saved are no part of the model that is sent: each load resets them.
+        # Buffers outside the state dict are not part of the model that is sent. Each load resets
+        # them, so that one client's values do not reach the next.
         self._unsaved = {n: value.clone() for n, value in buffers.items() if n not in saved}
         self._statistics = {n: buffers[n] for n in views if n in buffers}
         self.trainable: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
@@ -233,10 +235,10 @@ class ResidentModel:
         self._by_example: ExampleGradients | None = None
 
     def load(self, params: Params) -> None:
-        """Take the values of a global model.
+        """Load the values of a global model.
 
         Raises:
-            ValueError: It has another layout than the module.
+            ValueError: The global model has a different layout than the module.
         """
         if params.layout is not self.layout:
             if params.layout != self.layout:
@@ -251,8 +253,8 @@ class ResidentModel:
         """Move the parameters into memory that forks of this process share with it.
 
         Args:
-            features: Of some first examples, on which formats are tried out: [n, ...].
-            labels: Likewise.
+            features: Features of a few examples, on which memory formats are tried: [n, ...].
+            labels: Their labels: [n, ...].
         """
         self._choose_formats(features, labels)
         for tensor in (self.vector_P, *(each.data for each in self.module.parameters())):
@@ -264,15 +266,16 @@ class ResidentModel:
 
     @property
     def trainable_stack(self) -> Sequence[Tensor]:
-        """The trainable parameters as a stack of one client: [1, ...], views."""
+        """Views of the trainable parameters as a stack of one client: [1, ...] each."""
         if not self._trainable_stack:
             self._trainable_stack = [value.detach().unsqueeze(0) for value in self.trainable]
         return self._trainable_stack
 
     def lay_out_plainly(self) -> None:
-        """Have all weights in the order of their dimensions from now on, for rules that view them.
+        """Undo channels last for good, for update rules that need contiguous weights.
 
-        An update written for any tensor may write to a view of it, as by ``value.view(K, -1)``.
+        A user's rule may write through a view such as ``value.view(K, -1)``, which does not exist
+        for a channels-last weight.
         """
         self._untried = {}
         for tensor, place in self._laid_out:
@@ -283,13 +286,14 @@ class ResidentModel:
 
     @contextmanager
     def training(self, params: Params) -> Iterator[None]:
-        """Load a global model and let the block take steps; it ends in :attr:`vector_P`.
+        """Load a global model for the block to train; the result is in :attr:`vector_P`.
 
         Raises:
-            ValueError: The model has another layout than the module.
+            ValueError: The global model has a different layout than the module.
         """
         self.load(params)
-        # Not `untouched`: other threads get their turns between the steps, which seed anew.
+        # Not `untouched`, which would block other threads for the whole training. They may draw
+        # between the steps, because each step seeds the generator again.
         state = self._generator.get_state()
         try:
             yield
@@ -299,16 +303,16 @@ class ResidentModel:
             self._rejoin()
 
     def gradients(self, parts: Iterable[Part], *, num_examples: int) -> Gradients:
-        """Return the gradients of one batch's mean loss, and that loss.
+        """Compute the gradients of one batch's mean loss, and that loss.
 
-        The gradient is the sum over the parts, each weighted by its share of the examples:
-        that of the batch's mean loss, however it was cut.
+        The parts are weighted by their share of the examples and summed, so that the result is the
+        gradient of the batch's mean loss, however the batch was cut.
 
         Args:
-            parts: The batch; one part is in memory at a time. A loss that couples examples takes
-                the batch as one. Of parts that are a share of the batch, perhaps none, gradients
-                and loss are the share that they have in the whole.
-            num_examples: Examples of the whole batch.
+            parts: The batch, with one part in memory at a time. A loss that couples examples needs
+                the batch as one part. If the parts are only a share of the batch, or none of it,
+                gradients and loss are the contribution of that share.
+            num_examples: Number of examples in the whole batch.
         """
         grads: Sequence[Tensor | None] = ()
         losses = list[Tensor]()
@@ -321,7 +325,7 @@ class ResidentModel:
                 weighs: Tensor | float = float(len(part.labels))
                 if len(part.labels) < num_examples:
                     own = example_weights(self._objective, part.labels).get("loss")
-                    if own is not None:  # an example of several positions weighs their mean
+                    if own is not None:  # an example's weight is the mean over its positions
                         weighs = own.double().sum() / part.labels.shape[1:].numel()
                     loss = loss * torch.as_tensor(weighs / num_examples).to(loss)
                 further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
@@ -341,17 +345,17 @@ class ResidentModel:
         rule: NoisedGradients,
         together: Lockstep | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the mean of the examples' gradients, clipped and with noise, and their mean loss.
+        """Compute the mean of the clipped per-example gradients, with noise, and the mean loss.
 
-        Of a parameter that the loss does not depend on there is the noise alone, since what it
-        depends on may tell of an example.
+        A parameter that the loss does not depend on gets noise all the same, since the absence of
+        noise could reveal something about an example.
 
         Args:
-            parts: As for :meth:`gradients`, as is ``num_examples``.
-            num_examples: As there.
-            rule: How.
-            together: Adds up over the processes that have a share of the batch each; noise is drawn
-                by the first of them alone, once for the whole sum. ``None``: there is one.
+            parts: See :meth:`gradients`.
+            num_examples: Number of examples in the whole batch.
+            rule: Clips the gradients and adds the noise.
+            together: Sums over the processes that share the batch. The process of rank 0 draws the
+                noise, once for the whole sum. ``None``: there is only this process.
 
         Raises:
             SettingsRefused: Examples have no gradients of their own: see
@@ -393,27 +397,35 @@ class ResidentModel:
         rule: NoisedGradients,
         together: Lockstep | None,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the mean of clipped gradients with noise, and the mean loss."""
+        """Add up clipped gradients over the processes, add noise, and return mean and mean loss.
+
+        Args:
+            sums: This process's sums of clipped gradients, float64 [1, ...] for each parameter.
+            total: This process's sum of losses.
+            num_examples: Number of examples in the whole batch.
+            rule: Adds the noise.
+            together: See :meth:`noised_gradients`.
+        """
         if together is None:
             noised = rule.noised(sums, [num_examples], like=self.trainable_stack)
             return [grad[0] for grad in noised], total / num_examples
         whole, total, _ = together.summed([each[0] for each in sums], total, weight=0.0)
         own: Sequence[Tensor | None] = [None] * len(whole)
         if together.processes.rank == 0:
-            clipped = [each.unsqueeze(0) for each in whole if each is not None]  # all are there
+            clipped = [each.unsqueeze(0) for each in whole if each is not None]  # none is None
             noised = rule.noised(clipped, [num_examples], like=self.trainable_stack)
             own = [grad[0] for grad in noised]
         told, *_ = together.summed(own, torch.zeros_like(total), weight=0.0)
         return [grad for grad in told if grad is not None], total / num_examples
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what :meth:`restore` continues from: views, which the next step changes."""
+        """Return the state for :meth:`restore`, as views that the next step changes."""
         self._rejoin()
         constants = {f"constant.{name}": value for name, value in self._constants.items()}
         return {"vector": self.vector_P, **constants}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from a :meth:`snapshot`, inside :meth:`training`.
+        """Load a :meth:`snapshot`, inside :meth:`training`.
 
         Raises:
             KeyError: A tensor is missing.
@@ -424,14 +436,15 @@ class ResidentModel:
             value.copy_(tensors[f"constant.{name}"])
 
     def _take_apart(self) -> None:
-        """Copy what lies apart from the vector out of it."""
+        """Copy values from the vector into the tensors that are not views into it."""
         for tensor, place in self._apart:
             tensor.data.copy_(place)
 
     def _rejoin(self) -> None:
-        """Copy what lies apart from the vector into it.
+        """Copy values of the tensors that are not views into the vector back into it.
 
-        Statistics are apart when a forward pass has assigned them anew instead of in place.
+        Statistics are no longer views when a forward pass has assigned a new tensor instead of
+        writing in place; this makes them views again.
         """
         for name, buffer in self._statistics.items():
             current = self.module.get_buffer(name)
@@ -447,7 +460,7 @@ class ResidentModel:
         self._generator.manual_seed(share_key(part.key, part.first))
 
     def _choose_formats(self, features: Features, labels: Tensor) -> None:
-        """Lay out the weights of convolutions as suits them; once, on some first examples."""
+        """Choose the memory format of convolution weights, once, by a trial on a few examples."""
         if not self._untried or not len(labels):
             return
         first = slice(_TRIAL_EXAMPLES)
@@ -457,7 +470,7 @@ class ResidentModel:
         def loss_of(weights: Mapping[str, Tensor]) -> Tensor:
             self._seed_masks(Part(some, labels, 0))
             tensors = {name: value.clone() for name, value in buffers.items()} | dict(weights)
-            inputs = arguments(mapped(torch.clone, some))  # a forward may write to them
+            inputs = arguments(mapped(torch.clone, some))  # a forward pass may write to them
             outputs = one_tensor(functional_call(self.module, tensors, *inputs))
             return mean_loss(self._objective, outputs, labels)
 
@@ -484,7 +497,7 @@ class ResidentModel:
         return mean_loss(self._objective, outputs, labels)
 
     def _try_objective(self, outputs: Tensor, labels: Tensor) -> None:
-        """Look at the objective on a first batch; draws of its own come back in the step."""
+        """Check the objective on a first batch, without moving the generator that the step uses."""
         with torch.no_grad(), untouched(self._generator):
             require_fitting(self._objective, outputs, labels)
         self._is_objective_tried = True
@@ -494,8 +507,8 @@ class ResidentModel:
     ) -> Measured:
         """Measure the model on examples in memory, in evaluation mode.
 
-        ``batch_size`` bounds memory and changes nothing else. Batches are copied: a forward that
-        writes to its input must not change the examples.
+        ``batch_size`` bounds memory and changes nothing else. Batches are copied, because a forward
+        pass that writes to its input must not change the examples.
 
         Raises:
             ValueError: The objective does not return what it declares.
@@ -510,9 +523,9 @@ class ResidentModel:
     def measure_batches(
         self, params: Params, batches: Iterable[tuple[Features, Tensor]]
     ) -> Measured:
-        """Measure as :meth:`measure` does; of the features only one batch is in memory.
+        """Measure the model on batches, like :meth:`measure`, with one in memory at a time.
 
-        The outputs of all examples are, where some measure is of the whole set.
+        If a measure needs the whole set, the outputs of all examples are held in memory, too.
         """
         self.load(params)
         parts: dict[str, list[Tensor]] = {}
@@ -529,10 +542,10 @@ class ResidentModel:
                     parts.setdefault(name, []).append(values)
                 for name, own in example_weights(self._objective, labels).items():
                     weights.setdefault(name, []).append(own)
-                # Of a set that is measured by example the outputs are not kept.
+                # Outputs are kept only if a measure needs the whole set.
                 size = None if self.measures.needs_whole_sets else 0
                 kept.append((outputs[:size], labels[:size]))
-        finally:  # a client whose evaluation failed trains again
+        finally:  # also after an error: the client may train again
             self.module.train()
         whole = [torch.cat(column) for column in zip(*kept, strict=True)]
         by_example, by_weight = (
@@ -542,23 +555,23 @@ class ResidentModel:
 
 
 class Training:
-    """Training of clients, one after another, that begin with the same and do the same.
+    """Trains clients one after another from the same global model with the same local update.
 
     Args:
-        model: What trains.
+        model: The model to train.
         params: The global model.
-        local: What each client does.
-        told: What it is told beside the model, one vector each.
+        local: The local update that each client runs.
+        told: What the strategy broadcasts along with the model: one vector for each name.
         round_num: Round index.
-        together: Adds gradients up over the processes that share the training; ``None``: there is
-            one.
+        together: Sums gradients over the processes that share the training; ``None``: there is
+            only this process.
 
     Attributes:
-        memory: What the client remembers from step to step: tensors of one row.
-        num_steps: Steps it has taken so far; to be set where a training continues from a snapshot.
+        memory: What the local update remembers from step to step: tensors of one row.
+        num_steps: Steps taken so far; set it to continue from a snapshot.
 
     Raises:
-        ValueError: A vector has another length than the model.
+        ValueError: A vector's length differs from the model's.
     """
 
     def __init__(
@@ -590,15 +603,17 @@ class Training:
 
     @contextmanager
     def client(self, kept: Mapping[str, Tensor], *, seed: Seed) -> Iterator[None]:
-        """Let one client take steps in the block, from the global model into the model's vector.
+        """Prepare one client's training, whose steps the block takes.
+
+        The client starts from the global model, and its result is in the model's vector.
 
         Args:
-            kept: What it kept, by name one row: shape [1, n].
-            seed: Of what its local update draws, from
+            kept: The client's state from its last round: by name one row, shape [1, n].
+            seed: Seed of the local update's draws, from
                 :func:`~fedlearn.algorithms.draws.client_seed`.
 
         Raises:
-            ValueError: The global model has another layout than the module.
+            ValueError: The global model has a different layout than the module.
         """
         load_kept(self._local, self.memory, kept=kept)
         self.num_steps = 0
@@ -614,7 +629,7 @@ class Training:
             yield
 
     def _draw(self, step: int) -> None:
-        """Draw what the local update declares; seed what code of the user's own may draw from."""
+        """Make the draws that the local update declares, and seed the generators for user code."""
         self._draws.fill(self.memory, step)
         if self._is_own:
             seed_global_generators(self._seed.at(step))
@@ -623,8 +638,8 @@ class Training:
         """Take one step; return the batch's mean loss before it, a scalar.
 
         Args:
-            parts: The batch, whole or cut; of several processes, this one's share.
-            num_examples: Examples of the whole batch.
+            parts: The batch, whole or cut; with several processes, this process's share.
+            num_examples: Number of examples in the whole batch.
         """
         if self._noised is not None:
             with torch.no_grad():
@@ -646,7 +661,7 @@ class Training:
         return loss
 
     def _update(self, grads: Sequence[Tensor | None]) -> None:
-        """Change what the gradients reach; as in torch.optim, the others are left alone."""
+        """Update the parameters that have a gradient; as in torch.optim, leave the others alone."""
         own = [grad for grad in grads if grad is not None]
         is_whole = len(own) == len(grads)
         moment = Moment(self._round_num, self.num_steps)
@@ -670,7 +685,11 @@ class Training:
     def _step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Have the rule take a step, and note whether it does: it may be the user's own."""
+        """Call the rule's step, and note whether it wrote to anything.
+
+        A user's rule may return new tensors by mistake, instead of writing to its arguments.
+        :meth:`report` turns that into an error.
+        """
         touched = [] if self._does_step else [*x, *chain.from_iterable(memory.values())]
         before = written(touched)
         self._local.step(x, grads, memory, told=told, moment=moment)
@@ -678,13 +697,13 @@ class Training:
 
     @property
     def remembered(self) -> Memory:
-        """The memory without draws: what a snapshot has to have."""
+        """The memory without draws: the part that a snapshot must contain."""
         specs = self._local.memory
         return {name: own for name, own in self.memory.items() if specs[name].draws is None}
 
     @torch.no_grad()
     def report(self) -> LocalReport:
-        """Return what the client contributes beside the delta, and what it keeps.
+        """Return what the client sends besides the delta, and its state for the next round.
 
         Raises:
             ValueError: The local update's steps changed nothing.
@@ -707,17 +726,17 @@ class Training:
 
 
 def _reached(values: Sequence[ValueT], grads: Sequence[Tensor | None]) -> list[ValueT]:
-    """Return those of the values along the parameters that have a gradient."""
+    """Select the values of those parameters that have a gradient."""
     return [value for value, grad in zip(values, grads, strict=True) if grad is not None]
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of two gradients; two may be one tensor, so it is a new one."""
+    """Add two gradients, ``None`` being zero, into a new tensor."""
     if one is None or other is None:
         return other if one is None else one
-    return one + other
+    return one + other  # not in place: autograd may return one tensor for two parameters
 
 
 def weighted_mean(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float:
-    """Return the mean of ``values``, shape [n]: the same bits wherever it is taken."""
+    """Return the weighted mean of ``values``, shape [n], with the same bits in every executor."""
     return float(values @ weights.astype(np.float64)) / int(weights.sum())

@@ -1,14 +1,14 @@
-"""Examples in tables that may be larger than memory: Parquet and Arrow files, by row group.
+"""Examples in Parquet and Arrow files that may be larger than memory, read by row group.
 
-What Parquet calls a row group, an Arrow IPC file (Feather, version 2) calls a record batch: rows
-that are read together. A file is opened for each reading, so that a table can be sent to another
-process, and a file is not held open.
+A row group in Parquet, or a record batch in an Arrow IPC file (Feather, version 2), is a set of
+rows that are read together. Files are opened for each read and never held open, so that a table can
+be sent to another process.
 
-``pyarrow.dataset`` is not used. It cannot read a single record batch of an Arrow file. It fills a
-column that a file lacks with nulls, and casts all files to the types of the first: both are errors
-here. And ``take`` (rows by number) and ``filter`` (by client) decode whole row groups each time,
-which :class:`RowGroups` does once. Ten clients of 200 rows of a kilobyte, in row groups of 10,000,
-took 38 and 27 times its processor time.
+Why not ``pyarrow.dataset``? It cannot read a single record batch of an Arrow file. It fills a
+column that a file lacks with nulls, and casts all files to the types of the first, both of which
+are errors here. And ``take`` (rows by number) and ``filter`` (by client) decode whole row groups
+each time, where :class:`RowGroups` decodes them once. With ten clients of 200 rows of a kilobyte,
+in row groups of 10,000, they took 38 and 27 times its processor time.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from fedlearn.training.decoded_rows import DecodedRows
 
 _ARROW = (".arrow", ".feather")
 _SUFFIXES = (".parquet", *_ARROW)
-_MOST_AT_ONCE = 8  # row groups in memory beside those kept
+_MOST_AT_ONCE = 8  # row groups being read at once, in addition to the cached ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class InputColumns:
 
     Attributes:
         names: Columns of numbers or of fixed-size lists of numbers, laid side by side.
-        shape: Shape of one example; the columns hold as many numbers.
-        dtype: What they become, e.g. ``torch.float32``; ``torch.int64`` for tokens,
+        shape: Shape of one example, with as many elements as the columns have numbers.
+        dtype: Dtype of the tensor, e.g. ``torch.float32``; ``torch.int64`` for tokens,
             ``torch.bool`` for a mask.
 
     Raises:
@@ -62,11 +62,11 @@ class InputColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleColumns:
-    """Which columns of a table hold what of an example.
+    """The columns of a table that hold an example's features and label.
 
     Attributes:
         features: The columns of the features, or of each input.
-        label: A number: integers for classes.
+        label: Column of the label, a number: integers for classes.
     """
 
     features: Inputs[InputColumns]
@@ -91,17 +91,18 @@ def columns_of_file(
     features: Inputs[Sequence[str]] | None,
     others: Collection[str] = (),
 ) -> ExampleColumns:
-    """Return the columns of a file, with the shape and dtype that its schema tells.
+    """Infer the shape and dtype of the features from a file's schema.
 
-    One feature column keeps its shape, that of nested lists included; several become
-    one vector. Features that are all integers become int64, else float32; one of several
-    inputs whose columns are all boolean is a mask.
+    A single feature column keeps its shape, including that of nested lists; several columns become
+    one vector. Features that are all integers become int64, others float32. With several inputs,
+    one whose columns are all boolean is a mask.
 
     Args:
-        path: A file, or a folder of them whose first is looked at.
-        label: As above.
-        features: Columns, or those of each input; ``None``: all that have no other role.
-        others: Columns with another role, which must be there.
+        path: A file, or a folder of files, of which the first is inspected.
+        label: Column of the label.
+        features: Columns of the features, or of each input; ``None``: all columns that have no
+            other role.
+        others: Columns with another role, which must exist.
 
     Raises:
         DataError: There is no such file, it is damaged, or it lacks a column.
@@ -125,7 +126,7 @@ def _input_columns(
     *,
     is_only: bool,
 ) -> InputColumns:
-    """Return the columns with the shape and dtype of the schema; a mask is not the only input."""
+    """Infer one input's shape and dtype; boolean columns of the only input are not a mask."""
     kinds = [schema.field(name).type for name in names]
     shapes, numbers = [_shape(kind) for kind in kinds], [_number(kind) for kind in kinds]
     dtype = torch.int64 if all(map(pt.is_integer, numbers)) else torch.float32
@@ -145,17 +146,17 @@ class Rows(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What they take in memory."""
+        """Memory that the rows take."""
         return sum(tensor.nbytes for tensor in tensors_of(self.features)) + self.labels.nbytes
 
 
 @dataclass(frozen=True)
 class Table:
-    """Files as one table.
+    """One or more files that are read as one table.
 
     Attributes:
-        files: In the order of their rows.
-        columns: Which columns hold what.
+        files: The files, in the order of their rows.
+        columns: The columns of features and label.
         label_dtype: int64 if labels are integers in all files, else float32.
     """
 
@@ -165,11 +166,11 @@ class Table:
 
     @classmethod
     def at(cls, path: Path, columns: ExampleColumns) -> Self:
-        """Return the table, if all files have the columns.
+        """Open a table and check that all its files have the columns.
 
         Args:
             path: A file, or a folder of ``*.parquet``, ``*.arrow`` and ``*.feather`` files.
-            columns: As above.
+            columns: The columns of features and label.
 
         Raises:
             DataError: There is no such file, it is damaged, or a column is missing or of
@@ -183,20 +184,20 @@ class Table:
 
     @property
     def row_bytes(self) -> int:
-        """What an example takes in memory."""
+        """Memory that one example takes."""
         return sum(self.bytes_of_tensors)
 
     @property
     def bytes_of_tensors(self) -> list[int]:
-        """What an example takes in each input's tensor, and in the labels."""
+        """Memory that one example takes in each input's tensor, and last in the labels."""
         inputs = self.columns.inputs
         sizes = [torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs]
         return [*sizes, self.label_dtype.itemsize]
 
     def sizes(self) -> list["RowGroup"]:
-        """Return where each row group that has rows is, and how many it has.
+        """List the row groups that have rows.
 
-        Nothing but a file's metadata is read; of an Arrow file, the labels too.
+        Only the files' metadata are read, and the labels of Arrow files.
 
         Raises:
             DataError: A file cannot be read.
@@ -209,7 +210,7 @@ class Table:
         return found
 
     def row_groups(self, names: list[str]) -> Iterator[tuple["RowGroup", Any]]:
-        """Yield each row group that has rows, and these columns of it, a table of pyarrow.
+        """Yield each row group that has rows, with the named columns as a pyarrow table.
 
         Raises:
             DataError: A file lacks a column or cannot be read.
@@ -226,7 +227,7 @@ class Table:
         """Read the examples of a row group.
 
         Raises:
-            DataError: It cannot be read, has other rows than it had, or a value is missing.
+            DataError: It cannot be read, its number of rows changed, or a value is missing.
         """
         with _opened(group.path, what=str(group)) as file:
             rows = file.read(group.number, self.columns.names)
@@ -238,11 +239,11 @@ class Table:
         return self.decoded(rows, place=str(group))
 
     def decoded(self, rows: Any, *, place: str) -> Rows:  # Any: pyarrow has no types
-        """Return what rows of the columns of examples hold.
+        """Convert a pyarrow table with the columns of examples to tensors.
 
         Args:
-            rows: A table of pyarrow.
-            place: What a message calls them.
+            rows: The pyarrow table.
+            place: Where the rows come from, for error messages.
 
         Raises:
             DataError: A value is missing.
@@ -254,17 +255,17 @@ class Table:
         )
 
     def require_rows(self, num_rows: int) -> None:
-        """Refuse a table without rows.
+        """Check that the table has rows.
 
         Raises:
-            DataError: It has none.
+            DataError: ``num_rows`` is 0.
         """
         if not num_rows:
             raise DataError(f"{self.files[0]} and its neighbours have no rows; write some examples")
 
 
 class RowGroup(NamedTuple):
-    """Where rows are that are read together."""
+    """The location of rows that are read together: a file and the group's number in it."""
 
     path: Path
     number: int
@@ -275,14 +276,14 @@ class RowGroup(NamedTuple):
 
 
 class RowGroups:
-    """The rows of a table by their number, and the row groups used last in memory.
+    """Reads rows of a table by number, with a cache of the most recently used row groups.
 
     Args:
-        table: Whose rows.
+        table: The table.
         groups: Its row groups, in the order of the rows.
-        cache_bytes: Most bytes of decoded row groups to keep.
-        check: Refuses a row group that was just read.
-        keeps_decoded: Whether what was decoded is kept on disk: see
+        cache_bytes: Most bytes of decoded row groups to cache in memory.
+        check: Called with each row group just read; raises an error to refuse it.
+        keeps_decoded: Whether to cache decoded rows on disk as well: see
             :mod:`fedlearn.training.decoded_rows`.
 
     Attributes:
@@ -302,19 +303,20 @@ class RowGroups:
         self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
         self._table, self._groups, self._check = table, groups, check
         self._max_bytes, self._num_bytes = cache_bytes, 0
-        self._kept: dict[int, Rows] = {}  # the one used last is last
+        self._kept: dict[int, Rows] = {}  # an LRU cache: the most recently used group is last
         self._on_disk: DecodedRows | None = None
         if keeps_decoded:
             self._on_disk = DecodedRows(self.offsets, row_bytes=table.bytes_of_tensors)
 
     def __getstate__(self) -> dict[str, object]:
-        # another process, unless it is forked, reads its own
+        # Caches are not pickled: a process that is not forked fills its own.
         return self.__dict__ | {"_kept": {}, "_num_bytes": 0, "_on_disk": None}
 
     def take(self, rows: NDArray[np.int64]) -> Rows:
-        """Return these rows, copied, in this order.
+        """Return a copy of these rows, in this order.
 
-        Several row groups are read at once, as many as torch may use threads.
+        Several row groups are read in parallel, up to the number of torch's threads and no more
+        than 8.
 
         Raises:
             DataError: The files changed or are damaged, or a value is missing.
@@ -339,7 +341,7 @@ class RowGroups:
     def _take_decoded(
         self, rows: NDArray[np.int64], places: NDArray[np.int64], tensors: Sequence[Tensor]
     ) -> None:
-        """Fill these places of the tensors from disk, where rows are in a row at once."""
+        """Fill these places of the tensors from the disk cache, one run of adjacent rows a read."""
         assert self._on_disk is not None
         follows = (np.diff(places) == 1) & (np.diff(rows[places]) == 1)
         for run in np.split(places, np.flatnonzero(~follows) + 1) if places.size else ():
@@ -347,7 +349,7 @@ class RowGroups:
             self._on_disk.read(int(rows[first]), [each[first : last + 1] for each in tensors])
 
     def _read(self, groups: list[int]) -> Iterator[tuple[int, Rows]]:
-        """Yield these row groups, which were used last or are read now."""
+        """Yield these row groups with their rows, from the cache or from the files."""
         at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)  # 1 in a worker of a DataLoader
         for start in range(0, len(groups), at_once):
             some = groups[start : start + at_once]
@@ -387,15 +389,15 @@ class RowGroups:
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return memory from numpy, which asks for large pages: it is filled in a fifth of the time."""
+    """Allocate a tensor through numpy, which asks for huge pages: filling it is 5x faster."""
     octets = torch.from_numpy(np.empty(torch.Size(shape).numel() * dtype.itemsize, np.uint8))
     return octets.view(dtype).reshape(shape)
 
 
 def _items(values: Tensor) -> NDArray[np.void]:
-    """Return each row as one item of numpy, whatever its dtype: the tensor's own memory.
+    """View a tensor's rows as a numpy array with one opaque item per row, whatever the dtype.
 
-    Numpy copies rows without starting threads, which costs more than a batch's few rows.
+    Numpy copies rows without starting threads, which would cost more than copying a small batch.
     """
     octets = values.reshape(len(values), -1).view(torch.uint8).numpy()
     return octets.view(f"V{octets.shape[1]}")[:, 0]
@@ -413,18 +415,18 @@ def _files_at(path: Path) -> list[Path]:
 
 
 class _File(Protocol):
-    """An open file."""
+    """An open Parquet or Arrow file."""
 
     schema: Any  # pyarrow has no types
 
     def __len__(self) -> int:
-        """Return how many row groups there are."""
+        """Return the number of row groups."""
 
     def num_rows(self, group: int, column: str) -> int:
-        """Return the rows of a row group; ``column`` is read where nothing else tells."""
+        """Return a row group's number of rows; read ``column`` if the metadata do not have it."""
 
     def read(self, group: int, names: Sequence[str]) -> Any:
-        """Return columns of a row group as a table of pyarrow."""
+        """Return columns of a row group as a pyarrow table."""
 
 
 class _ParquetFile:
@@ -460,7 +462,7 @@ class _ArrowFile:
         wanted = [self.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=wanted)
         batch = pa.ipc.open_file(self._source, options=options).get_batch(group)
-        batch.validate()  # a damaged file may tell lengths that its buffers do not have
+        batch.validate()  # a damaged file may declare lengths beyond the end of its buffers
         return pa.Table.from_batches([batch]).select(names)
 
 
@@ -470,7 +472,8 @@ def _opened(path: Path, *, what: str | None = None) -> Iterator[_File]:
     kind, remedy = ("Arrow", " with pyarrow.feather.write_feather") if is_arrow else ("Parquet", "")
     try:
         if is_arrow:
-            with pa.OSFile(str(path)) as source:  # mapped, a file that is cut ends the process
+            # Not memory-mapped: truncating a mapped file would kill the process with a SIGBUS.
+            with pa.OSFile(str(path)) as source:
                 yield _ArrowFile(source)
         else:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -482,13 +485,13 @@ def _opened(path: Path, *, what: str | None = None) -> Iterator[_File]:
 
 
 def _free_columns(schema: Any, taken: set[str]) -> list[str]:
-    """Return the columns without a role: not those taken, nor the index that pandas adds."""
+    """List the columns without a role, leaving out the index that pandas adds."""
     index = (schema.pandas_metadata or {}).get("index_columns", ())
     return [name for name in schema.names if name not in taken and name not in index]
 
 
 def _groups(features: Inputs[Sequence[str]]) -> Inputs[Sequence[str]]:
-    """Return the columns of each input; names alone, in a list or a tuple, are those of one."""
+    """Return the columns of each input; a plain list or tuple of names is a single input."""
     if isinstance(features, Mapping):
         return features
     names = [each for each in features if isinstance(each, str)]
@@ -502,19 +505,19 @@ def _require_columns(schema: Any, names: Sequence[str], *, path: Path) -> None:
 
 
 def _shape(kind: Any) -> tuple[int, ...]:
-    """Return the shape of one value of a column: () for a number."""
+    """Return the shape of one value of a column; () for a number."""
     if not pt.is_fixed_size_list(kind):
         return ()
     return (kind.list_size, *_shape(kind.value_type))
 
 
 def _number(kind: Any) -> Any:
-    """Return the type of what a column, or the lists in it, hold."""
+    """Return the type of a column's numbers, looking through nested lists."""
     return _number(kind.value_type) if pt.is_fixed_size_list(kind) else kind
 
 
 def _check_schema(schema: Any, *, columns: ExampleColumns, path: Path) -> torch.dtype:
-    """Return the dtype of labels, or refuse the file."""
+    """Check a file's columns, and return the dtype of its labels."""
     for each in columns.inputs:
         _require_columns(schema, [*each.names, columns.label], path=path)
         _check_input(schema, each, path=path)
@@ -556,12 +559,12 @@ def _input(table: Any, columns: InputColumns, *, place: str) -> Tensor:
 
 
 def _tensor(numbers: NDArray[Any], *, dtype: torch.dtype) -> Tensor:  # Any: of any type
-    """Return the numbers, copied where they lie in memory that is pyarrow's."""
+    """Convert to a tensor, with a copy if the numbers lie in pyarrow's read-only memory."""
     return torch.from_numpy(np.require(numbers, requirements="W")).to(dtype)
 
 
 def _numbers(table: Any, name: str, *, place: str) -> NDArray[Any]:
-    """Return all numbers of a column, those of lists one after another."""
+    """Return all numbers of a column, with lists flattened."""
     values = table.column(name).combine_chunks()
     while pt.is_fixed_size_list(values.type) and not values.null_count:
         values = values.flatten()

@@ -48,30 +48,32 @@ from fedlearn.training.trainer import (
     TrainContext,
 )
 
-#: Examples that are tried out before joining.
+#: Examples in a trial forward pass.
 _TRIED = 32
-#: Examples by whose labels trainers are told to have the same, spread over all of them.
+#: Examples, spread over all of them, whose labels are compared to check that trainers which share
+#: a training have the same data.
 _COMPARED = 64
 
 #: A map-style dataset of pairs (features, label).
 Pairs: TypeAlias = Dataset[Any]  # Any: labels are tensors or numbers; items are checked when read
 
-#: From the number of a step to that in which it is taken; ``None``: another process takes it.
+#: Maps a step's number to the context manager in which this process takes the step; ``None`` if
+#: another process takes it.
 TurnOf: TypeAlias = Callable[[int], AbstractContextManager[object] | None]
-#: Takes those steps of a training that are this process's, and tells a control of them.
+#: Takes this process's steps of a training, and reports them to a control.
 Take: TypeAlias = Callable[[TurnOf, TaskControl], None]
 
 
 class Turns(Protocol):
-    """Has the steps of a training taken, in one process or in several."""
+    """Runs the steps of a training, in one process or divided among several."""
 
     def __call__(self, take: Take, losses: Tensor, *, control: TaskControl) -> None:
-        """Return when all steps have been taken.
+        """Run all steps, and return when they are done.
 
         Args:
-            take: Takes some of them, in order, from the model as it then is.
-            losses: Where it writes the loss of each: shape [steps].
-            control: The task's.
+            take: Takes some of the steps, in order, each from the current model.
+            losses: Receives the loss of each step: shape [steps].
+            control: The task's control.
         """
 
 
@@ -81,18 +83,19 @@ def in_order(take: Take, losses: Tensor, *, control: TaskControl) -> None:  # no
 
 
 class TorchTrainer:
-    """Trains a torch module on one client's examples as the coordinator asks.
+    """Trains a torch module on one client's examples, as the coordinator's settings ask.
 
-    Applications make one with :meth:`of`, which says what the numbers and classes are.
+    Applications create one with :meth:`of`.
 
     Args:
-        model: What trains; several trainers may share one, a client at a time.
-        data: The examples it trains on.
-        test: Those it evaluates on; without them, ``data``.
-        gradient_accumulation: As of :meth:`of`, and so the others.
+        model: The model to train. Several trainers may share one and train one at a time.
+        data: Training examples.
+        test: Test examples; ``None``: evaluate on ``data``.
+        gradient_accumulation: See :meth:`of`, as for the remaining arguments.
 
     Raises:
-        ValueError: A number is below 1, or batches are to be cut whose loss couples the examples.
+        ValueError: A number is below 1, or ``gradient_accumulation`` would cut batches whose loss
+            couples the examples.
     """
 
     def __init__(
@@ -143,40 +146,44 @@ class TorchTrainer:
         local_updates: Collection[type[LocalUpdate]] = (),
         transforms: Collection[type[Transform]] = (),
     ) -> Self:
-        """Return the trainer of a model on tensors or on a dataset.
+        """Create a trainer for a model on tensors or on a dataset.
 
-        How to train (epochs, batch size, learning rate, ...) is the coordinator's to say. What
-        this device can do is said here, and only ``max_steps`` and ``precision`` change what
-        comes out.
+        The coordinator decides how to train (epochs, batch size, learning rate, ...). The arguments
+        here describe what this device can do; among ``device``, ``precision``,
+        ``gradient_accumulation`` and ``max_steps``, only ``precision`` and ``max_steps`` change the
+        result.
 
         Args:
-            make_model: Builds the network, as the coordinator does; called once. A network that you
-                keep, whole or in part, is copied: training leaves yours as it is.
+            make_model: Builds the same network as the coordinator's; called once. If your code
+                keeps a reference to the network or a part of it, the trainer uses a copy.
             examples: Features [n, ...], or a map-style dataset of pairs (features, label) that
-                is read batch by batch and may be larger than memory. Features that are a tuple
-                of tensors are the positional, a dict the keyword arguments of the forward.
-            labels: Shape [n, ...], with features; none with a dataset.
-            test: What the global model is evaluated on when the coordinator asks, as
-                (features, labels) or as a dataset; without it, the training examples.
-            objective: What is minimised, or a loss module of torch; without one, cross-entropy.
-            metrics: What else the model is measured by when it is evaluated, by name: see
+                is read batch by batch and may be larger than memory. A tuple of tensors is passed
+                to ``forward`` as positional arguments, a dict as keyword arguments.
+            labels: Shape [n, ...], with features; ``None`` with a dataset.
+            test: Examples on which to evaluate the global model when the coordinator asks, as
+                (features, labels) or as a dataset; ``None``: the training examples.
+            objective: The loss to minimise, which may be a torch loss module; ``None``:
+                cross-entropy.
+            metrics: Additional metrics for evaluation, by name: see
                 :class:`~fedlearn.algorithms.metrics.Metric`.
-            device: "auto" (a GPU where there is one), or a name such as "cpu" or "cuda:1".
+            device: "auto" (a GPU if there is one), or a name such as "cpu" or "cuda:1".
             precision: "float32", or "bfloat16" for automatic mixed precision.
-            gradient_accumulation: k >= 1: the coordinator's batch goes through the model in
-                parts of a k-th, of which one is in memory at a time, and together they make
-                the step of the whole batch. (BatchNorm alone sees the parts.) 1 for a loss
-                that couples the examples of a batch.
-            max_steps: Most steps of one task, >= 1, where all epochs would take too long.
-            local_updates: Classes of your own that the coordinator may ask for by their names.
-            transforms: Likewise what it may have done to an update before it leaves the client.
+            gradient_accumulation: Number of parts k >= 1 into which each batch is cut. One part
+                is in memory at a time, and their gradients add up to that of the whole batch.
+                (Only BatchNorm sees the parts.) Must be 1 for a loss that couples the examples of
+                a batch.
+            max_steps: Most steps of one task, >= 1, for devices on which all epochs would take too
+                long.
+            local_updates: Your own local-update classes, which the coordinator may request by name.
+            transforms: Your own classes that transform an update before it leaves the client,
+                which the coordinator may request by name.
 
         Raises:
             ConfigError: The objective does not declare its measures, a metric's name is malformed
-                or taken, or you keep the network and it cannot be copied.
-            DataError: There are no examples, or not one label each.
-            ValueError: The device or the precision is unknown, a number is below 1, or batches are
-                to be cut whose loss couples the examples.
+                or taken, or your code keeps the network and it cannot be copied.
+            DataError: There are no examples, or not exactly one label for each.
+            ValueError: The device or the precision is unknown, a number is below 1, or
+                ``gradient_accumulation`` would cut batches whose loss couples the examples.
 
         Example:
             >>> features, labels = torch.randn(30, 4), torch.randint(0, 3, (30,))
@@ -218,55 +225,58 @@ class TorchTrainer:
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:
-        """Transforms of the user's own that the coordinator may ask for."""
+        """User-defined transforms that the coordinator may request."""
         return self._transforms
 
     @property
     def honours(self) -> Collection[str]:
-        """All settings of the updates that it knows; another one is an error by itself."""
+        """All settings of the known local updates; any other setting is refused."""
         return settings_names(self._local_updates)
 
     @property
     def num_examples(self) -> int:
-        """Number of training examples: a coordinator may ask for a least one."""
+        """Number of training examples; a coordinator may require a minimum."""
         return len(self._data)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes: a coordinator may ask for some."""
+        """Device of the model; a coordinator may require a kind of device."""
         return self._model.device
 
     @property
     def coupling(self) -> str | None:
-        """What computes with all examples of a batch, so that no process can with a share of it."""
+        """What couples the examples of a batch, so that processes cannot share it; or ``None``."""
         if not self._model.measures.objective.per_example:
             return "the loss"
         return self.batch_statistics
 
     @property
     def batch_statistics(self) -> str | None:
-        """Which layer computes with a whole batch, as a message calls it, if one does."""
+        """Name, for messages, of the first layer that uses batch statistics, if any."""
         return batch_statistics(self._model.module)
 
     def update_of(self, settings: Settings) -> LocalUpdate:
-        """Return the local update that is asked for; SettingsRefused if it knows none such."""
+        """Build the local update that the settings ask for; raise SettingsRefused if unknown."""
         return update_from(settings, known=self._local_updates)
 
     def share_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have forks of this process train the model that this process has, not copies of it.
+        """Move the model to shared memory, so that forks of this process train it, not copies.
 
         Args:
-            tensors: The global model, on which memory formats are tried out as in a training.
+            tensors: The global model, on which memory formats are tried first, as in a training.
 
         Raises:
-            ModelMismatch: The tensors are those of another model.
+            ModelMismatch: The tensors belong to a different model.
         """
         self._model.load(self._params(tensors))
         rows = np.arange(min(len(self._data), _TRIED))
         self._model.share_memory(*self._data.batch(rows, key=0))
 
     def plan(self) -> list[int]:
-        """Return what trainers must agree in to share a training: sizes, and some labels' bits."""
+        """Return a fingerprint that trainers must have in common to share a training.
+
+        It contains the sizes of data and model, the step settings, and a checksum of some labels.
+        """
         rows = np.unique(np.linspace(0, len(self._data) - 1, _COMPARED).astype(np.int64))
         _, labels = self._data.batch(rows, key=0)
         bits = labels.cpu().flatten().view(torch.uint8).numpy().tobytes()
@@ -274,15 +284,16 @@ class TorchTrainer:
         return [len(self._data), self._num_parts, most, self._model.layout.size, zlib.crc32(bits)]
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Return the model after ``context.settings.epochs`` passes over the examples.
+        """Train the model for ``context.settings.epochs`` passes over the examples.
 
-        Between batches it listens to ``context.control``, tells it how far it is, and lets it
-        keep what a restarted task continues from: to the bits of one that never stopped.
+        Between batches, it checks ``context.control`` for cancellation, reports progress and offers
+        a checkpoint. A task resumed from a checkpoint gives the same bits as one that never
+        stopped.
 
         Raises:
-            Cancelled: The task was called off; no further batch is computed.
-            SettingsRefused: The settings are those of no update that it knows.
-            ModelMismatch: The tensors are those of another model.
+            Cancelled: The task was cancelled; no further batch is computed.
+            SettingsRefused: The settings ask for an unknown local update.
+            ModelMismatch: The tensors belong to a different model.
             DataError: The dataset's items are not pairs.
         """
         return self.train_with(Alone(), tensors, context=context)
@@ -295,18 +306,19 @@ class TorchTrainer:
         context: TrainContext,
         turns: Turns = in_order,
     ) -> LocalResult:
-        """Return what :meth:`train` does, up to rounding, in several processes that share the work.
+        """Train like :meth:`train`, up to rounding, in several processes that share the work.
 
-        Each calls this with the same; of every batch one computes its share of the rows. All return
-        the same bits. ``context.control`` is each process's own. Or one process alone divides the
-        steps themselves, by ``turns``, among processes that have its model in common.
+        All processes call this with the same arguments, except for ``context.control``. Each
+        computes its share of the rows of every batch, and all return the same bits. Alternatively,
+        a single process calls this with ``turns`` that divide whole steps among its forks, which
+        have the model in shared memory.
 
         Raises:
-            Cancelled: As for :meth:`train`, and so the others.
-            ProcessesParted: Another process has left the training, or is gone.
+            Cancelled: As for :meth:`train`, as are the errors not listed here.
+            ProcessesParted: Another process has left the training, or died.
         """
         local = self.update_of(context.settings)
-        # Clipped sums of examples are on a finer grid than the model's.
+        # Sums of clipped per-example gradients lie on a grid finer than the model's dtype.
         dtype = torch.float64 if isinstance(local, NoisedGradients) else self._model.layout.dtype
         with Lockstep(processes, self._model.trainable, dtype=dtype) as together:
             return self._train(tensors, local, context, together, turns)
@@ -319,7 +331,6 @@ class TorchTrainer:
         together: Lockstep,
         turns: Turns,
     ) -> LocalResult:
-        """Return the model after the training that ``local`` asks for."""
         params = self._params(tensors)
         told = {name: value.to(params.vector) for name, value in context.told.items()}
         unwritten = read_only((params.vector, *told.values()), who=f"{type(local).__name__}.step")
@@ -346,13 +357,14 @@ class TorchTrainer:
     def evaluate(
         self, tensors: Mapping[str, Tensor], *, control: TaskControl = UNATTENDED
     ) -> LocalEvaluation:
-        """Return the loss and metrics of the model in ``tensors`` on the test examples.
+        """Measure the loss and metrics of the model in ``tensors`` on the test examples.
 
-        A loss that couples examples and a metric of whole sets are taken over all of them at once.
+        A loss that couples examples, and a metric of whole sets, are computed over all test
+        examples at once.
 
         Raises:
-            Cancelled: The task was called off; no further batch is computed.
-            ModelMismatch: The tensors are those of another model.
+            Cancelled: The task was cancelled; no further batch is computed.
+            ModelMismatch: The tensors belong to a different model.
             DataError: The dataset's items are not pairs.
         """
         measures = self._model.measures
@@ -361,10 +373,9 @@ class TorchTrainer:
         return LocalEvaluation(num_examples=len(self._test), metrics=values)
 
     def try_out(self) -> None:
-        """Put a first few examples, of training and of test, through the model.
+        """Send a few training and test examples through the model, to find errors before joining.
 
-        Whoever diagnoses this device calls it, before there is a global model: the weights are
-        some or other, all above zero and each another.
+        It needs no global model: the weights are arbitrary distinct positive numbers.
 
         Raises:
             Exception: What the model, the objective or the dataset raises.
@@ -379,7 +390,7 @@ class TorchTrainer:
                 objective.losses(found.outputs, found.labels)
 
     def _test_batches(self, control: TaskControl) -> Iterator[tuple[Features, Tensor]]:
-        """Read the test examples batch by batch; the task can be called off before each."""
+        """Read the test examples batch by batch, checking for cancellation before each."""
         for batch in evaluation_batches(len(self._test)):
             control.check()
             yield self._test.batch(batch.rows, key=batch.key)
@@ -392,11 +403,11 @@ class TorchTrainer:
         return Params(layout, vector, constants)
 
     def _kept(self, local: LocalUpdate, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this client kept, as the update declares it: another one's is dropped."""
+        """Select the client state that the update declares; drop that of a different update."""
         kept = [name for name, spec in local.memory.items() if spec.is_kept]
         sizes = [(size_of(local.memory[name].over, self._model.layout),) for name in kept]
         if [state[name].shape for name in kept if name in state] != sizes:
-            return {}  # one without the other would be a memory that never was
+            return {}  # all or nothing: a part of the state would be a state that never existed
         return {name: state[name].to(self._model.vector_P)[None] for name in kept}
 
     def _run(
@@ -407,7 +418,7 @@ class TorchTrainer:
         processes: Cluster,
         turns: Turns,
     ) -> tuple[Tensor, list[int]]:
-        """Take the steps that are left; return each step's loss, [steps], and examples."""
+        """Take the remaining steps; return each step's loss, [steps], and number of examples."""
         num_parts = self._num_parts
         num_steps = int(work.num_steps(np.asarray([len(self._data)]))[0])
         if self._max_steps is not None:
@@ -445,7 +456,7 @@ class TorchTrainer:
         return losses, sizes[:num_steps]
 
     def _num_used(self, work: LocalWork) -> int:
-        """Return how many examples an epoch's batches have."""
+        """Return the number of examples that one epoch uses."""
         return int(work.used_per_epoch(np.asarray(len(self._data))))
 
     def _parts(
@@ -457,10 +468,7 @@ class TorchTrainer:
         control: TaskControl,
         processes: Cluster,
     ) -> Iterator[Part]:
-        """Read this process's share of a batch, part by part, each of which is shared.
-
-        The task can be called off before each.
-        """
+        """Read this process's share of each part of a batch; check for cancellation before each."""
         parts = (rows[start : start + size] for start in range(0, len(rows), size))
         for part, key in zip(parts, keys, strict=False):
             control.check()
@@ -470,7 +478,7 @@ class TorchTrainer:
                 yield Part(*self._data.batch(part[own], key=drawn), key, own.start)
 
     def _plan(self, losses: Tensor) -> Tensor:
-        """Return what a checkpoint must agree with, or its steps are not those of this task."""
+        """Return a fingerprint of the task; a checkpoint with a different one is not resumed."""
         num_elements = self._model.layout.size
         return torch.tensor([len(self._data), len(losses), self._num_parts, num_elements])
 
@@ -479,7 +487,7 @@ class TorchTrainer:
         return self._model.snapshot() | _memory(training) | progress
 
     def _restore(self, saved: Mapping[str, Tensor], training: Training, losses: Tensor) -> int:
-        """Take back a snapshot of this task, if there is one; return the steps it has done."""
+        """Load a snapshot of this task, if there is one; return the number of steps it has done."""
         plan = saved.get("plan")
         if plan is None or not torch.equal(plan.cpu(), self._plan(losses)):
             return 0
@@ -492,14 +500,14 @@ class TorchTrainer:
 
 
 def _batch_sizes(work: LocalWork, *, num_examples: int) -> list[int]:
-    """Return how many examples each step has."""
+    """Return the number of examples in each step."""
     size = work.batch_size or num_examples
     epoch = [min(size, num_examples - start) for start in range(0, num_examples, size)]
     return epoch * work.epochs
 
 
 def _memory(training: Training) -> dict[str, Tensor]:
-    """Return what the client remembers, as a snapshot names it."""
+    """Return the local update's memory, by its names in a snapshot."""
     return {
         f"memory.{name}.{place}": value
         for name, values in training.remembered.items()
@@ -508,9 +516,9 @@ def _memory(training: Training) -> dict[str, Tensor]:
 
 
 def _state(report: LocalReport, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what the client keeps for its next round.
+    """Return the client's state for its next round.
 
-    What diverged would spoil every later round: then it is what it was.
+    A state that diverged would spoil every later round, so the previous state is kept instead.
     """
     if not all(is_sound(rows) for rows in report.kept.values()):
         return before
@@ -518,7 +526,9 @@ def _state(report: LocalReport, before: Mapping[str, Tensor]) -> Mapping[str, Te
 
 
 def _require_same_model(tensors: Mapping[str, Tensor], mine: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare names and shapes of all floating-point tensors; one must not be broadcast.
+    """Check that names and shapes of all floating-point tensors are the same.
+
+    Shapes are compared exactly, because copying a tensor of another shape might broadcast it.
 
     Raises:
         ModelMismatch: They differ.
@@ -532,10 +542,10 @@ def _require_same_model(tensors: Mapping[str, Tensor], mine: Mapping[str, tuple[
 
 
 def _require_classes(given: object, *, name: str) -> None:
-    """Refuse what is no list of classes.
+    """Check that an argument is a list of classes.
 
     Raises:
-        CallError: It is one class, a name, or a list of anything else.
+        CallError: It is a single class, a string, or a list of anything else.
     """
     remedy = f"give a list of classes, such as {name}=[MyClass]"
     if not isinstance(given, Collection) or isinstance(given, str):
@@ -557,7 +567,7 @@ def _device(name: str) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise ValueError(f'device is "{name}", but torch sees no GPU; use "auto" or "cpu"')
-    if ":" not in name:  # of several GPUs the one that this process was given
+    if ":" not in name:  # with several GPUs, the one that this process was assigned
         return torch.device("cuda", torch.cuda.current_device())
     if device.index >= (found := torch.cuda.device_count()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The seam an application fills in: how one client trains and evaluates."""
+"""The interface that an application implements: how one client trains and evaluates."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,17 +12,17 @@ from fedlearn.errors import ConfigError
 
 
 class TaskControl(Protocol):
-    """What a running task hears from outside, and what it tells."""
+    """How a running task learns that it is cancelled, reports progress and saves checkpoints."""
 
     def check(self) -> None:
-        """Do nothing, or end the task: call it before every batch.
+        """Raise if the task was cancelled; call it before every batch.
 
         Raises:
-            Cancelled: The task was called off; let it pass.
+            Cancelled: The task was cancelled. Do not catch it.
         """
 
     def report(self, *, fraction: float, loss: float) -> None:
-        """Tell how far the task is.
+        """Report progress.
 
         Args:
             fraction: Share of the work done, [0, 1].
@@ -30,21 +30,22 @@ class TaskControl(Protocol):
         """
 
     def saved(self) -> Mapping[str, Tensor]:
-        """Return what :meth:`save` kept of this very task before a restart; empty at first."""
+        """Return the checkpoint that :meth:`save` wrote for this task before a restart, or {}."""
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep ``tensors`` durably until the task is done, in place of what was kept before.
+        """Replace the task's checkpoint; it is durable until the task is done.
 
-        May be called after every step: a runtime keeps as many of them as it can afford.
+        May be called after every step: the runtime writes as many checkpoints as it can afford and
+        skips the others.
 
         Args:
-            tensors: The training's own, which it changes afterwards: what is kept is written
-                or copied before this returns.
+            tensors: Tensors that the training changes afterwards, so the runtime writes or copies
+                them before this returns.
         """
 
 
 class Unattended:
-    """A task that nobody watches or calls off: simulated, or run to its end in one go.
+    """The control of a task that is never cancelled, watched or resumed, such as a simulated one.
 
     Example:
         >>> control = Unattended()
@@ -56,34 +57,34 @@ class Unattended:
         """Do nothing."""
 
     def report(self, *, fraction: float, loss: float) -> None:
-        """Tell nobody."""
+        """Do nothing."""
 
     def saved(self) -> Mapping[str, Tensor]:
-        """Return nothing."""
+        """Return no tensors."""
         return {}
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
-#: It holds nothing, so one is enough.
+#: Shared by all tasks, since it has no state.
 UNATTENDED = Unattended()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainContext:
-    """What surrounds one local training.
+    """Everything that one local training receives besides the model.
 
     Attributes:
         client_id: This client.
         round_num: Round index, from 0.
         settings: How the coordinator asks to train.
-        seed: Public seed of everything random that need not be secret.
-        state: What this client returned as its state the last time; empty at first.
-        told: What the strategy tells beside the model, by name one vector over the trainable
-            parameters.
-        control: How the task hears that it is called off, and tells how far it is.
-        extra: What the coordinator's ``client.extra`` says, free-form, by name.
+        seed: Public seed of all random draws that need not be secret.
+        state: The state that this client returned the last time; empty at first.
+        told: What the strategy broadcasts along with the model: by name, one vector over the
+            trainable parameters.
+        control: Cancels the task, and takes its progress and checkpoints.
+        extra: The coordinator's free-form ``client.extra`` settings, by name.
     """
 
     client_id: ClientId
@@ -98,14 +99,14 @@ class TrainContext:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalResult:
-    """What local training produced.
+    """The result of one local training.
 
     Attributes:
         tensors: The local model after training, by name.
         num_examples: Examples trained on.
         metrics: Local metrics by name; ``loss`` is the mean training loss.
-        state: What this client keeps for its next round; it never leaves the client.
-        lanes: What it contributes beside the model, by lane one vector: shape [n].
+        state: The client's state for its next round; it never leaves the client.
+        lanes: What the client sends besides the model: one vector for each lane, shape [n].
     """
 
     tensors: Mapping[str, Tensor]
@@ -117,7 +118,7 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEvaluation:
-    """What local evaluation produced: how many examples there were, and means over them by name."""
+    """The result of one local evaluation: the number of examples, and means over them by name."""
 
     num_examples: int
     metrics: Mapping[str, float]
@@ -126,33 +127,37 @@ class LocalEvaluation:
 class LocalTrainer(Protocol):
     """Trains and evaluates on this client's data.
 
-    One with an attribute ``own_transforms`` names classes of transforms of the user's own in it,
-    which the coordinator may then have applied to what it trains.
+    A trainer may have an attribute ``own_transforms``: user-defined transform classes that the
+    coordinator may then request by name for the client's update.
     """
 
     @property
     def honours(self) -> Collection[str]:
         """Names of the settings that :meth:`train` acts on.
 
-        A request with a setting that would change the training and is not among them is refused,
-        not answered as if it had been obeyed: such as ``proximal``, or ``epochs`` by a trainer
-        that has none. Free-form settings are called ``extra.NAME`` here; ``extra`` is all of them.
+        A request with any other setting that would change the training, such as ``proximal``, is
+        refused, so that a setting is never silently ignored. Free-form settings are named
+        ``extra.NAME`` here; ``extra`` stands for all of them.
         """
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Return the model trained from ``tensors``; must not modify them."""
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
-        """Return how the model in ``tensors`` does on this client's data.
+        """Measure the model in ``tensors`` on this client's data.
 
         Args:
             tensors: The global model.
-            control: How the evaluation hears that it is called off: as a training does.
+            control: Cancels the evaluation, as it does a training.
         """
 
 
 def require_trainer(made: LocalTrainer) -> LocalTrainer:
-    """Return what a user's function made for a client; raise ConfigError if it is no trainer."""
+    """Check that an object made by the user's function is a trainer, and return it.
+
+    Raises:
+        ConfigError: It lacks a method or attribute of :class:`LocalTrainer`.
+    """
     missing = [name for name in ("train", "evaluate", "honours") if not hasattr(made, name)]
     if missing:
         raise ConfigError(
