@@ -1,1 +1,1 @@
-"""Differential privacy: what noise is drawn, and what a run spends by it."""
+"""Differential privacy: the noise that hides users, and the accounting of what a run spends."""

@@ -1,19 +1,20 @@
-r"""What rounds of noisy sums cost: :math:`(\varepsilon, \delta)` of one user's taking part at all.
+r"""Privacy accounting: the :math:`(\varepsilon, \delta)` that rounds of noisy sums cost a user.
 
-Two figures, for two adversaries, and never one for both. Who sees the released models, and not who
-was asked, faces *amplification by sampling*: a user is in few rounds, and nobody knows in which.
-Who sees the cohorts, as the coordinator does, does not: for a user that was asked in every round
-of a run it is the plain Gaussian mechanism. That bound holds whoever was asked. Where users take
-turns and noise is correlated over rounds, nobody is hidden by not being asked, and both are one.
+There are two figures, one per adversary, and neither replaces the other. An adversary that sees the
+released models but not the cohorts faces *amplification by sampling*: a user is in few rounds, and
+the adversary does not know which. An adversary that sees the cohorts, as the coordinator does, gets
+no such amplification: against a user that was sampled in every round, a run is the plain Gaussian
+mechanism, and that bound holds for every other user too. Where users take turns and noise is
+correlated over rounds, there is no sampling to amplify, and both figures are the same.
 
-Of a single *example* of a user, sampling users hides nothing: the user's other examples show in the
-model, and so who was asked. What is left of it is that an example is used by chance, and seldom:
-:math:`\delta(\varepsilon)` is the mean of what K releases cost, over the times K that its user is
-asked. The second figure is that of a user that is asked each time.
+Sampling users does not hide a single *example* of a user: the user's other examples show in the
+model, and reveal that the user was sampled. All that helps is that an example is used by chance,
+and rarely: :math:`\delta(\varepsilon)` is the cost of K releases, averaged over K, the number of
+times that the user is sampled. The second figure assumes a user that is sampled every time.
 
-Cohorts of a fixed size, drawn without replacement: see :mod:`~fedlearn.privacy.replaced_user`. The
-arithmetic of compositions is dp-accounting's. To import this takes
-a second.
+For cohorts of a fixed size, drawn without replacement, see
+:mod:`~fedlearn.privacy.replaced_user`. Compositions are computed by dp-accounting. Importing this
+module takes a second.
 
 References:
     Balle and Wang, 2018, `Improving the Gaussian Mechanism for Differential Privacy
@@ -37,33 +38,34 @@ from fedlearn.privacy.events import Cohorts, Event, ExampleCohorts, Spent
 from fedlearn.privacy.gaussian import gaussian_epsilon, mixed_epsilon
 from fedlearn.privacy.replaced_user import WorstRounds, either_side_delta, losses_up_to
 
-#: Spacing of the privacy losses that are told apart; each is rounded up, so a figure only grows.
+#: Grid spacing of privacy losses. Losses are rounded up, so rounding can only raise a figure.
 _FINE, _ROUGH = 1e-4, 4e-3
-#: How many of them are, at the most, up to what one release costs: each takes some microseconds.
+#: Most grid points up to the ε of one release: each takes some microseconds.
 _LOSSES = 1 << 16
-#: Where one release costs a user that is asked more than this, that few are asked is not counted.
+#: If one release costs a sampled user more ε than this, amplification by sampling is not computed.
 _HOPELESS = 1e4
-#: Largest spacing: the arithmetic raises e to it.
+#: Largest grid spacing: the arithmetic computes e to its power.
 _WIDEST = 500.0
-#: The spacing as a share of ε, for a figure and in a search.
+#: Grid spacing as a share of ε, for a reported figure and in a search.
 _EXACT_SHARE, _COARSE_SHARE = 2e-4, 1e-3
-#: Sums of squared distances that are told apart; each is rounded up.
+#: Most grid points for sums of squared distances; sums are rounded up to the grid.
 _SUMS = 1 << 14
-#: Share of δ that is left at the largest ε at which cohorts of a fixed size are looked at.
+#: For cohorts of a fixed size, the grid of ε ends where this share of δ is left.
 _BEYOND = 1e-4
-#: How many ε are looked at in all rounds together: some seconds of work. Beyond, the figure is less
-#: tight.
+#: Most values of ε evaluated over all rounds: some seconds of work. A run that needs more gets a
+#: looser figure.
 _STEPS = 1 << 25
-#: By what ε is raised for other updates: some were found to add three millionths.
+#: Safety factor on ε, since other updates than the two assumed worst ones may cost more: in tests
+#: some raised ε by three millionths.
 _MARGIN = 1.0 + 1e-5
-#: The least number of such ε, as a power of two.
+#: The smallest such grid of ε, as a power of two.
 _LEAST_BITS = 8
-#: How close to the budget a calibrated multiplier comes, relatively.
+#: Relative precision of a calibrated noise multiplier.
 _CLOSE = 1e-3
 
 
 def epsilon_of_release(spent: Spent, *, target_delta: float) -> float:
-    """Return ε against whoever sees what was released, and not who was asked.
+    """Return ε against an adversary that sees the releases but not the cohorts.
 
     Args:
         spent: All releases that the users' data have been in.
@@ -73,7 +75,7 @@ def epsilon_of_release(spent: Spent, *, target_delta: float) -> float:
         ValueError: δ is out of range, or guarantees of different adjacency would be mixed.
 
     Guarantees:
-        An upper bound, for every user and whatever the others' data are.
+        An upper bound for every user, whatever the data of the other users.
 
     Example:
         >>> event = Event(PoissonCohorts(population=1000, expected=1000, largest=1000), 2.0)
@@ -85,7 +87,7 @@ def epsilon_of_release(spent: Spent, *, target_delta: float) -> float:
 
 
 def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
-    r"""Return ε against whoever sees the cohorts as well: the coordinator.
+    r"""Return ε against an adversary that also sees the cohorts, such as the coordinator.
 
     With :math:`\mu^2` the sum of squared distances, :math:`\delta(\varepsilon) = \Phi(\mu/2 -
     \varepsilon/\mu) - e^\varepsilon \Phi(-\mu/2 - \varepsilon/\mu)`.
@@ -98,8 +100,9 @@ def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
         ValueError: δ is out of range, or guarantees of different adjacency would be mixed.
 
     Guarantees:
-        Exact for a user that was asked each time, an upper bound for every other. It is about the
-        noise: of a coordinator that adds it, it presumes that the noise is not looked at.
+        Exact for a user that was sampled in every round, an upper bound for every other user. It
+        assumes that the adversary does not see the noise: a coordinator that adds the noise itself
+        must not look at it.
 
     Example:
         >>> event = Event(PoissonCohorts(population=1000, expected=10, largest=20), 2.0)
@@ -112,16 +115,16 @@ def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
 
 
 def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rounds: int) -> float:
-    """Return the noise multiplier with which so many releases stay within a budget.
+    """Return the smallest noise multiplier that keeps ``num_rounds`` releases within a budget.
 
     Args:
         cohorts: How cohorts are drawn.
-        epsilon: Of the release (:func:`epsilon_of_release`), > 0.
+        epsilon: Largest ε of the release (:func:`epsilon_of_release`), > 0.
         target_delta: δ, in (0, 1).
         num_rounds: Releases, >= 1.
 
     Returns:
-        The least to one part in a thousand: with it, ε is at most ``epsilon``.
+        The smallest multiplier with which ε is at most ``epsilon``, to one part in a thousand.
 
     Raises:
         ValueError: An argument is out of range.
@@ -149,7 +152,7 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
     def is_within(multiplier: float, interval: float | None = None) -> bool:
         return _epsilon({Event(cohorts, multiplier): num_rounds}, target_delta, interval) <= epsilon
 
-    # Sampling only ever helps, so what is enough without it is enough.
+    # Sampling never raises ε, so the noise that is enough without it is enough.
     enough = _unsampled(cohorts, epsilon, target_delta, num_rounds)
     too_little = enough / 2.0
     while is_within(too_little, coarse):
@@ -160,13 +163,14 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
             enough = middle
         else:
             too_little = middle
-    while not is_within(enough):  # finer is lower, but for what is not: the arithmetic
+    # A finer grid should only lower ε; rounding in the arithmetic may still raise it a little.
+    while not is_within(enough):
         enough *= 1.0 + _CLOSE
     return enough
 
 
 def _unsampled(cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds: int) -> float:
-    """Return the multiplier that is enough for users that are asked in every round."""
+    """Return the multiplier that is enough for users that are sampled in every round."""
     low, high = 0.0, 1.0
     while gaussian_epsilon(high, target_delta) < epsilon:
         low, high = high, high * 2.0
@@ -181,11 +185,12 @@ def _unsampled(cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds
 
 
 def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -> float:
-    """Return ε, with losses told apart by ``interval``; without it, as finely as they need be."""
+    """Return ε, with losses on a grid of ``interval``; by default the grid is as fine as needed."""
     _require_one_adjacency(spent)
     if not spent:
         return 0.0
-    # Who does not see the cohorts knows less than who does; an accountant's bound may be above.
+    # An adversary that does not see the cohorts learns no more than one that does. The accountant's
+    # bound for it may be looser all the same, so take the smaller of both.
     unsampled = gaussian_epsilon(_distance(spent), target_delta)
     if all(event.cohorts.rate == 1.0 for event in spent):
         return unsampled
@@ -194,26 +199,27 @@ def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -
     return min(unsampled, _sampled_epsilon(tuple(spent.items()), target_delta, interval))
 
 
-@lru_cache(maxsize=1024)  # a run asks for the same figure where it is built, told and reported
+@lru_cache(maxsize=1024)  # a run needs the same figure when it is built, logged and reported
 def _sampled_epsilon(
     spent: tuple[tuple[Event, int], ...], target_delta: float, interval: float | None
 ) -> float:
-    """Return ε of cohorts that nobody has seen."""
+    """Return ε against an adversary that does not see the cohorts."""
     most = max(gaussian_epsilon(event.distance, target_delta) for event, _ in spent)
     if most > _HOPELESS:
-        return math.inf  # at once; there is the bound of who sees the cohorts
+        return math.inf  # too slow to compute; the caller has the bound without sampling
     if interval is None:
-        # Large losses are told apart by more: it costs nothing of the figure, and seconds less.
+        # A coarser grid for large losses makes ε no less precise relatively, and saves seconds.
         parts = _losses_of(spent, max(_ROUGH, most / _LOSSES))
         rough = _composed_epsilon(parts.values(), target_delta)
         num_rounds = sum(count for event, count in spent if _is_fixed(event))
         enough = max(_FINE, _EXACT_SHARE * rough, 2.0 * num_rounds * rough / _STEPS)
-        interval = _FINE * 2.0 ** math.floor(math.log2(enough / _FINE))  # few, so losses are kept
+        # Powers of two: few distinct spacings, so that the cache of losses is hit.
+        interval = _FINE * 2.0 ** math.floor(math.log2(enough / _FINE))
     return _amplified_epsilon(spent, target_delta, min(interval, _WIDEST))
 
 
 def _squares(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return sums of squared distances of the releases that an example is in, and their chances."""
+    """Return sums of squared distances of the releases with an example, and their probabilities."""
     squares: NDArray[np.float64] = np.zeros(1)
     chances: NDArray[np.float64] = np.ones(1)
     for event, count in spent.items():
@@ -238,8 +244,8 @@ def _amplified_epsilon(
     fixed = [each for each in spent if _is_fixed(each[0])]
     if not fixed:
         return epsilon
-    # The worst updates of most rounds. Those of the others are the worst of either side, so that
-    # it is a bound in whatever order the rounds were.
+    # The event with the largest total distance gets the tight analysis. All others get the loss
+    # that is the worst on both sides, so that the bound holds for any order of the rounds.
     event, count = max(fixed, key=lambda each: each[0].squared_distance(each[1]))
     beyond = _composed_epsilon([parts[event]], target_delta * _BEYOND)
     if not count * beyond <= _STEPS * interval:
@@ -258,7 +264,7 @@ def _is_fixed(event: Event) -> bool:
 def _losses_of(
     spent: tuple[tuple[Event, int], ...], interval: float
 ) -> dict[Event, pld.PrivacyLossDistribution]:
-    """Return the privacy loss of all releases of each event."""
+    """Return by event the privacy loss distribution of all its releases."""
     return {
         event: _loss(event, interval).self_compose(event.cohorts.participations(count))
         for event, count in spent
@@ -270,7 +276,7 @@ def _composed_epsilon(parts: Iterable[pld.PrivacyLossDistribution], target_delta
     return max(0.0, float(total.get_epsilon_for_delta(target_delta)))
 
 
-@lru_cache(maxsize=4)  # of which one more round is found at once
+@lru_cache(maxsize=4)  # it keeps the rounds computed so far, so that one more round is quick
 def _worst_rounds(event: Event, interval: float, num: int) -> WorstRounds:
     rate, distance = event.cohorts.rate, event.distance
     return WorstRounds(rate=rate, distance=distance, interval=interval, num=num)
@@ -279,20 +285,20 @@ def _worst_rounds(event: Event, interval: float, num: int) -> WorstRounds:
 def _with_deltas(
     losses: NDArray[np.int64], deltas: NDArray[np.float64], interval: float
 ) -> pld.PrivacyLossDistribution:
-    """Return a distribution of losses whose δ(ε) is this at multiples of the spacing."""
+    """Return the distribution of losses that has these δ(ε) at multiples of the spacing."""
     return pld.PrivacyLossDistribution(
         pld_pmf.create_pmf_pessimistic_connect_dots(interval, losses, deltas)
     )
 
 
 def _distance(spent: Spent) -> float:
-    """Return how far one user that was asked each time moves all sums, by their noise."""
+    """Return how far a user sampled in every round moves all sums, in units of their noise."""
     return math.sqrt(sum(event.squared_distance(count) for event, count in spent.items()))
 
 
 @lru_cache(maxsize=64)
 def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
-    """Return the privacy loss of one release to a user that is there or not."""
+    """Return the privacy loss distribution of one release."""
     cohorts = event.cohorts
     if cohorts.rate == 1.0:
         return pld.from_gaussian_mechanism(
@@ -303,7 +309,7 @@ def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
         at = np.asarray(losses * interval, np.float64)
         deltas = either_side_delta(at, rate=cohorts.rate, distance=event.distance)
         return _with_deltas(losses, deltas, interval)
-    assert isinstance(cohorts, PoissonCohorts)  # what else has no secret cohorts
+    assert isinstance(cohorts, PoissonCohorts)  # no other kind keeps its cohorts secret
     return pld.from_truncated_subsampled_gaussian_mechanism(
         dataset_size=cohorts.population,
         sampling_probability=cohorts.rate,

@@ -1,15 +1,16 @@
-r"""What an attacker finds out about canaries: a lower bound on ε, from one run.
+r"""Empirical privacy audit: a lower bound on ε from an attack on planted canaries in one run.
 
-A *canary* is a client that is made up. Canaries come in pairs. A fair coin decides which one of a
-pair is in: it contributes a direction of its own, as long as the clip norm, in each round. The
-other one contributes nothing or, where the guarantee is about replaced users, the opposite
-direction. The attacker sees the releases, knows all about the other clients (here they contribute
-nothing), and guesses for each pair which one was in.
+A *canary* is a made-up client. Canaries come in pairs, and a fair coin decides which one of a pair
+is in: in each round it contributes its own direction, with the norm of the clip. The other one
+contributes nothing or, where the guarantee is about replaced users, the opposite direction. The
+attacker sees the releases, knows everything about the other clients (here they contribute nothing),
+and guesses for each pair which canary was in.
 
-No two directions share a coordinate, so the pairs are independent trials. Noise that hides each
-canary as a Gaussian does at distance :math:`\mu` hides a pair, two contributions at a right angle,
-as one at :math:`\sqrt 2 \mu`. The best guess is then right with probability
-:math:`\Phi(\mu / \sqrt 2)`. So many right guesses bound :math:`\mu` from below, and with it ε.
+No two directions share a coordinate, so the pairs are independent trials. If noise hides one canary
+like a Gaussian at distance :math:`\mu`, it hides a pair, two orthogonal contributions, like one at
+distance :math:`\sqrt 2 \mu`. The best guess is then right with probability
+:math:`\Phi(\mu / \sqrt 2)`. So the number of right guesses bounds :math:`\mu`, and with it ε, from
+below.
 
 References:
     Canaries that are clients: Andrew et al., 2023, `One-shot Empirical Privacy Estimation for
@@ -37,23 +38,25 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.privacy.gaussian import gaussian_epsilon
 
-#: The state in which an audited strategy adds up what was released.
+#: Key of the state in which an audited strategy adds up the releases.
 SEEN = "audit_seen"
 _ROUND = "audit_round"
-#: The length of what a canary contributes, before it is clipped.
+#: Norm of a canary's contribution before it is clipped.
 _LOUD = 1e9
 
 
 def lower_bound(
     *, target_delta: float, num_pairs: int, num_correct: int, confidence: float
 ) -> float:
-    """Return the ε of the most Gaussian noise that so many right guesses rule out.
+    """Return the lower bound on ε that an attack's number of right guesses proves.
+
+    It is the ε of the largest Gaussian noise that the guesses rule out.
 
     Args:
         target_delta: δ, in (0, 1).
         num_pairs: Pairs of canaries, one guess each.
         num_correct: Guesses that were right.
-        confidence: That the bound holds, below 1 (Clopper and Pearson, 1934).
+        confidence: Probability that the bound holds, below 1 (Clopper and Pearson, 1934).
 
     Example:
         >>> counts = {"num_pairs": 1000, "target_delta": 1e-5, "confidence": 0.95}
@@ -72,14 +75,14 @@ def lower_bound(
 def power(
     claimed: float, *, distance: float, target_delta: float, num_pairs: int, confidence: float
 ) -> float:
-    """Return how probable it is that a run is refuted whose noise hides canaries so little.
+    """Return the power of the audit: the probability that it refutes a run's claimed ε.
 
     Args:
         claimed: ε that the run claims.
-        distance: Of a canary's contribution by the standard deviation of the noise that is there.
-        target_delta: As for :func:`lower_bound`, as are ``num_pairs`` and ``confidence``.
-        num_pairs: As there.
-        confidence: As there.
+        distance: A canary's contribution in standard deviations of the noise actually added.
+        target_delta: See :func:`lower_bound`.
+        num_pairs: See :func:`lower_bound`.
+        confidence: See :func:`lower_bound`.
     """
     few, enough = -1, num_pairs + 1
     while enough - few > 1:
@@ -96,12 +99,13 @@ def power(
 
 @dataclass(frozen=True)
 class Canaries:
-    """Pairs of clients that are made up: the first two, the next two, and so on.
+    """Pairs of made-up clients: the first two, the next two, and so on.
 
     Attributes:
-        is_in: By canary, whether it is in; of each pair one is: shape [m].
-        seed: Of their directions.
-        opposite: Whether the others contribute the opposite direction, and not nothing.
+        is_in: Whether each canary is in, exactly one of each pair: shape [m].
+        seed: Seed of their directions.
+        opposite: Whether the other canary of a pair contributes the opposite direction instead of
+            nothing.
     """
 
     is_in: NDArray[np.bool_]
@@ -110,16 +114,16 @@ class Canaries:
 
     @classmethod
     def drawn(cls, *, num_pairs: int, opposite: bool) -> "Canaries":
-        """Return so many pairs, whose coins and directions nobody can tell."""
+        """Draw ``num_pairs`` pairs with secret coins and directions."""
         *coins, seed = SecretStream.fresh().words(np.uint64, num_pairs + 1).tolist()
         firsts = np.array([coin % 2 == 1 for coin in coins])
         return cls(np.stack([firsts, ~firsts], 1).ravel(), Seed(seed >> 1), opposite)
 
     def contributions(self, canaries: Sequence[int], size: int) -> Tensor:
-        """Return what these canaries contribute before it is clipped: [K, size].
+        """Return the contributions of these canaries before clipping: shape [K, size].
 
-        Each has its own direction, every m-th coordinate with random signs. So canaries share no
-        coordinate, and cover all.
+        The direction of a canary is every m-th coordinate, with random signs. So no two canaries
+        share a coordinate, and together they cover all.
         """
         signs, rows = self._signs(size).float(), torch.zeros(len(canaries), size)
         for row, canary in zip(rows, canaries, strict=True):
@@ -129,7 +133,7 @@ class Canaries:
         return rows
 
     def scores(self, seen: Tensor) -> NDArray[np.float64]:
-        """Return by canary how much of its direction is in what was seen, [size]: shape [m]."""
+        """Return each canary's score, the projection of ``seen`` on its direction: shape [m]."""
         count, size = len(self.is_in), len(seen)
         products = (seen.double() * self._signs(size)).numpy()
         owners = np.arange(size) % count
@@ -137,12 +141,12 @@ class Canaries:
         return np.asarray(sums / np.sqrt(np.bincount(owners, minlength=count)))
 
     def num_correct(self, scores: NDArray[np.float64]) -> int:
-        """Return of how many pairs the one that was in has the higher score."""
+        """Return the number of pairs in which the canary that was in has the higher score."""
         pairs, is_in = scores.reshape(-1, 2), self.is_in.reshape(-1, 2)
         return int(((pairs[:, 0] > pairs[:, 1]) == is_in[:, 0]).sum())
 
     def distance(self, scores: NDArray[np.float64]) -> float:
-        """Return how far apart scores of both kinds are, by their standard deviation."""
+        """Return the distance between the mean scores of canaries in and out, in deviations."""
         both = scores[self.is_in], scores[~self.is_in]
         spread = math.sqrt(sum(float(kind.var(ddof=1)) for kind in both) / 2.0)
         return float(both[0].mean() - both[1].mean()) / max(spread, 1e-12)
@@ -154,7 +158,7 @@ class Canaries:
 
 @dataclass(frozen=True)
 class CanaryUpdates:
-    """Replaces each update by what a canary contributes, longer than any clip.
+    """Replaces each update by a canary's contribution, whose norm exceeds any clip norm.
 
     Attributes:
         canaries: All clients.
@@ -165,7 +169,7 @@ class CanaryUpdates:
     canaries: Canaries
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return other updates, of the same clients."""
+        """Return the canaries' updates, for the same clients."""
         delta = matrix(updates.lanes[DELTA.name])
         rows = self.canaries.contributions(updates.client_ids, delta.shape[1]).to(delta)
         return replace(updates, lanes={**updates.lanes, DELTA.name: rows})
@@ -173,13 +177,13 @@ class CanaryUpdates:
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """Keeps the numbers of an update in which the canaries of its client contribute.
+    """Keeps the coordinates of an update to which the canaries of its client contribute.
 
     The sum over clients then holds, for each canary, what an attacker sees in the single update.
 
     Attributes:
-        canaries: All of them.
-        per_client: How many of them each client holds.
+        canaries: All canaries.
+        per_client: Number of canaries that each client holds.
     """
 
     takes_blocks: ClassVar[bool] = True
@@ -188,7 +192,7 @@ class OwnNumbers:
     per_client: int
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return the updates with zeros elsewhere."""
+        """Return the updates with zeros in all other coordinates."""
         rows = matrix(updates.lanes[DELTA.name]).clone()
         holders = torch.arange(rows.shape[1]) % len(self.canaries.is_in) // self.per_client
         for row, client_id in zip(rows, updates.client_ids, strict=True):
@@ -201,7 +205,7 @@ class Planted(Wrapped):
     """A strategy whose clients are canaries.
 
     Attributes:
-        inner: The strategy otherwise.
+        inner: The wrapped strategy.
         canaries: All clients.
     """
 
@@ -209,34 +213,34 @@ class Planted(Wrapped):
 
     @property
     def transforms(self) -> Sequence[Transform]:
-        """The canaries', then those of the inner strategy."""
+        """The replacement by canaries, then the inner strategy's transforms."""
         return (CanaryUpdates(self.canaries), *self.inner.transforms)
 
 
 @dataclass(frozen=True)
 class SeenSingly(Wrapped):
-    """A strategy whose single updates the attacker sees, with the noise that clients add.
+    """A strategy in which the attacker sees single updates, with the noise that clients add.
 
     Attributes:
-        inner: The strategy otherwise.
-        kept: What is left of each update.
+        inner: The wrapped strategy.
+        kept: The selection of coordinates that each update keeps.
     """
 
     kept: OwnNumbers
 
     @property
     def transforms(self) -> Sequence[Transform]:
-        """Those of the inner strategy, then the choice of numbers."""
+        """The inner strategy's transforms, then the selection of coordinates."""
         return (*self.inner.transforms, self.kept)
 
 
 @dataclass(frozen=True)
 class Watched(Wrapped):
-    """A strategy whose releases are added up.
+    """A strategy that adds up its releases, for the attacker to score.
 
     Attributes:
-        inner: The strategy otherwise.
-        weights_Tm: How much each round's release counts for each canary: T rounds, m canaries.
+        inner: The wrapped strategy.
+        weights_Tm: Weight of each round's release for each canary: T rounds, m canaries.
     """
 
     weights_Tm: NDArray[np.float64]
@@ -244,12 +248,12 @@ class Watched(Wrapped):
     own = frozenset({SEEN, _ROUND})
 
     def init(self, params: Params) -> State:
-        """Return the inner strategy's state, and nothing seen."""
+        """Return the inner strategy's state with an empty sum of releases."""
         seen = torch.zeros_like(params.vector)
         return {**self.inner.init(params), SEEN: seen, _ROUND: torch.tensor(0)}
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Take the inner strategy's step, and look at what was released."""
+        """Take the inner strategy's step, and add the release to the weighted sum."""
         stepped = super().step(params, aggregate, state)
         released, round_num = aggregate.lanes[DELTA.name], int(state[_ROUND])
         weights_m = torch.from_numpy(self.weights_Tm[round_num]).to(released)

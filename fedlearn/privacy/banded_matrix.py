@@ -1,10 +1,10 @@
-r"""The matrix that correlates noise over rounds, such that their sum has less of it.
+r"""The matrix that correlates noise over rounds, so that their sum has less noise.
 
-A model is the sum of all releases so far, so what matters is the noise in prefix sums. With a
-lower-triangular matrix C one user's taking part is spread over rows of :math:`C x`, to which
-independent noise z is added; :math:`C^{-1}` undoes the spreading, and leaves noise
-:math:`C^{-1} z` that later rounds take back in part. C has few diagonals and one number on each: if
-a user takes part at most once in as many rounds, no two of its columns have a row in common.
+A model is the sum of all releases so far, so what matters is the noise in prefix sums. A
+lower-triangular matrix C spreads one user's contribution over rows of :math:`C x`, to which
+independent noise z is added. :math:`C^{-1}` undoes the spreading, and leaves noise
+:math:`C^{-1} z`, part of which later rounds cancel. C is banded and Toeplitz: if a user takes part
+at most once in b rounds, no two of that user's columns have a row in common.
 
 ========================= ==================================================
 symbol                    here
@@ -32,21 +32,21 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.blas import dtbsv
 
-#: What the first diagonal is in integers: finer would be no better, and take room in the sums.
+#: Integer that the first diagonal is scaled to. A finer one gains nothing, and takes bits in sums.
 _FIRST = 1 << 10
-#: The search ends where a step lowers the squared error by less, relatively.
+#: The search ends when a step lowers the squared error by less than this, relatively.
 _CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
 class BandedMatrix:
-    """A lower-triangular Toeplitz matrix in integers: its scale does not matter.
+    """A lower-triangular Toeplitz matrix of integers, whose scale does not matter.
 
     Attributes:
-        diagonals: The numbers on its diagonals from the main one on, c; the first is above 0.
+        diagonals: The numbers on its diagonals, c, from the main one down; the first is above 0.
 
     Raises:
-        ValueError: The first is not.
+        ValueError: The first diagonal is missing or below 1.
     """
 
     diagonals: tuple[int, ...]
@@ -57,19 +57,19 @@ class BandedMatrix:
 
     @property
     def norm(self) -> float:
-        """The L2 norm of a whole column: what one taking part of norm 1 moves rows by."""
+        """The L2 norm of a whole column: how far one contribution of norm 1 moves the rows."""
         return math.hypot(*self.diagonals)
 
     @property
     def reach(self) -> int:
-        """The most that a row makes of numbers of at most 1."""
+        """The largest absolute value of a row's product with numbers of at most 1."""
         return sum(map(abs, self.diagonals))
 
     def error(self, num_rounds: int) -> float:
-        """Return the noise in prefix sums by that of one release of the same guarantee.
+        """Return the noise in prefix sums, relative to one release with the same guarantee.
 
-        It is the root of the mean over ``num_rounds`` prefix sums of their noise's variance.
-        Independent noise comes to the root of (n + 1) / 2.
+        It is the root mean square over the noise of ``num_rounds`` prefix sums. Independent noise
+        has an error of sqrt((n + 1) / 2).
 
         Example:
             >>> round(BandedMatrix((1,)).error(199), 6), BandedMatrix((2, 1)).error(199) < 9.0
@@ -82,13 +82,13 @@ class BandedMatrix:
 
 
 def optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
-    r"""Return the matrix with the least noise in the prefix sums of a run, up to rounding.
+    r"""Find the matrix with the least noise in the prefix sums of a run, up to rounding.
 
     It minimises :math:`\lVert c \rVert^2 \, \lVert A C^{-1} \rVert_F^2`, by L-BFGS from the
     diagonals of the square root of A. The same arguments give the same matrix on one machine.
 
     Args:
-        bands: Diagonals at the most, b >= 1; of more than there are rounds, as many.
+        bands: Most diagonals, b >= 1; capped at the number of rounds.
         num_rounds: Releases, n >= 1.
 
     Example:
@@ -115,7 +115,7 @@ def optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
     rounded = [_FIRST, *(round(_FIRST * float(each)) for each in found)]
     while rounded[-1] == 0:
         rounded.pop()
-    divisor = math.gcd(*rounded)
+    divisor = math.gcd(*rounded)  # smaller numbers leave more room for sums to be exact
     return BandedMatrix(tuple(each // divisor for each in rounded))
 
 
@@ -130,9 +130,9 @@ def _objective(
 ) -> tuple[float, NDArray[np.float64]]:
     r"""Return :math:`\lVert c \rVert^2 \, \lVert A C^{-1} \rVert_F^2` and its gradient: shape [b].
 
-    :math:`A C^{-1}` is Toeplitz as well; its first column d solves :math:`C d = 1`. In row t there
-    are d_0 to d_t, so d_t is in n - t rows. With :math:`\lambda = C^{-T} (w \circ d)`, where w are
-    these counts, the derivative of :math:`\sum_t w_t d_t^2` by c_j is
+    :math:`A C^{-1}` is Toeplitz as well; its first column d solves :math:`C d = 1`. Row t holds
+    d_0 to d_t, so d_t is in n - t rows. With these counts as w and
+    :math:`\lambda = C^{-T} (w \circ d)`, the derivative of :math:`\sum_t w_t d_t^2` by c_j is
     :math:`-2 \sum_t \lambda_t d_{t-j}`.
     """
     column_n = _solved(diagonals_b, np.ones(num_rounds), is_transposed=False)

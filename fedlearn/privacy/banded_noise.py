@@ -1,23 +1,23 @@
-r"""Noise that is correlated over rounds, and users that take turns: no sampling to be kept secret.
+r"""Banded matrix factorization: noise correlated over rounds, and users that take turns.
 
-Users are in G groups, which are asked in turn. With a matrix C of b <= G diagonals
-(:mod:`fedlearn.privacy.banded_matrix`), a round releases one row of :math:`C x + z`: of the exact
-sums x of the last b rounds, with discrete Gaussian noise. All else is made of these numbers alone:
-:math:`\hat{x} = C^{-1}(C x + z) = x + C^{-1} z` row by row, in floating point.
+It needs no secret sampling. Users are in G groups, which are sampled in turn. With a matrix C of
+b <= G diagonals (:mod:`fedlearn.privacy.banded_matrix`), a round releases one row of
+:math:`C x + z`: a combination of the exact sums x of the last b rounds, with discrete Gaussian
+noise. Everything else is computed from these rows alone, in floating point:
+:math:`\hat{x} = C^{-1}(C x + z) = x + C^{-1} z`.
 
-**Turns.** Each time that clients are asked is a turn, be the round committed or lost; its number is
-that of the charges that a run has made before, so that it is never too low. A turn that was lost,
-with the process that led it, counts as one in which nobody took part: its sum is forgotten, and the
-numbers that followed from it may have been seen or not. Either way a user has added one column of C
-at the most, or a part of it, in each G turns, and to rows that no other column of that user
-reaches.
+**Turns.** Each time that a cohort is drawn is a turn, whether its round is committed or lost. A
+turn's number is the number of charges that the run made before it, so it is never too low. A turn
+lost in a crash counts as a turn without clients: its sum is gone, and the numbers computed from it
+may or may not have been seen. Either way, in each G turns a user adds at most one column of C, or
+part of one, to rows that no other column of that user reaches.
 
 ========================= ==================================================
 symbol                    here
 ========================= ==================================================
 :math:`c_0 .. c_{b-1}`    ``matrix.diagonals``, then in the strategy's state
 :math:`x, \hat{x}`        ``_SUMS``, ``_ESTIMATES``, in levels
-:math:`z`                 noise of ``noise_multiplier`` times a whole column
+:math:`z`                 noise of ``noise_multiplier`` times a column's norm
 ========================= ==================================================
 
 References:
@@ -55,11 +55,11 @@ _SUMS, _ESTIMATES = "banded_sums", "banded_estimates"
 
 @dataclass(frozen=True)
 class CyclicCohortSampler:
-    """Asks the group whose turn it is: all of it that are there.
+    """Draws the group whose turn it is: all of its available clients.
 
     Attributes:
         cohorts: The groups.
-        num_lost: Turns of the run that were lost with the process that led them.
+        num_lost: Turns of the run that were lost in crashes.
     """
 
     cohorts: CyclicCohorts
@@ -90,15 +90,15 @@ class CyclicCohortSampler:
 
 @dataclass(frozen=True)
 class BandedUpdates(BoundedUpdates):
-    """A strategy of which each client's part is bounded, and whose state knows the last rounds.
+    """A strategy that bounds each client's contribution and keeps the noise history in its state.
 
-    The state holds the exact sums of the last b - 1 rounds, without noise, and what was released of
-    them: 16 bytes a round for each number of a contribution.
+    The state holds the exact sums of the last b - 1 rounds, without noise, and the noisy estimates
+    that were released: 16 bytes per round and number of a contribution.
 
     Attributes:
-        inner: The strategy otherwise.
+        inner: The wrapped strategy.
         summed: The bounded sum of a round.
-        matrix: By which noise is correlated.
+        matrix: The matrix C that correlates noise.
     """
 
     matrix: BandedMatrix
@@ -106,9 +106,10 @@ class BandedUpdates(BoundedUpdates):
     own = frozenset({_DIAGONALS, _TURN, _SUMS, _ESTIMATES})
 
     def init(self, params: Params) -> State:
-        """Return the inner strategy's state, and that of a mechanism without a past.
+        """Return the inner strategy's state with an empty noise history.
 
-        The diagonals are part of it: another machine may find others, and must go on with these.
+        The diagonals are part of the state: the search for them may end differently on another
+        machine, and a resumed run must continue with the same matrix.
         """
         device, diagonals = params.vector.device, self.matrix.diagonals
         size = sum(lane.size(params.layout) for lane in self.lanes)
@@ -122,7 +123,7 @@ class BandedUpdates(BoundedUpdates):
         }
 
     def require_exact(self, layout: Layout) -> None:
-        """Raise ValueError if rows of models of ``layout`` do not fit into exact numbers."""
+        """Raise ValueError if rows for models of ``layout`` are too large for exact float64."""
         matrix, largest = self.matrix, self.summed.largest
         for name, lane in self.summed.lanes(self.lanes, layout).items():
             reach = matrix.reach * largest * lane.levels
@@ -136,16 +137,17 @@ class BandedUpdates(BoundedUpdates):
 
 @dataclass(frozen=True, kw_only=True)
 class BandedMean:
-    """Releases sums of levels with noise that later rounds take back in part.
+    """Releases sums of levels with noise that later rounds cancel in part.
 
     Attributes:
         expected: The public denominator.
-        noise: Where noise comes from.
-        num_lost: Turns of the run that were lost with the process that led them.
+        noise: Source of the noise.
+        num_lost: Turns of the run that were lost in crashes.
 
     Guarantees:
-        What is released is made of integers with discrete Gaussian noise of ``noise_multiplier``
-        times the L2 norm of what one user's taking part adds to all of them.
+        Releases are computed from integers with discrete Gaussian noise, whose standard deviation
+        is ``noise_multiplier`` times the L2 norm of what one user's participation adds to all of
+        them.
     """
 
     expected: float
@@ -162,15 +164,15 @@ class BandedMean:
         round_num: int,
         attempt: int,
     ) -> tuple[Aggregate, State]:
-        """Return the noisy means, of as many clients as are expected, and the state after them.
+        """Return the noisy means over the expected number of clients, and the next state.
 
         Args:
             aggregate: Sums of levels.
-            strategy: Of the round, a :class:`BandedUpdates`.
-            layout: Of the model.
-            state: The strategy's.
-            round_num: Index, from 0.
-            attempt: 0, or how often the round was retried.
+            strategy: Strategy of the round, a :class:`BandedUpdates`.
+            layout: Layout of the model.
+            state: State of the strategy.
+            round_num: Round index, from 0.
+            attempt: Retry number of the round, from 0.
 
         Raises:
             StoreError: The ledger has fewer charges than the run has had turns.
@@ -197,8 +199,9 @@ class BandedMean:
             labels = (name, round_num, attempt)
             noise = self.noise.draw(summed.sigma(name) * norm, len(part), labels=labels)
             part.add_(noise.to(part.device))
-        # From here on, all is made of what has noise. Products are rounded apart from sums, so that
-        # any number of threads comes to the same.
+        # From here on, everything is computed from numbers that already have noise, so floating
+        # point does no harm. Products are rounded before they are added (no fused multiply-add), so
+        # that the result does not depend on the number of threads.
         product = torch.empty_like(row)
         for diagonal, before in zip(others, estimates, strict=True):
             row.sub_(torch.mul(before, diagonal, out=product))
@@ -217,7 +220,7 @@ class BandedMean:
 
 
 def _later(past: Tensor, num_turns: int) -> Tensor:
-    """Return what the past is so many turns later in which there was nothing: last one first."""
+    """Advance the noise history by ``num_turns`` empty turns (most recent first)."""
     if num_turns == 0:
         return past
     later = torch.zeros_like(past)
@@ -226,5 +229,5 @@ def _later(past: Tensor, num_turns: int) -> Tensor:
 
 
 def _followed(past: Tensor, last: Tensor) -> Tensor:
-    """Return the past with one more turn in it, and the first one forgotten."""
+    """Add one turn to the noise history, and drop the oldest."""
     return torch.cat([last[None], past[:-1]]) if len(past) else past

@@ -1,15 +1,15 @@
-r"""The sum of which one user's part is bounded, and what is released of it: with noise.
+r"""Sums in which each user's contribution is bounded, and their release with noise.
 
-Each client's lane is clipped to its bound, cut into integer *levels*, and summed exactly; noise is
-added to the integers. So nothing of the guarantee rests on floating-point sums, whose result
-depends on their order and whose low bits tell of their terms. The mean is the noisy sum by the
-number of clients that are *expected*, which is public; how many reported is not.
+Each client's lane is clipped to its bound, rounded to integer *levels*, and summed exactly; noise
+is added to the integers. So the guarantee does not rest on floating-point sums, whose result
+depends on their order and whose low bits leak their terms. The mean is the noisy sum divided by the
+*expected* number of clients, which is public; the number of reports is not.
 
 ========================= ==================================================
 symbol                    here
 ========================= ==================================================
 :math:`C`                 ``bound`` of a lane
-:math:`S`                 ``levels`` of a lane: what the bound is in integers
+:math:`S`                 ``levels`` of a lane: the bound in integers
 :math:`z`                 ``noise_multiplier``
 ========================= ==================================================
 
@@ -37,23 +37,23 @@ from fedlearn.core.noise import MAX_SIGMA
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Count, Ranged
 
-#: Rows that are summed at a time, in float32, which holds every integer up to 2**24.
+#: Rows that are summed at a time in float32, which holds every integer up to 2**24.
 _TOGETHER = 32
-#: Levels of a bound: the sum of so many rows is exact.
+#: Levels of a bound, chosen so that the float32 sum of ``_TOGETHER`` rows is exact.
 _LEVELS = 2.0**24 / _TOGETHER
-#: Float64, in which all of a round is summed, holds every integer up to it.
+#: Float64, in which a whole round is summed, holds every integer up to this.
 EXACT = 2.0**53
-#: Numbers of each row that are summed at a time, in the cache.
+#: Columns that are summed at a time, so that they fit into the CPU's cache.
 _SPAN = 1 << 12
-#: More than what rounding does to a norm; clipping is so much stricter.
+#: Clipping is stricter by this share, which exceeds the rounding error of a computed norm.
 _MARGIN = 2.0**-14
-#: Squares of numbers above it are no zeros in float32.
+#: Squares of numbers above this do not underflow to zero in float32.
 _LEAST_BOUND = 1e-12
 
 
 @dataclass(frozen=True)
 class BoundedLane(Ranged):
-    """A lane of clipped values, and its integers.
+    """The grid on which the clipped values of a lane are rounded to integers.
 
     Attributes:
         bound: Largest L2 norm of one client's values, C >= 1e-12.
@@ -82,33 +82,34 @@ class BoundedLane(Ranged):
 
     @property
     def step(self) -> float:
-        """What one level stands for."""
+        """The value of one level."""
         return self.bound / (self.levels * (1.0 - _MARGIN) - self._rounding)
 
     @property
     def _rounding(self) -> float:
-        """The most that rounding to integers adds to a norm."""
+        """The most that rounding to integers adds to a norm, in levels."""
         return math.sqrt(self.size) / 2.0
 
     def add(self, total: Tensor, rows: Rows) -> None:
-        """Add the levels of clipped rows to their sums: shape [size], float64, exact.
+        """Clip the rows and add their levels to the sums: shape [size], float64, exact.
 
-        A row that is not finite makes sums that are not, for whoever checks them.
+        A row with NaN or infinite values makes the sums NaN or infinite, so that a later check
+        finds it.
 
         Guarantees:
-            The L2 norm of what one row adds is at most :attr:`levels`: a row is scaled to a little
-            less, and rounded to the nearest integers.
+            The levels that one row adds have an L2 norm of at most :attr:`levels`: a row is scaled
+            to slightly less, and rounded to the nearest integers.
         """
         for begin in range(0, len(rows), _TOGETHER):
             group = rows[begin : begin + _TOGETHER]
             scales_B = (1.0 / (self.step * (norms(group) / self.bound).clamp(min=1.0))).float()
             for part, values in _parts(group):
                 levels = torch.mul(values, scales_B[:, None]).round_()
-                total[part].add_(levels.sum(dim=0))  # no matrix product: it may round
+                total[part].add_(levels.sum(dim=0))  # not a matrix product, which might round
 
 
 def _parts(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
-    """Yield which columns, and the values of some rows there: float32, [B, span]."""
+    """Yield the rows in slices of columns: the slice, and float32 values of shape [B, span]."""
     size = rows[0].numel()
     for begin in range(0, size, _SPAN):
         part = slice(begin, min(begin + _SPAN, size))
@@ -121,30 +122,30 @@ class LevelSums:
     """The state of a sum of levels.
 
     Attributes:
-        total: Sums of integers in float64, which are exact.
-        lanes: How each lane is cut.
+        total: Exact sums of integers, in float64.
+        lanes: The grid of each lane.
     """
 
     total: LaneSums
     lanes: Mapping[str, BoundedLane]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that an all-reduce adds up."""
+        """Return the tensors for an all-reduce to add up."""
         return self.total.tensors()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSum(Ranged):
-    """Sum of each lane's levels; each client counts the same, and at most by the bound.
+    """Sums the levels of each lane, with equal weights and a bound on each client's contribution.
 
     Attributes:
-        bounds: By lane the largest L2 norm of one client's values, > 0.
-        multipliers: By lane the standard deviation of its noise by its bound, > 0.
-        largest: Clients in a sum at the most.
+        bounds: By lane, the largest L2 norm of one client's values, > 0.
+        multipliers: By lane, the standard deviation of its noise relative to its bound, > 0.
+        largest: Most clients in a sum.
 
     Guarantees:
-        A client that is added, or taken away, moves the sum by at most its levels in each lane,
-        and what the others send does not matter: the sums are exact.
+        Adding or removing a client moves the sum by at most the lane's levels, whatever the other
+        clients send, because the sums are exact.
     """
 
     bounds: Mapping[str, float]
@@ -152,7 +153,7 @@ class BoundedSum(Ranged):
     largest: Count
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
-        """Return ones: a weight would multiply what a client can do."""
+        """Return ones: a larger weight would let a client exceed the bound."""
         return torch.ones_like(num_examples_B)
 
     def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LevelSums:
@@ -168,14 +169,18 @@ class BoundedSum(Ranged):
         return state
 
     def finalize(self, state: LevelSums) -> Aggregate:
-        """Return the sums of levels, be it of nobody: what is released of them is another's."""
+        """Return the sums of levels, even if they are empty; the release adds noise to them."""
         num_clients = round(float(state.total.num_clients))
         if num_clients > self.largest:
             raise ValueError(f"{num_clients} clients are in a sum for at most {self.largest}")
         return Aggregate(lanes=state.total.sums, num_clients=num_clients)
 
     def lanes(self, lanes: Sequence[LaneSpec], layout: Layout) -> dict[str, BoundedLane]:
-        """Return how each lane of models of ``layout`` is cut; raises ValueError if none fits."""
+        """Return the grid of each lane for models of ``layout``.
+
+        Raises:
+            ValueError: Sums with their noise are too large to be exact, or a lane is too long.
+        """
         for lane in lanes:
             if self.sigma(lane.name) > MAX_SIGMA or self.largest * _LEVELS > EXACT / 2.0:
                 raise ValueError(
@@ -186,21 +191,21 @@ class BoundedSum(Ranged):
         return {lane.name: BoundedLane(self.bounds[lane.name], lane.size(layout)) for lane in lanes}
 
     def sigma(self, lane: str) -> float:
-        """Return the noise of a lane, in levels."""
+        """Return the standard deviation of a lane's noise, in levels."""
         return self.multipliers[lane] * _LEVELS
 
 
 @dataclass(frozen=True)
 class BoundedUpdates(Wrapped):
-    """A strategy of which each client's part is bounded.
+    """A strategy that bounds each client's contribution.
 
     Attributes:
-        inner: The strategy otherwise.
-        summed: The bounded sum, which clips: whatever a client sends, its part is bounded.
+        inner: The wrapped strategy.
+        summed: The bounded sum, which clips each update itself, so that the bound holds whatever
+            a client sends.
 
     Raises:
-        ValueError: The inner strategy combines updates by another rule than the mean, in this
-            round at least.
+        ValueError: The inner strategy combines updates by another rule than the unweighted mean.
     """
 
     summed: BoundedSum
@@ -210,7 +215,7 @@ class BoundedUpdates(Wrapped):
 
     @property
     def bounds(self) -> None:
-        """None: whether an update counts is part of what is accounted for."""
+        """None: rejecting updates by their values would break the accounting."""
 
     @property
     def aggregation(self) -> BoundedSum:
@@ -219,9 +224,9 @@ class BoundedUpdates(Wrapped):
 
 
 def require_equal_mean(strategy: Strategy) -> None:
-    """Raise ValueError if a sum with noise cannot take the place of a strategy's aggregation."""
+    """Raise ValueError if a noisy sum cannot replace a strategy's aggregation."""
     aggregation = strategy.aggregation
-    if type(aggregation) is not WeightedMean:  # a subclass may do something else
+    if type(aggregation) is not WeightedMean:  # a subclass may combine updates differently
         raise ValueError(
             f"the aggregation {type(aggregation).__name__} is not WeightedMean itself, so that the "
             "noise would not hide what one client does to it; take an algorithm that averages"
@@ -234,15 +239,15 @@ def require_equal_mean(strategy: Strategy) -> None:
 
 
 class Noise(Protocol):
-    """Where noise comes from."""
+    """A source of discrete Gaussian noise."""
 
     def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
-        """Return samples of the discrete Gaussian, the same in every process.
+        """Draw samples of the discrete Gaussian, the same in every process.
 
         Args:
-            sigma: Its parameter.
-            size: How many.
-            labels: What they are for: noise that is reproducible differs by them.
+            sigma: Parameter of the distribution, close to its standard deviation.
+            size: Number of samples.
+            labels: Purpose of the samples; reproducible noise differs between labels.
 
         Returns:
             Shape [size], float64.
@@ -251,11 +256,11 @@ class Noise(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyMean:
-    """Releases a sum of levels: with noise, by the number of clients that is expected.
+    """Releases a sum of levels with noise, divided by the expected number of clients.
 
     Attributes:
         expected: The public denominator.
-        noise: Where noise comes from.
+        noise: Source of the noise.
     """
 
     expected: float
@@ -271,15 +276,15 @@ class NoisyMean:
         round_num: int,
         attempt: int,
     ) -> tuple[Aggregate, State]:
-        """Return the noisy means, of as many clients as are expected, and the state.
+        """Return the noisy means over the expected number of clients, and the unchanged state.
 
         Args:
             aggregate: Sums of levels; overwritten.
-            strategy: Of the round, whose aggregation is a :class:`BoundedSum`.
-            layout: Of the model.
-            state: The strategy's, which stays.
-            round_num: Index, from 0.
-            attempt: 0, or how often the round was retried.
+            strategy: Strategy of the round, whose aggregation is a :class:`BoundedSum`.
+            layout: Layout of the model.
+            state: State of the strategy.
+            round_num: Round index, from 0.
+            attempt: Retry number of the round, from 0.
         """
         summed, means = strategy.aggregation, {}
         assert isinstance(summed, BoundedSum)  # a plan makes both

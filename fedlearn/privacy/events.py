@@ -1,4 +1,4 @@
-"""What is accounted for: releases of noisy sums, and how the users in them were drawn."""
+"""Privacy events: the releases of noisy sums to account for, and how their cohorts were drawn."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,18 +10,18 @@ from fedlearn.core.ranges import Count, Positive, Ranged
 
 @dataclass(frozen=True)
 class ExampleCohorts(Ranged):
-    """What is hidden of a user is one example; that the user was asked is not.
+    """Cohorts of a guarantee that hides one example of a user, but not that the user took part.
 
-    A user's other examples show in the release, and by them who was asked. So sampling users hides
-    no example that was used: an example is used as seldom as its user is asked, and that is all.
+    A user's other examples show in the release, and reveal that the user was sampled. So sampling
+    users does not hide an example that was used; it only makes the use of an example less likely.
 
     Attributes:
-        population: Users there are, N.
-        expected: Mean size of a cohort, m <= N: each user is asked with probability m / N, in each
-            round anew.
+        population: Number of users, N.
+        expected: Mean size of a cohort, m <= N: in each round, each user is sampled independently
+            with probability m / N.
 
     Raises:
-        ValueError: They contradict each other.
+        ValueError: ``expected`` is above ``population``.
     """
 
     population: Count
@@ -34,16 +34,16 @@ class ExampleCohorts(Ranged):
 
     @property
     def adjacency(self) -> Adjacency:
-        """What one example adds is there or not; all else stays in its place."""
+        """Neighbors differ by one example's contribution, which is zero in one of them."""
         return Adjacency.ZERO_OUT
 
     @property
     def rate(self) -> float:
-        """How probable it is that a user is asked in a round."""
+        """The probability that a user is sampled in a round."""
         return self.expected / self.population
 
     def participations(self, num_rounds: int) -> int:
-        """Return in how many of so many rounds one example may be: all."""
+        """Return the most rounds out of ``num_rounds`` that one example can be in: all."""
         return num_rounds
 
 
@@ -52,13 +52,14 @@ Cohorts: TypeAlias = UserCohorts | ExampleCohorts
 
 @dataclass(frozen=True)
 class Event(Ranged):
-    """One release with Gaussian noise of what users, or their examples, add.
+    """One release, with Gaussian noise, of a sum over users or their examples.
 
     Attributes:
         cohorts: How the cohort was drawn, and what is hidden in it.
-        noise_multiplier: Standard deviation of the noise by the largest norm of one contribution,
-            z > 0; of all that one taking part adds to, where that is several rounds.
-        run: Name of the run whose turns these are, where users take turns; else empty.
+        noise_multiplier: Standard deviation of the noise relative to the largest norm of one
+            contribution, z > 0. A contribution that is spread over several rounds counts as a
+            whole.
+        run: Name of the run, where users take turns; otherwise empty.
     """
 
     cohorts: Cohorts
@@ -67,18 +68,18 @@ class Event(Ranged):
 
     @property
     def distance(self) -> float:
-        """How far one contribution moves it, in standard deviations of the noise: 1/z or 2/z."""
+        """How far one contribution moves the sum, in standard deviations of noise: 1/z or 2/z."""
         moved = 2.0 if self.cohorts.adjacency is Adjacency.REPLACE else 1.0
         return moved / self.noise_multiplier
 
     def squared_distance(self, count: int) -> float:
-        """Return how far one user moves so many releases, squared: at most."""
+        """Return the largest squared distance that one user moves ``count`` releases by."""
         return self.cohorts.participations(count) * self.distance**2
 
     def charged_by(self, run: str) -> "Event":
-        """Return the event of a run: where users take turns, those of two runs are apart.
+        """Return the event as charged by a run: where users take turns, each run has its own event.
 
-        Each run begins with turns of its own, so a user may be in the first round of each.
+        Turns start over with each run, so a user may be in the first round of each.
 
         Example:
             >>> event = Event(CyclicCohorts(population=60, expected=15, largest=15), 1.0)
@@ -88,5 +89,5 @@ class Event(Ranged):
         return replace(self, run=run) if isinstance(self.cohorts, CyclicCohorts) else self
 
 
-#: By event how often.
+#: Number of releases by event.
 Spent: TypeAlias = Mapping[Event, int]

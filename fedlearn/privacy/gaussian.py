@@ -1,4 +1,4 @@
-"""ε of Gaussian noise, in closed form: what a client computes for itself.
+"""ε of Gaussian noise in closed form, which needs no accountant, so that clients can compute it.
 
 References:
     Balle and Wang, 2018, `Improving the Gaussian Mechanism for Differential Privacy
@@ -13,10 +13,13 @@ from scipy.special import log_ndtr
 
 
 def gaussian_epsilon(distance: float, target_delta: float) -> float:
-    """Return ε of one Gaussian of standard deviation 1 that is moved by ``distance``.
+    r"""Return ε of a Gaussian of standard deviation 1 whose mean moves by ``distance``.
+
+    It inverts :math:`\delta(\varepsilon) = \Phi(\mu/2 - \varepsilon/\mu) - e^\varepsilon
+    \Phi(-\mu/2 - \varepsilon/\mu)` with :math:`\mu` the distance.
 
     Args:
-        distance: At least 0; of several releases, the root of the sum of squares.
+        distance: At least 0; for several releases, the root of the sum of squares.
         target_delta: δ, in (0, 1).
 
     Example:
@@ -48,11 +51,11 @@ def gaussian_epsilon(distance: float, target_delta: float) -> float:
 def mixed_epsilon(
     squares: NDArray[np.float64], chances: NDArray[np.float64], target_delta: float
 ) -> float:
-    """Return ε of a Gaussian that is moved by a distance that comes about by chance, and is seen.
+    """Return ε of a Gaussian whose mean moves by a random distance that the adversary sees.
 
     Args:
-        squares: Of the distances, each at least 0: shape [n].
-        chances: Of each, in all at most 1: shape [n].
+        squares: Squares of the possible distances, each at least 0: shape [n].
+        chances: Probability of each distance, at most 1 in total: shape [n].
         target_delta: δ, in (0, 1).
 
     Example:
@@ -65,7 +68,7 @@ def mixed_epsilon(
     def delta(epsilon: float) -> float:
         above = log_ndtr(distances / 2.0 - epsilon / distances)
         below = epsilon + log_ndtr(-distances / 2.0 - epsilon / distances)
-        # Where rounding leaves nothing of the difference, it is none.
+        # Rounding may turn a tiny positive difference negative: count it as 0.
         return float(chances @ (np.exp(above) * -np.expm1(np.minimum(0.0, below - above))))
 
     if delta(0.0) <= target_delta:

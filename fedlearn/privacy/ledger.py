@@ -1,8 +1,8 @@
-"""What users' data have been in already: charged before a round, and never given back.
+"""The privacy ledger: releases are charged before their round starts, and never refunded.
 
-A ledger belongs to a population, not to a run: a second run on the same clients goes on from it. A
-charge is durable before anybody is asked, so whatever is killed when, no release is missing; a
-round that was charged and never released counts all the same.
+A ledger belongs to a population, not to a run: a second run on the same clients continues it. A
+charge is durable before the first client is sent a task, so no release is missing whichever process
+is killed, and when. A round that was charged but not released still counts.
 """
 
 import math
@@ -18,24 +18,24 @@ from fedlearn.privacy.events import Event, Spent
 #: ε of releases, as :func:`fedlearn.privacy.accounting.epsilon_of_release` returns it.
 EpsilonOf = Callable[[Spent], float]
 
-#: Seconds of rounds that are charged together.
+#: Rounds that take this many seconds in total are charged together.
 _TOGETHER_S = 0.3
-#: Seconds until it is first told what is spent: a run that is over sooner tells at its end.
+#: Seconds until ε is first computed for the metrics; a shorter run reports it only at its end.
 _FIRST_LOOK_S = 5.0
-#: Of the time, the part that is used to tell it.
+#: Share of the run's time that may be spent on computing ε for the metrics.
 _LOOKING = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """Releases to come, as they are written down.
+    """A ledger entry for upcoming releases.
 
     Attributes:
-        event: What is accounted for, each time.
-        count: How many releases, >= 1.
+        event: The event that each release is accounted as.
+        count: Number of releases, >= 1.
         clip_norm: Largest norm of one client's update.
         round_num: Index of the first round, from 0.
-        attempt: 0, or how often that round was tried before.
+        attempt: Retry number of that round, from 0.
     """
 
     event: Event
@@ -49,41 +49,41 @@ class Ledger(Protocol):
     """Durable record of one population's charges."""
 
     def spent(self) -> dict[Event, int]:
-        """Return by event how often it was charged, by whatever run.
+        """Return the number of charges by event, over all runs.
 
         Raises:
-            StoreError: It cannot be read.
+            StoreError: The ledger cannot be read.
         """
 
     def charge(self, charge: Charge, *, known: Spent) -> bool:
-        """Write a charge down, durable on return, unless another run's has come in between.
+        """Record a charge, durable on return, unless another run has charged in the meantime.
 
         Args:
-            charge: Releases to come.
-            known: What was spent when they were found to be affordable.
+            charge: Upcoming releases.
+            known: Spending on which the decision that they are affordable was based.
 
         Returns:
-            Whether it was written: what is spent was what is ``known``.
+            Whether the charge was recorded, that is, whether the spending was still ``known``.
 
         Raises:
-            StoreError: It cannot be written; it may stand all the same.
+            StoreError: Writing failed; the charge may have been recorded all the same.
         """
 
     def reduce(self, count: int) -> None:
-        """Take so many releases of this process's last charge back, which never began.
+        """Take back the ``count`` releases of this process's last charge that never began.
 
         Raises:
-            StoreError: It cannot be written.
+            StoreError: The ledger cannot be written.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Ranged):
-    """What a population may spend.
+    """The privacy budget of a population.
 
     Attributes:
         epsilon: Largest ε of the release, > 0.
-        target_delta: δ that goes with it.
+        target_delta: The δ of that ε.
     """
 
     epsilon: Positive
@@ -93,10 +93,10 @@ class Budget(Ranged):
 class Charging:
     """Charges the rounds of one run, as long as the budget lasts.
 
-    To find ε takes a second, so it is found for many rounds at once, and again where a charge was
-    not foreseen: of a round that is tried again, or of another run. And to make a charge durable
-    takes milliseconds, so short rounds are charged together, some tenths of a second of them: what
-    of it never began is taken back at the end, and stays charged after a crash.
+    Computing ε takes a second, so it is computed for many rounds at once, and again after a charge
+    that was not planned: a retried round, or another run's. Making a charge durable takes
+    milliseconds, so short rounds are charged together, some tenths of a second of them. Rounds that
+    never began are taken back at the end of the run; after a crash they stay charged.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Charging:
         self._ledger, self._event, self._clip_norm = ledger, event, clip_norm
         self._budget, self._epsilon_of, self._clock = budget, epsilon_of, clock
         self._known = ledger.spent()
-        self._num_covered = 0  # further charges that are known to be affordable
-        self._num_ahead = 0  # charged, and not begun
+        self._num_covered = 0  # further rounds known to be affordable
+        self._num_ahead = 0  # rounds charged but not begun
         self._together, self._charged_s = 1, -math.inf
         self._next_look_s = clock.now_s() + _FIRST_LOOK_S
 
     def foresee(self, num_rounds: int) -> int:
-        """Return how many of so many rounds to come the budget is enough for."""
+        """Return the number of rounds, up to ``num_rounds``, that the budget is enough for."""
         enough, too_many = 0, num_rounds + 1
         if self._is_enough_for(num_rounds):
             enough = num_rounds
@@ -132,11 +132,11 @@ class Charging:
         return enough
 
     def charge(self, *, round_num: int, attempt: int) -> None:
-        """Return when the charge of a round that is about to be opened is durable.
+        """Charge a round that is about to open, and return once the charge is durable.
 
         Raises:
-            BudgetExhausted: With it the budget would be exceeded; nothing was written.
-            StoreError: It could not be written down.
+            BudgetExhausted: The charge would exceed the budget; nothing was written.
+            StoreError: The charge could not be written.
         """
         while self._num_ahead == 0:
             if self._num_covered == 0:
@@ -159,9 +159,9 @@ class Charging:
         self._num_ahead -= 1
 
     def standing(self) -> Mapping[str, float]:
-        """Return the ε of the release so far as ``epsilon``; nothing where it was found just now.
+        """Return the ε spent so far as the metric ``epsilon``, or nothing if it is too soon.
 
-        To find it may take a second: it is done for a twentieth of the time at the most.
+        Computing ε may take a second, so it is limited to a twentieth of the run's time.
         """
         begin_s = self._clock.now_s()
         if begin_s < self._next_look_s:
@@ -172,13 +172,13 @@ class Charging:
         return {"epsilon": epsilon}
 
     def close(self) -> None:
-        """Take back what was charged ahead and never began."""
+        """Take back the rounds that were charged but never began."""
         if self._num_ahead:
             self._ledger.reduce(self._num_ahead)
             self._num_ahead = 0
 
     def _worthwhile(self) -> int:
-        """Return how many rounds to charge together, by how long the last ones took."""
+        """Return the number of rounds to charge together, given how long the last ones took."""
         now_s = self._clock.now_s()
         lasted_s, self._charged_s = now_s - self._charged_s, now_s
         fitting = self._together * _TOGETHER_S / max(lasted_s, 1e-6)

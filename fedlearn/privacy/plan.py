@@ -1,7 +1,7 @@
-"""A guarantee as one value: sampler, clip, weights, noise and accounting event, built together.
+"""Privacy plans: sampler, clip, weights, noise and accounting event of a guarantee, built together.
 
-A guarantee is of all of them at once, so none is chosen apart; what cannot be had with them is
-refused, with the reason.
+A guarantee depends on all of them at once, so none is chosen separately. Anything in the run that
+does not fit them is refused, with the reason.
 """
 
 import math
@@ -39,16 +39,16 @@ from fedlearn.privacy.secret import DrawnNoise, FixedCohortSampler, PoissonCohor
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan(Ranged, ABC):
-    """What hides one user's taking part, or one of its examples, whoever adds the noise.
+    """A mechanism that hides one user's participation, or one of the user's examples.
 
     Attributes:
         cohorts: How users are drawn.
-        clip_norm: Largest L2 norm of one user's update, > 0; of what hides examples, of one
-            example's gradient.
-        noise_multiplier: Standard deviation of the noise by the largest norm of one contribution,
-            > 0.
+        clip_norm: Largest L2 norm of one user's update, > 0; for a plan that hides examples, of
+            one example's gradient.
+        noise_multiplier: Standard deviation of the noise relative to the largest norm of one
+            contribution, > 0.
         num_wanted: Reports that a round expects: the public denominator of the mean.
-        streams: Where cohorts and noise come from.
+        streams: Source of cohorts and noise.
     """
 
     cohorts: UserCohorts
@@ -57,91 +57,95 @@ class PrivacyPlan(Ranged, ABC):
     num_wanted: int
     streams: Streams
 
-    #: Who adds noise, and to what, in words.
+    #: Words for which side adds noise, and to what.
     mode_text: ClassVar[str]
     noise_text: ClassVar[str] = "in the sum of a round"
-    #: Whether an example of a user is hidden, not the user.
+    #: Whether the plan hides one example of a user, rather than the user.
     hides_examples: ClassVar[bool] = False
-    #: Whether each update has noise enough by itself when it leaves its client.
+    #: Whether each update already has enough noise when it leaves its client.
     is_local: ClassVar[bool] = False
 
     @property
     def accounted(self) -> Cohorts:
-        """What a round is in the accountant's terms."""
+        """The cohorts of a round in the accountant's terms."""
         return self.cohorts
 
     @property
     def num_releases(self) -> int:
-        """How often a round uses, with noise of its own, what is to be hidden; once."""
+        """How often a round uses the hidden contribution, each time with fresh noise: once."""
         return 1
 
     @property
     def event(self) -> Event:
-        """What one round costs: k Gaussians with noise z are one with z / √k."""
+        """The accounting event of one round: k Gaussians with noise z cost as one with z / √k."""
         return Event(self.accounted, self.noise_multiplier / math.sqrt(self.num_releases))
 
     @property
     def clip_text(self) -> str:
-        """What updates are clipped to, in words."""
+        """Words for the clip norm of updates."""
         return f"{self.clip_norm:g}"
 
     @property
     def clip_quantile(self) -> float | None:
-        """The quantile of the updates' norms that the clip norm follows; ``None``: it stays."""
+        """The quantile of update norms that the clip norm follows; ``None``: it is fixed."""
         return None
 
     @property
     def bands(self) -> int | None:
-        """Rounds over which noise is correlated; ``None``: it is not."""
+        """Rounds over which noise is correlated; ``None``: it is independent."""
         return None
 
     @property
     def num_groups(self) -> int:
-        """Groups of users that take turns, one a round; 1: they do not."""
+        """Number of user groups that take turns, one per round; 1: users do not take turns."""
         return 1
 
     @property
     def takes_turns(self) -> bool:
-        """Whether users are asked in turn."""
+        """Whether users are sampled in turn."""
         return self.bands is not None
 
     @property
     def num_needed(self) -> int:
-        """How many clients a deployed round would have there, of those that it may ask."""
+        """Available clients that a deployed round waits for before it opens."""
         return self.num_wanted
 
     def correlation_text(self, num_rounds: int) -> str | None:  # noqa: ARG002 - noise is not correlated
-        """Return what correlated noise does to the model, in words; ``None``: it is independent."""
+        """Describe the effect of correlated noise on the model; ``None``: it is independent."""
         return None
 
-    def skip_turns(self, num_lost: int) -> Self:  # noqa: ARG002 - nobody takes turns
-        """Return the plan of a resumed run in which so many charged rounds were never committed."""
+    def skip_turns(self, num_lost: int) -> Self:  # noqa: ARG002 - users do not take turns
+        """Return the plan of a resumed run in which ``num_lost`` charged rounds were lost."""
         return self
 
     @property
     def sampler(self) -> CohortSampler:
-        """Who is asked, drawn as is accounted for."""
+        """The sampler that draws cohorts the way they are accounted for."""
         if isinstance(self.cohorts, PoissonCohorts):
             return PoissonCohortSampler(self.cohorts, self.streams)
-        assert isinstance(self.cohorts, FixedCohorts)  # else the plan says who is asked
+        assert isinstance(self.cohorts, FixedCohorts)  # a plan with others overrides this
         return FixedCohortSampler(self.cohorts, self.streams)
 
     @property
     def noise(self) -> DrawnNoise:
-        """Where noise comes from."""
+        """The source of noise."""
         return DrawnNoise(self.streams)
 
     @abstractmethod
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
-        """Return when rounds close; raises ValueError if nothing could be promised with it."""
+        """Adapt the straggler policy to the guarantee.
+
+        Raises:
+            ValueError: No guarantee is possible with the policy.
+        """
 
     @abstractmethod
     def strategy(self, inner: Strategy) -> Strategy:
-        """Return the strategy with each client's part bounded, and all weighted alike.
+        """Return the strategy with each client's contribution bounded, and with equal weights.
 
         Raises:
-            ValueError: What one client can do to the aggregate has no bound, or the weights tell
-                of the data.
+            ValueError: One client's effect on the aggregate has no bound, or the weights reveal
+                something about the data.
         """
 
     def release(
@@ -150,10 +154,13 @@ class PrivacyPlan(Ranged, ABC):
         layout: Layout,  # noqa: ARG002 - likewise
         noise: Noise,  # noqa: ARG002 - likewise
     ) -> NoisyMean | BandedMean | None:
-        """Return what adds noise to the sums of :meth:`strategy`; ``None``: clients have added it.
+        """Build the mechanism that adds noise to the sums of :meth:`strategy`.
+
+        Returns:
+            ``None`` if clients have already added the noise.
 
         Raises:
-            ValueError: The sums of models of ``layout`` do not fit into exact numbers.
+            ValueError: The sums for models of ``layout`` are too large to be exact.
         """
         return None
 
@@ -163,7 +170,7 @@ class CentralPlan(PrivacyPlan):
     """Central differential privacy: the coordinator sees each update, and adds the noise.
 
     Attributes:
-        adaptive: How the clip norm moves, which is then the first one; ``None``: it does not.
+        adaptive: How the clip norm adapts, starting from ``clip_norm``; ``None``: it is fixed.
 
     References:
         McMahan et al., 2018, `Learning Differentially Private Recurrent Language Models
@@ -176,7 +183,7 @@ class CentralPlan(PrivacyPlan):
 
     @property
     def clip_text(self) -> str:
-        """What updates are clipped to, in words."""
+        """Words for the clip norm of updates."""
         if self.adaptive is None:
             return super().clip_text
         quantile = f"quantile {self.adaptive.quantile:g} of the updates' norms"
@@ -184,16 +191,17 @@ class CentralPlan(PrivacyPlan):
 
     @property
     def clip_quantile(self) -> float | None:
-        """The quantile of an adaptive clip norm."""
+        """The quantile that an adaptive clip norm follows; ``None``: it is fixed."""
         return None if self.adaptive is None else self.adaptive.quantile
 
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
-        """Return when rounds close: by what each user does alone, and whoever reports.
+        """Return the policy with which one user's report does not affect another's.
 
-        A round of few reports is released like any other: that there were few may tell who was in.
+        There is no minimum number of reports: discarding a round for having few would reveal who
+        took part.
 
         Raises:
-            ValueError: With it, one user that is added would take the place of another.
+            ValueError: With the policy, one user could displace another.
         """
         if not isinstance(self.cohorts, PoissonCohorts):
             return replace(policy, min_reports=0)
@@ -206,7 +214,7 @@ class CentralPlan(PrivacyPlan):
         return replace(policy, num_wanted=self.cohorts.largest, min_reports=0)
 
     def strategy(self, inner: Strategy) -> Strategy:
-        """Return the strategy around which each client's part is bounded by the sum itself.
+        """Wrap the strategy so that its sum clips each client's contribution.
 
         Raises:
             ValueError: See :meth:`PrivacyPlan.strategy`.
@@ -217,10 +225,10 @@ class CentralPlan(PrivacyPlan):
         return AdaptivelyBounded(inner, summed, self.adaptive)
 
     def release(self, strategy: Strategy, layout: Layout, noise: Noise) -> NoisyMean:
-        """Return what is released of the sums of :meth:`strategy`.
+        """Build the mechanism that adds noise to the sums of :meth:`strategy`.
 
         Raises:
-            ValueError: The sums of models of ``layout`` do not fit into exact numbers.
+            ValueError: The sums for models of ``layout`` are too large to be exact.
         """
         assert isinstance(strategy, BoundedUpdates)  # what :meth:`strategy` returned
         strategy.summed.lanes(strategy.lanes, layout)
@@ -229,8 +237,8 @@ class CentralPlan(PrivacyPlan):
     def _summed(self, inner: Strategy) -> BoundedSum:
         if self.adaptive is None:
             return _bounded(self, inner)
-        # One user more or less moves a sum by its norm; one that is replaced by twice that,
-        # which the event accounts for.
+        # Adding or removing a user moves the sum by at most the bound; replacing one, by twice
+        # that, for which Event.distance has a factor of 2.
         multiplier, count = divided(self.noise_multiplier, expected=self.num_wanted)
         summed = _bounded(replace(self, noise_multiplier=multiplier), inner)
         return replace(
@@ -246,11 +254,12 @@ class BandedPlan(PrivacyPlan):
 
     Attributes:
         cohorts: The groups of users.
-        matrix: By which noise is correlated, over no more rounds than there are groups.
-        num_lost: Turns of the run that were lost with the process that led them.
+        matrix: Matrix that correlates noise, with no more bands than there are groups.
+        num_lost: Turns of the run that were lost in crashes.
 
     Raises:
-        ValueError: A user might be in two of the rounds that a taking part is spread over.
+        ValueError: A user might take part twice within the rounds that one contribution is spread
+            over.
 
     References:
         Choquette-Choo et al., 2023, `(Amplified) Banded Matrix Factorization: A unified approach to
@@ -277,16 +286,16 @@ class BandedPlan(PrivacyPlan):
 
     @property
     def bands(self) -> int:
-        """The bands of the matrix."""
+        """Number of bands of the matrix."""
         return len(self.matrix.diagonals)
 
     @property
     def num_groups(self) -> int:
-        """The groups of the cohorts."""
+        """Number of user groups that take turns."""
         return self.cohorts.num_groups
 
     def correlation_text(self, num_rounds: int) -> str:
-        """Return how many rounds' noise is in the model on average, with and without bands."""
+        """Describe how many rounds' noise is in the model on average, with and without bands."""
         with_bands, without = (
             matrix.error(num_rounds) ** 2 for matrix in (self.matrix, BandedMatrix((1,)))
         )
@@ -296,24 +305,24 @@ class BandedPlan(PrivacyPlan):
         )
 
     def skip_turns(self, num_lost: int) -> Self:
-        """Return the plan in which these turns are over: users may have been asked in them."""
+        """Return the plan that counts these turns as used, since users may have taken part."""
         return replace(self, num_lost=num_lost)
 
     @property
     def num_needed(self) -> int:
-        """The size of a group, of which some may have a user more."""
+        """The size of a group; some groups have one user more."""
         return self.cohorts.population // self.cohorts.num_groups
 
     @property
     def sampler(self) -> CohortSampler:
-        """The group whose turn it is."""
+        """The sampler that draws the group whose turn it is."""
         return CyclicCohortSampler(self.cohorts, self.num_lost)
 
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
-        """Return when rounds close: with whoever reports, of all that are asked.
+        """Return the policy that samples whole groups, and needs no minimum number of reports.
 
         Raises:
-            ValueError: With it, one user could displace another.
+            ValueError: With the policy, one user could displace another.
         """
         if policy.over_selection > 1.0:
             raise ValueError(
@@ -323,7 +332,7 @@ class BandedPlan(PrivacyPlan):
         return replace(policy, num_wanted=self.cohorts.largest, min_reports=0)
 
     def strategy(self, inner: Strategy) -> Strategy:
-        """Return the strategy around which each client's part is bounded by the sum itself.
+        """Wrap the strategy so that its sum clips each client's contribution.
 
         Raises:
             ValueError: See :meth:`PrivacyPlan.strategy`.
@@ -331,10 +340,10 @@ class BandedPlan(PrivacyPlan):
         return BandedUpdates(inner, _bounded(self, inner), self.matrix)
 
     def release(self, strategy: Strategy, layout: Layout, noise: Noise) -> BandedMean:
-        """Return what is released of the sums of :meth:`strategy`.
+        """Build the mechanism that adds noise to the sums of :meth:`strategy`.
 
         Raises:
-            ValueError: The sums of models of ``layout`` do not fit into exact numbers.
+            ValueError: The sums for models of ``layout`` are too large to be exact.
         """
         assert isinstance(strategy, BandedUpdates)  # what :meth:`strategy` returned
         strategy.require_exact(layout)
@@ -343,12 +352,13 @@ class BandedPlan(PrivacyPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedPlan(PrivacyPlan):
-    """Distributed differential privacy: each client adds a share, and the sum alone is seen.
+    """Distributed differential privacy: each client adds a share of the noise, and sums are secure.
 
-    Clip and noise are in the terms of secure aggregation, which clients judge and carry out.
+    Clip and noise are part of the secure-aggregation terms, which clients check and carry out. The
+    server sees only the sum.
 
     Attributes:
-        least: Fewest reports in a sum that is released: their shares are enough.
+        least: Fewest reports in a released sum, whose shares of noise are enough.
 
     References:
         Kairouz, Liu and Steinke, 2021, `The Distributed Discrete Gaussian Mechanism for Federated
@@ -360,11 +370,11 @@ class DistributedPlan(PrivacyPlan):
     mode_text = "distributed: each client adds a share of the noise, and the sum alone is seen"
 
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
-        """Return when rounds close: with no fewer reports than are released."""
+        """Return the policy that requires the fewest reports that may be released."""
         return replace(policy, min_reports=self.least)
 
     def strategy(self, inner: Strategy) -> Strategy:
-        """Return the strategy itself: clients bound their parts.
+        """Return the strategy unchanged, since clients bound their own contributions.
 
         Raises:
             ValueError: See :meth:`PrivacyPlan.strategy`.
@@ -378,7 +388,7 @@ class DistributedPlan(PrivacyPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan(PrivacyPlan):
-    """Local differential privacy: each update has noise enough by itself, whoever sees it.
+    """Local differential privacy: each client adds enough noise to protect its own update.
 
     References:
         Duchi, Jordan and Wainwright, 2013, `Local Privacy and Statistical Minimax Rates
@@ -390,14 +400,14 @@ class LocalPlan(PrivacyPlan):
     is_local = True
 
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
-        """Return when rounds close: as they would."""
+        """Return the policy unchanged."""
         return policy
 
     def strategy(self, inner: Strategy) -> Strategy:
-        """Return the strategy whose clients add noise; what is made of it is of no importance.
+        """Wrap the strategy so that clients add noise; any aggregation may follow.
 
         Raises:
-            ValueError: Clients would send what has no noise.
+            ValueError: Clients would send something without noise.
         """
         _require_untold_examples(inner)
         if further := [lane.name for lane in inner.lanes if lane is not DELTA]:
@@ -411,39 +421,39 @@ class LocalPlan(PrivacyPlan):
 
 @dataclass(frozen=True)
 class LocallyNoised(Wrapped):
-    """A strategy whose clients add noise to their updates.
+    """A strategy whose clients clip their updates and add noise to them.
 
     Attributes:
-        inner: The strategy otherwise.
-        noised: How they do.
+        inner: The wrapped strategy.
+        noised: The transform that adds the noise.
     """
 
     noised: NoisedUpdates
 
     @property
     def bounds(self) -> None:
-        """None: whether an update counts is part of what is accounted for."""
+        """None: rejecting updates by their values would break the accounting."""
 
     @property
     def transforms(self) -> Sequence[Transform]:
-        """Those of the inner strategy, then the noise."""
+        """The inner strategy's transforms, then the noise."""
         return (*self.inner.transforms, self.noised)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleLevelPlan(PrivacyPlan):
-    """Example-level differential privacy: each step of a client's training has noise.
+    """Example-level differential privacy (DP-SGD): each step of a client's training has noise.
 
-    What is hidden is one example of one client: that its gradients are in the sums of the batches
-    that it is in, or zero in their place, so that batches and denominators stay as they are. It
-    holds against whoever sees the update of that client.
+    It hides one example of one client, even from an adversary that sees that client's update.
+    Neighbors differ in whether the example's gradients are in the sums of its batches, or zeros in
+    their place, so that batches and denominators are the same.
 
-    An example is in one batch of an epoch, so that E epochs are E Gaussians. Batches are of a
-    public order, and their sampling amplifies nothing; nor does that of clients, see
+    An example is in one batch per epoch, so E epochs are E Gaussians. The order of batches is
+    public, so sampling them amplifies nothing. Nor does sampling clients: see
     :class:`~fedlearn.privacy.events.ExampleCohorts`.
 
     Attributes:
-        epochs: Passes over its examples that a client makes in a round at the most, E.
+        epochs: Most passes that a client makes over its examples in a round, E.
 
     References:
         Abadi et al., 2016, `Deep Learning with Differential Privacy
@@ -459,31 +469,31 @@ class ExampleLevelPlan(PrivacyPlan):
 
     @property
     def accounted(self) -> Cohorts:
-        """An example is used as often as its user is asked."""
+        """Cohorts of examples: an example is used whenever its user is sampled."""
         cohorts = self.cohorts
         size = cohorts.size if isinstance(cohorts, FixedCohorts) else cohorts.expected
         return ExampleCohorts(cohorts.population, size)
 
     @property
     def num_releases(self) -> int:
-        """Steps that an example is in."""
+        """Training steps of a round that an example is in."""
         return self.epochs
 
     @property
     def clip_text(self) -> str:
-        """What is clipped, and to what."""
+        """Words for the clip norm of gradients."""
         return f"{self.clip_norm:g}, the gradient of each example"
 
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
-        """Return when rounds close: as they would."""
+        """Return the policy unchanged."""
         return policy
 
     def strategy(self, inner: Strategy) -> Strategy:
-        """Return the strategy whose clients add noise; what is made of it is of no importance.
+        """Wrap the strategy so that clients train with noise; any aggregation may follow.
 
         Raises:
-            ValueError: Clients would send what has no noise, or train by rules of which that is not
-                known.
+            ValueError: Clients would send something without noise, or train by a rule of which that
+                is not known.
         """
         _require_untold_examples(inner)
         made = ExampleNoised(inner, self)
@@ -494,7 +504,8 @@ class ExampleLevelPlan(PrivacyPlan):
         """Return a local update with noise in its gradients.
 
         Raises:
-            ValueError: It takes more epochs than are accounted for, or is not fedlearn's own.
+            ValueError: The local update takes more epochs than are accounted for, or is not one of
+                fedlearn's own.
         """
         if local.work.epochs > self.epochs:
             raise ValueError(
@@ -516,33 +527,37 @@ class ExampleLevelPlan(PrivacyPlan):
 
 @dataclass(frozen=True)
 class ExampleNoised(Wrapped):
-    """A strategy whose clients add noise to the steps of their training.
+    """A strategy whose clients add noise to each step of their training.
 
     Attributes:
-        inner: The strategy otherwise.
-        plan: How they do.
+        inner: The wrapped strategy.
+        plan: The plan that adds the noise.
     """
 
     plan: ExampleLevelPlan
 
     @property
     def bounds(self) -> None:
-        """None: whether an update counts is part of what is accounted for."""
+        """None: rejecting updates by their values would break the accounting."""
 
     @property
     def local(self) -> LocalUpdate:
-        """The inner strategy's, with noise; raises ValueError as :meth:`ExampleLevelPlan.rule`."""
+        """The inner strategy's local update, with noise.
+
+        Raises:
+            ValueError: See :meth:`ExampleLevelPlan.rule`.
+        """
         return self.plan.rule(self.inner.local)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
-        """Return what each client does, with noise; clients that do the same share one object."""
+        """Return each client's local update, with noise; equal ones stay one shared object."""
         updates = self.inner.locals_for(client_ids)
         rules = {id(update): self.plan.rule(update) for update in updates}
         return [rules[id(update)] for update in updates]
 
 
 def _require_untold_examples(inner: Strategy) -> None:
-    """Raise ValueError if the number of a client's examples has to be known."""
+    """Raise ValueError if the aggregation needs the number of a client's examples."""
     if getattr(inner.aggregation, "by_examples", False):
         raise ValueError(
             "clients are weighted by their examples, whose number has no noise and is not told; "
@@ -551,9 +566,9 @@ def _require_untold_examples(inner: Strategy) -> None:
 
 
 def _bounded(plan: PrivacyPlan, inner: Strategy) -> BoundedSum:
-    """Return the sum of which each lane of a client is bounded; ValueError if one has no bound."""
+    """Build the sum that bounds each lane of a client; raises ValueError if one has no bound."""
     bounds = {lane.name: plan.clip_norm if lane is DELTA else _bound(lane) for lane in inner.lanes}
-    # All of these lanes together are as long as the root of their number, in bounds.
+    # In units of its bound, each of the k lanes has norm 1, so together they have norm √k.
     multiplier = plan.noise_multiplier * math.sqrt(len(bounds))
     multipliers = dict.fromkeys(bounds, multiplier)
     return BoundedSum(bounds=bounds, multipliers=multipliers, largest=plan.cohorts.largest)

@@ -1,4 +1,4 @@
-r"""What rounds of cohorts of a fixed size cost a user whose data may be another user's.
+r"""Accounting for cohorts of a fixed size, where neighbors differ by one replaced user.
 
 One round: let a user be in a cohort with probability q = m/N, and its update be a or, replaced, a'.
 Pair each cohort that has the user with one that has some other user's update b in its place. Given
@@ -20,8 +20,8 @@ and two points of the ball are at most 2C apart. So the worst updates are a oppo
 :math:`\alpha < 1`, :math:`H_\alpha(\omega \| \omega') = 1 - \alpha + \alpha H_{1/\alpha}(\omega' \|
 \omega)`, and the worst are a' opposite to b = a. No pair is the worst on both sides.
 
-Many rounds: an adversary that chooses the updates sees the record so far, and may choose by the
-privacy loss so far. With L the loss of a round,
+Many rounds: an adversary that chooses the updates sees all earlier releases, so its choice may
+depend on the privacy loss so far. With L the loss of a round,
 
 .. math:: \delta_k(\varepsilon) = \max_{\text{updates}} \mathrm{E}[\delta_{k-1}(\varepsilon - L)],
           \quad \delta_0(\varepsilon) = \max(0, 1 - e^\varepsilon).
@@ -29,9 +29,10 @@ privacy loss so far. With L the loss of a round,
 :class:`WorstRounds` computes this with the two extremes above. For one round they are proven to be
 the worst. For more rounds they were compared with triples of points all over the ball: none raised
 ε by more than four millionths (``tests/unit/privacy/test_replaced_user.py``), and the accountant
-adds ten. What is proven whatever the updates are is the composition of a loss that is the worst on
-both sides at once, :func:`either_side_delta`. With q = 0.01, 500 rounds and δ = 1e-6 it comes to
-12.90 where this comes to 12.18 (noise of C), and to 1.80 where this comes to 1.59 (noise of 2C).
+adds ten. The bound that is proven for any updates is the composition of a loss that is the worst on
+both sides at once, :func:`either_side_delta`. With q = 0.01, 500 rounds and δ = 1e-6 it gives an ε
+of 12.90 where this class gives 12.18 (noise of C), and 1.80 where this class gives 1.59 (noise of
+2C).
 
 References:
     Balle, Barthe and Gaboardi, 2018, `Privacy Amplification by Subsampling
@@ -51,13 +52,13 @@ from numpy.typing import NDArray
 from scipy import fft
 from scipy.special import log_ndtr
 
-#: ε above which e^ε is not computed.
+#: ε above which e^ε would overflow, and is not computed.
 _OVERFLOW = 700.0
-#: Deviations of a Gaussian beyond which next to none of it is left, and what is counts as infinite.
+#: Cut-off of a Gaussian in standard deviations; the negligible mass beyond counts as infinite loss.
 _DEVIATIONS = 10.0
-#: Added to δ in each round: more than the rounding of a Fourier transform of values up to 1.
+#: Added to δ in each round: more than the rounding error of a Fourier transform of values up to 1.
 _ROUNDING = 1e-15
-#: Rounds between two that are kept for a later question about fewer rounds.
+#: Every so many rounds the δ are cached, for a later query about fewer rounds.
 _STRIDE = 256
 
 
@@ -66,15 +67,16 @@ def odd_first_delta(
 ) -> NDArray[np.float64]:
     r"""Return δ(ε) of one round in which the user's first update is opposite to all others.
 
-    That is :math:`H_\alpha(\omega \| \mu_b) = q H_{\alpha_0}(\mu_a \| \mu_b)`, the most that any
-    updates show for ε >= 0.
+    That is :math:`H_\alpha(\omega \| \mu_b) = q H_{\alpha_0}(\mu_a \| \mu_b)`, the largest δ of any
+    updates for ε >= 0.
 
     Args:
         epsilons: ε of either sign: shape [n].
         rate: q in (0, 1).
-        distance: 2C by the standard deviation of the noise, > 0.
+        distance: 2C in standard deviations of the noise, > 0.
     """
-    # log a_0 with a = 1 + q (a_0 - 1); without an a_0 > 0 the first density is above all of it.
+    # log a_0, where a = 1 + q (a_0 - 1). If no a_0 > 0 solves that, the first density is above a
+    # times the second one everywhere, and δ is 1 - a.
     shifts = np.expm1(np.minimum(epsilons, _OVERFLOW)) / rate
     near = np.log1p(np.maximum(shifts, -1.0 + 1e-15))
     logs = np.where(epsilons < _OVERFLOW, near, epsilons - math.log(rate))
@@ -85,9 +87,9 @@ def odd_first_delta(
 def odd_second_delta(
     epsilons: NDArray[np.float64], *, rate: float, distance: float
 ) -> NDArray[np.float64]:
-    r"""Return δ(ε) of one round in which the update in its place is opposite to all others.
+    r"""Return δ(ε) of one round in which the replacing update is opposite to all others.
 
-    That is :math:`H_\alpha(\mu_b \| \omega')`, the most that any updates show for ε < 0.
+    That is :math:`H_\alpha(\mu_b \| \omega')`, the largest δ of any updates for ε < 0.
     Arguments as in :func:`odd_first_delta`.
     """
     mirrored = odd_first_delta(np.maximum(-epsilons, 0.0), rate=rate, distance=distance)
@@ -105,8 +107,8 @@ def either_side_delta(
 ) -> NDArray[np.float64]:
     """Return the larger of :func:`odd_first_delta` and :func:`odd_second_delta`.
 
-    No updates reach both sides. So the composition of many rounds is an upper bound, whatever the
-    updates are, and not a tight one.
+    No updates reach both at once. So composing this over many rounds gives an upper bound for any
+    updates, but not a tight one.
     """
     first, second = (
         one(epsilons, rate=rate, distance=distance) for one in (odd_first_delta, odd_second_delta)
@@ -115,29 +117,29 @@ def either_side_delta(
 
 
 def losses_up_to(distance: float, interval: float) -> NDArray[np.int64]:
-    """Return the privacy losses that one round is told apart by, in multiples of ``interval``.
+    """Return the grid of privacy losses of one round, in multiples of ``interval``.
 
-    The loss of a user who is asked each time is that of a Gaussian, and sampling only lowers it.
+    Without sampling the loss is that of a Gaussian, and sampling only lowers it.
     """
     num = math.ceil(distance * (distance / 2.0 + _DEVIATIONS) / interval)
     return np.arange(-num, num + 1)
 
 
 class WorstRounds:
-    """δ(ε) of more and more rounds, in each of which the updates are the worst by what was shown.
+    """Computes δ(ε) round by round, against updates chosen as the worst after each loss so far.
 
     Memory: some arrays of ``6 num`` numbers, and one for each 256 rounds.
 
     Args:
         rate: q in (0, 1).
-        distance: 2C by the standard deviation of the noise, > 0.
+        distance: 2C in standard deviations of the noise, > 0.
         interval: Spacing of ε; losses are rounded up to it, so that δ only grows.
-        num: Largest ε by ``interval``; δ at a larger one counts as δ there.
+        num: Largest ε in multiples of ``interval``; beyond it, δ counts as the δ there.
     """
 
     def __init__(self, *, rate: float, distance: float, interval: float, num: int) -> None:
         self.epsilons = np.arange(-num, num + 1) * interval
-        # Losses beyond these lead from any ε here to outside: rounded up, they are one.
+        # A larger loss leads from any ε of the grid to outside the grid: count it as infinite.
         losses = losses_up_to(distance, interval)
         losses = losses[np.abs(losses) <= 2 * num]
         self._reach = int(losses[-1])
@@ -149,7 +151,7 @@ class WorstRounds:
             deltas = delta(at, rate=rate, distance=distance)
             chances = _connect_dots(deltas, interval)
             self._sides.append((fft.rfft(chances, self._size), float(deltas[-1])))
-        # δ below the lowest ε is 1 - e^ε + e^ε δ(-ε), since either update may be the first.
+        # By symmetry of the two updates, δ below the lowest ε is 1 - e^ε + e^ε δ(-ε).
         lowest = np.arange(-num - self._reach, -num) * interval
         self._base, self._factor = -np.expm1(lowest), np.exp(lowest)
         self._count = 0
@@ -157,7 +159,7 @@ class WorstRounds:
         self._kept = [self._deltas]
 
     def deltas(self, count: int) -> NDArray[np.float64]:
-        """Return δ of so many rounds at each of ``epsilons``: shape [2 num + 1]."""
+        """Return δ of ``count`` rounds at each of ``epsilons``: shape [2 num + 1]."""
         if count < self._count:
             place = count // _STRIDE
             self._count, self._deltas = place * _STRIDE, self._kept[place]
@@ -175,18 +177,19 @@ class WorstRounds:
         transformed = fft.rfft(padded, self._size)
         found = np.zeros(len(deltas))
         for chances, infinite in self._sides:
-            # E[δ(ε - L)], with the first loss at -reach; an infinite one makes δ 1
+            # E[δ(ε - L)] as a convolution, whose first loss is at -reach. An infinite loss adds its
+            # probability to δ.
             means = fft.irfft(transformed * chances, self._size)
             found = np.maximum(found, means[2 * reach :][: len(deltas)] + infinite)
-        found = np.maximum.accumulate(found[::-1])[::-1]  # but for rounding, it falls
+        found = np.maximum.accumulate(found[::-1])[::-1]  # rounding may break that δ(ε) decreases
         return np.asarray(np.minimum(1.0, found + _ROUNDING))
 
 
 def _connect_dots(deltas: NDArray[np.float64], interval: float) -> NDArray[np.float64]:
-    """Return how probable each finite loss is, so that δ(ε) is this at losses, and above between.
+    """Return the probability of each finite loss, from δ(ε) at the losses.
 
-    See Doroshenko et al., algorithm 1. The last of ``deltas`` is the probability of an infinite
-    loss.
+    The resulting δ(ε) is exact at the losses and pessimistic in between: see Doroshenko et al.,
+    algorithm 1. The last of ``deltas`` is the probability of an infinite loss.
     """
     steps = np.diff(np.minimum.accumulate(deltas))
     at = np.concatenate([[1.0 - deltas[0]], steps / math.expm1(-interval)])
@@ -195,7 +198,7 @@ def _connect_dots(deltas: NDArray[np.float64], interval: float) -> NDArray[np.fl
 
 
 def _gaussian_delta(logs: NDArray[np.float64], distance: float) -> NDArray[np.float64]:
-    """Return δ(ε) of two Gaussians so many deviations apart, with ε in ``logs``."""
+    """Return δ(ε) of two Gaussians ``distance`` deviations apart, at the ε in ``logs``."""
     above = log_ndtr(distance / 2.0 - logs / distance)
     below = logs + log_ndtr(-distance / 2.0 - logs / distance)
     return np.asarray(np.exp(above) * -np.expm1(np.minimum(0.0, below - above)))

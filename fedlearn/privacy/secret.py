@@ -1,7 +1,7 @@
-"""What a guarantee rests on: cohorts and noise that nobody can tell.
+"""Secret cohorts and noise, on which a privacy guarantee rests.
 
-They never come from a run's public seed. A run that shall be repeated says so: it draws alike, from
-keys that its seed makes, and has no guarantee.
+They never come from a run's public seed. A run that is configured as reproducible draws the same
+way, but from keys derived from its seed, and has no guarantee.
 """
 
 import hashlib
@@ -22,23 +22,23 @@ from fedlearn.errors import ConfigError
 
 
 class Streams(Protocol):
-    """Where words come from."""
+    """A source of random streams."""
 
     def stream(self, *labels: str | int) -> SecretStream:
-        """Return the stream of one labelled use."""
+        """Return the stream for one purpose, named by ``labels``."""
 
 
 class SecretStreams:
-    """Streams by fresh keys of the operating system's generator: nobody can repeat them."""
+    """Streams with fresh keys from the operating system's generator, which cannot be repeated."""
 
-    def stream(self, *labels: str | int) -> SecretStream:  # noqa: ARG002 - each is another anyway
+    def stream(self, *labels: str | int) -> SecretStream:  # noqa: ARG002 - each stream is new anyway
         """Return a fresh stream."""
         return SecretStream.fresh()
 
 
 @dataclass(frozen=True)
 class ReproducibleStreams:
-    """Streams that whoever knows the seed can repeat: for experiments, without a guarantee."""
+    """Streams that can be repeated with the seed: for experiments, without a guarantee."""
 
     seed: Seed
 
@@ -55,18 +55,18 @@ class DrawnNoise:
     streams: Streams
 
     def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
-        """Return samples; see :class:`fedlearn.privacy.bounded_sum.Noise`."""
+        """Draw samples; see :class:`fedlearn.privacy.bounded_sum.Noise`."""
         samples = discrete_gaussian(sigma, size, source=self.streams.stream("noise", *labels))
         return torch.from_numpy(samples.astype(np.float64))
 
 
 @dataclass(frozen=True)
 class PoissonCohortSampler:
-    """Asks each available client by a coin of its own, whoever else is there.
+    """Poisson sampling: draws each available client with its own coin, independent of the others.
 
     Attributes:
-        cohorts: The coin's rate, and the largest cohort: above it, a uniform part is asked.
-        streams: Where the coins come from.
+        cohorts: The coin's rate, and the largest cohort, to which a larger one is cut at random.
+        streams: Source of the coins.
 
     Example:
         >>> cohorts = PoissonCohorts(population=100, expected=10, largest=20)
@@ -92,7 +92,7 @@ class PoissonCohortSampler:
         attempt: int,
         seed: Seed,  # noqa: ARG002 - it is public
     ) -> tuple[ClientId, ...]:
-        """Return the cohort, which may be empty.
+        """Draw the cohort, which may be empty.
 
         Raises:
             ConfigError: More clients are available than were accounted for.
@@ -102,7 +102,7 @@ class PoissonCohortSampler:
         words = stream.words(np.uint64, len(available))
         threshold = round(self.cohorts.rate * 2.0**64)
         chosen = np.flatnonzero(words < threshold if threshold < 1 << 64 else words >= 0)
-        # Of those below the threshold each word is uniform: the smallest are a uniform choice.
+        # Words below the threshold are uniform there, so the smallest are a uniform choice.
         if len(chosen) > self.cohorts.largest:
             chosen = np.sort(chosen[np.argsort(words[chosen])[: self.cohorts.largest]])
         return tuple(available[index] for index in chosen.tolist())
@@ -110,11 +110,11 @@ class PoissonCohortSampler:
 
 @dataclass(frozen=True)
 class FixedCohortSampler:
-    """Asks so many of the available clients, uniformly without replacement.
+    """Draws ``num_asked`` of the available clients, uniformly without replacement.
 
     Attributes:
         cohorts: The population.
-        streams: Where the choice comes from.
+        streams: Source of the choice.
     """
 
     cohorts: FixedCohorts
@@ -129,7 +129,7 @@ class FixedCohortSampler:
         attempt: int,
         seed: Seed,  # noqa: ARG002 - it is public
     ) -> tuple[ClientId, ...]:
-        """Return the cohort; of fewer than are to be asked, all.
+        """Draw the cohort: all available clients if there are fewer than ``num_asked``.
 
         Raises:
             ConfigError: More clients are available than were accounted for.

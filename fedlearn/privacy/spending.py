@@ -1,10 +1,10 @@
-"""What a population's ledger comes to, for a reader."""
+"""A readable summary of what a population's ledger has spent."""
 
 from dataclasses import dataclass
 
 from fedlearn.algorithms.cohorts import Adjacency
 
-#: By adjacency what is hidden.
+#: Words for what each adjacency hides.
 _HIDDEN = {
     Adjacency.ADD_OR_REMOVE: "one user added or removed",
     Adjacency.REPLACE: "one user replaced",
@@ -14,14 +14,14 @@ _HIDDEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What a population's ledger comes to.
+    """The total spending in a population's ledger.
 
     Attributes:
-        epsilon: Of what was released, against whoever does not see the cohorts.
-        epsilon_with_cohorts: The same against whoever sees them, and not the updates.
+        epsilon: ε of the releases, against an adversary that does not see the cohorts.
+        epsilon_with_cohorts: ε against an adversary that sees the cohorts, but not the updates.
         target_delta: δ of both.
-        adjacency: What is hidden.
-        num_charged: Rounds charged, those of other runs included.
+        adjacency: The kind of difference between neighbors, that is, what is hidden.
+        num_charged: Rounds charged, including those of other runs.
         num_own: Rounds that this run charged.
     """
 
@@ -34,11 +34,11 @@ class Spending:
 
     @property
     def hidden(self) -> str:
-        """What is hidden, in words."""
+        """Words for what the guarantee hides."""
         return _HIDDEN[self.adjacency]
 
     def text(self) -> str:
-        """Return it in words."""
+        """Format the spending as a sentence."""
         others = self.num_charged - self.num_own
         more = f" and {others} of other runs" if others else ""
         return (
