@@ -1,4 +1,4 @@
-"""Where a coordinator is reached: ``host:port``."""
+"""Addresses of coordinators: ``host:port``."""
 
 import ipaddress
 import re
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from fedlearn.errors import DeploymentError
 
-#: What an address is; a host of IPv6 stands in brackets.
+#: The form of an address; an IPv6 host stands in brackets.
 ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"
 MAX_PORT = 65_535
 
-#: Addresses of one coordinator that a client keeps.
+#: Most addresses of one coordinator that a client keeps.
 MAX_ADDRESSES = 16
 _MAX_CHARACTERS = 300
 
@@ -30,10 +30,10 @@ def is_address(text: str) -> bool:
 
 
 def require_addresses(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return addresses that a user has given.
+    """Check addresses that a user has given, and return them.
 
     Raises:
-        DeploymentError: One is none.
+        DeploymentError: One of them is not an address.
     """
     addresses = tuple(texts)
     for each in addresses:
@@ -45,7 +45,7 @@ def require_addresses(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def join_addresses(first: Iterable[str], then: Iterable[str]) -> tuple[str, ...]:
-    """Return both lists in order, each address once, as many as a client keeps.
+    """Join two lists in order, each address once, limited to as many as a client keeps.
 
     Example:
         >>> join_addresses(["new:443"], ["old:443", "new:443"])
@@ -55,17 +55,18 @@ def join_addresses(first: Iterable[str], then: Iterable[str]) -> tuple[str, ...]
 
 
 def announced_addresses(announced: Iterable[str], *, here: str, is_secure: bool) -> tuple[str, ...]:
-    """Return what a client keeps of the addresses that its coordinator announces.
+    """Return the addresses that a client keeps after its coordinator announced new ones.
 
-    The address where it said so stays known as the last one: an announcement may be wrong.
+    The present address is kept as the last one, in case the announcement is wrong.
 
     Args:
-        announced: By the coordinator; what is none is left out.
-        here: Where the client is connected.
-        is_secure: Whether by TLS; without it, addresses of other machines are left out.
+        announced: By the coordinator; invalid ones are left out.
+        here: The address to which the client is connected.
+        is_secure: Whether it is connected by TLS; without TLS, addresses of other machines are left
+            out.
 
     Returns:
-        At most :data:`MAX_ADDRESSES`; empty: nothing of use was announced.
+        At most :data:`MAX_ADDRESSES`; empty: no usable address was announced.
 
     Example:
         >>> announced_addresses(["new:443", "nonsense"], here="old:443", is_secure=True)
@@ -80,7 +81,7 @@ def announced_addresses(announced: Iterable[str], *, here: str, is_secure: bool)
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``address`` never leaves the machine: plaintext is for such a one only.
+    """Return whether ``address`` never leaves the machine, as required for plaintext.
 
     Example:
         >>> [is_loopback(each) for each in ("127.0.0.1:7000", "[::1]:7000", "localhost:7000")]

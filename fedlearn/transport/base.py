@@ -27,7 +27,7 @@ from fedlearn.errors import ProtocolError
 
 
 def _tell_nobody(_: str) -> None:
-    """Refuse a reply on a channel that has no way to tell its client."""
+    """Ignore a refusal on a channel that cannot report it to the client."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +35,11 @@ class Arrival:
     """One client's reply.
 
     Attributes:
-        elapsed_s: When it came, in seconds since the exchange was asked first.
-        refuse: Says, before the exchange is used again, why the reply does not count: its client
-            is told so, where the channel can. Without a word it counts.
-        logged_s: Of a reply that came to an earlier process, how long its client took: the time of
-            the exchange began only now; ``None`` of others.
+        elapsed_s: When it arrived, in seconds since the exchange first asked.
+        refuse: Rejects the reply, with the reason, which the client receives where the channel can
+            send it. Call it before the exchange is used again; otherwise the reply counts.
+        logged_s: If the reply arrived at an earlier process, the seconds that its client took,
+            since the exchange's clock has restarted; ``None`` otherwise.
     """
 
     client_id: ClientId
@@ -49,90 +49,91 @@ class Arrival:
     logged_s: float | None = None
 
     def took_s(self, asked_s: float) -> float:
-        """Return how long its client took, asked ``asked_s`` after the exchange's beginning."""
+        """Return the seconds that its client took, asked ``asked_s`` into the exchange."""
         return self.elapsed_s - asked_s if self.logged_s is None else self.logged_s
 
 
 class Exchange(Protocol):
-    """Questions to clients and their answers, until it is closed; for one thread.
+    """Questions to clients and their replies, until it is closed; for one thread.
 
-    Time is that of the channel's clock, in seconds since the first :meth:`ask`: what is sent
-    later is due by the same deadline. A client has one open task at a time. It may be asked again
-    once its answer has been returned, and hears of that only then.
+    Time is that of the channel's clock, in seconds since the first :meth:`ask`; later requests
+    have the same deadline. A client has one open task at a time. It may be asked again once its
+    reply has been returned, and receives the new task only then.
     """
 
     def ask(self, requests: Mapping[ClientId, Request], *, number: int | None = None) -> None:
-        """Send every request; clients may be asked as long as the exchange is not closed.
+        """Send every request; allowed until the exchange is closed.
 
         Args:
             requests: By client.
-            number: Of the question among those of its kind, round and attempt, so that a process
-                that goes on finds what an earlier one has received; ``None``: the next one.
+            number: Index of the question among those of its kind, round and attempt, so that a
+                resumed process finds the replies that an earlier one received; ``None``: the next
+                index.
 
         Raises:
-            ValueError: The exchange is closed, or a client is asked whose answer to an earlier
-                request has not been returned by :meth:`next`; nobody has been asked.
+            ValueError: The exchange is closed, or a client is asked whose reply to an earlier
+                request has not been returned by :meth:`next`; no request has been sent.
         """
 
     def next(self, *, until_s: float) -> Arrival | None:
-        """Return the next reply, in order of arrival, as soon as it is there.
+        """Return the next reply, in order of arrival, as soon as it is available.
 
-        A client that fails answers with :class:`~fedlearn.core.messages.Failure`. With the next
-        call of this exchange, whichever it is, the reply counts as taken, unless it was refused
+        A client that fails answers with :class:`~fedlearn.core.messages.Failure`. The next call of
+        any method of this exchange marks the reply as accepted, unless it was refused
         (:attr:`Arrival.refuse`).
 
         Args:
             until_s: How long to wait, in seconds since the first :meth:`ask`; infinite: until the
-                deadline. What has arrived at exactly that time is returned.
+                deadline. A reply that arrives at exactly that time is returned.
 
         Returns:
-            ``None`` if no reply has come by then or by the deadline, and at once if nobody who
-            was asked is still to answer.
+            ``None`` if no reply has come by then or by the deadline, and at once if no client is
+            awaited.
         """
 
     def elapsed_s(self) -> float:
         """Return the seconds since the first :meth:`ask`; 0 before it."""
 
     def grace_until_s(self) -> float:
-        """Return until when clients get time to return after a restart of the coordinator.
+        """Return until when clients have time to reconnect after a restart of the coordinator.
 
         In seconds since the first :meth:`ask`; 0 if there was no restart.
         """
 
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
-        """Wait for some clients no more: what they send is late, and they may be asked again."""
+        """Stop waiting for some clients: their replies are late, and they may be asked again."""
 
     def close(self) -> None:
-        """Take no more replies: those that come later, or were not read, are late. Idempotent."""
+        """Take no more replies: later and unread ones are late. Idempotent."""
 
 
 class Channel(Protocol):
     """How the coordinator reaches its clients.
 
-    A protocol of several stages opens several exchanges in a round, one after the other; what a
-    client must remember between them is the client's (or its transport's) to keep.
+    A protocol of several stages opens several exchanges in a round, one after the other; a client
+    (or its transport) must itself keep its state between them.
     """
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
 
     def open(self, *, deadline_s: float) -> Exchange:
-        """Open an exchange in which nobody has been asked yet.
+        """Open an exchange; no client is asked yet.
 
         Args:
-            deadline_s: When it ends, in seconds after its first question; infinite: not before
-                it is closed. Clients are told, and may give up then.
+            deadline_s: When it ends, in seconds after its first question; infinite: not before it
+                is closed. Clients receive the deadline, and may give up then.
         """
 
 
 def ask_once(
     channel: Channel, requests: Mapping[ClientId, Request], *, deadline_s: float
 ) -> Iterator[Arrival]:
-    """Ask in an exchange of its own and yield replies as they arrive.
+    """Ask in a separate exchange and yield replies as they arrive.
 
-    Ends when all have answered, or after ``deadline_s``, which may be infinite: whoever has not
-    answered by then is absent. The exchange closes with the iteration, also if the caller leaves
-    it early.
+    Ends when all clients have answered, or after ``deadline_s``, which may be infinite; clients
+    that have not answered by then are absent. The exchange closes with the iteration, also if the
+    caller leaves it early.
     """
     with closing(channel.open(deadline_s=deadline_s)) as exchange:
         exchange.ask(requests)
@@ -141,15 +142,15 @@ def ask_once(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a cohort is asked, so that what is alike is encoded and kept once."""
+    """The requests of a cohort, split so that shared parts are encoded and stored once."""
 
-    shared: Sequence[Request]  # the different ones, without what is for one client alone
-    places: Mapping[ClientId, int]  # by client that of its own among them
+    shared: Sequence[Request]  # the distinct requests, without personal parts
+    places: Mapping[ClientId, int]  # by client the index of its request in `shared`
     personal: Mapping[ClientId, bytes]  # by client its packets of secure aggregation, if it has any
 
     @classmethod
     def of(cls, requests: Mapping[ClientId, Request]) -> "Asked":
-        """Take requests apart; those that are one object, or work on one, are alike."""
+        """Split requests; those that are, or wrap, the same object share one entry."""
         shared: dict[tuple[type[Request], int], tuple[int, Request]] = {}
         places, personal = dict[ClientId, int](), dict[ClientId, bytes]()
         for client_id, request in requests.items():
@@ -164,7 +165,7 @@ class Asked:
 
 
 def are_same(known: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> bool:
-    """Return whether these are the very same tensors; their values never change in place."""
+    """Return whether these are the same tensor objects, whose values never change in place."""
     return known.keys() == constants.keys() and all(
         known[name] is value for name, value in constants.items()
     )
@@ -173,7 +174,7 @@ def are_same(known: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> bo
 def require_free(
     awaited: Container[ClientId], requests: Iterable[ClientId], *, is_open: bool
 ) -> None:
-    """Check that an exchange may ask, for those who implement one.
+    """Check that an exchange may send these requests, for implementations of the protocol.
 
     Raises:
         ValueError: See :meth:`Exchange.ask`.
@@ -192,7 +193,7 @@ def reply_in(data: bytes | mmap) -> Reply:
     """Decode a reply.
 
     Raises:
-        ProtocolError: The bytes are none; what the message quotes of them is cut.
+        ProtocolError: The bytes are not a reply; the message is cut, since it may quote them.
     """
     try:
         message = decode(data)
@@ -204,7 +205,7 @@ def reply_in(data: bytes | mmap) -> Reply:
 
 
 def as_reply(data: bytes | mmap) -> Reply:
-    """Decode a reply; what is not one becomes a :class:`Failure`."""
+    """Decode a reply; bytes that are not a reply become a :class:`Failure`."""
     try:
         return reply_in(data)
     except ProtocolError as error:

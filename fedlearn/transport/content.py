@@ -1,9 +1,9 @@
-"""What requests and replies are called on the wire, by BLAKE3, and what a client signs of them.
+"""How requests and replies are identified (by BLAKE3 digest), and which bytes a client signs.
 
-A client signs the digest of its reply, and a coordinator computes that of every upload anew. By
-SHA-256 this would take nearly as long as to receive and decrypt it: where a core with AVX-512 and
-SHA instructions hashes 1.3 GB/s by SHA-256, it hashes 4.6 GB/s by BLAKE3, and to find a collision
-takes 2**128 steps for either.
+A client signs the digest of its reply, and the coordinator hashes every upload again. With SHA-256
+this would take nearly as long as receiving and decrypting the upload: a core with AVX-512 and SHA
+instructions hashes 1.3 GB/s with SHA-256 and 4.6 GB/s with BLAKE3, and finding a collision takes
+2**128 steps for either.
 
 References:
     O'Connor, Aumasson, Neves, Wilcox-O'Hearn, "BLAKE3: one function, fast everywhere" (2020).
@@ -24,19 +24,19 @@ DIGEST_BYTES = 32
 #: Bytes of a file that are read at a time.
 _STRIDE = 1 << 20
 
-#: In the place of a question's number: what is sent ahead is not asked.
+#: The question number of a request that is sent ahead, and not asked yet.
 NO_QUESTION = 2**32 - 1
 
 
 class TaskKey(NamedTuple):
-    """Which question of which round: a ``TaskKey`` of ``wire.proto``, as a value.
+    """Identifies one question of one round: a ``TaskKey`` of ``wire.proto``, as a value.
 
     Attributes:
         run_id: Unique to the run for ever.
-        kind: Of the request.
+        kind: The kind of the request.
         round_num: Round index, from 0.
-        attempt: How often the round was tried before.
-        exchange: Questions of this kind before it in the attempt.
+        attempt: Retry number of the round, starting at 0.
+        exchange: Index of the question among those of its kind in the attempt.
     """
 
     run_id: str
@@ -47,26 +47,26 @@ class TaskKey(NamedTuple):
 
     @classmethod
     def of(cls, key: wire_pb2.TaskKey) -> "TaskKey":
-        """Return the key in a message, whatever its texts are."""
+        """Copy the key of a message, without validating its texts."""
         return cls(key.run_id, key.kind, key.round_num, key.attempt, key.exchange)
 
     def message(self) -> wire_pb2.TaskKey:
-        """Return the key for the wire."""
+        """Convert the key for the wire."""
         return wire_pb2.TaskKey(**self._asdict())
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What grows from one question of a kind to the next."""
+        """A tuple that increases from one question of a kind to the next."""
         return self.round_num, self.attempt, self.exchange
 
     @property
     def folder(self) -> str:
-        """Name of a coordinator's folder for replies. Only for a key of its own making."""
+        """Name of a coordinator's folder for replies. Only for keys that the coordinator made."""
         return f"{self.kind}-{self.round_num:06d}-{self.attempt}-{self.exchange}"
 
     @classmethod
     def of_folder(cls, run_id: str, name: str) -> "TaskKey":
-        """Return the key whose folder has this name."""
+        """Return the key that belongs to a folder name."""
         kind, *numbers = name.split("-")
         round_num, attempt, exchange = map(int, numbers)
         return cls(run_id, kind, round_num, attempt, exchange)
@@ -78,7 +78,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def hashed(stream: BinaryIO) -> blake3:
-    """Return the hash of what is left in ``stream``: its ``digest()``, or to ``update`` it.
+    """Hash the rest of ``stream``; the result gives its ``digest()`` or takes an ``update``.
 
     Raises:
         OSError: It cannot be read.
@@ -90,16 +90,16 @@ def hashed(stream: BinaryIO) -> blake3:
 
 
 def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> bytes:
-    """Return what a client signs of a reply: for which task, whose, and which bytes.
+    """Return the bytes that a client signs for a reply: its task, its client id and its digest.
 
     Guarantees:
         Different arguments never give the same bytes (every field is of fixed length or
         preceded by its length), nor do they give those of :func:`enrolment_bytes`.
 
     Args:
-        key: The task, all of it: a signature is of no use in another run, round or attempt.
+        key: The whole task, so that a signature is useless in another run, round or attempt.
         client_id: In [0, 2**64).
-        digest: Of the reply.
+        digest: The digest of the reply.
     """
     return b"".join(
         (
@@ -113,7 +113,7 @@ def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> byt
 
 
 def enrolment_bytes(token: bytes, csr_pem: bytes) -> bytes:
-    """Return what a client signs when it enrols, to show that it holds its identity key."""
+    """Return the bytes that a client signs to enrol: proof that it holds its identity key."""
     return _sized(_ENROLMENT_DOMAIN) + _sized(token) + _sized(csr_pem)
 
 

@@ -1,14 +1,14 @@
-"""The client's end of the gRPC door: one connection, its session, and what is moved beside it.
+"""The client's end of the gRPC service: one connection, its session, and its transfers.
 
-Nothing here decides anything: when to connect, what to train and what to keep is the client
-runtime's. Every call that breaks raises, in one of three ways:
+This module makes no decisions: when to connect, what to train and what to keep is up to the client
+runtime. Every failed call raises one of these errors:
 
-* :class:`ConnectionError` (the built-in): unreachable, cut, or silent for too long. Try later;
-  where the coordinator says when, it is a :class:`ComeBackLater`.
-* :class:`~fedlearn.errors.ConnectionRefused`: the coordinator does not hear this client.
-* :class:`~fedlearn.errors.ProtocolError`: what came is not what the door says.
+* :class:`ConnectionError` (the built-in): unreachable, cut, or silent for too long. Retry later; if
+  the coordinator says when, it is a :class:`ComeBackLater`.
+* :class:`~fedlearn.errors.ConnectionRefused`: the coordinator does not admit this client.
+* :class:`~fedlearn.errors.ProtocolError`: the coordinator sent something unexpected.
 
-Cancelling a coroutine closes the call that it is in.
+Cancelling a coroutine closes its call.
 """
 
 import asyncio
@@ -36,18 +36,18 @@ from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
 from fedlearn.transport.content import enrolment_bytes, hashed
 
-#: How a client without a certificate says who it is; heard by a door without TLS only.
+#: Metadata key for the name of a client without a certificate; only a server without TLS reads it.
 NAME_METADATA = "fedlearn-client"
 
-#: Seconds that a connection may take to be made.
+#: Seconds within which a connection must be established.
 CONNECT_S = 8
 
 _STALL_TIMEOUT_S = 60.0
-#: Until the coordinator answers a hello.
+#: Seconds within which the coordinator must answer a hello.
 _WELCOME_S = 15.0
-#: Between two looks at whether the coordinator is silent.
+#: Seconds between two checks of whether the coordinator is silent.
 _TICK_S = 1.0
-#: gRPC's own status, for which the coordinator's is waited for.
+#: gRPC's own status of a failed write, which may hide the status that the coordinator gave.
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 _LOOK_S, _NUM_LOOKS = 0.01, 100
 _MAX_CHARACTERS = 500  # of a coordinator's explanation: it ends up in logs and dialogs
@@ -58,7 +58,8 @@ _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", wire.KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", wire.KEEPALIVE_ANSWER_S * 1000),
-    # Until a connection is there, TLS included: one to a frozen coordinator never is.
+    # This also limits how long connecting may take, TLS included: a frozen coordinator would
+    # otherwise hold up the attempt for ever.
     ("grpc.min_reconnect_backoff_ms", CONNECT_S * 1000),
     ("grpc.http2.max_pings_without_data", 0),  # a session is silent while its client trains
     ("grpc.enable_retries", 0),  # they would buffer uploads; the runtime retries
@@ -79,7 +80,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What a client shows, and whom it believes, in mutual TLS.
+    """What a client shows in mutual TLS, and the authority that it trusts.
 
     The coordinator's certificate carries the name :data:`fedlearn.identity.identity.SERVER_NAME`.
 
@@ -87,7 +88,7 @@ class Credentials:
         ca_pem: The deployment's certificate authority; no other is trusted.
         certificate_pem: The client's, from :func:`enrol`, or before that its invitation's; empty:
             none, for the port of clients of an earlier version.
-        tls_key_pem: Its key. Never printed.
+        tls_key_pem: The private key of the certificate. Never printed.
     """
 
     ca_pem: bytes = field(repr=False)
@@ -96,7 +97,7 @@ class Credentials:
 
     @classmethod
     def of(cls, invitation: Invitation) -> "Credentials | None":
-        """Return what a client that is invited shows; ``None``: there is no TLS."""
+        """Return the credentials of an invitation; ``None`` if it is for a server without TLS."""
         if not invitation.ca_pem:
             return None
         return cls(
@@ -107,10 +108,10 @@ class Credentials:
 
 
 class ComeBackLater(ConnectionError):
-    """The coordinator does not serve this client now, and says when it may.
+    """The coordinator does not serve this client now, and says when to come back.
 
     Attributes:
-        after_s: Seconds from now, >= 0; a client stays away for as long as it thinks fit.
+        after_s: Seconds from now, >= 0; a client decides itself how long it stays away.
     """
 
     def __init__(self, words: str, *, after_s: float) -> None:
@@ -119,7 +120,7 @@ class ComeBackLater(ConnectionError):
 
 
 class DoorSession:
-    """The stream of one connected client, from the coordinator's welcome on.
+    """The stream of one connected client, after the coordinator's welcome.
 
     Several tasks may send, and one may receive at a time.
     """
@@ -129,14 +130,14 @@ class DoorSession:
         self._call, self._life = call, life
 
     async def send(self, message: wire_pb2.FromClient) -> None:
-        """Send one message; returns when the transport has taken it."""
+        """Send one message; returns once the transport has accepted it."""
         await self._call.write(message)
 
     async def receive(self) -> wire_pb2.FromCoordinator | None:
-        """Return the next message, however long it takes; None: the coordinator ended the stream.
+        """Wait for the next message, without a limit; ``None``: the coordinator ended the stream.
 
-        The reason in it is short and printable, whatever was sent. Cancelling it ends the session:
-        to wait for something else as well, keep the task.
+        Reasons in it are cut and made printable. Cancelling this call ends the session: to wait
+        for something else as well, keep the task.
         """
         message = await self._call.read(wire_pb2.FromCoordinator)
         while message is not None and message.WhichOneof("what") == "beat":
@@ -149,9 +150,9 @@ class DoorSession:
     async def watch(self) -> NoReturn:
         """Raise once the coordinator has missed its beats.
 
-        A coordinator that stands still keeps its connections, so that nothing else tells. Silence
-        is counted in ticks of this process: while it does not run itself, as in a training that
-        holds the interpreter, no time passes.
+        The connections of a frozen coordinator stay open, so only missing beats reveal it. Silence
+        is counted in ticks of this process: while it does not run itself, as when training holds
+        the interpreter, no time passes.
 
         Raises:
             ConnectionError: The coordinator is silent.
@@ -168,17 +169,18 @@ class DoorSession:
 
 @dataclass
 class _Life:
-    """What shows that the other end of a connection lives.
+    """Signs of life from the other end of a connection.
 
     Attributes:
-        num_ticks: Since something came, in any call: beats wait behind the chunks of a download.
+        num_ticks: Ticks since the last message of any call: beats wait behind the chunks of a
+            download, so chunks count, too.
     """
 
     num_ticks: int = 0
 
 
 class DoorConnection:
-    """One connection to one address of the door; made and used inside one event loop.
+    """One connection to one address of the server; created and used inside one event loop.
 
     Several calls may run over it at once. Leaving the context closes them all.
     """
@@ -195,12 +197,12 @@ class DoorConnection:
 
         Args:
             address: ``host:port``.
-            credentials: None: plaintext, which a loopback address alone may have.
-            name: Who the client is where no certificate says so.
-            stall_timeout_s: A message that takes longer has failed, unless waiting is normal.
+            credentials: ``None``: plaintext, which is only allowed to a loopback address.
+            name: The client's name if it has no certificate to show.
+            stall_timeout_s: Seconds after which a message has failed, unless waiting is normal.
 
         Raises:
-            DeploymentError: Plaintext was asked to another machine.
+            DeploymentError: Plaintext to another machine was requested.
         """
         self._address = address
         self._channel = _channel(address, credentials)
@@ -216,13 +218,13 @@ class DoorConnection:
 
     @asynccontextmanager
     async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
-        """Say hello, and return the session once the coordinator has answered with a welcome.
+        """Say hello, and yield the session once the coordinator has answered with a welcome.
 
-        The hello names the newest protocol first. A coordinator that refuses it, since it was not
-        upgraded yet, is offered the one before. Leaving the context ends the session.
+        The hello names the newest protocol first. If the coordinator refuses it because it was not
+        upgraded yet, the previous protocol is tried. Leaving the context ends the session.
 
         Args:
-            hello: What the client says; the protocol in it is set here.
+            hello: The client's hello; its protocol is set here.
 
         Raises:
             OtherProtocol: The coordinator speaks none of this client's protocols, or its run needs
@@ -258,7 +260,7 @@ class DoorConnection:
         return welcome
 
     async def enrol(self, request: wire_pb2.EnrolRequest) -> wire_pb2.EnrolReply:
-        """Ask for a certificate as :func:`enrol` does, which checks what comes."""
+        """Request a certificate; use :func:`enrol`, which also checks the reply."""
         with self._call("Enrol", service=wire.ENROLMENT) as call:
             await call.write(request)
             await call.end_writing()
@@ -275,19 +277,19 @@ class DoorConnection:
             await call.read(wire_pb2.LookReply, patiently=False)
 
     async def download(self, digest: bytes, *, num_bytes: int, path: Path) -> None:
-        """Get a request's bytes into ``path``, from where the bytes that are there end.
+        """Download a request into ``path``, resuming after the bytes that are already there.
 
-        A file that is complete costs no call. What is there is kept when the connection
-        breaks, and removed when it is not what was asked for. Bytes of an earlier attempt may have
-        been spoilt since, as by a loss of power: then all are got anew, once.
+        A complete file costs no call. A partial file is kept when the connection breaks, and
+        removed if its content is wrong. Bytes of an earlier attempt may have been damaged since,
+        for example by a power failure: the whole file is then downloaded again, once.
 
         Args:
-            digest: Of all the bytes.
-            num_bytes: How many there are.
-            path: The partial file, or where there is none yet; its folder exists.
+            digest: Digest of the whole file.
+            num_bytes: Size of the whole file.
+            path: The partial file, or where to create it; its folder exists.
 
         Raises:
-            ProtocolError: The bytes are not those; the file is removed.
+            ProtocolError: The bytes do not match the digest; the file is removed.
             DeploymentError: The file cannot be written.
         """
         offset = _num_bytes_there(path, at_most=num_bytes)
@@ -299,12 +301,12 @@ class DoorConnection:
             await self._complete(digest, num_bytes=num_bytes, offset=0, path=path)
 
     async def upload(self, envelope: wire_pb2.Envelope, path: Path) -> wire_pb2.Receipt:
-        """Send a reply's bytes from the offset that the coordinator names; return its receipt.
+        """Send a reply, starting at the offset that the coordinator names; return its receipt.
 
         The receipt comes when the reply is settled, which may be at the end of the round.
 
         Args:
-            envelope: What the reply is, signed.
+            envelope: The signed description of the reply.
             path: A file of ``envelope.num_bytes`` bytes.
 
         Raises:
@@ -328,7 +330,7 @@ class DoorConnection:
                 await asyncio.gather(answer, return_exceptions=True)
 
     async def _complete(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
-        """Append what is missing from ``offset`` on; what is not what was asked for is removed."""
+        """Download the missing bytes from ``offset`` on; remove the file if it is wrong."""
         try:
             if offset < num_bytes or num_bytes == 0:
                 await self._append(digest, num_bytes=num_bytes, offset=offset, path=path)
@@ -338,7 +340,7 @@ class DoorConnection:
             raise
 
     async def _append(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
-        """Write what the coordinator sends from ``offset`` on to the end of ``path``."""
+        """Append the bytes that the coordinator sends from ``offset`` on to ``path``."""
         with _local(path):
             stream = path.open("ab")
         with stream, self._call("Download") as call:
@@ -353,7 +355,7 @@ class DoorConnection:
                     )
                 with _local(path):
                     stream.write(chunk.data)
-                    stream.flush()  # here, where a full disk is reported as such
+                    stream.flush()  # inside `_local`, so that a full disk is reported as such
 
     @contextmanager
     def _call(self, method: str, *, service: str = wire.DOOR) -> Iterator["_Call"]:
@@ -402,18 +404,18 @@ async def enrol(
 
     Args:
         address: ``host:port``.
-        invitation: With its token; without one, ``lineage`` is what lets the client in. One without
-            a certificate authority is for a loopback only.
+        invitation: With its token; without a token, ``lineage`` authorises the client. Without a
+            certificate authority, only a loopback address is allowed.
         identity: The keys that the client will use.
-        lineage: How its identity key follows from earlier ones; empty: it does not.
-        credentials: What an enrolled client shows; ``None``: what the invitation has.
+        lineage: The chain that links its identity key to earlier ones; empty: there is none.
+        credentials: Those of an enrolled client; ``None``: those of the invitation.
 
     Returns:
         The client's certificate, PEM, and its client id.
 
     Raises:
-        EnrolmentRefused: The coordinator does not take the invitation, or the keys.
-        DeploymentError: Without a certificate authority, the address is another machine's.
+        EnrolmentRefused: The coordinator does not accept the invitation, or the keys.
+        DeploymentError: There is no certificate authority, and the address is another machine's.
     """
     csr_pem = identity.csr_pem(invitation.name)
     request = wire_pb2.EnrolRequest(
@@ -436,7 +438,7 @@ async def enrol(
 
 
 async def look(address: str, invitation: Invitation) -> None:
-    """Check that a coordinator is there and that an invitation is open; its token stays as it is.
+    """Check that a coordinator answers and that an invitation is open, without using its token.
 
     Args:
         address: ``host:port``, one of the invitation's ``token_addresses``.
@@ -444,7 +446,7 @@ async def look(address: str, invitation: Invitation) -> None:
 
     Raises:
         ConnectionRefused: The invitation is unknown, or was used.
-        DeploymentError: Without a certificate authority, the address is another machine's.
+        DeploymentError: There is no certificate authority, and the address is another machine's.
     """
     request = wire_pb2.LookRequest(name=invitation.name, token=invitation.token)
     async with DoorConnection(address, Credentials.of(invitation)) as connection:
@@ -452,13 +454,13 @@ async def look(address: str, invitation: Invitation) -> None:
 
 
 class _Ended(ConnectionError):
-    """The coordinator has ended a call in the regular way."""
+    """The coordinator has ended a call regularly."""
 
 
 class _Call:
-    """One call, whose messages are parsed and whose failures are ours.
+    """One call, which parses messages and translates gRPC's errors into ours.
 
-    On the wire, gRPC's four kinds of calls are one: messages go, messages come.
+    On the wire, gRPC's four kinds of calls are the same: streams of messages in both directions.
     """
 
     def __init__(
@@ -485,24 +487,24 @@ class _Call:
         await self.write_bytes(message.SerializeToString())
 
     async def write_bytes(self, data: bytes) -> None:
-        """Send one message that is serialised already."""
+        """Send one serialised message."""
         async with self._failures(), self._writing, asyncio.timeout(self._stall_timeout_s):
             await self._call.write(data)
 
     async def end_writing(self) -> None:
-        """Tell the coordinator that this was all."""
+        """Tell the coordinator that no more messages follow."""
         async with self._failures():
             await self._call.done_writing()
 
     async def read(
         self, kind: type[M], *, patiently: bool = True, within_s: float = math.inf
     ) -> M | None:
-        """Return the next message, None at the end.
+        """Return the next message; ``None`` at the end.
 
         Args:
-            kind: What it is.
-            patiently: However long it takes, up to ``within_s``; else like any message.
-            within_s: After so long there is no answer.
+            kind: The class of the message.
+            patiently: Whether to wait up to ``within_s``; otherwise the stall timeout also holds.
+            within_s: Seconds after which the wait has failed.
         """
         most_s = within_s if patiently else min(within_s, self._stall_timeout_s)
         try:
@@ -520,24 +522,26 @@ class _Call:
             raise ProtocolError(f"{self._address} sent {len(data)} bytes, no {kind}") from error
 
     def cancel(self) -> None:
-        """End the call; a call that has ended stays as it is."""
+        """End the call; has no effect if it has ended."""
         self._call.cancel()
 
     def _remember(self, call: grpc.aio.Call) -> None:
-        """Keep the status that the coordinator gave, while it can be seen.
+        """Save the coordinator's status while it is visible.
 
-        A write that fails because the call has ended puts :data:`_WRITE_FAILED` in its place, and a
-        client would not hear that it is refused (https://github.com/grpc/grpc/issues/36066).
+        A write that fails because the call has ended replaces the status by :data:`_WRITE_FAILED`,
+        which would hide from a client that it is refused
+        (https://github.com/grpc/grpc/issues/36066).
         """
         if self._status in (None, _WRITE_FAILED):
             self._status = _at_once(call.code()), _at_once(call.details()) or ""
             self._come_back_s = _seconds(_at_once(call.trailing_metadata()))
 
     async def _end(self) -> None:
-        """Wait for the coordinator's status, where a write failed before it came.
+        """Wait for the coordinator's status if a write failed before it came.
 
-        gRPC tells nobody when it replaces the one by the other, and does not while a message is
-        unread; that is a broken connection, and the next one hears the status.
+        gRPC does not notify anyone when it replaces one status by the other, so this polls. It does
+        not replace it while a message is unread; the call then counts as a broken connection, and
+        the next call receives the status.
         """
         for _ in range(_NUM_LOOKS):
             if self._status != _WRITE_FAILED:
@@ -546,7 +550,7 @@ class _Call:
             self._remember(self._call)
 
     def _failure(self) -> Exception:
-        """Return the exception that the call's status is for its caller."""
+        """Translate the status of the call into an exception."""
         code, words = self._status or (grpc.StatusCode.UNKNOWN, "")
         if code is grpc.StatusCode.OK:
             return _Ended(f"{self._address} has ended the call")
@@ -574,12 +578,13 @@ class _Call:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC says so to whoever waits for a call that another task has closed.
+            # This task was not cancelled: gRPC raises the same error in every task that waits for
+            # a call which another task has closed.
             raise ConnectionError(f"the call to {self._address} was closed") from None
 
 
 def _seconds(metadata: grpc.aio.Metadata | None) -> float | None:
-    """Return when the coordinator wants this client back; ``None``: it says nothing of use."""
+    """Return the seconds after which to come back; ``None`` if there is no valid number."""
     told = dict(metadata or ()).get(wire.COME_BACK_METADATA)
     try:
         seconds = float(str(told))
@@ -589,7 +594,7 @@ def _seconds(metadata: grpc.aio.Metadata | None) -> float | None:
 
 
 def _at_once(answer: Coroutine[None, None, T]) -> T:
-    """Return what a coroutine that has nothing to wait for returns."""
+    """Return the result of a coroutine that never has to wait."""
     try:
         answer.send(None)
     except StopIteration as done:
@@ -601,7 +606,7 @@ def _at_once(answer: Coroutine[None, None, T]) -> T:
 async def _send_file(
     call: _Call, path: Path, *, offset: int, until: "asyncio.Task[wire_pb2.UploadStatus | None]"
 ) -> None:
-    """Send ``path`` from ``offset`` on; stop when the coordinator has answered ``until``."""
+    """Send ``path`` from ``offset`` on; stop early once the coordinator has answered ``until``."""
     with _local(path), path.open("rb") as stream:
         stream.seek(offset)
         while not until.done():
@@ -613,11 +618,11 @@ async def _send_file(
                 number = wire_pb2.UploadPart.DATA_FIELD_NUMBER
                 await call.write_bytes(wire.bytes_field(number, data))
             except (ConnectionError, ConnectionRefused):
-                return  # the coordinator need not hear all of it: what it answers counts
+                return  # the coordinator may answer early: its answer says what went wrong
 
 
 def _num_bytes_there(path: Path, *, at_most: int) -> int:
-    """Return how much of a download is there; a file that is too long is of something else."""
+    """Return the size of a partial download; remove a file that is too long to be one."""
     with _local(path):
         num_bytes = path.stat().st_size if path.exists() else 0
         if num_bytes <= at_most:
@@ -642,12 +647,12 @@ def _check(path: Path, *, digest: bytes) -> None:
 
 
 def _local(path: Path) -> AbstractContextManager[None]:
-    """Tell a failure of the disk from one of the network: both are OSErrors."""
+    """Report errors of the disk as such: network errors are OSErrors, too."""
     return disk_errors(path, raises=DeploymentError, doing="read or write")
 
 
 def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
-    """Return a channel to ``address``; DeploymentError for plaintext to another machine."""
+    """Create a channel to ``address``; raise DeploymentError for plaintext to another machine."""
     is_local = is_loopback(address)
     options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local else [*_OPTIONS]
     if credentials is None:

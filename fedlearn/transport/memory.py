@@ -1,7 +1,7 @@
-"""Clients in this process: real sessions through the real wire format.
+"""In-process clients that use real sessions and the real wire format.
 
-The channel of tests and of users' own tests: bytes in, bytes out, arrivals in virtual
-time, and a store for each client for the state it keeps between messages.
+This channel is for tests, including users' own: it encodes and decodes every message, replies
+arrive in virtual time, and it stores the state of each client between messages.
 """
 
 import math
@@ -19,13 +19,13 @@ from fedlearn.core.messages import ClientId, Failure, Reply, Request
 from fedlearn.errors import ProtocolError
 from fedlearn.transport.base import Arrival, reply_in, require_free
 
-#: What is due at the time that is waited until has come, however both sums of seconds are rounded.
+#: A reply that is due exactly at the end of a wait has arrived, despite rounding errors.
 _ROUNDING_S = 1e-9
 
-#: One message in, one out, with the client's state before and after.
+#: (request, client state) -> (reply, new client state), all encoded.
 Handler = Callable[[bytes, bytes], tuple[bytes, bytes]]
 
-#: Seconds until the replies of these clients to this request; infinite: never.
+#: Returns the seconds until each client's reply to the request; infinite: it never replies.
 Latency = Callable[[Sequence[ClientId], Request], NDArray[np.float64]]
 
 
@@ -35,8 +35,8 @@ class MemoryChannel:
 
     Attributes:
         clock: Advanced to each arrival.
-        states: Per client the state that its last message left behind; empty at first.
-        refused: Per client why its last refused reply did not count.
+        states: By client the state after its last message; empty at first.
+        refused: By client why its last refused reply did not count.
     """
 
     handlers: Mapping[ClientId, Handler]
@@ -54,7 +54,7 @@ class MemoryChannel:
         return MemoryExchange(self, deadline_s)
 
     def reply(self, client_id: ClientId, data: bytes) -> Reply:
-        """Have a client answer, and keep its state."""
+        """Call a client's handler, keep its new state, and decode its reply."""
         state = self.states.get(client_id, b"")
         reply, self.states[client_id] = self.handlers[client_id](data, state)
         try:
@@ -67,8 +67,8 @@ class MemoryChannel:
 class MemoryExchange:
     """An :class:`fedlearn.transport.base.Exchange` in virtual time.
 
-    Replies come in order of arrival, then of asking; the clock is that of the last one. A client
-    that is late is never asked in truth: its state stays as it was.
+    Replies come in order of arrival, ties in order of asking; the clock moves to the last arrival.
+    The handler of a client that is late is never called: its state does not change.
     """
 
     def __init__(self, channel: MemoryChannel, deadline_s: float) -> None:
@@ -77,7 +77,7 @@ class MemoryExchange:
         self._start_s = channel.clock.now_s()
         self._elapsed_s = 0.0
         self._awaited: set[ClientId] = set()
-        #: A heap: when, which of the questions, to whom, and what returns its bytes.
+        #: A heap: arrival time, index of the request, client, and a function that encodes it.
         self._due: list[tuple[float, int, ClientId, Callable[[], bytes]]] = []
         self._num_asked = 0
         self._is_open = True
@@ -86,9 +86,9 @@ class MemoryExchange:
         self,
         requests: Mapping[ClientId, Request],
         *,
-        number: int | None = None,  # noqa: ARG002 - nobody goes on
+        number: int | None = None,  # noqa: ARG002 - never resumed
     ) -> None:
-        """Send every request, now in virtual time; raises as the protocol says."""
+        """Send every request at the current virtual time; raises as the protocol says."""
         require_free(self._awaited, requests, is_open=self._is_open)
         if self._num_asked == 0:
             self._start_s = self._channel.clock.now_s()
@@ -98,7 +98,7 @@ class MemoryExchange:
         places = {client_id: self._num_asked + place for place, client_id in enumerate(requests)}
         for clients in alike.values():
             request = requests[clients[0]]
-            # Kept as long as one is still to be sent it.
+            # Encoded at most once, and freed once no client needs it any more.
             encoded: Callable[[], bytes] = cache(partial(encode, request))
             latencies_s = self._channel.latency(clients, request).tolist()
             for client_id, latency_s in zip(clients, latencies_s, strict=True):
@@ -109,7 +109,7 @@ class MemoryExchange:
         self._num_asked += len(requests)
 
     def next(self, *, until_s: float) -> Arrival | None:
-        """Return the next reply; without one by ``until_s``, that is the time then."""
+        """Return the next reply; without one, advance to ``until_s`` if the deadline is later."""
         if not self._awaited:
             return None
         if not self._due or self._due[0][0] > min(until_s + _ROUNDING_S, self._deadline_s):
@@ -124,22 +124,22 @@ class MemoryExchange:
         return Arrival(client_id, reply, self._elapsed_s, refuse)
 
     def elapsed_s(self) -> float:
-        """Return the virtual seconds that its replies have taken."""
+        """Return the virtual time of the exchange: that of its last reply or wait."""
         return self._elapsed_s
 
     def grace_until_s(self) -> float:
-        """Return 0: there are no restarts in memory."""
+        """Return 0, since an in-memory channel never restarts."""
         return 0.0
 
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
-        """Forget that these are still to answer."""
+        """Stop waiting for these clients."""
         gone = set(client_ids)
         self._awaited -= gone
         self._due = [each for each in self._due if each[2] not in gone]
         heapify(self._due)
 
     def close(self) -> None:
-        """Forget who is still to answer."""
+        """Stop waiting for all clients."""
         self._is_open = False
         self._awaited.clear()
         self._due.clear()

@@ -1,7 +1,7 @@
-"""The bounds of the gRPC door; its messages are in ``wire.proto``.
+"""The limits and timings of the gRPC service; its messages are in ``wire.proto``.
 
-After a change of ``wire.proto``, make ``wire_pb2.py`` and its stub again with the oldest
-compiler whose code every protobuf in our range runs::
+After a change of ``wire.proto``, generate ``wire_pb2.py`` and its stub with the oldest compiler
+whose code works with every protobuf in our version range::
 
     pip install grpcio-tools==1.71.0
     python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. fedlearn/transport/wire.proto
@@ -9,38 +9,38 @@ compiler whose code every protobuf in our range runs::
 
 from collections.abc import Mapping
 
-#: Versions of what the messages mean, and of :mod:`fedlearn.core.codec`'s format in each. A client
-#: names one in its hello; any other is refused with words.
+#: Supported protocol versions, and the version of :mod:`fedlearn.core.codec`'s format in each. A
+#: client names one in its hello; any other is refused, with the reason.
 MESSAGE_VERSIONS: Mapping[int, int] = {3: 5, 2: 4}
 
-#: The newest of them. A side that only speaks older ones is spoken to in the one before.
+#: The newest protocol. Peers that do not know it are offered the previous one.
 PROTOCOL = max(MESSAGE_VERSIONS)
 
-#: Most bytes of a request or reply in one chunk.
+#: Largest part of a request or reply in one chunk.
 CHUNK_BYTES = 512 << 10
 
 #: Largest request or reply that travels inside the session's stream.
 MAX_INLINE_BYTES = 256 << 10
 
-#: Largest part of a request that is for one client alone: the packets of 2,600 neighbours.
+#: Largest personal part of a request: enough for secure-aggregation packets of 2,600 neighbours.
 MAX_PERSONAL_BYTES = 256 << 10
 
-#: Largest gRPC message that either side takes: a chunk, or a task with both its parts.
+#: Largest gRPC message that either side accepts: a chunk, or a task with both its parts.
 MAX_MESSAGE_BYTES = CHUNK_BYTES + MAX_INLINE_BYTES
 
-#: What says in the trailing metadata of a call that was not served now after how many seconds the
-#: client shall come back, as a decimal number; within a session that is a message.
+#: Key in the trailing metadata of a call that was not served now: the seconds, as a decimal number,
+#: after which the client should come back. Within a session, a message says so.
 COME_BACK_METADATA = "fedlearn-come-back-s"
 
-#: Seconds between a client's pings on a silent connection, and until an answer is late. Together
-#: less than the 30 s in which a client finds a new way to its coordinator. Doors of version 2 end
-#: connections with pings every 15 s or more often.
+#: Seconds between a client's pings on a silent connection, and until an answer is late. The sum is
+#: below the 30 s in which a client must find a new route to its coordinator. Servers of protocol 2
+#: close connections that ping every 15 s or more often.
 KEEPALIVE_S, KEEPALIVE_ANSWER_S = 18, 8
 
-#: Beats that may be missing until a coordinator is taken for dead.
+#: Missed beats after which a client considers its coordinator dead.
 MISSED_BEATS = 3
 
-#: Bytes a second over which a client hears a coordinator with beats often enough in a download.
+#: Lowest download rate at which chunks arrive often enough for a client that expects beats.
 SLOWEST_BYTES_PER_S = 16 << 10
 
 #: Full names of the services' methods.
@@ -49,10 +49,10 @@ ENROLMENT = "fedlearn.v1.Enrolment"
 
 
 def download_chunk_bytes(beat_s: float) -> int:
-    """Return the size of a download's chunks, which beats wait behind.
+    """Return the chunk size of downloads, which bounds how long a chunk can delay a beat.
 
-    Large chunks cost less processor time. But while one arrives, a client hears nothing else, and
-    after :data:`MISSED_BEATS` it leaves.
+    Large chunks cost less processor time. But while one arrives, no other message can, and
+    after :data:`MISSED_BEATS` missed beats the client disconnects.
 
     Args:
         beat_s: Seconds between two beats; 0: there are none.
@@ -67,10 +67,10 @@ def download_chunk_bytes(beat_s: float) -> int:
 
 
 def bytes_field(number: int, data: bytes | memoryview) -> bytes:
-    """Return the serialised message that has one field, of bytes, with a number below 16.
+    """Serialise a message with a single field, of bytes, whose number is below 16.
 
-    For the chunks of a transfer: protobuf's own serialisation grows a buffer step by step,
-    which costs more than to encrypt the chunk and send it.
+    Used for the chunks of a transfer: protobuf's own serialisation grows a buffer step by step,
+    which costs more than encrypting and sending the chunk.
 
     Example:
         >>> from fedlearn.transport import wire_pb2
@@ -81,7 +81,7 @@ def bytes_field(number: int, data: bytes | memoryview) -> bytes:
 
 
 def only_field(number: int, message: bytes) -> memoryview | None:
-    """Return the bytes in what :func:`bytes_field` makes, without a copy; None: it is not that.
+    """Return the bytes in a message of :func:`bytes_field`, without a copy; ``None`` for any other.
 
     Example:
         >>> bytes(only_field(2, bytes_field(2, b"abc")))
@@ -94,12 +94,12 @@ def only_field(number: int, message: bytes) -> memoryview | None:
     return None
 
 
-#: Bytes of the longest head of a field that fits into a message.
+#: Bytes of the longest head that a field of an allowed message can have.
 _MAX_HEAD_BYTES = 5
 
 
 def _head(number: int, size: int) -> bytes:
-    """Return number, type and length of a field of bytes, seven bits of the length a byte."""
+    """Return a field's tag and length: a varint, seven bits in each byte, lowest first."""
     head = bytearray([number << 3 | 2])
     while size > 0x7F:  # noqa: PLR2004 - seven bits
         head.append(size & 0x7F | 0x80)

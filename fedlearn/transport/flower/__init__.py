@@ -1,22 +1,22 @@
 """A Flower federation as a channel: our messages through a stock SuperLink and stock SuperNodes.
 
-The coordinator's side is :class:`FlowerChannel`, made by :class:`Federation` inside
-:func:`server_app`; the client's side is :func:`client_app`. Flower moves bytes: a message is a
-small record of headers and one array, the encoded request or reply. Each side also speaks with
-what was written for Flower alone, without secure aggregation: :class:`StockChannel` with other
-ClientApps, :func:`client_app` with Flower's own strategies.
+The coordinator's side is :class:`FlowerChannel`, created from the :class:`Federation` that
+:func:`server_app` provides; the client's side is :func:`client_app`. Flower transports bytes: a
+message is a small record of headers and one array, the encoded request or reply. Each side also
+works with apps written for Flower alone, without secure aggregation: :class:`StockChannel` with
+other ClientApps, :func:`client_app` with Flower's own strategies.
 
-Flower answers each message in a fresh process, so what a client remembers lies in its
-``Context.state``, its private key included, unless its node is configured with a folder for it
+Flower answers each message in a fresh process, so the state of a client, including its private key,
+is stored in its ``Context.state``, unless its node is configured with a folder for it
 (``identity="/path"``): :mod:`fedlearn.transport.flower.node_store`.
 
 Guarantees:
     Between fedlearn's two sides a reply counts only if it is signed, for this run, round, attempt
-    and exchange, by the key that the client showed first in this run. Who controls the SuperLink,
-    or takes part under a client id before its owner does, can show a key of his own: on first use
-    there is nothing to compare with. A node that was restarted without an identity folder has lost
-    its key and is refused for the rest of the run. What was written for Flower alone signs
-    nothing: there a reply is whose the SuperLink says that it is.
+    and exchange, by the key that the client showed first in this run. An attacker who controls the
+    SuperLink, or who takes part under a client id before its owner does, can show another key: on
+    first use there is nothing to compare with. A node that was restarted without an identity folder
+    has lost its key and is refused for the rest of the run. Apps written for Flower alone sign
+    nothing: there, the SuperLink's word for the sender of a reply is trusted.
 
 References:
     `Flower 1.41 <https://flower.ai/docs/framework/>`_; its public names only.

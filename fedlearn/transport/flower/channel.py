@@ -38,12 +38,12 @@ from fedlearn.transport.flower.records import (
 from fedlearn.transport.wire_pb2 import TaskKey
 
 _HELLO_TTL_S = 600.0
-#: Of the reasons why nodes are no clients, how many are told.
+#: Most reasons that are listed for nodes that are not clients.
 _TOLD_REASONS = 3
 
 
 class _Constants(NamedTuple):
-    """The tensors of a model that stay the same in a run, as they are sent."""
+    """A model's tensors that stay the same in a run, encoded for sending."""
 
     tensors: Mapping[str, Tensor]
     digest: bytes
@@ -51,7 +51,7 @@ class _Constants(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A request as it is sent to a cohort."""
+    """A request, encoded for a cohort."""
 
     key: TaskKey
     payload: ArrayRecord
@@ -60,12 +60,12 @@ class _Encoded(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class FlowerChannel(GridChannel):
-    """Reaches fedlearn's clients, which introduce themselves and sign what they say.
+    """Reaches fedlearn's clients, which introduce themselves and sign their replies.
 
     Attributes:
         run_id: Unique to the run for ever; part of what clients sign.
-        coordinator_key: What the coordinator signs the terms of secure aggregation with, 32 bytes,
-            shown to each node when it introduces itself; empty: there is none.
+        coordinator_key: Verifies the coordinator's signature of the terms of secure aggregation, 32
+            bytes; shown to each node when it introduces itself. Empty: there is none.
     """
 
     run_id: str
@@ -73,18 +73,18 @@ class FlowerChannel(GridChannel):
     _keys: dict[ClientId, bytes] = field(default_factory=dict, init=False)
     _hellos: dict[int, Sent] = field(default_factory=dict, init=False)
     _settled_nodes: set[int] = field(default_factory=set, init=False)
-    _strangers: dict[int, str] = field(default_factory=dict, init=False)  # why, by node
+    _strangers: dict[int, str] = field(default_factory=dict, init=False)  # reasons, by node
     _last_keys: dict[str, TaskKey] = field(default_factory=dict, init=False)
-    _constants: "_Constants | None" = field(default=None, init=False)  # sent last
-    _holders: dict[ClientId, bytes] = field(default_factory=dict, init=False)  # of which constants
+    _constants: "_Constants | None" = field(default=None, init=False)  # the last sent
+    _holders: dict[ClientId, bytes] = field(default_factory=dict, init=False)  # by digest
 
     @property
     def identity_keys(self) -> Mapping[ClientId, bytes]:
-        """By client the key that it showed first in this run; it grows as clients come."""
+        """By client the key that it showed first in this run; grows as clients join."""
         return MappingProxyType(self._keys)
 
     def attendance(self) -> str:
-        """Return in words how many nodes were connected at the last look, and who is no client.
+        """Return in words how many nodes were last connected, and why some are not clients.
 
         As in "3 nodes are connected, 2 did not introduce themselves (the ClientApp raised ...)".
         """
@@ -102,7 +102,7 @@ class FlowerChannel(GridChannel):
         asked, questions = Asked.of(requests), dict[ClientId, Question]()
         alike = [self._encode(request) for request in asked.shared]
         for client, place in asked.places.items():
-            # A part that is for one client alone stands in the header, beside what all have.
+            # The personal part goes into the header; all clients share the payload.
             request, personal = alike[place], asked.personal.get(client, b"")
             evaluates = isinstance(asked.shared[place], EvaluateRequest)
             digest = b"" if request.constants is None else request.constants.digest
@@ -126,12 +126,12 @@ class FlowerChannel(GridChannel):
         return questions
 
     def _encode(self, request: Request) -> "_Encoded":
-        """Return a request in the parts that messages have; the SuperLink keeps each part once."""
+        """Encode a request in the parts of a message; the SuperLink stores each part once."""
         bare, constants = split(request)
         return _Encoded(self._key(request), payload_of(encode(bare)), self._constants_of(constants))
 
     def _constants_of(self, constants: Mapping[str, Tensor]) -> "_Constants | None":
-        """Return constants as they are sent; the same tensors are encoded once in a run."""
+        """Encode constants; the same tensors are encoded only once in a run."""
         if not constants:
             return None
         known = self._constants
@@ -159,10 +159,10 @@ class FlowerChannel(GridChannel):
             self._holders[client] = request.constants.digest
         return as_reply(data)
 
-    # -- who is there --
+    # -- introductions --
 
     def _meet(self, nodes: set[int]) -> None:
-        """Ask new nodes who they are, and take in the answers: clients are those that did."""
+        """Ask new nodes to introduce themselves; those that have become clients."""
         greeting = content_of(key_header(self._introduction), payload_of(self.coordinator_key))
         strangers = [
             Sent(
@@ -186,12 +186,12 @@ class FlowerChannel(GridChannel):
         return TaskKey(run_id=self.run_id, kind=HELLO)
 
     def _take_in(self, sent: Sent) -> None:
-        """Pin the key of a node that says who it is; one that could not is asked again."""
+        """Pin the key of a node that introduced itself; ask one that failed again."""
         outcome = self._postbox.take(sent)
         log = structlog.get_logger(__name__).bind(node_id=sent.node_id)
         if not isinstance(outcome, Message):
             reason = "no answer" if outcome is None else outcome.reason
-            if self._strangers.get(sent.node_id) != reason:  # each look asks again
+            if self._strangers.get(sent.node_id) != reason:  # each look asks again: log once
                 log.warning("introduction_failed", error=reason)
             self._strangers[sent.node_id] = reason
             return
@@ -207,7 +207,7 @@ class FlowerChannel(GridChannel):
         log.info("client_joined", client_id=client, key=public_key.hex()[:12])
 
     def _hello(self, reply: Message, sent: Sent) -> tuple[ClientId, bytes]:
-        """Return the client at a node and its key; ProtocolError if it is not to be believed."""
+        """Return the client at a node and its key; ProtocolError if the introduction is invalid."""
         header, data = unpacked(reply.content)
         client, public_key = ClientId(number_in(header, "client_id")), key_on(data, sent.node_id)
         require_signed(header, data, key=self._introduction, client=client, by=public_key)
@@ -221,9 +221,10 @@ class FlowerChannel(GridChannel):
 
 @dataclass(frozen=True, kw_only=True)
 class Federation:
-    """What a coordinator finds in a Flower run, of an id that is unique for ever.
+    """The coordinator's access to a Flower run, whose id is unique for ever.
 
-    ``run_config`` is what ``flwr run`` was given: ``[tool.flwr.app.config]`` and overrides.
+    ``run_config`` is the configuration given to ``flwr run``: ``[tool.flwr.app.config]`` and
+    overrides.
     """
 
     grid: MessageGrid

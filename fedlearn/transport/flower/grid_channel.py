@@ -1,4 +1,4 @@
-"""A Flower grid as a channel, whatever answers at its nodes."""
+"""A Flower grid as a channel, for any kind of app at its nodes."""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,22 +25,23 @@ from fedlearn.transport.flower.postbox import (
 )
 from fedlearn.transport.flower.records import asks_for_constants, num_bytes
 
-#: Seconds between two looks at what has arrived.
+#: Seconds between two polls for arrivals.
 _TICK_S = 0.1
-#: Flower's clock and ours are read at different moments: it shall not end a round before we do.
+#: Flower's clock and ours are read at different times; with this margin Flower does not end a round
+#: before we do.
 _TTL_MARGIN_S = 1.0
-#: What a reply may be larger than twice its request.
+#: Bytes by which a reply may exceed twice the size of its request.
 _REPLY_ALLOWANCE_BYTES = 1 << 20
 
 
 @dataclass(eq=False, kw_only=True)
 class Question(Sent):
-    """A request on its way to a client, and its reply back.
+    """A request in flight to a client, and its reply.
 
     Attributes:
-        read: Returns what the client says in a reply, or raises ProtocolError.
-        whole: The content with the constants of its model, for a node that lacks them; ``None``:
-            there are none.
+        read: Decodes the reply, or raises ProtocolError.
+        whole: The content with the model's constants, for a node that lacks them; ``None``: the
+            model has none.
     """
 
     read: Callable[[Message], Reply]
@@ -48,18 +49,18 @@ class Question(Sent):
 
     @property
     def max_reply_bytes(self) -> int:
-        """How large its reply may be."""
+        """Size limit of the reply."""
         return 2 * num_bytes(self.content) + _REPLY_ALLOWANCE_BYTES
 
 
 @dataclass(eq=False, kw_only=True)
 class GridChannel(ABC):
-    """Reaches clients through a Flower grid; who they are and what they are sent is a subclass's.
+    """Reaches clients through a Flower grid; subclasses identify them and build their messages.
 
     Attributes:
-        patience_s: How long :meth:`available` waits for a SuperLink that does not answer, and a
-            question with a number for a client that is not known yet.
-        start: How to do something on the side.
+        patience_s: How long :meth:`available` waits for a SuperLink that does not answer, and how
+            long a numbered question waits for a client that is not known yet.
+        start: Runs a function in the background.
     """
 
     grid: MessageGrid
@@ -71,7 +72,7 @@ class GridChannel(ABC):
     _node_ids: dict[ClientId, int] = field(default_factory=dict, init=False)
     _connected: set[int] = field(default_factory=set, init=False)
     _late: list[Sent] = field(default_factory=list, init=False)
-    #: Questions to clients that are not known yet, and until when they may come.
+    #: Questions to clients that are not known yet, and until when to wait for them.
     _unsent: dict[Question, tuple[ClientId, float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -79,13 +80,13 @@ class GridChannel(ABC):
 
     @abstractmethod
     def _meet(self, nodes: set[int]) -> None:
-        """Learn which clients are at the nodes that are connected now."""
+        """Find the clients at the nodes that are connected now."""
 
     @abstractmethod
     def _questions(
         self, requests: Mapping[ClientId, Request], *, expires_s: float
     ) -> dict[ClientId, Question]:
-        """Return what each client is sent; it is not sent to one that is not known."""
+        """Build the question for each client; questions to unknown clients are not sent."""
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients whose nodes are connected now, in ascending order.
@@ -100,29 +101,29 @@ class GridChannel(ABC):
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes were connected at the last look."""
+        """Number of nodes connected at the last look."""
         return len(self._connected)
 
     @property
     def num_clients(self) -> int:
-        """How many of them are clients."""
+        """Number of those nodes that are clients."""
         return len(self._connected & set(self._node_ids.values()))
 
     def attendance(self) -> str:
-        """Return in words how many nodes were connected at the last look."""
+        """Return in words how many nodes were last connected."""
         noun = "node is" if self.num_nodes == 1 else "nodes are"
         return f"{self.num_nodes} {noun} connected"
 
     def open(self, *, deadline_s: float) -> "FlowerExchange":
-        """Open an exchange, none of it durable; late replies are dropped, and counted."""
+        """Open an exchange that does not survive a crash; late replies are counted and dropped."""
         return FlowerExchange(self, deadline_s)
 
     def send(
         self, requests: Mapping[ClientId, Request], *, expires_s: float, patience_s: float = 0.0
     ) -> dict[ClientId, Question]:
-        """Send to each client, on the side; one that is not known is sent to once it is.
+        """Send to each client, in the background; send to an unknown client once it joins.
 
-        Whoever has not come after ``patience_s`` has failed.
+        A client that has not joined after ``patience_s`` has failed.
         """
         sent = self._questions(requests, expires_s=expires_s)
         now_s = self.clock.now_s()
@@ -141,7 +142,7 @@ class GridChannel(ABC):
         return client in self._node_ids
 
     def _send_unsent(self) -> None:
-        """Send to clients that have come since; who has not in time has failed."""
+        """Send to clients that have joined since; those that are too late have failed."""
         if not self._unsent:
             return
         self.available()
@@ -156,7 +157,7 @@ class GridChannel(ABC):
                 self._unsent[sent] = client, ends_s
 
     def arrived(self, waiting: Mapping[ClientId, Question], *, before_s: float) -> list[ClientId]:
-        """Return whose outcome has come in time since the last look, earliest first."""
+        """Return the clients whose outcome arrived by ``before_s``, earliest first."""
         self._clear_late()
         self._send_unsent()
         self._postbox.look(waiting.values())
@@ -168,14 +169,14 @@ class GridChannel(ABC):
         return sorted(arrived_s, key=arrived_s.__getitem__)
 
     def drop(self, waiting: Iterable[Question]) -> None:
-        """Have nobody wait for these replies any more."""
+        """Stop waiting for these replies."""
         for sent in waiting:
             sent.is_dropped = True
             if self._unsent.pop(sent, None) is None:
                 self._late.append(sent)
 
     def _clear_late(self) -> None:
-        """Fetch and drop replies to exchanges that have ended: the SuperLink holds them."""
+        """Fetch and drop replies to exchanges that have ended, to free them in the SuperLink."""
         now_s = self.clock.now_s()
         self._postbox.look(self._late)
         still_out = []
@@ -187,7 +188,7 @@ class GridChannel(ABC):
         self._late = still_out
 
     def reply(self, client: ClientId, sent: Question) -> Reply | None:
-        """Return what a client answered, once it is certain that it did.
+        """Return a client's reply, after its checks.
 
         ``None``: its node lacks the constants of the model, and the question was sent again with
         them.
@@ -216,7 +217,7 @@ class GridChannel(ABC):
             return Failure(str(error))
 
     def _nodes(self, end_s: float) -> set[int]:
-        """Return the connected nodes; an error is one that passes until ``end_s``."""
+        """Return the connected nodes; retry errors until ``end_s``."""
         while True:
             try:
                 return set(self.grid.get_node_ids())
@@ -237,7 +238,7 @@ def _stranger() -> Failure:
 class FlowerExchange:
     """An :class:`fedlearn.transport.base.Exchange` through a Flower grid.
 
-    Each question lives in the SuperLink until the deadline; each answer is pulled on the side.
+    Each question lives in the SuperLink until the deadline; replies are pulled in the background.
     """
 
     def __init__(self, channel: GridChannel, deadline_s: float) -> None:
@@ -256,8 +257,8 @@ class FlowerExchange:
     ) -> None:
         """Push every request; raises as the protocol says.
 
-        A question with a number may be one that an earlier process has asked, of clients that have
-        not introduced themselves to this one yet: they are waited for.
+        A numbered question may have been asked by an earlier process, of clients that have not
+        introduced themselves to this one yet: it waits for them.
         """
         require_free(self._waiting, requests, is_open=self._is_open)
         if math.isnan(self._start_s):
@@ -268,7 +269,7 @@ class FlowerExchange:
         self._waiting |= sent
 
     def next(self, *, until_s: float) -> Arrival | None:
-        """Return the next reply; a client that is not there has failed at once.
+        """Return the next reply; a client that is not connected fails at once.
 
         Raises:
             DeploymentError: The SuperLink no longer serves this run.
@@ -301,13 +302,13 @@ class FlowerExchange:
         return 0.0
 
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
-        """Drop the replies of these."""
+        """Drop the replies of these clients."""
         gone = [self._waiting.pop(each) for each in client_ids if each in self._waiting]
         self._channel.drop(gone)
         self._arrived = deque(each for each in self._arrived if each in self._waiting)
 
     def close(self) -> None:
-        """Drop the replies that have not been read."""
+        """Drop all replies that have not been read."""
         self._is_open = False
         self._channel.drop(self._waiting.values())
         self._waiting.clear()

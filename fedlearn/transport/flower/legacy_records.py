@@ -1,7 +1,7 @@
 """The records of Flower's earlier API: ``client_fn``, ``NumPyClient``, ``flwr.server.strategy``.
 
-Its messages name their records after what they answer (``fitins.parameters``), and arrays have
-numbers in place of names. Otherwise they say what those of :mod:`.stock_records` say.
+Their names begin with the type of the message (``fitins.parameters``), and arrays have numbers
+instead of names. Otherwise they contain the same as those of :mod:`.stock_records`.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from fedlearn.errors import ProtocolError
 from fedlearn.transport.flower.stock_records import ARRAYS, CONFIG, METRICS, StockRecords
 from fedlearn.transport.flower.stock_records import NUM_EXAMPLES as WEIGHT
 
-#: Of a status: all is well.
+#: The status code of success.
 _OK = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyRecords(StockRecords):
-    """What a coordinator sends to ClientApps of the earlier API, and how it reads their replies."""
+    """Converts messages to and from records for ClientApps of Flower's earlier API."""
 
     def content(self, request: Request) -> RecordDict:
-        """Return a request as records; raises as for the present API."""
+        """Convert a request to records; raises the same errors as for the present API."""
         present = super().content(request)
         asked = "evaluateins" if isinstance(request, EvaluateRequest) else "fitins"
         return RecordDict(
@@ -33,10 +33,10 @@ class LegacyRecords(StockRecords):
         )
 
     def reply(self, content: RecordDict, request: Request) -> Reply:
-        """Return what a client says in answer to a request.
+        """Convert a client's records to a reply.
 
         Raises:
-            ProtocolError: It is no answer, or says that the client could not answer.
+            ProtocolError: They are not a reply, or say that the client failed.
         """
         evaluates = isinstance(request, EvaluateRequest)
         answered = "evaluateres" if evaluates else "fitres"

@@ -1,4 +1,4 @@
-"""The client's side: a ClientApp that answers messages from what its node keeps of it."""
+"""The client's side: a ClientApp that answers messages, with state stored at its node."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,18 +42,18 @@ from fedlearn.transport.wire_pb2 import TaskKey
 
 _ReplyT = TypeVar("_ReplyT", TrainReply, EvaluateReply)
 
-#: What Flower calls with a message in place of the app, which it is given to call in turn.
+#: A Flower mod: wraps the app, which is its third argument.
 Mod: TypeAlias = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Where a client runs.
+    """The node that a client runs on.
 
     Attributes:
-        client_id: The node's ``partition-id``; without one, a number made of its node id.
-        node_config: What ``flower-supernode --node-config`` was given.
-        run_config: What ``flwr run`` was given.
+        client_id: The node's ``partition-id``; without one, a number derived from its node id.
+        node_config: The configuration given to ``flower-supernode --node-config``.
+        run_config: The configuration given to ``flwr run``.
     """
 
     client_id: ClientId
@@ -63,12 +63,12 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """What a client signs with, and what it knows its coordinator by.
+    """A client's identity, and its coordinator's key.
 
     Attributes:
-        coordinator_key: That of the node's configuration (``coordinator-key``), else the first
-            that it was shown; empty: none yet.
-        folder: Where they lie, and what else outlives a run; ``None``: in the node's memory.
+        coordinator_key: The key in the node's configuration (``coordinator-key``), else the first
+            one that a coordinator showed; empty: none yet.
+        folder: Where keys and all that outlives a run are stored; ``None``: in the node's memory.
     """
 
     identity: Identity
@@ -77,19 +77,18 @@ class Keys:
 
 
 class Answer(Protocol):
-    """One message in, one out, with the client's state before and after."""
+    """Answers one message, with the client's state before and after."""
 
     def __call__(
         self, data: bytes, state: bytes, *, personal: bytes, constants: bytes
     ) -> tuple[bytes, bytes]:
-        """Return the reply to a request in three parts, and the state.
+        """Return the encoded reply to a request in three parts, and the new state.
 
         Args:
-            data: What a whole cohort is sent.
-            state: As it was before.
-            personal: What this client alone is sent.
-            constants: The tensors of the model that stay the same in a run; empty: ``data`` has
-                them.
+            data: The part shared by the whole cohort.
+            state: The client's state before.
+            personal: The part for this client alone.
+            constants: The model's tensors that stay the same in a run; empty: ``data`` has them.
         """
 
 
@@ -99,16 +98,16 @@ def client_app(
     settings_of: SettingsOf,
     mods: Sequence[Mod] = (),
 ) -> ClientApp:
-    """Return a Flower ClientApp that answers every message with what ``make_answer`` returns.
+    """Create a Flower ClientApp that answers every message with the result of ``make_answer``.
 
-    That is called once a message: Flower starts a process for each. What it raises goes to the
-    coordinator with its traceback. A message of one of Flower's own strategies is answered as it
-    expects, what cannot be by an error with the reason.
+    It is called once a message, since Flower starts a process for each. Its exceptions go to the
+    coordinator with their traceback. A message of one of Flower's own strategies gets the reply
+    that the strategy expects, or an error with the reason if it cannot be answered.
 
     Args:
-        make_answer: Returns what answers at a node.
-        settings_of: Returns how to train where one of Flower's strategies asks, by its config; or
-            raises SettingsRefused.
+        make_answer: Creates the function that answers at a node.
+        settings_of: Converts the config of one of Flower's strategies to training settings; raises
+            SettingsRefused if it cannot.
         mods: Flower's, around the app in their order: they see signed replies.
     """
     node = _Answering(make_answer, settings_of)
@@ -162,7 +161,7 @@ class _Answering:
     def _answered(
         self, context: Context, data: bytes, *, personal: bytes = b"", constants: bytes = b""
     ) -> tuple[bytes, Identity]:
-        """Return the encoded reply, and who may sign it; what the client keeps is kept."""
+        """Return the encoded reply and the identity that signs it; store the client's new state."""
         node = _node(context)
         with node_store_of(context) as store:
             before, keys = store.state, _keys(context, store)
@@ -174,7 +173,7 @@ class _Answering:
 
 
 def _constants(message: Message, context: Context, digest: bytes) -> bytes:
-    """Return a model's constants, from the message or as they were kept; empty: neither has them.
+    """Return a model's constants, from the message or the store; empty if neither has them.
 
     Raises:
         ProtocolError: Those in the message have another digest.
@@ -201,7 +200,7 @@ def _introduce(message: Message, context: Context) -> Message:
 
 
 def _reply_in(data: bytes, kind: type[_ReplyT]) -> _ReplyT:
-    """Return a reply; raise ProtocolError with its reason where it is a failure."""
+    """Decode a reply; raise ProtocolError if it is a failure, with its reason."""
     reply = reply_in(data)
     if not isinstance(reply, kind):
         raise ProtocolError(
@@ -230,7 +229,7 @@ def _keys(context: Context, store: NodeStore) -> Keys:
 
 
 def _configured_key(context: Context) -> bytes:
-    """Return the coordinator's key of the node's configuration, empty where it has none."""
+    """Return the coordinator's key of the node's configuration; empty if it has none."""
     value = context.node_config.get("coordinator-key")
     if value is None:
         return b""
@@ -249,8 +248,8 @@ def _configured_key(context: Context) -> bytes:
 def _meet(shown: bytes, context: Context, store: NodeStore) -> None:
     """Pin the coordinator's key, if it shows one and none is known.
 
-    A coordinator that shows another key is no error here: this client refuses its terms, in words
-    that reach it.
+    A coordinator that shows another key causes no error here: this client later refuses its terms,
+    and the coordinator receives the reason.
     """
     if not shown:
         return  # a run without secure aggregation

@@ -1,24 +1,24 @@
-"""What a client keeps from one message to the next: in a folder of its node, or with Flower.
+"""The state that a client keeps between messages: in a folder of its node, or in Flower's context.
 
 With ``identity="/path"`` in the node's configuration::
 
     identity.pem     the client's keys
-    coordinator.key  the coordinator's key in hexadecimal, as it was seen first; remove the file to
+    coordinator.key  the coordinator's key in hexadecimal, as it was first seen; remove the file to
                      take part under another one
-    pins.json        the identity keys of other clients, as the client has pinned them
-    history.json     by coordinator which sums the client has helped to open, over all runs
+    pins.json        the identity keys of other clients that the client has pinned
+    history.json     by coordinator, the sums that the client has helped to open, over all runs
     constants        the tensors of the last model that stay the same in a run
     lock             held while a message is answered
-    state/<run_id>   what trainer and sessions keep of a run, until somebody removes it: a SuperNode
-                     may have several runs at once, and does not say which of them are over
+    state/<run_id>   state of the trainer and sessions of a run; never removed automatically: a
+                     SuperNode may have several runs at once, and does not say which are over
 
-Without a folder everything lies in Flower's ``Context.state``, in the memory of the SuperNode.
+Without a folder, all of this is in Flower's ``Context.state``, in the memory of the SuperNode.
 
 Guarantees:
     In a folder the state after a message is durable before its reply leaves, and no two processes
-    answer from one state. With Flower 1.41 alone neither holds to the end: the process of a
-    ClientApp hands over the reply first and its context as it exits, so a process that is killed
-    in between has answered, and the next one does so from the state before.
+    answer from one state. With Flower 1.41 alone neither holds completely: the process of a
+    ClientApp hands over the reply first and its context when it exits, so a process that is killed
+    in between has answered, and the next one answers again from the old state.
 """
 
 from collections.abc import Iterator
@@ -35,22 +35,22 @@ from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Identity
 from fedlearn.transport.flower.records import KEY_BYTES, run_id_of
 
-#: The name of our record in Flower's context.
+#: Name of our record in Flower's context.
 _STATE = "fedlearn.state"
 
 
 def folder_of(context: Context) -> Path | None:
-    """Return this node's folder for its client; ``None``: it has none."""
+    """Return the folder that this node is configured with for its client; ``None`` if none."""
     value = context.node_config.get("identity")
     return None if value is None else Path(str(value))
 
 
 @contextmanager
 def node_store_of(context: Context) -> Iterator["NodeStore"]:
-    """Open the store of this node's client; another process that opens it waits.
+    """Open the store of this node's client; other processes wait until it is closed.
 
     Raises:
-        DeploymentError: The folder cannot be made, read or written.
+        DeploymentError: The folder cannot be created, read or written.
     """
     folder = folder_of(context)
     if folder is None:
@@ -63,10 +63,10 @@ def node_store_of(context: Context) -> Iterator["NodeStore"]:
 
 
 def read_key(text: str, *, source: str) -> bytes:
-    """Return the Ed25519 key that is written in hexadecimal.
+    """Parse an Ed25519 key in hexadecimal.
 
     Raises:
-        DeploymentError: It is none.
+        DeploymentError: ``text`` is not a key.
     """
     try:
         key = bytes.fromhex(text.strip())
@@ -82,10 +82,10 @@ def read_key(text: str, *, source: str) -> bytes:
 
 @dataclass(frozen=True)
 class _InContext:
-    """A store that Flower keeps, as long as the node lives.
+    """A store in Flower's context, which lasts as long as the node.
 
-    The client's keys are made when they are first asked for. The coordinator's is empty until it
-    is pinned, once; the state, until some is kept in this run.
+    The client's keys are created on first use. The coordinator's key is empty until it is pinned,
+    once; the state is empty until one is stored in this run.
     """
 
     context: Context
@@ -105,7 +105,7 @@ class _InContext:
 
     @property
     def state(self) -> bytes:
-        # The context outlives a run where several make a series; its sessions do not.
+        # In a series of runs the context outlives each run, but its sessions do not.
         is_of_this_run = self._record.get("run_id") == run_id_of(self.context)
         return self._bytes("state") if is_of_this_run else b""
 
@@ -137,7 +137,7 @@ class _InContext:
 
 @dataclass(frozen=True)
 class _InFolder:
-    """The same on the node's disk."""
+    """The same store in a folder on the node's disk."""
 
     folder: Path
     run_id: str
@@ -176,5 +176,5 @@ class _InFolder:
         return self.folder / "state" / self.run_id
 
 
-#: What is kept of a client, opened for one message.
+#: A client's store, opened for one message.
 NodeStore: TypeAlias = _InContext | _InFolder

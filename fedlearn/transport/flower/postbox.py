@@ -1,4 +1,4 @@
-"""The coordinator's post: messages are pushed and replies pulled on the side."""
+"""Pushes messages to a Flower grid and pulls the replies, in background threads."""
 
 import math
 import threading
@@ -16,21 +16,21 @@ from fedlearn.core.messages import Failure
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.flower.records import error_of
 
-#: Runs a function on the side; the default is a thread that does not keep the process alive.
+#: Runs a function in the background; by default in a thread that does not keep the process alive.
 Start = Callable[[Callable[[], None]], None]
 
-#: Seconds between two questions for one reply, and for one that is late and only to be cleared.
+#: Seconds between two pulls for one reply, and for a late one, which is only pulled to free it.
 _PULL_EVERY_S = 0.25
 _PULL_LATE_EVERY_S = 3.0
-#: A pull that takes longer waits for a client's upload; another takes its place.
+#: Seconds. A longer pull is waiting for a client's upload, so another sweeper may start.
 _STALLED_S = 2.0
 _MAX_SWEEPERS = 4
-#: Replies that are pulled ahead of who folds them: memory does not grow with the cohort.
+#: Most replies that are pulled before the aggregation takes them, whatever the size of the cohort.
 _MAX_HELD = 8
-#: Times that a message is handed to a SuperLink that answers with errors, and the pauses between.
+#: Attempts to push a message to a SuperLink that returns errors, and seconds between them.
 _MAX_PUSHES = 5
 PUSH_AGAIN_S = 1.0
-#: The least that a message lives, in seconds.
+#: Shortest lifetime of a message, in seconds.
 _LEAST_TTL_S = 0.1
 
 
@@ -40,38 +40,39 @@ def in_a_thread(work: Callable[[], None]) -> None:
 
 
 class MessageGrid(Protocol):
-    """All that is used of Flower's :class:`flwr.serverapp.Grid`."""
+    """The part of Flower's :class:`flwr.serverapp.Grid` that is used."""
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the connected nodes."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Hand messages over and return their ids, empty where the node is unknown."""
+        """Push messages and return their ids, empty if a node is unknown."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there."""
+        """Return the replies that have arrived."""
 
 
 @dataclass
 class Counts:
-    """What happened on a channel, for telemetry."""
+    """Event counts of a channel, for telemetry."""
 
     late: int = 0  # replies after their exchange had ended
     refused: int = 0  # replies and introductions whose signature, form or size is wrong
-    grid_errors: int = 0  # requests that the SuperLink answered so; most are repeated
+    grid_errors: int = 0  # failed requests to the SuperLink; most are retried
 
 
 @dataclass(eq=False, kw_only=True)
 class Sent:
-    """A message on its way to a node and back; threads set what it comes to.
+    """A message in flight to a node, and its outcome, which a background thread sets.
 
     Attributes:
-        content: What, shared by all that are sent the same.
-        expires_s: When it is worthless, by our clock; infinite for Flower's default.
-        message_id: What its reply is asked for by; empty until the SuperLink has it.
+        content: The content, shared by all messages with the same one.
+        expires_s: When the message expires, on our clock; infinite for Flower's default.
+        message_id: Identifies the message when its reply is pulled; empty until the SuperLink has
+            it.
         outcome: The reply, or why there is none.
-        next_pull_s: When to ask for the reply again; infinite while somebody does.
-        is_dropped: Nobody waits for it.
+        next_pull_s: When to pull the reply again; infinite while a pull is queued or running.
+        is_dropped: Whether its reply is no longer needed.
     """
 
     node_id: int
@@ -85,26 +86,26 @@ class Sent:
     is_dropped: bool = False
 
     def settle(self, outcome: Message | Failure, now_s: float) -> None:
-        """Take the outcome."""
-        self.arrived_s = now_s  # first: whoever sees the outcome reads it
+        """Set the outcome."""
+        self.arrived_s = now_s  # before the outcome: another thread that sees that reads this
         self.outcome = outcome
 
     def send_again(self, content: RecordDict) -> None:
-        """Have other content go to the node, as if it were sent for the first time."""
+        """Reset the message so that other content can be sent."""
         self.content, self.message_id, self.outcome = content, "", None
         self.arrived_s, self.next_pull_s = math.nan, -math.inf
 
     def message(self, now_s: float) -> Message:
-        """Return a new message: one that is sent again is another to Flower."""
+        """Create a new Flower message; each retry is a different message to Flower."""
         ttl_s = None if math.isinf(self.expires_s) else max(_LEAST_TTL_S, self.expires_s - now_s)
         return Message(self.content, self.node_id, self.message_type, ttl=ttl_s)
 
 
 @dataclass(eq=False)
 class Postbox:
-    """Pushes messages and pulls replies on the side, so that no peer can hold up its caller.
+    """Pushes messages and pulls replies in the background, so that no peer can block the caller.
 
-    Replies are pulled one at a time, since a pull waits for the upload of what it finds.
+    Replies are pulled one at a time, since a pull blocks until the reply that it finds is uploaded.
     """
 
     grid: MessageGrid
@@ -118,11 +119,11 @@ class Postbox:
     _is_broken: bool = False
 
     def send(self, messages: Sequence[Sent]) -> None:
-        """Push the messages in order, on the side."""
+        """Push the messages in order, in the background."""
         self.start(partial(self._watched, partial(self._push_all, messages)))
 
     def look(self, waiting: Iterable[Sent]) -> None:
-        """Ask for the replies to ``waiting``, on the side, those that are due.
+        """Pull the replies to ``waiting`` that are due, in the background.
 
         Raises:
             DeploymentError: The SuperLink no longer serves this run.
@@ -144,7 +145,7 @@ class Postbox:
             self.start(partial(self._watched, sweep))
 
     def take(self, sent: Sent) -> Message | Failure | None:
-        """Return the outcome if there is one, and make room for another's."""
+        """Return the outcome if there is one, and free its slot for another reply."""
         outcome = sent.outcome
         if outcome is not None:
             self._held.discard(sent)
@@ -158,7 +159,7 @@ class Postbox:
         return bool(self._due) and len(self._held) < _MAX_HELD
 
     def _watched(self, work: Callable[[], None]) -> None:
-        """Run ``work``; what it raises ends the run, not a thread that nobody looks at."""
+        """Run ``work``; an exception ends the run instead of being lost in a thread."""
         try:
             work()
         except BaseException:
@@ -172,7 +173,7 @@ class Postbox:
                 sent.settle(Failure(problem), self.clock.now_s())
 
     def _push(self, sent: Sent) -> str:
-        """Hand one message over and return why not, or nothing."""
+        """Push one message; return the reason for a failure, or an empty text."""
         problem = ""
         for tried in range(_MAX_PUSHES):
             if tried:
@@ -190,12 +191,12 @@ class Postbox:
         return problem
 
     def _sweep(self, number: int) -> None:
-        """Pull what is due until nothing is, or too much waits to be taken."""
+        """Pull replies until none is due, or too many wait to be taken."""
         try:
             while self._may_pull():
                 try:
                     sent = self._due.popleft()
-                except IndexError:  # another was faster
+                except IndexError:  # another sweeper was faster
                     return
                 self._pulling_since_s[number] = self.clock.now_s()
                 self._pull(sent)
@@ -211,7 +212,7 @@ class Postbox:
             self.counts.grid_errors += 1
             return
         if replies:
-            if not sent.is_dropped:  # else nobody takes it
+            if not sent.is_dropped:  # a dropped one is never taken, so it must not hold a slot
                 self._held.add(sent)
             reply = replies[0]
             outcome = reply if reply.has_content() else Failure(error_of(reply))

@@ -1,4 +1,4 @@
-"""What travels in Flower's messages: a record of headers, and one array of bytes."""
+"""The content of our messages in Flower: a record of headers, and one array of bytes."""
 
 import re
 from collections.abc import Mapping
@@ -17,21 +17,21 @@ from fedlearn.transport.wire_pb2 import TaskKey
 #: Names of our records in a message.
 _HEADER, _PAYLOAD = "fedlearn", "fedlearn.payload"
 _ARRAY, _ARRAY_TYPE = "message", "fedlearn.message"
-#: The record of a model's constants, which a message has as long as its node lacks them.
+#: The record of a model's constants; included while a node may lack them.
 _CONSTANTS = "fedlearn.constants"
 
-#: The kind of the first exchange with a node: the coordinator shows its key, the node says which
-#: client it is.
+#: The kind of the first exchange with a node: the coordinator shows its key, and the node its
+#: client id and key.
 HELLO = "Hello"
 KEY_BYTES = 32
 MAX_INTEGER = (1 << 63) - 1
 _NODE_ID_BYTES = 8
-#: The parts of an exchange's key that are in a header as numbers.
+#: The integer fields of an exchange's key that are in a header.
 _NUMBERS = ("round_num", "attempt", "exchange")
 
-#: Our own error code, none of Flower's: a client refuses, or has failed, and says why.
+#: Our own error code, which Flower does not use: a client refuses or has failed, with the reason.
 REFUSED = 100
-#: Flower's code for an exception in the ClientApp; its reason is the exception.
+#: Flower's code for an exception in the ClientApp; the reason is the exception.
 _RAISED = 2
 _EXCEPTION = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'(.*)'>", re.DOTALL)
 #: Flower's other error codes in our words.
@@ -47,7 +47,7 @@ _ERRORS: Mapping[int, str] = {
 _SET_LEGACY = (
     'it is a legacy app (client_fn, NumPyClient); set flower.client_apps to "flower-legacy"'
 )
-#: What a ClientApp of an earlier API misses in our messages, and what to do about it.
+#: By name of a record that a ClientApp of an earlier API misses in our messages, the remedy.
 _LEGACY: Mapping[str, str] = {
     "fitins.": _SET_LEGACY,
     "evaluateins.": _SET_LEGACY,
@@ -59,7 +59,7 @@ _LEGACY: Mapping[str, str] = {
 
 
 def payload_of(data: bytes) -> ArrayRecord:
-    """Return bytes as an array: it travels in chunks, a record as a whole."""
+    """Wrap bytes in an array, since Flower sends arrays in chunks, but other records whole."""
     array = Array(dtype="uint8", shape=(len(data),), stype=_ARRAY_TYPE, data=data)
     return ArrayRecord({_ARRAY: array})
 
@@ -67,7 +67,7 @@ def payload_of(data: bytes) -> ArrayRecord:
 def content_of(
     header: ConfigRecord, payload: ArrayRecord, *, constants: ArrayRecord | None = None
 ) -> RecordDict:
-    """Return the content of a message, with the constants of its model where they are sent."""
+    """Build the content of a message, with the model's constants if they are sent."""
     content = RecordDict({_HEADER: header, _PAYLOAD: payload})
     if constants is not None:
         content[_CONSTANTS] = constants
@@ -75,13 +75,13 @@ def content_of(
 
 
 def constants_in(content: RecordDict) -> bytes:
-    """Return the constants that a message brings; empty: none."""
+    """Return the constants in a message; empty if there are none."""
     array = content.array_records.get(_CONSTANTS, ArrayRecord()).get(_ARRAY)
     return b"" if array is None else array.data
 
 
 def is_foreign(content: RecordDict) -> bool:
-    """Whether a message may be one of Flower's own strategies: arrays without our header."""
+    """Whether a message may be from one of Flower's own strategies: arrays without our header."""
     return _HEADER not in content.config_records and bool(content.array_records)
 
 
@@ -89,7 +89,7 @@ def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
     """Return the header and the payload.
 
     Raises:
-        ProtocolError: They are not there.
+        ProtocolError: One of them is missing.
     """
     header = content.config_records.get(_HEADER)
     payload = content.array_records.get(_PAYLOAD, ArrayRecord()).get(_ARRAY)
@@ -101,7 +101,7 @@ def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
 
 
 def num_bytes(content: RecordDict) -> int:
-    """Return the size of the arrays in a message."""
+    """Return the total size of the arrays in a message."""
     records = content.array_records.values()
     return sum(len(array.data) for record in records for array in record.values())
 
@@ -109,11 +109,11 @@ def num_bytes(content: RecordDict) -> int:
 def key_header(
     key: TaskKey, *, personal: bytes = b"", constants_digest: bytes = b""
 ) -> ConfigRecord:
-    """Return the header of a request.
+    """Build the header of a request.
 
     Args:
         key: Of the request.
-        personal: What one client alone is sent beside the payload.
+        personal: The part for one client alone, in addition to the payload.
         constants_digest: Of the constants that the request lacks; empty: none.
     """
     numbers = {name: getattr(key, name) for name in _NUMBERS}
@@ -122,10 +122,10 @@ def key_header(
 
 
 def bytes_in(header: ConfigRecord, name: str) -> bytes:
-    """Return a part of a header that is bytes, empty where there is none.
+    """Return a bytes field of a header; empty if it is missing.
 
     Raises:
-        ProtocolError: It is something else.
+        ProtocolError: It has another type.
     """
     value = header.get(name, b"")
     if not isinstance(value, bytes):
@@ -134,11 +134,11 @@ def bytes_in(header: ConfigRecord, name: str) -> bytes:
 
 
 def signable_key(header: ConfigRecord, context: Context) -> TaskKey:
-    """Return the key of a request; the run is what this client's own node says it is.
+    """Return the key of a request; its run id comes from this client's own node.
 
     Raises:
-        ProtocolError: It is none, or that of an introduction: else a coordinator could have any
-            bytes signed as a card.
+        ProtocolError: There is none, or it is that of an introduction: otherwise a coordinator
+            could have any bytes signed as a card.
     """
     kind = header.get("kind")
     if not isinstance(kind, str) or kind == HELLO:
@@ -148,10 +148,10 @@ def signable_key(header: ConfigRecord, context: Context) -> TaskKey:
 
 
 def number_in(header: ConfigRecord, name: str) -> int:
-    """Return an integer of the header.
+    """Return an integer field of a header.
 
     Raises:
-        ProtocolError: There is none in [0, 2**63).
+        ProtocolError: It is missing, or not an integer in [0, 2**63).
     """
     value = header.get(name)
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
@@ -160,7 +160,7 @@ def number_in(header: ConfigRecord, name: str) -> int:
 
 
 def request_for_constants(message: Message) -> Message:
-    """Return what asks for the constants that a request lacks and this node does not have."""
+    """Ask for the constants that a request lacks and this node does not have."""
     return Message(RecordDict({_CONSTANTS: ConfigRecord()}), reply_to=message)
 
 
@@ -172,7 +172,7 @@ def asks_for_constants(reply: Message) -> bool:
 def signed_reply(
     message: Message, data: bytes, *, key: TaskKey, client: ClientId, by: Identity
 ) -> Message:
-    """Return the reply ``data`` to a message: what :func:`require_signed` takes."""
+    """Sign ``data`` as the reply to a message, for :func:`require_signed` to check."""
     signature = by.sign(signed_bytes(key, client_id=client, digest=digest_of(data)))
     header = ConfigRecord({"client_id": client, "signature": signature})
     return Message(content_of(header, payload_of(data)), reply_to=message)
@@ -181,10 +181,10 @@ def signed_reply(
 def require_signed(
     header: ConfigRecord, data: bytes, *, key: TaskKey, client: ClientId, by: bytes
 ) -> None:
-    """Refuse what ``client`` has not signed as the answer to the task ``key`` with its key ``by``.
+    """Check that ``client`` signed ``data`` for the task ``key`` with its public key ``by``.
 
     Raises:
-        ProtocolError: The signature is missing or of something else.
+        ProtocolError: The signature is missing or does not match.
     """
     signature = header.get("signature")
     signed = signed_bytes(key, client_id=client, digest=digest_of(data))
@@ -193,7 +193,7 @@ def require_signed(
 
 
 def card_of(node_id: int, public_key: bytes) -> bytes:
-    """Return what a client shows of itself: its key, at this node and no other."""
+    """Build a client's introduction: its public key, bound to this node."""
     return node_id.to_bytes(_NODE_ID_BYTES, "big") + public_key
 
 
@@ -210,12 +210,12 @@ def key_on(card: bytes, node_id: int) -> bytes:
 
 
 def refusal(message: Message, reason: str) -> Message:
-    """Return what tells one of Flower's own strategies why there is no reply."""
+    """Build an error that tells one of Flower's own strategies why there is no reply."""
     return Message(Error(REFUSED, reason), reply_to=message)
 
 
 def error_of(reply: Message) -> str:
-    """Return why a node has no reply, in its own words where it gives some."""
+    """Return why a node has no reply, in its own words if it gives a reason."""
     code, reason = (reply.error.code, reply.error.reason) if reply.has_error() else (0, None)
     if code == REFUSED and reason:
         return reason[:MAX_REASON]
@@ -225,7 +225,7 @@ def error_of(reply: Message) -> str:
 
 
 def _exception_of(reason: str) -> str:
-    """Return the exception that Flower reports, and what to do where its cause is known."""
+    """Describe the exception that Flower reports, with a remedy if its cause is known."""
     found = _EXCEPTION.fullmatch(reason)
     words = f"{found[1]}: {found[2]}" if found else reason
     advice = next((advice for missed, advice in _LEGACY.items() if missed in words), "")
@@ -234,5 +234,5 @@ def _exception_of(reason: str) -> str:
 
 
 def run_id_of(context: Context) -> str:
-    """Return the name of the run, unique for ever."""
+    """Return the id of the run, unique for ever."""
     return f"flower-{context.run_id}"

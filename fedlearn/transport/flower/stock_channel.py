@@ -1,4 +1,4 @@
-"""The coordinator's side of Flower's own ClientApps: those written for a strategy of Flower's."""
+"""The coordinator's channel to ClientApps that were written for Flower's own strategies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from fedlearn.transport.flower.stock_records import StockRecords
 
 @dataclass(eq=False, kw_only=True)
 class StockChannel(GridChannel):
-    """Reaches the ClientApps of a federation that know nothing of fedlearn.
+    """Reaches ClientApps that know nothing of fedlearn.
 
-    Every node that is connected is a client, whose id is made of the node's. Nothing is signed: a
-    reply is whose Flower says that it is.
+    Every connected node is a client, whose id is derived from the node's. Nothing is signed:
+    Flower's word for the sender of a reply is trusted.
 
     Attributes:
-        records: What they are sent, and what is made of their replies.
+        records: Converts requests and replies to and from Flower's records.
     """
 
     records: StockRecords
@@ -32,7 +32,8 @@ class StockChannel(GridChannel):
     def _questions(
         self, requests: Mapping[ClientId, Request], *, expires_s: float
     ) -> dict[ClientId, Question]:
-        # What is alike is one object here: its arrays are written, and the SuperLink keeps, once.
+        # Clients with the same request share one content object, so that its arrays are encoded
+        # once, and stored once in the SuperLink.
         contents = {
             id(request): self.records.content(request)
             for request in {id(each): each for each in requests.values()}.values()

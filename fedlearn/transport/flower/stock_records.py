@@ -1,14 +1,14 @@
-"""The records of Flower's own strategies and ClientApps, as our messages and back.
+"""Converts our messages to the records of Flower's own strategies and ClientApps, and back.
 
 Their convention (``flwr.serverapp.strategy`` and the apps written for it): a message has one
 ``ArrayRecord``, the model as its ``state_dict``, and one ``ConfigRecord`` with ``server-round``,
 counted from 1. A reply to training has one ``ArrayRecord``, the local model, and one
-``MetricRecord`` with ``num-examples``; a reply to evaluation has that alone. Under which keys they
-stand does not matter, but we call them ``arrays``, ``config`` and ``metrics``, as they do.
+``MetricRecord`` with ``num-examples``; a reply to evaluation has only the latter. The keys of these
+records do not matter, but we use ``arrays``, ``config`` and ``metrics``, as Flower does.
 
 Guarantees:
-    Nothing is unpickled, and what an array says of its size is compared with the bytes that are
-    there before memory is taken.
+    Nothing is unpickled, and the size that an array claims is compared with its actual bytes before
+    memory is allocated.
 """
 
 import math
@@ -38,12 +38,12 @@ from fedlearn.core.params import difference
 from fedlearn.errors import ConfigError, ProtocolError, RoundError
 
 ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
-#: Of a config: the round, from 1; and what a client of ours draws from, where it is there.
+#: Keys of a config: the round, from 1, and the seed of our own clients, which is optional.
 _ROUND, _SEED = "server-round", "seed"
-#: Of metrics: the weight.
+#: Key of the metrics: the weight of the reply.
 NUM_EXAMPLES = "num-examples"
-#: What numpy writes, and Flower with it: of its formats 1.0 and 2.0 what stands before the numbers
-#: of an array, in the machine's order of bytes. Its own reader evaluates it as Python.
+#: The serialisation of numpy, which Flower uses, and its header in formats 1.0 and 2.0, for
+#: little-endian numbers. Parsed by a pattern, because numpy's own reader evaluates it as Python.
 _NPY = "numpy.ndarray"
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00[\x00-\xff]{2}|\x02\x00[\x00-\xff]{4})"
@@ -52,10 +52,10 @@ _NPY_HEADER = re.compile(
     rb"'shape': \((?P<shape>(?:[0-9]{1,18}(?:, [0-9]{1,18}){0,31},?)?)\), \} *\n"
 )
 
-#: What torch calls the batches that a BatchNorm has seen: a count, which is not averaged.
+#: torch's name for the number of batches that a BatchNorm has seen: a count, which is not averaged.
 _COUNTER = "num_batches_tracked"
 
-#: What makes settings to train with of a config.
+#: Converts a config to training settings.
 SettingsOf = Callable[[Settings], Settings]
 
 _RecordT = TypeVar("_RecordT")
@@ -63,13 +63,13 @@ _RecordT = TypeVar("_RecordT")
 
 @dataclass(frozen=True, kw_only=True)
 class StockRecords:
-    """What a coordinator sends to Flower's own ClientApps, and what it makes of their replies.
+    """Converts requests and replies to and from the records of Flower's own ClientApps.
 
     Attributes:
-        names: By name in the model's ``state_dict``, in that order, the name that the tensor has
-            among our parameters: another one where it is shared.
-        evaluate_config: What clients are told with the model to evaluate, beside the round; to
-            train, they are told the request's free-form settings.
+        names: For each name in the model's ``state_dict``, in that order, the tensor's name among
+            our parameters; it differs if the tensor is shared.
+        evaluate_config: Config sent with a model to evaluate, in addition to the round; with a
+            model to train, the request's free-form settings are sent.
     """
 
     names: Mapping[str, str]
@@ -77,10 +77,10 @@ class StockRecords:
 
     @classmethod
     def of(cls, module: nn.Module, *, evaluate_config: Settings) -> Self:
-        """Return them for a model.
+        """Create the converter for a model.
 
         Raises:
-            ConfigError: It has tensors of a dtype that numpy does not know, in which arrays travel.
+            ConfigError: A tensor's dtype does not exist in numpy, whose arrays Flower sends.
         """
         own = {id(each): name for name, each in module.named_buffers()}
         own |= {id(each): name for name, each in module.named_parameters()}
@@ -96,10 +96,10 @@ class StockRecords:
         return cls(names=names, evaluate_config=evaluate_config)
 
     def content(self, request: Request) -> RecordDict:
-        """Return a request as records.
+        """Convert a request to records.
 
         Raises:
-            RoundError: It asks for more than these apps know.
+            RoundError: It contains something that these apps do not support.
         """
         match request:
             case TrainRequest(told=told) if not told:
@@ -119,10 +119,10 @@ class StockRecords:
         return RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: told_all})
 
     def reply(self, content: RecordDict, request: Request) -> Reply:
-        """Return what a client says in answer to a request.
+        """Convert a client's records to a reply.
 
         Raises:
-            ProtocolError: It is no answer: records, names, shapes or dtypes are others.
+            ProtocolError: They are not a reply: records, names, shapes or dtypes differ.
         """
         record = _only(content.metric_records, "MetricRecord")
         num_examples, metrics = _num_examples(record), _scalars(record)
@@ -150,11 +150,11 @@ class StockRecords:
     def _arrays(self, content: RecordDict) -> Mapping[str, Array]:
         """Return the arrays of a local model by their names in its ``state_dict``.
 
-        An app that trains a list of arrays sends a list, whose keys are their places: such arrays
-        are in the order in which they were sent.
+        An app that trains a list of arrays sends a list, whose keys are indices: the order is that
+        in which the arrays were sent.
 
         Raises:
-            ProtocolError: There are others.
+            ProtocolError: The arrays are not those of the model.
         """
         arrays = _only(content.array_records, "ArrayRecord")
         if arrays.keys() == {str(place) for place in range(len(self.names))}:
@@ -170,15 +170,15 @@ class StockRecords:
 
 
 def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) -> TrainRequest:
-    """Return what one of Flower's strategies asks to train.
+    """Convert a training message of one of Flower's strategies to a request.
 
     Args:
         content: Of the message.
-        settings_of: Returns how to train for a config.
-        seed: Public, where the config has none.
+        settings_of: Converts a config to training settings.
+        seed: A public seed, used if the config has none.
 
     Raises:
-        ProtocolError: It asks for nothing that is known.
+        ProtocolError: The message is not understood.
         SettingsRefused: ``settings_of`` refuses the config.
     """
     _require_present(content)
@@ -196,17 +196,17 @@ def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) ->
 
 
 def evaluate_request(content: RecordDict) -> EvaluateRequest:
-    """Return what one of Flower's strategies asks to evaluate.
+    """Convert an evaluation message of one of Flower's strategies to a request.
 
     Raises:
-        ProtocolError: It asks for nothing that is known.
+        ProtocolError: The message is not understood.
     """
     _require_present(content)
     return EvaluateRequest(round_num=_round(_config(content)), tensors=_tensors(content))
 
 
 def trained(reply: TrainReply, request: TrainRequest, content: RecordDict) -> RecordDict:
-    """Return the local model and its metrics, the arrays under the key that they came under."""
+    """Build the records of a training reply; the arrays keep the key of the message's arrays."""
     (key,) = content.array_records
     delta, local = reply.lanes[DELTA.name], dict(request.tensors)
     sizes = [request.tensors[name].numel() for name in request.order]
@@ -218,7 +218,7 @@ def trained(reply: TrainReply, request: TrainRequest, content: RecordDict) -> Re
 
 
 def evaluated(reply: EvaluateReply) -> RecordDict:
-    """Return the metrics of an evaluation."""
+    """Build the records of an evaluation reply."""
     return RecordDict({METRICS: _metrics(reply)})
 
 
@@ -226,7 +226,7 @@ def _require_present(content: RecordDict) -> None:
     """Refuse a message of a strategy of Flower's earlier API.
 
     Raises:
-        ProtocolError: It is one.
+        ProtocolError: It is such a message.
     """
     if any(name in content.config_records for name in ("fitins.config", "evaluateins.config")):
         raise ProtocolError(
@@ -254,14 +254,14 @@ def _tensors(content: RecordDict) -> dict[str, Tensor]:
     record = _only(content.array_records, "ArrayRecord")
     tensors = {name: _tensor(array, name) for name, array in record.items()}
     for name, value in tensors.items():
-        # Flower's strategies average these as well, in float64.
+        # Flower's strategies average these counts as well, in float64: make them integers again.
         if name.rpartition(".")[2] == _COUNTER and value.is_floating_point():
             tensors[name] = value.round().long()
     return tensors
 
 
 def _tensor(array: Array, name: str) -> Tensor:
-    """Return what numpy wrote; no more memory is taken than there are bytes."""
+    """Decode an array in numpy's format; allocate no more memory than it has bytes."""
     if array.stype != _NPY:
         raise ProtocolError(f"the array {name!r} is of the type {array.stype!r}, not {_NPY!r}")
     found = _NPY_HEADER.match(array.data)
@@ -279,7 +279,7 @@ def _tensor(array: Array, name: str) -> Tensor:
     order: Literal["F", "C"] = "F" if found["by_columns"] == b"True" else "C"
     try:
         values = np.frombuffer(data, dtype=dtype).reshape(shape, order=order)
-    except ValueError as error:  # of no number, but more than an index can count
+    except ValueError as error:  # an empty array with a dimension above the largest index
         raise ProtocolError(f"the array {name!r} has the shape {shape}: {error}") from error
     return torch.from_numpy(np.array(values, order="C"))  # a copy: the bytes cannot be written to
 
@@ -289,7 +289,7 @@ def _shape(text: bytes) -> tuple[int, ...]:
 
 
 def _as_numpy(value: Tensor, sent: Tensor) -> str:
-    """Return what to do about an array in float64, numpy's usual dtype; else nothing."""
+    """Return advice for an array in float64, numpy's default dtype; otherwise an empty text."""
     if value.shape != sent.shape or value.dtype != torch.float64:
         return ""
     return "; have model.factory build the model in torch.float64, or convert the array"
@@ -328,7 +328,7 @@ def _config(content: RecordDict) -> dict[str, Scalar]:
 
 
 def _round(config: dict[str, Scalar]) -> int:
-    """Take the round out of a config."""
+    """Remove the round from a config, and return it."""
     round_num = _whole(config.pop(_ROUND, None), _ROUND)
     if round_num < 1:
         raise ProtocolError(f"the config's {_ROUND!r} is {round_num}; rounds count from 1")
@@ -355,7 +355,7 @@ def _num_examples(record: MetricRecord) -> int:
 
 
 def _scalars(record: MetricRecord) -> dict[str, float]:
-    """Return the metrics that are one number; those that are lists have no mean."""
+    """Return the metrics that are single numbers; lists have no mean."""
     return {
         name: float(value)
         for name, value in record.items()
