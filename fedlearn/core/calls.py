@@ -49,7 +49,8 @@ def explain_calls(target: _T) -> _T:
         explained: _T = _wrap_call(target, target, target.__name__)
         return explained
     made: Any = target.__init__
-    # Subclasses define their own __init__, and so get an error message with their own name.
+    # A subclass that defines its own __init__ is named in its errors; one that inherits this one is
+    # reported under the parent's name.
     type.__setattr__(target, "__init__", _wrap_call(made, target, target.__name__))
     return target
 

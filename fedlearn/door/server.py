@@ -379,8 +379,8 @@ class Door:
                 ("grpc.http2.min_ping_interval_without_data_ms", _ms(wire.KEEPALIVE_S / 2)),
             ]
         )
-        # On the wire all calls are streams. Handling them as streams lets a silent client time
-        # out: gRPC would wait for the request of a unary call without limit.
+        # On the wire all calls are streams. Handling them as streams lets this code read the first
+        # message with a timeout, so a silent client does not hold its call.
         for service, calls in services.items():
             handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
                 name: grpc.stream_stream_rpc_method_handler(call) for name, call in calls.items()

@@ -175,7 +175,7 @@ def _require_same_decay(job: Job, task: Task) -> None:
             f'coordinator.training.decay is "{decay}", and in the training in {job.folder} the '
             f"rate falls over {before} steps; with num_steps {job.until} it would be another "
             f'training: set num_steps to {before}, or decay to "none" from the start, or remove '
-            "the folder to train anew"
+            "the folder to train from the start"
         )
 
 

@@ -114,7 +114,7 @@ class Watch:
     def _read(self) -> list[_Row]:
         if self._folder is None:
             return []
-        remedy = "remove the training's folder to train anew"
+        remedy = "remove the training's folder to train from the start"
         path = _rows_path(self._folder)
         found = read_json(path, _ROWS, raises=StoreError, holds="evaluations", remedy=remedy)
         return found or []

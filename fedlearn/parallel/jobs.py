@@ -41,8 +41,8 @@ PROGRESS = TypeAdapter(Progress)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What the processes of a job are told; its file holds it."""
+class JobSpec:
+    """The description of a job that its processes read from its file."""
 
     identity: str | list[Any]  # Any: what JSON has
     task: str | None
@@ -53,14 +53,15 @@ class Told:
     start: str | None
 
 
-_TOLD, _ANEW = TypeAdapter(Told), "remove the training's folder to train anew"
+_SPEC = TypeAdapter(JobSpec)
+_REMEDY = "remove the training's folder to train from the start"
 
 _TETHERED, _WORKER = "fedlearn.processes.tethered", "fedlearn.parallel.worker"
 _LOOK_S = 0.2
 #: Seconds that processes get to end before they are killed.
 _GRACE_S = 5.0
 _CHUNK_BYTES = 1 << 16
-_LOG_TOLD = 2000
+_LOG_SPEC = 2000
 #: Checkpoints that are kept: one may be damaged.
 _KEPT = 2
 #: Longest wait for another process where one may have much more to do: to begin, to write, to read.
@@ -197,7 +198,7 @@ def train(
     engine = Engine(task, device=device_of({}))
     if start is not None:
         engine.adopt(start)
-    said = told(job, start)
+    said = spec_of(job, start)
     best = follow(engine, folder, job=said, saves_last=job.is_kept, control=control, report=report)
     return ended(job, engine.state() if best is None else best)
 
@@ -232,7 +233,7 @@ def follow(
     engine: Engine,
     folder: Folder,
     *,
-    job: Told,
+    job: JobSpec,
     saves_last: bool,
     control: Control,
     report: Callable[[Progress], None],
@@ -372,12 +373,12 @@ class _Evaluator:
             return self.watch.evaluate(engine, self.files.state())
 
 
-def told(job: Job, start: TrainingState | None) -> Told:
-    """Return what the processes of a job are told.
+def spec_of(job: Job, start: TrainingState | None) -> JobSpec:
+    """Describe a job to its processes.
 
     What has another identity, or begins with other weights, is another job.
     """
-    return Told(
+    return JobSpec(
         identity=job.identity or [job.name, dict(job.arguments)],
         task=job.name,
         arguments=dict(job.arguments),
@@ -388,22 +389,22 @@ def told(job: Job, start: TrainingState | None) -> Told:
     )
 
 
-def read_job(folder: Folder) -> Told | None:
-    """Return what the processes of the last job in a folder were told; ``None``: there was none.
+def read_job(folder: Folder) -> JobSpec | None:
+    """Read the description of the last job in a folder; ``None``: there was none.
 
     Raises:
         StoreError: The file is damaged.
     """
-    return read_json(folder.job, _TOLD, raises=StoreError, holds="a training", remedy=_ANEW)
+    return read_json(folder.job, _SPEC, raises=StoreError, holds="a training", remedy=_REMEDY)
 
 
-def require_job(folder: Folder) -> Told:
-    """Return what :func:`read_job` does, in a process of the job, which was told.
+def require_job(folder: Folder) -> JobSpec:
+    """Read the description of a process's own job, which must be there.
 
     Raises:
         StoreError: The file is missing or damaged.
     """
-    return require_json(folder.job, _TOLD, raises=StoreError, holds="a training", remedy=_ANEW)
+    return require_json(folder.job, _SPEC, raises=StoreError, holds="a training", remedy=_REMEDY)
 
 
 def digest_of(state: TrainingState) -> str:
@@ -423,7 +424,7 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
         ConfigError: The training has taken more steps already.
         StoreError: The folder cannot be made.
     """
-    new = told(job, start)
+    new = spec_of(job, start)
     with disk_errors(folder.path, raises=StoreError):
         old = read_job(folder)
         if old and (old.identity, old.start) == (new.identity, new.start):
@@ -441,8 +442,8 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
         write_durably(folder.job, _content(new), raises=StoreError)
 
 
-def _content(told: Told) -> bytes:
-    return json.dumps(asdict(told), sort_keys=True).encode()
+def _content(spec: JobSpec) -> bytes:
+    return json.dumps(asdict(spec), sort_keys=True).encode()
 
 
 def _require_steps_left(job: Job, folder: Folder) -> None:
@@ -455,7 +456,7 @@ def _require_steps_left(job: Job, folder: Folder) -> None:
     if num_steps > job.until:
         raise ConfigError(
             f"the training in {folder.path} has taken {num_steps} steps, and {job.until} are "
-            f"asked for; ask for {num_steps} at least, or remove the folder to train anew"
+            f"asked for; ask for {num_steps} at least, or remove the folder to train from the start"
         )
 
 
@@ -565,7 +566,7 @@ def _last_words(folder: Folder) -> str:
     """Return what a rank ended by, or else what the processes wrote."""
     if folder.error.exists():
         return f"a process ended by {folder.error.read_text()}"
-    said = folder.log.read_text(errors="replace")[-_LOG_TOLD:]
+    said = folder.log.read_text(errors="replace")[-_LOG_SPEC:]
     return f"its processes wrote last:\n{said}"
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.processes.forks import ForkedProcess, Link, forked
+from fedlearn.processes.forks import ForkedProcess, Link, run_forks
 
 ResultT = TypeVar("ResultT")
 
@@ -109,7 +109,7 @@ def in_forks(
         >>> in_forks([lambda: 1, lambda: 2], timeout_s=60.0)
         [1, 2]
     """
-    with forked([partial(_be_rank, body) for body in bodies]) as ranks:
+    with run_forks([partial(_be_rank, body) for body in bodies]) as ranks:
         return _collected(ranks, timeout_s=timeout_s, meanwhile=meanwhile)
 
 

@@ -30,7 +30,7 @@ from fedlearn.parallel.jobs import (
     follow,
     outcome,
     require_job,
-    told,
+    spec_of,
 )
 from fedlearn.parallel.task import Progress, Task, TrainingState
 from fedlearn.training.trainer import UNATTENDED
@@ -114,7 +114,7 @@ def train_as_rank(
         begin(job, folder, start)
     dist.barrier()
     engine = Engine(task, device=device)
-    said = told(job, start)
+    said = spec_of(job, start)
     follow(engine, folder, job=said, saves_last=True, control=UNATTENDED, report=report)
     dist.destroy_process_group()
     if engine.rank > 0:

@@ -112,7 +112,7 @@ class ForkedProcess:
 
 
 @contextmanager
-def forked(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[ForkedProcess]]:
+def run_forks(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[ForkedProcess]]:
     """Run each of ``bodies`` in its own fork, for as long as the context lasts.
 
     All forks are killed when the context ends or this process dies. They ignore Ctrl-C, which only
@@ -127,7 +127,7 @@ def forked(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[Fork
         OSError: The system is out of memory or processes.
 
     Example:
-        >>> with forked([lambda link: link.send(1)]) as (fork,):
+        >>> with run_forks([lambda link: link.send(1)]) as (fork,):
         ...     fork.link.recv(), fork.wait()
         (1, 0)
     """

@@ -7,10 +7,11 @@
       terms        roster   packets and   survivors   signatures -> shares -> the sum
                             the model
 
-Each stage is one exchange over the channel with a deadline of its own. Who has answered, failed or
-is late says the machine of all rounds, :mod:`fedlearn.algorithms.collection`; who is lost is data,
-never raised. With too few left the session ends and nothing is released: the round then stands
-below its minimum, and the run tries again with fresh keys or goes on, as its policy says.
+Each stage is one exchange over the channel with its own deadline. The state machine of all rounds,
+:mod:`fedlearn.algorithms.collection`, decides which clients answered, failed or are late. A client
+that is lost is recorded, never raised. With too few clients left the session ends and releases
+nothing: the round stays below its minimum, and the run tries again with fresh keys or continues, as
+its policy says.
 """
 
 import math
@@ -460,7 +461,7 @@ class SessionCourse:
             is_enough: Whether it closes before that. Who has not answered then is not late.
         """
         deadline_s = self.stage_deadline_s if deadline_s is None else deadline_s
-        collection = self._asked(list(requests), num_wanted or len(requests), deadline_s)
+        collection = self._open_stage(list(requests), num_wanted or len(requests), deadline_s)
         now_s, is_over = 0.0, False
         for arrival in ask_once(self.channel, requests, deadline_s=deadline_s):
             client_id, now_s = arrival.client_id, arrival.elapsed_s
@@ -511,10 +512,10 @@ class SessionCourse:
             elif stage is Stage.MASK:
                 self.masked_s[row.client_id] = self.elapsed_s + row.duration_s
 
-    def _asked(
+    def _open_stage(
         self, cohort: Sequence[ClientId], num_wanted: int, deadline_s: float
     ) -> CohortCollection:
-        """Return the collection of one stage, whose clients have all been asked."""
+        """Start the collection of one stage, with the whole cohort asked at 0 s."""
         policy = StragglerPolicy(
             num_wanted=max(1, num_wanted),
             over_selection=1.0,

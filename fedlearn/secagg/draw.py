@@ -74,7 +74,7 @@ class Draw:
         return [each for each in listed if _ticket(seed, each) < below]
 
     def explain(self, parameters: Parameters) -> tuple[str, str]:
-        """Return what the draw protects from: what it is called, and its text."""
+        """Describe what the draw protects against, as a label and a text."""
         n, size, a = parameters.num_clients, len(self.client_ids), parameters.num_corrupted
         most = tolerated(
             size,

@@ -33,7 +33,7 @@ from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.gpus import local_rank
 from fedlearn.errors import EngineError
 from fedlearn.parallel.group import world
-from fedlearn.processes.forks import Link, forked
+from fedlearn.processes.forks import Link, run_forks
 from fedlearn.simulation.shared_memory import SharedRows
 
 ResultT = TypeVar("ResultT")
@@ -248,7 +248,7 @@ def _forked(
     rows = (SharedRows(num_workers), SharedRows(num_workers))
     bodies = [partial(_be_forked, others, rank, rows) for rank in range(1, num_workers)]
     try:
-        with forked(bodies) as workers:
+        with run_forks(bodies) as workers:
             return body(SharingMemory(0, [each.link for each in workers], rows))
     finally:
         for each in rows:

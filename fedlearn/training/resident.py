@@ -703,7 +703,7 @@ class Training:
 
     @torch.no_grad()
     def report(self) -> LocalReport:
-        """Return what the client sends besides the delta, and its state for the next round.
+        """Return the lanes that a client sends with its delta, and its state for the next round.
 
         Raises:
             ValueError: The local update's steps changed nothing.

@@ -19,7 +19,7 @@ from fedlearn.core.improvement import Goal
 from fedlearn.errors import Cancelled, ConfigError, StoreError
 from fedlearn.parallel import evaluation, jobs, worker
 from fedlearn.parallel.engine import Engine
-from fedlearn.parallel.jobs import Folder, Job, follow, told, train
+from fedlearn.parallel.jobs import Folder, Job, follow, spec_of, train
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.task import Evaluation, Progress, TrainingState
@@ -201,7 +201,7 @@ def test_a_process_of_a_job_whose_file_is_damaged_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is not started again: that would end so, too."""
-    said = told(job_in(tmp_path, Scores([1])), None)
+    said = spec_of(job_in(tmp_path, Scores([1])), None)
     folder = Folder(tmp_path)
     monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path)])
     for content, says in damage.damaged(json.dumps(asdict(said)).encode(), key="report_every"):
@@ -221,7 +221,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(
     """The first step sets how long; the control goes on, since nobody hangs."""
     monkeypatch.setattr(jobs, "_TIMEOUT", timedelta(seconds=2))
     monkeypatch.setattr(jobs, "_STEPS", 0)
-    begun = told(job_in(tmp_path, Scores([])), None)
+    begun = spec_of(job_in(tmp_path, Scores([])), None)
 
     def body(*, hangs: bool) -> str:
         class Control:

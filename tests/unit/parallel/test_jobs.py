@@ -78,7 +78,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_not_begun_from(tmp_path: Path) -
     folder = Folder(tmp_path)
     (folder.checkpoints / "step-2").mkdir(parents=True)
     told = list[Progress]()
-    job = jobs.told(job_in(tmp_path), None)
+    job = jobs.spec_of(job_in(tmp_path), None)
     engine = Engine(task_of(), device=torch.device("cpu"))
     follow(engine, folder, job=job, saves_last=False, control=Watch(), report=told.append)
     assert [each.step_num for each in told] == list(range(1, NUM_STEPS + 1))
@@ -87,7 +87,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_not_begun_from(tmp_path: Path) -
 def test_a_start_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.start.mkdir()
-    job = jobs.told(job_in(tmp_path), None)
+    job = jobs.spec_of(job_in(tmp_path), None)
     engine = Engine(task_of(), device=torch.device("cpu"))
     with pytest.raises(StoreError, match="start cannot be read"):
         follow(engine, folder, job=job, saves_last=False, control=Watch(), report=lambda _: None)

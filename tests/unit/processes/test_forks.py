@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from fedlearn.processes.forks import ForkedProcess, Link, forked, keep_from_forks
+from fedlearn.processes.forks import ForkedProcess, Link, keep_from_forks, run_forks
 from tests.processes import LONG_S
 
 
@@ -59,7 +59,7 @@ def raise_an_error(_: Link) -> None:
 @pytest.mark.linux
 def test_a_link_of_one_fork_is_in_no_other() -> None:
     """Each end closes with its owner, whoever was forked later: one sees the other's end."""
-    with forked([hear_twice, wait_for_ever, wait_for_ever]) as (first, killed, last):
+    with run_forks([hear_twice, wait_for_ever, wait_for_ever]) as (first, killed, last):
         first.link.send("here")
         assert first.link.recv() == "here"
         descriptor = os.pidfd_open(first.pid)
@@ -82,7 +82,7 @@ def test_no_fork_is_left_whatever_ends_the_context() -> None:
     seen = list[ForkedProcess]()
 
     def fail() -> None:
-        with forked([wait_for_ever, raise_an_error, lambda _: None]) as forks:
+        with run_forks([wait_for_ever, raise_an_error, lambda _: None]) as forks:
             seen.extend(forks)
             assert [each.wait() for each in forks[1:]] == [1, 0]
             raise KeyError
