@@ -46,11 +46,11 @@ class PoissonCohorts(Ranged):
 
     @property
     def rate(self) -> float:
-        """How probable it is that a user is asked in a round."""
+        """Probability that a user is asked in a round."""
         return self.expected / self.population
 
     def participations(self, num_rounds: int) -> int:
-        """Return in how many of so many rounds one user may be: all."""
+        """Return the most rounds that one user can be in: all of them."""
         return num_rounds
 
 
@@ -81,7 +81,7 @@ class FixedCohorts(Ranged):
 
     @property
     def rate(self) -> float:
-        """How probable it is that a user is asked in a round."""
+        """Probability that a user is asked in a round."""
         return self.size / self.population
 
     @property
@@ -90,7 +90,7 @@ class FixedCohorts(Ranged):
         return Adjacency.REPLACE
 
     def participations(self, num_rounds: int) -> int:
-        """Return in how many of so many rounds one user may be: all."""
+        """Return the most rounds that one user can be in: all of them."""
         return num_rounds
 
 
@@ -113,7 +113,7 @@ class CyclicCohorts(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_groups < 2:  # noqa: PLR2004 - it takes two to take turns
+        if self.num_groups < 2:  # noqa: PLR2004 - one group alone would be asked every round
             raise ValueError(
                 f"expected is {self.expected}, and of {self.population} users not two groups can "
                 f"be made that large; lower cohort.num_wanted to {max(1, self.population // 2)}, "

@@ -17,9 +17,9 @@ global model moves towards the clients by the same forces:
     W_i \leftarrow W_i - \eta \big(\nabla f_i(W_i) + \rho (W_i - C)\big), \qquad
     C \leftarrow C + \eta \sum_i \rho (W_i - C).
 
-Both use the values before the round. Where a client takes more steps, the first one has the
-force: the round is the paper's communication period. With all clients in each round these are its
-equations 1 and 2; with one at a time, in turn (``cohort.sampling = "cyclic"`` and
+Both use the values before the round. If a client takes several steps, only the first includes the
+force: a round is the paper's communication period. With all clients in each round, these are the
+paper's equations 1 and 2; with one client per round, in turn (``cohort.sampling = "cyclic"`` and
 ``cohort.num_wanted = 1``), its round-robin scheme.
 
 References:
@@ -59,15 +59,15 @@ _OWN, _HAS_OWN, _PULLED = "own_model", "has_own_model", "is_pulled"
 class ElasticForce(Ranged, Around):
     r"""SGD on the client's own model :math:`W_i`, which the first step pulls to the global one.
 
-    The client sends :math:`\eta \rho (W_i - C)`, from before its first step, as the delta. Its own
-    model starts as the global one of the first round that it takes part in.
+    The client sends :math:`\eta \rho (W_i - C)`, computed before its first step, as the delta. Its
+    own model starts as the global model of the first round that it takes part in.
 
     Attributes:
         inner: SGD at a constant rate :math:`\eta`.
         elasticity: Strength :math:`\rho` of the force, >= 0; with 0 clients train alone.
 
     Raises:
-        ValueError: The inner update is another one.
+        ValueError: The inner update is not :class:`LocalSgd`.
     """
 
     takes_flat: ClassVar[bool] = True
@@ -85,8 +85,8 @@ class ElasticForce(Ranged, Around):
 
     @property
     def share(self) -> float:
-        r"""The part of its distance that a client gives up and sends: :math:`\eta \rho`."""
-        assert isinstance(self.inner, LocalSgd)  # checked when this was made
+        r"""Fraction of :math:`W_i - C` by which both models move: :math:`\eta \rho`."""
+        assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         return self.inner.learning_rate * self.elasticity
 
     @property
@@ -110,7 +110,7 @@ class ElasticForce(Ranged, Around):
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Take the inner step, the first one with the force."""
+        """Take the inner step; the first step of a round also applies the force."""
         self.inner.step(x, grads, memory, told=told, moment=moment)
         if moment.step == 0:
             torch._foreach_sub_(list(x), self._forces(memory, told))
@@ -119,10 +119,10 @@ class ElasticForce(Ranged, Around):
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Keep the client's own model, and write the model to send, with the force, to ``x``.
+        """Keep the client's own model, and write the model to send to ``x``: global plus force.
 
-        Numbers of it that are not finite are sent unchanged, so that the client fails and keeps
-        its previous model.
+        Numbers that are not finite are sent unchanged, so that the client fails and keeps its
+        previous model.
         """
         lanes = self.inner.report(x, memory, told=told, num_steps=num_steps)
         parts = zip(
@@ -137,7 +137,7 @@ class ElasticForce(Ranged, Around):
         return lanes
 
     def _forces(self, memory: Memory, told: Memory) -> list[Tensor]:
-        r"""Return :math:`\eta \rho (W_i - C)` from before the first step."""
+        r"""Return :math:`\eta \rho (W_i - C)` as of before the first step."""
         forces = sums(memory[_OWN], told[MODEL], factor=-1.0)
         torch._foreach_mul_(forces, self.share)
         return forces
@@ -162,8 +162,8 @@ def _beside(values_K: Tensor, like: Tensor) -> Tensor:
 class ElasticAveraging(Ranged, Strategy):
     r"""EASGD, synchronous or round robin; :func:`~fedlearn.algorithms.recipes.EASGD` makes it.
 
-    The global model moves by the sum of the forces; statistics of BatchNorm, which have none, by
-    the mean change. Use it with clients that take part in every round, or in turn: the model of a
+    The global model moves by the sum of the forces. BatchNorm statistics have no force and move by
+    their mean change. Use it with clients that take part in every round, or in turn: the model of a
     client that is seldom asked drifts far from the global one, and its force is large.
 
     Attributes:
@@ -198,17 +198,17 @@ class ElasticAveraging(Ranged, Strategy):
 
     @property
     def aggregation(self) -> WeightedMean:
-        """The plain mean, which times the number of clients is the sum."""
+        """The unweighted mean; :meth:`step` multiplies it by the number of clients."""
         return WeightedMean(by_examples=False)
 
     @property
     def max_reports(self) -> int:
-        """With more, the force would not be stable."""
+        """``cohort_size``: with more reports, the models could diverge."""
         return self.cohort_size
 
     @property
     def needs_same_round(self) -> str:
-        """A force is of two models at a time."""
+        """A force is the difference of two models at the same time."""
         return (
             "what a client gives up of its distance to the model it was sent, the global model "
             "gains; of another model, or weighted by staleness, the models would not keep their sum"

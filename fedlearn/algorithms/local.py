@@ -289,7 +289,7 @@ class LocalSgd(LocalWork):
     takes_flat: ClassVar[bool] = True
 
     learning_rate: Annotated[Positive, doc("Local step size, > 0.")]
-    # These defaults are the neutral elements: without them, FedAvg's SGD.
+    # With these neutral defaults, the update is plain SGD, as in FedAvg.
     momentum: Annotated[BelowOne, doc("Local momentum, [0, 1).")] = 0.0
     weight_decay: Annotated[NotNegative, doc("Weight decay, >= 0.")] = 0.0
     keep_momentum: Annotated[
@@ -309,13 +309,13 @@ class LocalSgd(LocalWork):
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """The velocity, with momentum."""
+        """The velocity, if there is momentum."""
         if not self.momentum:
             return {}
         return {"velocity": MemorySpec(over=Over.TRAINABLE, is_kept=self.keep_momentum)}
 
     def affine(self, moment: Moment) -> Affine | None:
-        """Return the step, without momentum."""
+        """Return the step in affine form; with momentum there is none."""
         rate = self.learning_rate * moment.rate
         return None if self.momentum else Affine(1.0 - rate * self.weight_decay, -rate)
 
@@ -360,7 +360,7 @@ class Around:
         return self.inner.memory
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        """Begin as the inner update does."""
+        """Begin the inner update."""
         self.inner.begin(x, memory, told=told)
 
     def affine(self, moment: Moment) -> Affine | None:

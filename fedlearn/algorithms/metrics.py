@@ -48,12 +48,12 @@ class Metric:
 
     Attributes:
         measure: A function from outputs [n, ...] and labels [n, ...], on the CPU, to one number,
-            or an object with ``reset``, ``update`` and ``compute``. NaN where it is undefined:
-            such a client is left out of the spread over clients.
-        direction: "max" where more is better, "min" where less is.
+            or an object with ``reset``, ``update`` and ``compute``. The number is NaN where the
+            metric is undefined; such a client is left out of the spread over clients.
+        direction: "max" if more is better, "min" if less is.
 
     Raises:
-        ConfigError: The measure is neither, or the direction is another word.
+        ConfigError: The measure is neither of these, or the direction is not "max" or "min".
 
     Example:
         >>> def bias(outputs, labels):
@@ -79,7 +79,7 @@ class Metric:
 
     def of(self, outputs: Tensor, labels: Tensor) -> float:
         """Return the measure over all these examples; raises ValueError if it is not one number."""
-        # Copies: what one metric writes to, another would see, and the data would keep.
+        # Copies, since a metric may write to its arguments, which other metrics and the data share.
         value = self._value(outputs.to("cpu", copy=True), labels.to("cpu", copy=True))
         try:
             return float(value)
@@ -145,7 +145,7 @@ class Measures:
         """Return the measures whose mean over examples is their value: shape [batch] each.
 
         Raises:
-            ValueError: One has another shape, or the objective measures other than it declares.
+            ValueError: A value has another shape, or the metrics are not the declared ones.
         """
         metrics: object = self.objective.metrics(outputs, labels)
         names = sorted(metrics) if isinstance(metrics, Mapping) else None
@@ -159,7 +159,7 @@ class Measures:
         values = {"loss": self.objective.losses(outputs, labels)} if is_mean else {}
         values |= metrics
         for name, value in values.items():
-            shape = tuple(getattr(value, "shape", ()))  # a number of the user's has none
+            shape = tuple(getattr(value, "shape", ()))  # a user's metric may be a plain number
             if shape != tuple(labels.shape[:1]):
                 raise ValueError(
                     f"{name} has shape {shape}, not one value per example "
@@ -168,7 +168,7 @@ class Measures:
         return values
 
     def whole(self, outputs: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return all other measures, over these examples as one set; raises as :class:`Metric`."""
+        """Compute all other measures over these examples as one set; raises as :class:`Metric`."""
         values: dict[str, float] = {}
         if not self.objective.per_example:
             values["loss"] = float(self.objective.losses(outputs.clone(), labels.clone()))
@@ -226,7 +226,7 @@ class R2:
     """
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return it, over all outputs; raises ValueError without one label an output."""
+        """Return R² over all outputs; raises ValueError unless each output has a label."""
         if outputs.numel() != labels.numel():
             raise ValueError(
                 f"R2 takes one label an output, not outputs of shape {tuple(outputs.shape)} and "
@@ -240,7 +240,9 @@ class R2:
 
 @dataclass(frozen=True)
 class BinaryAuc:
-    """Area under the ROC curve of one score an example; NaN with one class alone or a NaN score.
+    """Area under the ROC curve, from one score per example.
+
+    It is NaN if all examples are of one class, or if a score is NaN.
 
     It is the share of (positive, negative) pairs that the scores rank correctly; a tie counts half.
 
@@ -255,12 +257,12 @@ class BinaryAuc:
     ignore_index: int = IGNORED
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return it: the Mann-Whitney U over the number of pairs; raises as :class:`BinaryF1`."""
+        """Return the Mann-Whitney U divided by the number of pairs; raises as :class:`BinaryF1`."""
         require_one_each(outputs, labels, who="BinaryAuc")
         scores, labels = _without_ignored(outputs, labels, self.ignore_index)
         is_positive = positive(labels, who="BinaryAuc")
         _, places, counts = scores.unique(return_inverse=True, return_counts=True)
-        ranks = counts.cumsum(0) - (counts - 1) / 2  # from 1; the mean of its ties
+        ranks = counts.cumsum(0) - (counts - 1) / 2  # from 1; tied scores share their mean rank
         num_pos = is_positive.sum().double()
         u = ranks.double()[places][is_positive].sum() - num_pos * (num_pos + 1) / 2
         auc: Tensor = u / (num_pos * (len(scores) - num_pos))
@@ -269,7 +271,9 @@ class BinaryAuc:
 
 @dataclass(frozen=True)
 class BinaryF1:
-    """Harmonic mean of precision and recall at the logit 0; NaN without a positive or with NaN.
+    """Harmonic mean of precision and recall at the logit 0.
+
+    It is NaN if no example is positive or predicted to be, or if a score is NaN.
 
     Attributes:
         ignore_index: Label of examples that do not count.
@@ -285,7 +289,7 @@ class BinaryF1:
         """Return 2 TP / (2 TP + FP + FN).
 
         Raises:
-            ValueError: There is not one output an example, or a label is neither 0 nor 1.
+            ValueError: There is not one output per example, or a label is neither 0 nor 1.
         """
         require_one_each(outputs, labels, who="BinaryF1")
         scores, labels = _without_ignored(outputs, labels, self.ignore_index)

@@ -1,13 +1,13 @@
-r"""Gradients by example, each clipped, with noise in their sum: DP-SGD in local training.
+r"""DP-SGD in local training: clips each example's gradient and adds noise to their sum.
 
 Of a batch of b examples with gradients :math:`g_i` over all trainable parameters together,
 
 .. math:: \tilde g = \frac{1}{b} \Big( \sum_i g_i \min\big(1, C / \|g_i\|_2\big) + z C \xi \Big)
 
-takes the place of the mean loss's gradient, with Gaussian :math:`\xi`. Everything computed from it,
-such as momentum, a proximal term or control variates, sees no more of an example than this.
+replaces the gradient of the mean loss; :math:`\xi` is Gaussian noise. Momentum, a proximal term and
+control variates are computed from it, so they reveal no more about an example.
 
-Shape legend: K clients, B examples a batch, Q trainable parameters.
+Shape legend: K clients, B examples per batch, Q trainable parameters.
 
 References:
     Abadi et al., 2016, `Deep Learning with Differential Privacy
@@ -37,24 +37,24 @@ from fedlearn.core.noise import SecretStream, add_discrete_gaussian, largest_sam
 from fedlearn.core.ranges import Positive, Ranged
 from fedlearn.errors import SettingsRefused
 
-#: Examples whose gradients are summed in float32 at a time; these sums add up in float64.
+#: Number of examples whose gradients are summed in float32; these partial sums add up in float64.
 TOGETHER = 32
-#: Levels up to the clip norm of the grid that a sum is cut to before it has noise.
+#: Grid levels from 0 to the clip norm; a sum is truncated to this grid before noise is added.
 _LEVELS = 1 << 20
-#: More than what rounding in float32 does to a norm and to a scaled gradient.
+#: Bound on the relative error of a norm and of a scaled gradient in float32.
 _MARGIN = 2.0**-13
-#: Rounding of one operation in float32, relatively.
+#: Unit roundoff of float32, u: the largest relative error of one operation.
 _ROUNDING = 2.0**-24
 #: Smallest clip norm: numbers whose squares underflow in float32 are negligible next to it.
 _LEAST_CLIP = 1e-9
-#: Two vectors an example, [K, m, B] and [K, B, n], whose outer product is its gradient.
+#: Two vectors per example, [K, m, B] and [K, B, n], whose outer product is the example's gradient.
 Product: TypeAlias = tuple[Tensor, Tensor]
 
-#: Squares that float32 adds up to one part in 2**15.
+#: Most squares that float32 adds up with an error of at most one part in 2**15.
 _SPAN = 1 << 10
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
 
-#: So little noise that it rounds to none.
+#: A noise multiplier so small that the discrete noise is always zero in practice.
 _NEXT_TO_NOTHING = 1e-9
 
 
@@ -62,19 +62,19 @@ _NEXT_TO_NOTHING = 1e-9
 class NoisedGradients(Ranged, Around):
     r"""Clips the gradient of each example to an L2 norm C, and adds noise of z C to their sum.
 
-    It must be the outermost update. Trainers and executors pass each example's gradient to
-    :meth:`clipped`, and the noisy mean from :meth:`noised` to the inner update. :meth:`step` raises
-    an error for a trainer that does not know this.
+    It must be the outermost update. Trainers and executors pass the examples' gradients to
+    :meth:`clipped`, and the noisy mean from :meth:`noised` to the inner update. A trainer that
+    calls :meth:`step` with the gradient of a whole batch gets an error.
 
     Attributes:
         example_clip_norm: C >= 1e-9.
         example_noise_multiplier: z > 0.
 
     Guarantees:
-        To take away what one example adds to a sum moves it by at most :meth:`sensitivity`, of
-        which the noise is z times. The others' gradients are what they were: each is of its example
-        alone. Noise is the discrete Gaussian of integers, by the operating system's generator, new
-        in each step.
+        Removing one example's contribution moves a sum by at most :meth:`sensitivity`, and the
+        noise has a standard deviation of z times that. The gradients of the other examples do not
+        change, since each depends on its own example alone. The noise is discrete Gaussian, over
+        integers, and drawn independently in each step from the operating system's generator.
     """
 
     example_clip_norm: Annotated[float, Ge(_LEAST_CLIP)]
@@ -83,7 +83,7 @@ class NoisedGradients(Ranged, Around):
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Refuse: a gradient of a whole batch cannot be clipped by example.
+        """Refuse: the gradient of a whole batch cannot be clipped per example.
 
         Raises:
             ValueError: Always.
@@ -96,17 +96,18 @@ class NoisedGradients(Ranged, Around):
     def clipped(
         self, grads: Tensors, is_real_KB: Tensor, *, products: Sequence[Product] = ()
     ) -> list[Tensor]:
-        """Return the sums of examples' gradients, each clipped: [K, ...], in levels of a grid.
+        """Clip each example's gradient and return the sums, in units of :attr:`level`: [K, ...].
 
-        A level is :attr:`level`. In float64 where there are more examples than are summed together.
+        The sums are float64 if there are more than :data:`TOGETHER` examples.
 
         Args:
-            grads: [K, B, ...] each.
-            is_real_KB: Which examples count; the others are padding, and add exactly nothing. Nor
-                does one whose gradient is not finite.
-            products: Further gradients, the outer products of two vectors an example: [K, m, B] and
-                [K, B, n] for sums [K, m, n], which follow the others'. Their norms are those of the
-                vectors, multiplied, so that no example's gradient need be written down.
+            grads: Gradients of each example: [K, B, ...] each.
+            is_real_KB: Mask of the examples that count. The others are padding and add exactly
+                nothing; neither does an example whose gradient is not finite.
+            products: Further gradients, given as outer products of two vectors per example:
+                [K, m, B] and [K, B, n]. Their sums [K, m, n] follow those of ``grads``. The norm of
+                an outer product is the product of both norms, so no example's own gradient is
+                stored.
 
         Raises:
             SettingsRefused: torch is set to multiply matrices at less than float32 precision.
@@ -124,11 +125,12 @@ class NoisedGradients(Ranged, Around):
         pairs = [(_wide(left).mT, _wide(right)) for left, right in products]
         rows = [_wide(grad).reshape(*grad.shape[:2], -1) for grad in grads]
         each_KB = [_norms(row) for row in rows]
-        # In float64: of two such vectors one may be as small as the other is large.
+        # In float64, since one vector may be tiny and the other huge: float32 would under- or
+        # overflow before they are multiplied.
         each_KB += [_exact_norms(left) * _exact_norms(right) for left, right in pairs]
         norms_KB = torch.stack(each_KB).square_().sum(0).sqrt_()
         is_used_KB = is_real_KB & torch.isfinite(norms_KB)
-        # A norm of zero divides to infinity, and is not scaled.
+        # Dividing by a norm of zero gives infinity, which clamps: a zero gradient is not clipped.
         scales_KB = (_LEVELS / norms_KB).clamp(max=1.0 / self.level) * is_used_KB
         if not bool(torch.isfinite(norms_KB).all()):
             scales_KB, rows = scales_KB.nan_to_num(0.0), [_finite(row) for row in rows]
@@ -143,19 +145,20 @@ class NoisedGradients(Ranged, Around):
 
     @property
     def level(self) -> float:
-        """The distance of two neighbours on the grid that a sum is cut to before it has noise."""
+        """Distance between two neighbouring points of the grid to which sums are truncated."""
         return self.example_clip_norm / _LEVELS
 
     def sensitivity(self, *, num_examples: int, size: int) -> float:
-        r"""Return how far one example moves a sum on its grid, in levels.
+        r"""Return a bound on the L2 distance by which one example moves a sum, in levels.
 
-        Of :math:`2^{20}` levels for C: these, and what rounding adds. A sum of b terms in float32
-        errs by :math:`b u` of them all, in each of the two sums that are told apart. Each number
-        is cut to a level, towards zero, which moves two numbers apart by at most one.
+        It is :math:`2^{20}` levels, which is C, plus the effects of rounding. A float32 sum of n
+        terms is off by at most :math:`n u` times the sum of their sizes; this counts twice, for the
+        sums with and without the example. Truncating a number to a level, towards zero, can move
+        two numbers apart by at most one level.
 
         Args:
-            num_examples: Of the batch, b.
-            size: Numbers of the sum, Q.
+            num_examples: Examples in the batch, b.
+            size: Numbers in the sum, Q.
 
         References:
             Higham, 2002, Accuracy and Stability of Numerical Algorithms, section 4.2.
@@ -165,16 +168,16 @@ class NoisedGradients(Ranged, Around):
         return _LEVELS * (1.0 + _MARGIN + summing) + math.sqrt(size)
 
     def noised(self, sums: Tensors, sizes_K: Sequence[int], *, like: Tensors) -> list[Tensor]:
-        """Return the gradients for the inner update: means of the sums, with noise.
+        """Add noise to the sums and return the means, the gradients for the inner update.
 
         All clients get the noise for the largest batch. Sensitivity grows with the batch, so each
         client gets at least the noise that its own batch needs, and hardly more.
 
         Args:
-            sums: As :meth:`clipped` returns them, over all examples of a batch: [K, ...]. They are
-                written to.
-            sizes_K: Examples of each batch.
-            like: Tensors of the dtypes that are wanted.
+            sums: Sums from :meth:`clipped` over all examples of a batch: [K, ...] each. They are
+                overwritten.
+            sizes_K: Number of examples in each client's batch.
+            like: Tensors with the dtypes that the results should have.
         """
         means = []
         for each, model in zip(self._noised_levels(sums, sizes_K), like, strict=True):
@@ -195,16 +198,16 @@ class NoisedGradients(Ranged, Around):
     ) -> None:
         """Take the inner step by the gradients that :meth:`noised` returns, in place on ``x``.
 
-        Where batches are of one size and the step is a multiple of the gradient, adding up does
-        the dividing, too, which reads and writes the gradients once less.
+        If all batches have the same size and the step only adds a multiple of the gradient, the
+        division by the batch size is part of that multiple, which saves a pass over the gradients.
 
         Args:
             x: The models: [K, ...] each.
-            sums: As for :meth:`noised`, as is ``sizes_K``.
-            sizes_K: As there.
-            memory: Of the inner update, along ``x``.
-            told: What clients are told, along ``x``.
-            moment: When.
+            sums: As for :meth:`noised`.
+            sizes_K: As for :meth:`noised`.
+            memory: Memory of the inner update, along ``x``.
+            told: The broadcast, along ``x``.
+            moment: The time of the step.
         """
         affine_at = short_cut(self.inner)
         affine = None if affine_at is None else affine_at(moment)
@@ -222,15 +225,16 @@ class NoisedGradients(Ranged, Around):
             each.add_(level, alpha=scale)
 
     def _noised_levels(self, sums: Tensors, sizes_K: Sequence[int]) -> list[Tensor]:
-        """Round the sums to levels and add noise, in place: the results are whole numbers."""
+        """Truncate the sums to whole levels and add noise; may overwrite ``sums``."""
         num_examples, size = max(sizes_K), sum(each[0].numel() for each in sums)
         sensitivity = self.sensitivity(num_examples=num_examples, size=size)
         sigma, source = self.example_noise_multiplier * sensitivity, SecretStream.fresh()
+        # If sum and noise could overflow int32, take float64 and int64.
         if num_examples * sensitivity + largest_sample(sigma) > _LARGEST_INT32:
             sums = [each.double() for each in sums]
         found = list(map(Tensor.contiguous, sums))
         for each in found:
-            # Integers, which are exact, take the place of the numbers that they are cut from.
+            # Truncate to integers in the same memory. Adding noise to integers is exact.
             integers = torch.int64 if each.dtype == torch.float64 else torch.int32
             levels = each.view(integers).copy_(each)
             on_cpu = levels.cpu()  # no copy if it is on the CPU already
@@ -269,14 +273,14 @@ def _finite(values: Tensor) -> Tensor:
 
 def _norms(rows: Tensor) -> Tensor:
     """Return the L2 norms of [K, B, n], to one part in 2**15: float64 [K, B]."""
-    if rows.shape[2] < _SPAN:  # several steps would be as many calls
+    if rows.shape[2] < _SPAN:  # short enough to be exact in a single call
         found: Tensor = torch.linalg.vector_norm(rows.float(), dim=2)
         return found.double()
     return norms(rows.reshape(-1, rows.shape[2])).view(rows.shape[:2])
 
 
 def _exact_norms(rows: Tensor) -> Tensor:
-    """Return the L2 norms of [K, B, n]: float64 [K, B]."""
+    """Return the L2 norms of [K, B, n], summed in float64: [K, B]."""
     found: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
     return found
 

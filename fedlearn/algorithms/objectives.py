@@ -1,4 +1,4 @@
-"""Objectives: a loss to minimise, and the metrics that are measured with it.
+"""Objectives: a loss to minimise, and metrics to measure with it.
 
 Most objectives return one number per example. The caller computes the means, since it knows which
 examples are padding and adds up over batches and clients.
@@ -35,8 +35,8 @@ class Objective(Protocol):
     def per_example(self) -> bool:
         """Whether the loss of a batch is the mean of its examples' losses.
 
-        Otherwise it couples them, as a Cox partial likelihood or a contrastive loss does: it is
-        measured over whole sets, trained on whole batches, and never padded or cut.
+        Otherwise it couples them, as a Cox partial likelihood or a contrastive loss does. It is
+        then evaluated on whole sets and trained on whole batches, which are never padded or split.
         """
 
     @property
@@ -44,7 +44,7 @@ class Objective(Protocol):
         """The better direction of each of :meth:`metrics` by name; a lower loss is better."""
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each example: shape [batch]; or if they are coupled, one number."""
+        """Return the loss of each example, shape [batch], or one number if they are coupled."""
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Return further per-example measures by name: shape [batch] each."""
@@ -118,7 +118,7 @@ class CrossEntropy(Ranged):
             )
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return it; raises ValueError unless labels are a class number for each position."""
+        """Return the loss of each example; raises ValueError unless each position has a class."""
         losses = self._cross_entropy(outputs, labels, reduction="none")
         if labels.dim() == 1 and self.class_weights is None:
             return losses
@@ -144,7 +144,7 @@ class CrossEntropy(Ranged):
         return {"accuracy": num_right / self.example_weights(labels)["accuracy"].clamp(min=1.0)}
 
     def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return the number of positions that count in each example; for the loss, their weight."""
+        """Return the number of counted positions per example; for the loss, their total weight."""
         counts = labels != self.ignore_index
         if labels.dim() == 1 and self.class_weights is None:
             return dict.fromkeys(("loss", "accuracy"), counts.to(torch.float32))
@@ -152,13 +152,13 @@ class CrossEntropy(Ranged):
         accuracy = loss = counts.sum(1).to(torch.float32)
         if self.class_weights is not None:
             weights = torch.tensor(self.class_weights, device=labels.device)
-            # An index that is ignored may lie outside of the classes.
+            # ignore_index itself may not be a valid class index.
             classes = torch.where(counts, _by_position(labels), 0)
             loss = torch.where(counts, weights[classes], 0.0).sum(1)
         return {"loss": loss, "accuracy": accuracy}
 
     def require_weights(self, outputs: Tensor) -> None:
-        """Raise ValueError unless there is a weight for each class of the outputs, or none."""
+        """Raise ValueError if the number of class weights is not the number of classes."""
         if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
             raise ValueError(
                 f"class_weights has {len(self.class_weights)} numbers, but the outputs have "
@@ -186,7 +186,7 @@ class CrossEntropy(Ranged):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """Logistic loss, with accuracy at the threshold 1/2. One logit an example; labels 0 or 1."""
+    """Logistic loss, with accuracy at the threshold 1/2. One logit per example; labels 0 or 1."""
 
     ignore_index: Annotated[
         int, doc("Label of examples that count nowhere: neither in the loss nor in the accuracy.")
@@ -196,7 +196,7 @@ class BinaryCrossEntropy:
     directions: ClassVar[Mapping[str, Direction]] = _ACCURACY
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return it; raises ValueError unless there is one logit and one label an example."""
+        """Return the loss of each example; raises ValueError unless it has one logit and label."""
         require_one_each(outputs, labels, who="BinaryCrossEntropy")
         logits, targets = outputs.flatten(), labels.flatten()
         counts = targets != self.ignore_index
@@ -213,14 +213,14 @@ class BinaryCrossEntropy:
         return {"accuracy": correct.to(outputs.dtype)}
 
     def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return 0 for the examples that are ignored, else 1."""
+        """Return 0 for ignored examples, else 1."""
         counts = (labels.flatten() != self.ignore_index).to(torch.float32)
         return {"loss": counts, "accuracy": counts}
 
 
 @dataclass(frozen=True)
 class MeanSquaredError:
-    """Squared error, the mean over an example's outputs."""
+    """Squared error, averaged over an example's outputs."""
 
     per_example: ClassVar[bool] = True
     directions: ClassVar[Mapping[str, Direction]] = _NOTHING
@@ -241,18 +241,19 @@ class MeanSquaredError:
         return errors.flatten(1).mean(1) if errors.dim() > 1 else errors
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return nothing beyond the loss."""
+        """Return no metrics: only the loss is measured."""
         return {}
 
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A loss of the user's own.
+    """A loss that the user defines.
 
     Attributes:
-        function: From outputs and labels to one loss per example, shape [batch]; or, if they are
-            coupled, to one number.
-        per_example: Whether it returns the former, and so trains on the mean.
+        function: Maps outputs and labels to one loss per example, shape [batch]; or, if examples
+            are coupled, to one number.
+        per_example: Whether the function returns one loss per example. Training then minimises the
+            mean.
 
     Example:
         >>> import torch
@@ -268,7 +269,7 @@ class CustomLoss:
     directions: ClassVar[Mapping[str, Direction]] = _NOTHING
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the function's; raises ValueError if it did not return what was declared."""
+        """Return the function's result; raises ValueError if its shape is not as declared."""
         losses = self.function(outputs, labels)
         shape = tuple(losses.shape)
         if not self.per_example and shape:
@@ -286,12 +287,12 @@ class CustomLoss:
         return losses
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return nothing beyond the loss."""
+        """Return no metrics: only the loss is measured."""
         return {}
 
 
 def mean_loss(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a batch without padding, a scalar, with torch's fused operation if any.
+    """Compute the loss of a batch without padding, a scalar, by torch's fused loss if there is one.
 
     Example:
         >>> import torch
@@ -312,7 +313,7 @@ def mean_loss(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def example_weights(objective: Objective, labels: Tensor) -> Mapping[str, Tensor]:
-    """Return the examples' weights by measure; a measure that is missing weighs all the same."""
+    """Return the examples' weights by measure; a missing measure weighs all examples equally."""
     if isinstance(objective, WeightedExamples):
         return objective.example_weights(labels)
     return {}
@@ -323,13 +324,14 @@ def batch_weights(
 ) -> Tensor:
     """Return the weight of each example in the mean loss of its batch: shape [T, K, B].
 
-    It depends on the batch alone, to the last bit, whichever batches are looked at together.
+    T steps of K clients with B examples per batch. A weight depends on its own batch alone, to the
+    last bit, regardless of which other batches are passed.
 
     Args:
         objective: The loss.
-        labels: Of all examples, shape [N, ...]. Only those of the batches are looked at.
-        rows_TKB: Which of them are in each batch.
-        weights_TKB: The weights where all examples of a batch weigh the same; 0 for padding.
+        labels: Labels of all examples, shape [N, ...]. Only those in the batches are read.
+        rows_TKB: Indices of the examples in each batch.
+        weights_TKB: Weights if all examples of a batch count the same; 0 for padding.
     """
     if not isinstance(objective, WeightedExamples):
         return weights_TKB
@@ -337,7 +339,8 @@ def batch_weights(
     if own is None:
         return weights_TKB
     least, most = torch.stack(own.aminmax()).tolist()
-    if 0.0 < least == most == round(most):  # of whole numbers the sum has no rounding
+    # Equal whole numbers sum without rounding, so dividing by the sum would change nothing.
+    if 0.0 < least == most == round(most):
         return weights_TKB
     own_TKB = torch.where(weights_TKB > 0.0, own.to(weights_TKB).view(rows_TKB.shape), 0.0)
     totals_TK1 = own_TKB.sum(-1, keepdim=True)
@@ -360,15 +363,15 @@ def why_not_by_example(objective: Objective) -> str | None:
 
 
 def require_fitting(objective: Objective, outputs: Tensor, labels: Tensor) -> None:
-    """Check, as far as one batch shows, an objective against outputs and labels.
+    """Check on one batch that an objective fits the outputs and labels.
 
-    A function may return one number per example and still look at the others, as a Cox likelihood
-    by example does: taken batch by batch it would be another loss. A loss that draws random numbers
-    cannot be checked this way and passes.
+    A function may return one loss per example and still use the other examples, as a per-example
+    Cox likelihood does. Its value would then depend on how examples are batched. A loss that draws
+    random numbers cannot be checked this way and passes.
 
     Raises:
-        ValueError: An objective of fedlearn does not take such labels, or a loss changes when half
-            of the batch is left out.
+        ValueError: A built-in objective does not accept the labels, or an example's loss changes
+            when half of the batch is left out.
     """
     known = (CrossEntropy, BinaryCrossEntropy, MeanSquaredError)
     half = len(labels) // 2
@@ -380,7 +383,7 @@ def require_fitting(objective: Objective, outputs: Tensor, labels: Tensor) -> No
     if not half or not objective.per_example:
         return
 
-    def losses(rows: slice) -> Tensor:  # of copies: a loss may write to what it is given
+    def losses(rows: slice) -> Tensor:  # passes copies, since a loss may write to its arguments
         return objective.losses(outputs[rows].clone(), labels[rows].clone())
 
     whole, again = (losses(slice(None)) for _ in range(2))
@@ -394,7 +397,7 @@ def require_fitting(objective: Objective, outputs: Tensor, labels: Tensor) -> No
 
 
 def require_one_each(outputs: Tensor, labels: Tensor, *, who: str) -> None:
-    """Raise ValueError unless there is one output and one label an example."""
+    """Raise ValueError unless there is one output and one label per example."""
     if outputs.numel() != len(outputs) or labels.shape.numel() != outputs.numel():
         raise ValueError(
             f"{who} takes one output and one label an example, not outputs of shape "
@@ -404,7 +407,7 @@ def require_one_each(outputs: Tensor, labels: Tensor, *, who: str) -> None:
 
 
 def positive(labels: Tensor, *, who: str) -> Tensor:
-    """Return which labels are 1, shape [n]; raise ValueError if one is neither 0 nor 1."""
+    """Return a mask of the labels that are 1, shape [n]; raise ValueError for one not 0 or 1."""
     flat = labels.flatten()
     other = flat[(flat != 0) & (flat != 1)]
     if len(other):
@@ -413,12 +416,12 @@ def positive(labels: Tensor, *, who: str) -> Tensor:
 
 
 def _by_position(values: Tensor) -> Tensor:
-    """Return values [batch, d1, ...] as [batch, positions]."""
+    """Reshape values [batch, d1, ...] to [batch, positions]."""
     return values.reshape(len(values), values.shape[1:].numel())
 
 
 def _require_in_outputs(objective: CrossEntropy, outputs: Tensor, labels: Tensor) -> None:
-    """Refuse a label that has no output: on a GPU, the loss itself would end the process."""
+    """Raise ValueError for a label that is not a class: on a GPU, torch's own error is fatal."""
     _require_classes(outputs, labels)
     objective.require_weights(outputs)
     counted = labels[labels != objective.ignore_index]
@@ -427,7 +430,7 @@ def _require_in_outputs(objective: CrossEntropy, outputs: Tensor, labels: Tensor
 
 
 def _outside(what: str, outputs: Tensor) -> str:
-    """Return the error for a label that is no class of the model."""
+    """Return the error message for a label that is not one of the model's classes."""
     num_classes = outputs.shape[1]
     return (
         f"a label is not among the model's classes: {what}; outputs of shape "
@@ -455,7 +458,7 @@ def _require_classes(outputs: Tensor, labels: Tensor) -> None:
 
 
 def _remedy(outputs: Tensor, labels: Tensor) -> str:
-    """Return the remedy for labels that are not one class number for each position."""
+    """Return the fix to suggest for labels that are not one class number per position."""
     regress = "to regress on numbers give an objective, such as fl.MeanSquaredError()"
     if outputs.dim() < 2:  # noqa: PLR2004 - batch and classes
         return f"let the model return one output a class for each example; {regress}"

@@ -49,7 +49,8 @@ class OwnTraining(LocalWork):
 def keeps_something(local: LocalUpdate) -> bool:
     """Return whether clients may keep state between their rounds.
 
-    A trainer that the user wrote may keep some without declaring it, so the answer for it is yes.
+    A user's own trainer may keep state without declaring it, so for :class:`OwnTraining` the answer
+    is yes.
 
     Example:
         >>> keeps_something(OwnTraining())

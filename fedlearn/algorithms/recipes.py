@@ -54,7 +54,7 @@ class Algorithm(Strategy):
     """
 
     local: LocalUpdate
-    aggregation: Aggregation[Any]  # Any: its state is its own business
+    aggregation: Aggregation[Any]  # Any: each rule has its own type of state
     server_optimizer: ServerOptimizer
     transforms: Sequence[Transform] = ()
 
@@ -104,7 +104,8 @@ def FedSGD(*, learning_rate: float, weight_by_examples: ByExamples = True) -> Al
     """Federated SGD: one step with the mean of the clients' full-batch gradients.
 
     References:
-        McMahan et al., 2017, as above, section 2 (E = 1, B = infinity).
+        McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
+        Decentralized Data <https://arxiv.org/abs/1602.05629>`_, section 2 (E = 1, B = infinity).
     """
     gradient_step = LocalSgd(epochs=1, batch_size=None, learning_rate=learning_rate, shuffle=False)
     return FedAvg(gradient_step, weight_by_examples=weight_by_examples)

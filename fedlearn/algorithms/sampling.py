@@ -58,7 +58,7 @@ class _Rest(Sequence[ClientId]):
 
     def __init__(self, whole: range, gaps: NDArray[np.int64]) -> None:
         self._whole, self._gaps = whole, gaps
-        self._passed = gaps - np.arange(len(gaps))  # how many are left before each gap
+        self._passed = gaps - np.arange(len(gaps))  # number of remaining clients before each gap
 
     def __len__(self) -> int:
         return len(self._whole) - len(self._gaps)
@@ -220,7 +220,7 @@ class CyclicSampler(SeededSampler):
     draws_each_alone = True
 
     def cohorts(self, users: Users) -> CyclicCohorts:
-        """Return groups of about ``num_wanted`` users; with gaps in the ids, one may have all."""
+        """Return groups of about ``num_wanted`` users; with gaps in the ids, one could hold all."""
         num_groups = max(1, users.population // users.num_wanted)
         even = -(-users.population // num_groups)
         largest = users.population if users.has_gaps else even
@@ -256,7 +256,7 @@ def whose_turn(
     """
     ids_N: NDArray[np.int64] = (
         np.arange(available.start, available.stop, available.step, dtype=np.int64)
-        if isinstance(available, range)  # np.asarray would go through it number by number
+        if isinstance(available, range)  # np.asarray would iterate over it in Python
         else np.asarray(available, np.int64)
     )
     blocks_N, places_N = np.divmod(ids_N, num_groups)

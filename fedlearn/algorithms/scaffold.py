@@ -42,17 +42,17 @@ _CONTROL, _COUNTS = "control", "num_gradients"
 class ControlVariates(Around):
     r"""SGD along :math:`g - c_i + c`; afterwards :math:`c_i` becomes the mean of the gradients.
 
-    Option II of the paper: :math:`c_i^+ = c_i - c + (x - y_i) / (K \eta_l)`. A tensor that had no
-    gradient in some of the K steps stayed where it was: those count as gradients of zero.
+    Option II of the paper: :math:`c_i^+ = c_i - c + (x - y_i) / (K \eta_l)`. In steps in which a
+    tensor had no gradient, it did not move; these count as gradients of zero.
 
     Attributes:
         inner: Plain SGD, without momentum, at a constant rate: its steps must be :math:`\eta_l`
             times a gradient.
         control_bound: Largest L2 norm of a change of :math:`c_i`, for secure aggregation; a longer
-            one is scaled down to it. ``None``: there is none.
+            one is scaled down to it. ``None``: no bound.
 
     Raises:
-        ValueError: The inner update is another one, or the bound is not positive.
+        ValueError: The inner update is not plain SGD, or the bound is not positive.
     """
 
     takes_flat: ClassVar[bool] = True
@@ -75,16 +75,16 @@ class ControlVariates(Around):
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """The client's control variate, and how many gradients each tensor has had."""
+        """The client's control variate, and the number of gradients that each tensor has had."""
         return {
             _CONTROL: MemorySpec(over=Over.TRAINABLE, is_kept=True),
             _COUNTS: MemorySpec(over=Over.TENSORS, is_kept=False),
         }
 
     def affine(self, moment: Moment) -> Affine:
-        """Return the step; raises ValueError as :meth:`step` does."""
+        """Return the step in affine form; raises ValueError as :meth:`step` does."""
         _require_constant_rate(moment)
-        assert isinstance(self.inner, LocalSgd)  # checked when this was made
+        assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         rate = self.inner.learning_rate
         return Affine(keep=1.0, scale=-rate, shift=-rate)
 
@@ -114,15 +114,17 @@ class ControlVariates(Around):
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Update the client's control variate, and return its change."""
-        assert isinstance(self.inner, LocalSgd)  # checked when this was made
+        assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         changes, told_here = list[Tensor](), (told["model"], told[_CONTROL])
         for y, x_0, c, c_i, count_K1 in zip(
             x, *told_here, memory[_CONTROL], memory[_COUNTS], strict=True
         ):
             shape = (-1, *[1] * (y.dim() - 1))
             missed = 1.0 - count_K1[:, 0] / num_steps
+            # Option II: c_i^+ - c_i = (x - y_i) / (K * eta_l) - c
             steps = (num_steps * self.inner.learning_rate).view(shape)
             change = torch.sub(x_0, y).div_(steps).sub_(c)
+            # A step without a gradient did not move x by c - c_i either, so add that share back.
             if missed.any():
                 change += missed.to(y).view(shape) * (c - c_i)
             changes.append(change)
@@ -140,7 +142,7 @@ class ControlVariates(Around):
         if self.control_bound is None:
             return changes
         squares_K = sum(each.flatten(1).square().sum(1) for each in changes)
-        assert isinstance(squares_K, Tensor)  # a model has parameters
+        assert isinstance(squares_K, Tensor)  # not the int 0: a model has parameters
         # A little below the bound, so that rounding does not make it longer.
         scale_K = ((1.0 - 1e-6) * self.control_bound / squares_K.sqrt()).clamp(max=1.0)
         return [each * scale_K.view(-1, *[1] * (each.dim() - 1)) for each in changes]
@@ -178,12 +180,12 @@ class ScaffoldAveraging(Ranged, Strategy):
 
     @property
     def aggregation(self) -> WeightedMean:
-        """The plain mean."""
+        """The unweighted mean: each client counts the same."""
         return WeightedMean(by_examples=False)
 
     @property
     def needs_same_round(self) -> str:
-        """Control variates are gradients at the model of the round."""
+        """Control variates are gradients at the model of their round."""
         return (
             "a client's control variate is its gradient at the model that it was sent, and the "
             "server's is their mean at one model"
@@ -198,7 +200,7 @@ class ScaffoldAveraging(Ranged, Strategy):
         return {_CONTROL: params.vector.new_zeros(params.layout.num_trainable)}
 
     def without_clients(self, params: Params, state: State) -> State:
-        """Return a control variate of zero: the mean of clients that begin with zero."""
+        """Return a control variate of zero: the mean of the clients', which start from zero."""
         return self.init(params)
 
     def tell(self, state: State) -> Lanes:

@@ -1,9 +1,10 @@
 """Settings of local updates: how the coordinator sends the training rule to clients.
 
-Settings are a flat mapping: the fields of an update, of the updates inside it, and of the
-transforms after it, and under :data:`PIECES` the names of these, innermost update first. A user's
-own class is listed by its class name, a transform as ``transform:NAME``. A user's own trainer reads
-the fields by name, and free-form settings too (:mod:`fedlearn.algorithms.extra_settings`).
+Settings are a flat mapping: the fields of an update, of the updates that it wraps, and of the
+transforms after it. The entry :data:`PIECES` lists their names, the innermost update first. A
+user's own class is listed by its class name, a transform as ``transform:NAME``. A user's own
+trainer reads the fields by name, and free-form settings too
+(:mod:`fedlearn.algorithms.extra_settings`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,10 +28,10 @@ from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, ToldBe
 from fedlearn.core.messages import Scalar, Settings
 from fedlearn.errors import ConfigError, SettingsRefused
 
-#: The setting that names the updates and transforms.
+#: Name of the setting that lists the updates and transforms.
 PIECES = "update"
 
-_Kind = type[Any]  # Any: pieces have nothing but their fields in common
+_Kind = type[Any]  # Any: updates and transforms have no base class in common
 
 #: The updates that every client knows, by their names in settings.
 UPDATES: Mapping[str, _Kind] = {
@@ -45,7 +46,7 @@ UPDATES: Mapping[str, _Kind] = {
     "noised_gradients": NoisedGradients,
 }
 
-#: Likewise the transforms.
+#: The transforms that every client knows, by their names in settings.
 TRANSFORMS: Mapping[str, type[Transform]] = {
     "clipped_update": ClippedUpdates,
     "told_below": ToldBelow,
@@ -55,11 +56,11 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
 #: Components with which a client adds noise to everything it sends.
 _NOISED = frozenset({"noised_gradients", "noised_update"})
 
-#: Names of fields in earlier versions, which clients of these still read.
+#: Former names of renamed fields. Settings use them, so that older clients can read them.
 _TRAVELS_AS = {"gradient_clip_norm": "max_gradient_norm", "update_clip_norm": "max_update_norm"}
 
 _INNER = "inner"
-#: Before the name of a transform of the user's own.
+#: Prefix of the name of a user's own transform.
 _TRANSFORM = "transform:"
 
 
@@ -111,7 +112,7 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
 
 
 def require_travels(locals_: Iterable[LocalUpdate], transforms: Sequence[Transform]) -> None:
-    """Raise ConfigError, as :func:`settings_of`, if these cannot be sent to clients."""
+    """Raise ConfigError if these cannot be sent to clients; see :func:`settings_of`."""
     for local in {id(each): each for each in locals_}.values():
         settings_of(local, transforms)
     own_transforms(transforms)
@@ -121,14 +122,14 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
     """Build the local update that ``settings`` describe.
 
     Args:
-        settings: What :func:`settings_of` returned, perhaps in another process.
-        known: Classes of the user's own that may be named.
+        settings: Settings from :func:`settings_of`, usually received from the coordinator.
+        known: The user's own classes that ``settings`` may name.
 
     Raises:
-        SettingsRefused: A piece is not known, or a field is missing, unknown, of the wrong type or
+        SettingsRefused: A class is not known, or a field is missing, unknown, of the wrong type or
             out of range.
     """
-    update: Any = None  # the first piece has no inner one
+    update: Any = None  # the first update wraps no other
     for name, kind, values in _read_all(settings, known):
         if _is_transform(name):
             continue
@@ -146,11 +147,11 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
 def transforms_from(
     settings: Settings, *, known: Collection[type[Transform]] = ()
 ) -> tuple[Transform, ...]:
-    """Build the transforms that ``settings`` describe, in the order in which they act.
+    """Build the transforms that ``settings`` describe, in the order in which they are applied.
 
     Args:
-        settings: What :func:`settings_of` returned, perhaps in another process.
-        known: Classes of the user's own that may be named.
+        settings: Settings from :func:`settings_of`, usually received from the coordinator.
+        known: The user's own classes that ``settings`` may name.
 
     Raises:
         SettingsRefused: As :func:`update_from`.
@@ -160,7 +161,7 @@ def transforms_from(
 
 
 def without_transforms(settings: Settings, *, known: Collection[type[Transform]] = ()) -> Settings:
-    """Return the part of ``settings`` that is for a trainer; raise as :func:`transforms_from`."""
+    """Remove the transforms, which the trainer does not need; raises as :func:`transforms_from`."""
     kinds = _transform_kinds(settings, known)
     if not kinds:
         return settings
@@ -218,7 +219,7 @@ def has_own_noise(settings: Settings) -> bool:
 
 
 def adds_own_noise(local: LocalUpdate, transforms: Sequence[Transform]) -> bool:
-    """Whether clients add noise of their own: :func:`has_own_noise` of the settings of these."""
+    """Return whether clients add their own noise; :func:`has_own_noise` tells it from settings."""
     pieces = (*pieces_of(local), *transforms)
     return any(isinstance(piece, NoisedGradients | NoisedUpdates) for piece in pieces)
 
@@ -259,7 +260,7 @@ def _place(kind: _Kind) -> str:
 
 
 def settings_names(known: Collection[_Kind] = ()) -> frozenset[str]:
-    """Return the settings' names of the standard updates and ``known``, and ``known``'s names."""
+    """Return the field names of standard updates and ``known``, and ``known``'s class names."""
     kinds = (*UPDATES.values(), *known)
     fields_of_all = {name for kind in kinds for name in _fields(kind)}
     return frozenset(fields_of_all | {kind.__name__ for kind in known})
@@ -268,8 +269,7 @@ def settings_names(known: Collection[_Kind] = ()) -> frozenset[str]:
 def require_honoured(settings: Settings, honoured: Collection[str], *, who: str) -> None:
     """Refuse settings that a trainer would ignore.
 
-    A setting at its default need not be honoured. Neither need transforms: the session applies
-    them.
+    Settings at their default are allowed, and so are transforms, which the session applies.
 
     Args:
         settings: Settings from the coordinator.
@@ -277,7 +277,7 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
         who: Name of the trainer in error messages.
 
     Raises:
-        SettingsRefused: One would be ignored.
+        SettingsRefused: A setting would be ignored.
 
     Example:
         >>> sgd = settings_of(LocalSgd(epochs=1, batch_size=8, learning_rate=0.1))
@@ -297,12 +297,12 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
         kind = UPDATES.get(name) or TRANSFORMS.get(name)
         own = _fields(kind) if kind is not None else {}
         for field_name, field in own.items():
-            if field_name not in left:  # the coordinator's version does not have it
+            if field_name not in left:  # the coordinator's version does not have the field
                 continue
             value = left.pop(field_name)
             if name in UPDATES and value != field.default and field_name not in honoured:
                 raise _ignored(field_name, value, who)
-    of_work = _fields(LocalWork)  # which the user's own rules have as well
+    of_work = _fields(LocalWork)  # fields that users' own updates inherit
     for name, value in left.items():
         is_default = name in of_work and value == of_work[name].default
         if not (is_default or name in honoured):
@@ -315,7 +315,7 @@ def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -
     unknown = [name for name in _names(settings) if name not in known]
     if not unknown:
         return
-    if settings_names() <= set(honoured):  # fedlearn's own trainer, or around one
+    if settings_names() <= set(honoured):  # fedlearn's own trainer, or a wrapper of it
         raise SettingsRefused(_describe_unknown(unknown[0]))
     name = unknown[0]
     raise SettingsRefused(
@@ -352,7 +352,7 @@ def _name(kind: _Kind) -> str:
 
 
 def _fields(kind: _Kind) -> dict[str, Field[Any]]:
-    """Return the fields of a piece by the names under which they travel."""
+    """Return a class's fields by their names in settings."""
     return {
         _TRAVELS_AS.get(field.name, field.name): field
         for field in fields(kind)
@@ -361,7 +361,7 @@ def _fields(kind: _Kind) -> dict[str, Field[Any]]:
 
 
 def _names(settings: Settings) -> list[str]:
-    """Return the names of the pieces; settings without them are for trainers of the user's own."""
+    """Return the names under :data:`PIECES`; a user's own trainer may need none."""
     named = settings.get(PIECES, "")
     if not isinstance(named, str):
         raise SettingsRefused(f"local setting {PIECES!r} is {named!r}; it names what to do")
@@ -371,7 +371,7 @@ def _names(settings: Settings) -> list[str]:
 def _read_all(
     settings: Settings, known: Collection[_Kind]
 ) -> Iterator[tuple[str, _Kind, dict[str, Scalar]]]:
-    """Yield each piece with its name and its fields' values."""
+    """Yield the name, class and field values of each update and transform."""
     kinds = {**{kind.__name__: kind for kind in known}, **UPDATES, **TRANSFORMS}
     unread = settings.keys() - {PIECES}
     for name in _names(settings):
@@ -385,9 +385,9 @@ def _read_all(
 
 
 def _read(settings: Settings, kind: _Kind) -> dict[str, Scalar]:
-    """Return the fields of a piece.
+    """Read the fields of a class.
 
-    A field that is missing stays at its default: the coordinator's version does not have it.
+    A missing field keeps its default: the coordinator's version may not have it.
     """
     own, hints = _fields(kind), get_type_hints(kind)
     present = [name for name in own if name in settings or own[name].default is MISSING]

@@ -43,7 +43,7 @@ class Strategy(Protocol):
             """The clients' local training."""
 
         @property
-        def aggregation(self) -> Aggregation[Any]:  # Any: its state is its own business
+        def aggregation(self) -> Aggregation[Any]:  # Any: each rule has its own type of state
             """The rule that combines clients' updates."""
 
         @property
@@ -143,7 +143,7 @@ class Wrapped(Strategy):
         return self.inner.local
 
     @property
-    def aggregation(self) -> Aggregation[Any]:  # Any: its state is its own business
+    def aggregation(self) -> Aggregation[Any]:  # Any: each rule has its own type of state
         """The inner strategy's."""
         return self.inner.aggregation
 

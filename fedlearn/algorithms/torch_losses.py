@@ -81,8 +81,8 @@ def as_objective(given: object) -> Objective:
     the objective that trains on the same mean.
 
     Raises:
-        ConfigError: It is neither, but a class, a function, a name, or a module without a
-            counterpart.
+        ConfigError: It is neither: for example a class, a function, a name, or a torch module
+            without a matching objective.
 
     Example:
         >>> as_objective(nn.HuberLoss(delta=2.0))

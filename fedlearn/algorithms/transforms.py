@@ -18,7 +18,7 @@ from fedlearn.core.randomness import Seed, global_generators_kept, seed_global_g
 from fedlearn.core.ranges import Positive, Ranged
 from fedlearn.errors import UnusableResult
 
-#: Numbers whose squares are added up in float32: at most one part in 2**15 of a norm is lost.
+#: Number of squares summed in float32 at a time: a norm is off by at most one part in 2**15.
 _SQUARES = 1 << 10
 #: Grid levels up to the clip norm of an update with local noise: fine enough that rounding to the
 #: grid is negligible.
@@ -26,11 +26,12 @@ _LEVELS = 1 << 20
 
 
 class Transform(Protocol):
-    """Changes each client's update by itself. A frozen dataclass of plain values, sent to clients.
+    """A change to a client's update before it is sent: a frozen dataclass of plain values.
 
-    It is called for one client at a time, and may draw from torch's global generator, which is
-    seeded for that client and round. A class with ``takes_blocks = True`` is called for many
-    clients at once; its result for one client must not depend on the others.
+    Its fields are sent to clients. It is called for one client at a time, and may draw from torch's
+    global generator, which is seeded for that client and round. A class with
+    ``takes_blocks = True`` is called for many clients at once; its result for one client must not
+    depend on the others.
     """
 
     def __call__(self, updates: Updates) -> Updates:
@@ -47,7 +48,7 @@ def transformed(
 
     Args:
         updates: Updates of some clients.
-        transforms: Transforms, in the order in which they act.
+        transforms: Transforms, in the order in which to apply them.
         seed: The run's public seed, from which transforms' random numbers derive.
         round_num: Round index.
 
@@ -124,7 +125,7 @@ def _require_alike(after: object, before: Updates, *, who: Transform) -> None:
 class ClippedUpdates(Ranged):
     r"""Scales each client's delta :math:`\Delta` by :math:`\min(1, C / \|\Delta\|_2)`.
 
-    :math:`\Delta` is of the parameters that train. Running statistics are not counted and not
+    :math:`\Delta` covers the trainable parameters. Running statistics are neither counted nor
     scaled: they are averaged as values, and their size says nothing about training.
 
     Attributes:
@@ -152,23 +153,23 @@ _AT_BOUND = 1e-5
 
 
 def last_clip(transforms: Sequence[Transform]) -> float | None:
-    """Return the norm to which updates are clipped; ``None``: the last transform is no clip."""
+    """Return the clip norm if the last transform clips updates, else ``None``."""
     last = transforms[-1] if transforms else None
     return last.update_clip_norm if isinstance(last, ClippedUpdates) else None
 
 
 def is_clipped(trained: Tensor, *, clip_norm: float) -> bool:
-    """Return whether an update was scaled down by :class:`ClippedUpdates`: it lies at the bound.
+    """Return whether :class:`ClippedUpdates` scaled an update down: its norm is at the bound.
 
     Args:
-        trained: The delta of what trains, as the client sent it: shape [Q].
+        trained: The trainable part of the delta, as the client sent it: shape [Q].
         clip_norm: The bound.
     """
     norm = float(torch.linalg.vector_norm(trained, dtype=torch.float64))
     return norm >= clip_norm * (1.0 - _AT_BOUND)
 
 
-#: 1/2 if the norm of a client's delta was at most the bound asked about, else -1/2.
+#: 1/2 if the norm of a client's delta is at most ``asked_norm``, else -1/2.
 BELOW = LaneSpec(name="below_norm", over=1, weighted=False, bound=0.5)
 
 
@@ -191,7 +192,7 @@ class ToldBelow(Ranged):
     asked_norm: Positive
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return the updates with one lane more."""
+        """Return the updates with the lane ``BELOW`` added."""
         trained, _ = updates.delta_parts()
         bits_B = (norms(trained) <= self.asked_norm).to(trained.dtype) - 0.5
         return replace(updates, lanes={**updates.lanes, BELOW.name: bits_B[:, None]})
@@ -201,8 +202,8 @@ class ToldBelow(Ranged):
 class NoisedUpdates(Ranged):
     r"""Clips each client's delta to an L2 norm C, and adds noise on the client itself (local DP).
 
-    The delta is rounded to whole numbers of :math:`C / 2^{20}`, which moves d numbers by
-    :math:`\sqrt{d} / 2` at the most. Discrete Gaussian noise is added, with a standard deviation of
+    The delta is rounded to multiples of :math:`C / 2^{20}`, which moves its d numbers by at most
+    :math:`\sqrt{d} / 2` multiples. Discrete Gaussian noise is added, with a standard deviation of
     z times the largest norm after rounding, from the operating system's generator in the client's
     own process. So z alone limits what the result reveals about the client: other lanes are
     refused, and the reply contains neither the number of examples nor metrics.
@@ -222,10 +223,10 @@ class NoisedUpdates(Ranged):
     noise_multiplier: Positive
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return the updates with noise in their deltas; one that is not finite stays so.
+        """Return the updates with noise in their deltas; a delta that is not finite is unchanged.
 
         Raises:
-            UnusableResult: There are other lanes.
+            UnusableResult: The updates have other lanes.
         """
         if bare := [name for name in updates.lanes if name != DELTA.name]:
             raise UnusableResult(
@@ -249,7 +250,8 @@ class NoisedUpdates(Ranged):
 def norms(rows: Rows) -> Tensor:
     """Return the L2 norm of each row, [B] in float64, to one part in 2**15.
 
-    Squares add up in float32, some at a time: float64 would take several times as long.
+    Squares are summed in float32 within short spans, and the spans in float64. Summing everything
+    in float64 would take several times as long.
     """
     if not isinstance(rows, Tensor):
         return torch.cat([norms(row[None]) for row in rows])
@@ -264,7 +266,7 @@ def norms(rows: Rows) -> Tensor:
 def clipped_rows(rows: Rows, *, bound: float) -> Tensor:
     """Return rows, each scaled down to an L2 norm of ``bound`` if it is larger: shape [B, n].
 
-    A row that is not finite stays so; a later check refuses it.
+    A row with values that are not finite keeps some; a later check refuses it.
 
     Example:
         >>> clipped_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), bound=2.5)
