@@ -1,1 +1,1 @@
-"""One round and a run of them, wherever the clients are."""
+"""The round loop of simulations and deployments."""

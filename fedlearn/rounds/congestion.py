@@ -1,4 +1,4 @@
-"""How many clients are in flight: fewer while replies come faster than they are folded in."""
+"""Lowers the number of clients in flight while replies arrive faster than they are aggregated."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -9,26 +9,28 @@ _log = structlog.get_logger(__name__)
 
 
 def _tell_nobody(_: int) -> None:
-    """Tell nobody of the limit."""
+    """Ignore the limit."""
 
 
 @dataclass(eq=False)
 class InFlightLimit:
-    """Falls by the replies that always wait, and grows by one with each that is waited for.
+    """Limits the clients in flight of an asynchronous run by the length of the reply queue.
 
-    Replies that come together and are folded in before the next do no harm: a limit that falls for
-    them leaves the coordinator idle. But if more than a buffer's worth were found waiting while
-    as many landed as were in flight at first, that is while everybody had a turn, those beyond it
-    are not needed to keep the coordinator busy: with as many clients fewer, updates come as fast,
-    and are younger. So the limit falls to where these are gone, in one step, and is not looked at
-    again before all who were in flight have landed. A buffer's worth stays, so that chance leaves
-    nobody idle.
+    A queue that forms and drains again does no harm: lowering the limit for it would leave the
+    coordinator idle. A standing queue does. If the queue stayed longer than one buffer while as
+    many replies landed as clients were in flight at first, so that each client had a turn, then
+    the replies beyond one buffer are not needed to keep the coordinator busy: with that many fewer
+    clients, updates arrive as fast and are less stale. The limit then drops by that number in one
+    step, and does not drop again until all clients that were in flight have landed. One buffer of
+    replies remains queued, so that the coordinator is not idle by chance. The limit rises by one
+    whenever the queue is empty.
 
     Attributes:
-        most: It is never more: the concurrency.
-        least: Nor less, so that a round can be filled: the buffer's size, if that is not more.
-        num_waiting: Returns how many replies are here and not folded in.
-        told: Told the limit whenever it changes.
+        most: Upper bound of the limit: the concurrency.
+        least: Lower bound, so that a round's buffer can be filled: the buffer size, but at most
+            ``most``.
+        num_waiting: Returns the number of replies that have arrived and are not yet aggregated.
+        told: Called with the limit whenever it changes.
 
     Example:
         >>> limit = InFlightLimit(8, 2, num_waiting=lambda: 1)
@@ -37,8 +39,8 @@ class InFlightLimit:
         8
 
     References:
-        K. Nichols and V. Jacobson, 2012, "Controlling Queue Delay": a queue that stands is
-        congestion, and is seen by its least length over a while; one that is worked off is not.
+        K. Nichols and V. Jacobson, 2012, "Controlling Queue Delay": a standing queue is congestion,
+        and is detected by its minimum length over an interval; a queue that drains is not.
     """
 
     most: int
@@ -47,10 +49,10 @@ class InFlightLimit:
     num_waiting: Callable[[], int]
     told: Callable[[int], None] = _tell_nobody
     limit: int = field(init=False)
-    _lowest: int = field(init=False)  # since it was the most
-    _found: int = 0
-    _standing: int = 0  # the fewest found since there were no more than a buffer's worth
-    _num_to_land: int = 0  # until all have landed who were in flight then
+    _lowest: int = field(init=False)  # lowest limit since it was last at `most`, to log only drops
+    _found: int = 0  # queue length at the last look
+    _standing: int = 0  # shortest queue in the current interval
+    _num_to_land: int = 0  # replies until the interval ends; 0: no interval has begun
 
     def __post_init__(self) -> None:
         self.least = min(self.least, self.most)
@@ -58,13 +60,14 @@ class InFlightLimit:
         self.told(self.limit)
 
     def look(self) -> None:
-        """Note how many replies wait; before each is taken."""
+        """Measure the queue; call this before taking each reply."""
         self._found = self.num_waiting()
 
     def landed(self, *, num_in_flight: int) -> int:
-        """Return how many may be in flight, now that one of ``num_in_flight`` has landed."""
+        """Update and return the limit, now that one of ``num_in_flight`` clients has landed."""
         before = self.limit
         if self._found <= self.least:
+            # The queue has drained to one buffer: no congestion, so any interval starts over.
             self._num_to_land = 0
             self.limit = min(self.most, self.limit + (self._found == 0))
         elif self._num_to_land == 0:

@@ -1,4 +1,4 @@
-"""The release of a sum whose noise its clients have added: distributed differential privacy.
+"""Turns a secure sum into a mean under distributed differential privacy: clients added the noise.
 
 References:
     Kairouz, Liu and Steinke, 2021, `The Distributed Discrete Gaussian Mechanism for Federated
@@ -21,13 +21,13 @@ from fedlearn.secagg.plan import SecurePlan
 
 @dataclass(frozen=True)
 class DistributedMean:
-    """Divides sums of levels by the number of clients that is expected.
+    """Converts sums of levels to means: divides by the expected number of clients.
 
     Attributes:
-        plan: What sessions ask.
-        expected: The public denominator.
-        simulated: Where the noise comes from that clients would have added, all of it at once, in
-            a simulation without sessions; ``None``: they have added it.
+        plan: The plan of the sessions.
+        expected: Expected number of clients. It is public, so that dividing by it reveals nothing.
+        simulated: In a simulation without sessions, the source of the noise that the clients would
+            have added together; ``None``: the clients have added it.
     """
 
     plan: SecurePlan
@@ -44,15 +44,15 @@ class DistributedMean:
         round_num: int,
         attempt: int,
     ) -> tuple[Aggregate, State]:
-        """Return the means, of as many clients as are expected, and the state.
+        """Return the means over the expected number of clients, and the unchanged state.
 
         Args:
-            aggregate: Sums of levels, of clients that each have a share of noise; overwritten.
-            strategy: Of the round.
-            layout: Of the model.
-            state: The strategy's, which stays.
-            round_num: Index, from 0.
-            attempt: 0, or how often the round was retried.
+            aggregate: Sums of levels, with each client's share of the noise; overwritten.
+            strategy: The strategy of the round.
+            layout: Layout of the model.
+            state: The strategy's state.
+            round_num: Round index, from 0.
+            attempt: Retry number of the round, starting at 0.
         """
         means, labels = {}, (round_num, attempt)
         for name, lanes in self.plan.vector_lanes(layout).items():
@@ -71,6 +71,7 @@ class DistributedMean:
     ) -> Tensor:
         if self.simulated is None:
             return levels
+        # Shares of independent noise add up in variance: n shares have sqrt(n) times their sigma.
         sigma = lane.noise * math.sqrt(num_clients)
         noise = self.simulated.draw(sigma, lane.size, labels=(lane.name, *labels))
         return levels.add_(noise.to(levels.device))

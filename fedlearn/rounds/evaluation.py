@@ -1,4 +1,4 @@
-"""How good the global model is: on held-out examples, and client by client."""
+"""Evaluates the global model on held-out examples and on each client's own data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from fedlearn.transport.base import Arrival, Channel, ask_once
 
 
 class Evaluator(Protocol):
-    """Measures a model; what it returns goes into the record of the round."""
+    """Evaluates a model; the metrics go into the record of the round."""
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        """Return metrics by name after ``round_num`` finished rounds."""
+        """Return the metrics by name, after ``round_num`` finished rounds."""
 
 
 @dataclass(frozen=True)
 class Evaluators:
-    """Several evaluators as one.
+    """Runs several evaluators and merges their metrics.
 
     Attributes:
-        parts: Asked in turn; their metrics have different names.
+        parts: The evaluators, in order; no two have a metric of the same name.
     """
 
     parts: Sequence[Evaluator]
@@ -40,7 +40,7 @@ class Evaluators:
 
 
 def measured(arrival: Arrival, *, round_num: int) -> EvaluateReply | Failure:
-    """Return a client's measurement of a round; one that sent something else is told."""
+    """Check that a reply evaluates the given round, and refuse it otherwise."""
     reply = arrival.reply
     if isinstance(reply, Failure) or (
         isinstance(reply, EvaluateReply) and reply.round_num == round_num
@@ -57,11 +57,11 @@ class ChannelEvaluator:
 
     Attributes:
         channel: How clients are reached.
-        cohort: Returns who is asked, after how many finished rounds.
-        directions: Of the metrics that the run knows, which way is better. Clients may measure
-            others: of those the spread is recorded without a worst decile.
-        deadline_s: Seconds to wait for them.
-        weighs: Whether the means by examples are recorded as well.
+        cohort: Returns the clients to ask after a given number of finished rounds.
+        directions: Whether higher or lower is better, for each metric that the run knows. Clients
+            may report other metrics, whose distribution is recorded without a worst decile.
+        deadline_s: Seconds to wait for the clients.
+        weighs: Whether to record means weighted by examples as well.
     """
 
     channel: Channel
@@ -71,7 +71,7 @@ class ChannelEvaluator:
     weighs: bool = False
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        """Return the distribution over the clients that answered in time."""
+        """Return statistics of each metric over the clients that answered in time."""
         cohort = self.cohort(round_num)
         if not cohort:
             return {}

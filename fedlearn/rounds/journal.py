@@ -1,8 +1,9 @@
-"""What a coordinator must still know after a crash inside a round, and who coordinates.
+"""Durable records of a deployed run: its open rounds and its current coordinator.
 
-The cohort of a round is written down before anyone is asked
-(:class:`fedlearn.deployment.opening.DurableOpening`): a restart asks the same clients, whoever is
-connected by then, and counts the replies that were logged before.
+The cohort of a round is recorded before any client is asked
+(:class:`fedlearn.deployment.opening.DurableOpening`). A restarted coordinator asks the same
+clients, no matter which ones are connected by then, and counts the replies that were logged before
+the crash.
 """
 
 from collections.abc import Mapping
@@ -11,20 +12,20 @@ from typing import Literal, Protocol, TypeAlias
 
 from fedlearn.core.messages import ClientId
 
-#: What an operator wants of a deployed run.
+#: The operator's current instruction to a deployed run.
 Control: TypeAlias = Literal["run", "pause", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRound:
-    """A round that clients have been, or are about to be, asked to take part in.
+    """An attempt at a round whose clients have been asked, or are about to be.
 
     Attributes:
-        round_num: Index, from 0.
-        attempt: How often this round was tried before.
-        cohort: Who is asked, in the sampler's order.
-        opened_unix_s: When the cohort was chosen, seconds since 1970: monotonic time does
-            not outlive a process.
+        round_num: Round index, from 0.
+        attempt: Retry number of the round, starting at 0.
+        cohort: The clients asked, in the sampler's order.
+        opened_unix_s: When the cohort was drawn, in seconds since 1970, because monotonic time
+            does not survive a restart.
     """
 
     round_num: int
@@ -37,39 +38,39 @@ class RoundJournal(Protocol):
     """The open rounds of one run.
 
     Every method raises :class:`fedlearn.errors.StoreError` if the journal cannot be read or
-    written, and those that write :class:`fedlearn.errors.Fenced` after a takeover.
+    written. Methods that write raise :class:`fedlearn.errors.Fenced` after a takeover.
     """
 
     def find(self, round_num: int, attempt: int) -> OpenRound | None:
-        """Return the round as it was opened; ``None`` if it was not."""
+        """Return an attempt as it was opened; ``None`` if it was not."""
 
     def open(self, opened: OpenRound) -> None:
-        """Write a round down, durably before returning; the same one again changes nothing.
+        """Record an attempt durably before returning; recording the same one again is a no-op.
 
         Raises:
-            StoreError: It is open with another cohort.
+            StoreError: The attempt is already open with another cohort.
         """
 
     def last(self) -> OpenRound | None:
         """Return the latest attempt of the latest round; ``None`` if none is open."""
 
     def forget(self, before_round: int) -> None:
-        """Remove the rounds before ``before_round``: they are part of a commit."""
+        """Remove the rounds before ``before_round``, which a commit has made durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeployedRun:
-    """A deployed run, as operators see it and as its coordinators agree on it.
+    """The shared row of a deployed run, through which coordinators and operators interact.
 
     Attributes:
-        name: Of the run.
-        run_id: Names the run to clients: 32 hexadecimal digits, of no other run. One that goes
-            back to an earlier checkpoint has another from then on.
-        control: What an operator wants of it.
+        name: Name of the run.
+        run_id: Unique id by which clients know the run: 32 hexadecimal digits. A rollback to an
+            earlier checkpoint gives the run a new id.
+        control: The operator's current instruction.
         holder: The coordinator that runs it; empty after an orderly end.
-        epoch: How often a coordinator has taken it over.
-        beat: Grows while the holder lives.
-        status: What the holder last said of itself; JSON values only.
+        epoch: Number of times that a coordinator has taken over the run.
+        beat: Heartbeat counter, which grows while the holder is alive.
+        status: The holder's latest status report; JSON values only.
     """
 
     name: str

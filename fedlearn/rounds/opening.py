@@ -1,7 +1,7 @@
 """Draws the clients of a round from those that are available.
 
-A simulation only samples. A deployment also waits for clients and writes down which ones it will
-ask (:class:`fedlearn.deployment.opening.DurableOpening`).
+A simulation only samples. A deployment also waits for clients and records durably which ones it
+will ask (:class:`fedlearn.deployment.opening.DurableOpening`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,12 +16,12 @@ from fedlearn.core.randomness import Seed
 
 @dataclass(frozen=True, kw_only=True)
 class SampledOpening:
-    """Samples among the available clients; either method is a round's ``draw``.
+    """Samples among the available clients; either public method serves as a round's ``draw``.
 
     Attributes:
-        sampler: Chooses.
+        sampler: Draws the clients.
         available: Returns the clients that can be asked now.
-        seed: Of the choice.
+        seed: Seed of the draw.
     """
 
     sampler: CohortSampler
@@ -31,17 +31,17 @@ class SampledOpening:
     def draw_cohort(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
     ) -> Sequence[ClientId]:
-        """Return ``num`` clients: a function of the arguments and of who is available.
+        """Draw exactly ``num`` clients; the draw depends on the arguments and who is available.
 
         Raises:
-            CohortTooSmall: Fewer are available.
+            CohortTooSmall: Fewer clients are available.
         """
         return self._sample(without(self.available(), busy), num, round_num, attempt)
 
     def draw(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
     ) -> Sequence[ClientId]:
-        """Return up to ``num`` clients; otherwise as :meth:`draw_cohort`."""
+        """Draw up to ``num`` clients; otherwise like :meth:`draw_cohort`."""
         idle = without(self.available(), busy)
         return self._sample(idle, min(num, len(idle)), round_num, attempt) if idle else ()
 
@@ -54,13 +54,13 @@ class SampledOpening:
 
 
 class Charges(Protocol):
-    """What the rounds of a run cost: written down durably, before anybody is asked."""
+    """A ledger that records the cost of a run's rounds durably, before any client is asked."""
 
     def charge(self, *, round_num: int, attempt: int) -> None:
         """Charge an attempt at a round; raises BudgetExhausted if it cannot be afforded."""
 
     def standing(self) -> Mapping[str, float]:
-        """Return the spending so far by name; empty where it is not known."""
+        """Return the spending so far by name; empty if it is not known."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class ChargedDraw:
 
     Attributes:
         inner: Draws them.
-        charges: Charges each round.
+        charges: The ledger.
         each_attempt: Whether each attempt at a round is charged. An asynchronous round draws many
             times, and is charged once.
     """
@@ -77,16 +77,16 @@ class ChargedDraw:
     inner: Draw
     charges: Charges
     each_attempt: bool
-    _charged: tuple[int, int] | None = None  # what was charged last
+    _charged: tuple[int, int] | None = None  # last charged round and attempt
 
     def __call__(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
     ) -> Sequence[ClientId]:
-        """Return the clients that the inner one draws, charged even if there are none.
+        """Draw clients and charge the round, even if there are none.
 
         Raises:
-            BudgetExhausted: The round cannot be afforded; nobody was asked on its model.
-            StoreError: It could not be written down.
+            BudgetExhausted: The round cannot be afforded; no client was sent its model.
+            StoreError: The charge could not be recorded.
         """
         drawn = self.inner(num, round_num=round_num, attempt=attempt, busy=busy)
         key = round_num, attempt if self.each_attempt else 0

@@ -1,4 +1,7 @@
-"""What a strategy says and returns, checked where the round uses it: it may be the user's own."""
+"""Calls a strategy's methods and checks what they return, since users write their own strategies.
+
+Each check fails with an error that names the method, instead of a failure later in the round.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,10 +19,10 @@ from fedlearn.errors import RoundError
 
 
 def begun_by(strategy: Strategy, params: Params) -> Stepped:
-    """Return what a strategy begins with, its metrics as numbers.
+    """Call ``strategy.begin`` for the initial model and state, and convert metrics to floats.
 
     Raises:
-        RoundError: Its state is no tensors, or a metric is no number.
+        RoundError: A value of the state is not a tensor, or a metric is not a number.
     """
     begun, who = strategy.begin(params), type(strategy).__name__
     _require_state(begun.state, who=f"{who}.init")
@@ -27,10 +30,11 @@ def begun_by(strategy: Strategy, params: Params) -> Stepped:
 
 
 def strategy_at(strategy: Strategy, state: State) -> Strategy:
-    """Return the strategy of a round.
+    """Call ``strategy.at`` for the strategy of one round.
 
     Raises:
-        RoundError: What it says is none, or does not fit what the run began with.
+        RoundError: It returned something that is not a strategy, or raised ValueError, as for a
+            strategy that does not fit the one with which the run began.
     """
     try:
         found: object = strategy.at(state)
@@ -45,10 +49,10 @@ def strategy_at(strategy: Strategy, state: State) -> Strategy:
 
 
 def told_by(strategy: Strategy, state: State, params: Params) -> Lanes:
-    """Return what a strategy tells its clients.
+    """Call ``strategy.tell`` for the vectors to broadcast together with the model.
 
     Raises:
-        RoundError: It is no vector for each name, of one number a trainable parameter.
+        RoundError: A name does not have a vector with one number per trainable parameter.
     """
     told = strategy.tell(state)
     try:
@@ -59,12 +63,13 @@ def told_by(strategy: Strategy, state: State, params: Params) -> Lanes:
 
 
 def stepped_by(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-    """Return what a strategy makes of a round, its metrics as numbers.
+    """Call ``strategy.step`` on the aggregate of a round, and convert its metrics to floats.
 
     Raises:
-        RoundError: The aggregation gave other lanes than were declared, or the step wrote to what
-            it was given, or returned no model like the one before or one that is not finite, a
-            state that is no tensors, or a metric that is no number.
+        RoundError: The lanes of the aggregate are not those declared, or the step wrote to its
+            arguments, or it returned a model that is not finite or differs from the previous one in
+            shape or dtype, a state with a value that is not a tensor, or a metric that is not a
+            number.
     """
     rule, who = type(strategy.aggregation).__name__, type(strategy).__name__
     if not isinstance(aggregate.lanes, Mapping):
@@ -104,7 +109,8 @@ def _require_model(
             f"{who}.step returned a model of shape {tuple(vector.shape)}, {vector.dtype}; it is "
             f"{tuple(before.shape)}, {before.dtype}, as the one before"
         )
-    # A sum is finite only if all its terms are, and read faster.
+    # A sum can be finite only if all its terms are, and is cheaper. It can overflow although they
+    # are all finite, so only then look at each.
     if not (torch.isfinite(vector.sum()) or torch.isfinite(vector).all()):
         sound = all(torch.isfinite(lane).all() for lane in aggregate.lanes.values())
         cause = f"{who}.step" if sound else f"the aggregation {rule}"
@@ -115,7 +121,7 @@ def _require_model(
 
 
 def _numbers(
-    metrics: Mapping[str, Any],  # Any: not looked at yet
+    metrics: Mapping[str, Any],  # Any: not checked yet
     *,
     who: str,
 ) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Collect updates in the clear: ask over a channel, and take replies until the round closes."""
+"""Collects plaintext updates over a channel, in synchronous, late-update and buffered rounds."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,27 +22,27 @@ from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.updates import Fold, judged, participation
 from fedlearn.transport.base import Arrival, Channel, Exchange
 
-#: Seconds after which a deployed round looks for clients that have connected since.
+#: How often a deployed round looks for newly connected clients, in seconds.
 _LOOK_S = 1.0
-#: Below it nothing is sent ahead: a client that has it is asked a round later, and may land yet
-#: one later.
+#: Smallest staleness limit with which models are sent ahead. A client that has one is asked to
+#: train it one round later, and may land another round later.
 _LEAST_STALENESS = 2
 
 
 class Ahead(Protocol):
-    """Sends models to clients before they are asked to train them."""
+    """Sends models to clients ahead of time, before they are asked to train them."""
 
     def send_ahead(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
     ) -> None:
-        """Tell clients of a request; a question up to that round may be answered with it."""
+        """Send a request ahead; clients may answer later ones up to ``last_round_num`` with it."""
 
     def call_ahead_off(self) -> None:
-        """Tell them that they will not be asked about it."""
+        """Cancel what was sent ahead: the clients will not be asked for it."""
 
 
 class _Arrived(NamedTuple):
-    """An update, its client's task, and how long that took."""
+    """An update that arrived, with its task and the task's duration."""
 
     task: PendingTask
     update: TrainReply
@@ -53,29 +53,29 @@ class _Arrived(NamedTuple):
 class PlainCollector:
     """Collects the updates of clients that a channel reaches.
 
-    Each reply is checked as it arrives and waits where it lies. As many as fit the bound, and those
-    that wait at the close of the round, are one block for the aggregation, which passes over the
-    sum once for all of them. Without room for two, replies are folded in one by one, to the last
-    bit as by an engine at block size 1. An aggregation that needs all updates gets them at the
-    close; those that came over the network lie on the disk until then.
+    Each reply is checked on arrival and then queued without a copy. Queued replies are aggregated
+    as one block, in a single pass over the sum: whenever as many as fit into ``slab_bytes`` are
+    queued, and at the close of the round. If no two fit, replies are aggregated one by one, with
+    bit-identical results to a simulation engine at block size 1. An aggregation that needs all
+    updates at once gets them at the close; until then, replies that came over the network stay on
+    disk.
 
-    Where updates of earlier rounds count, the exchange stays open from round to round as long as a
-    client is in flight. A process that resumes a run asks the clients in flight again.
+    If updates of earlier rounds count, the exchange stays open from round to round for as long as
+    a client is in flight. A process that resumes a run asks the clients in flight again.
 
-    Memory: the aggregate, one reply, and those that wait.
+    Memory: the aggregate, one reply, and the queued replies.
 
     Attributes:
-        channel: How clients are reached.
+        channel: The connection to the clients.
         policy: When a round closes, and how long a client may take.
-        slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
-        staleness: How late updates count, or when a buffer is full; ``None``: rounds are
-            synchronous.
-        wait: Waits a moment for clients to connect, where an asynchronous round has nobody in
-            flight and nobody to ask; ``None``: nobody will connect.
-        ahead: Where the newest model is sent to clients that still work on an older one; ``None``:
-            nowhere.
-        congestion: How many clients may be in flight at the moment; ``None``: the concurrency.
-        sent_statistics: By round the statistics of the model that clients were sent in it.
+        slab_bytes: Bound of the queued replies, in bytes; if no two fit, none is queued.
+        staleness: Settings for late updates or for a buffer; ``None``: rounds are synchronous.
+        wait: Waits a moment for clients to connect, if an asynchronous round has no client in
+            flight and none to ask; ``None``: no client will connect.
+        ahead: Sends the newest model to clients that still work on an older one; ``None``: no model
+            is sent ahead.
+        congestion: Limit of the clients in flight; ``None``: only the concurrency limits them.
+        sent_statistics: By round, the statistics of the model that was broadcast in it.
     """
 
     channel: Channel
@@ -89,7 +89,7 @@ class PlainCollector:
     _exchange: Exchange | None = None
     _closed_s: float = 0.0  # when the last round closed, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
-    #: Updates that came to an attempt with too few: they arrive at once in the next one.
+    #: Updates of an attempt that got too few: they count at the start of the next attempt.
     _held: dict[ClientId, _Arrived] = field(default_factory=dict)
 
     def available(self) -> Sequence[ClientId]:
@@ -97,11 +97,11 @@ class PlainCollector:
         return self.channel.available()
 
     def busy(self) -> frozenset[ClientId]:
-        """Return the clients in flight between two rounds: they have a task already."""
+        """Return the clients that are in flight between two rounds."""
         return self._in_flight
 
     def close(self) -> None:
-        """Stop waiting for clients: those in flight are told."""
+        """Cancel all tasks and notify the clients in flight."""
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -131,7 +131,8 @@ class PlainCollector:
             self.close()
         is_resumed = self._exchange is None
         if self._exchange is None:
-            # Clients are told the deadline of an exchange, and may give up then.
+            # Clients receive the exchange's deadline and may give up then. If late updates count,
+            # they must not: the exchange outlives the round.
             deadline_s = self.policy.deadline_s if self.staleness is None else math.inf
             self._exchange, self._closed_s = self.channel.open(deadline_s=deadline_s), 0.0
         self._remember_statistics(requests, request.round_num)
@@ -146,7 +147,11 @@ class PlainCollector:
         return collected
 
     def _remember_statistics(self, requests: Mapping[int, RoundRequest], round_num: int) -> None:
-        """Keep what clients were sent: one may have begun on a model before it was asked to."""
+        """Remember the statistics broadcast in recent rounds, for updates that are based on them.
+
+        A client that began on a model ahead of time may answer with an older round than it was
+        asked for, so the last ``max_staleness`` rounds are kept as well as the pending ones.
+        """
         most = 0 if self.staleness is None else self.staleness.max_staleness
         self.sent_statistics |= {
             number: each.params.sent_statistics() for number, each in requests.items()
@@ -158,19 +163,19 @@ class PlainCollector:
 
 @dataclass(eq=False)
 class _PlayedRound:
-    """One attempt at a round on its way to its close."""
+    """Drives one attempt at a round: reports the channel's events to its state machine."""
 
     collector: PlainCollector
     exchange: Exchange
     collection: Collection
     requests: Mapping[int, RoundRequest]
     draw: Draw
-    opened_s: float  # in the exchange's seconds; at first when the last round closed
-    now_s: float = 0.0
-    #: Updates that count as long as they are too few.
+    opened_s: float  # on the exchange's clock; initially when the previous round closed
+    now_s: float = 0.0  # seconds since the round opened
+    #: The updates so far, as long as they are too few for a step of the server.
     held: dict[ClientId, _Arrived] = field(default_factory=dict)
     _messages: dict[ClientId, TrainRequest] = field(default_factory=dict)
-    _landed_s: float = 0.0  # when the last one in flight landed
+    _landed_s: float = 0.0  # when a client last landed
     _is_sent_ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -180,9 +185,9 @@ class _PlayedRound:
         self.fold = Fold(self.request, num_together=num_together)
 
     def open(self, *, is_resumed: bool, held: Mapping[ClientId, _Arrived]) -> None:
-        """Stop waiting for clients that are too stale; ask the others, where a run is resumed.
+        """Open the round: give up tasks that are too stale, and on a resume send the others again.
 
-        An earlier process may have received something of these.
+        The channel may return replies that an earlier process received.
         """
         self._begin()
         self._give_up(self.collection.give_up_stale())
@@ -193,17 +198,17 @@ class _PlayedRound:
             self._ask(again)
 
     def _begin(self) -> None:
-        """Let the round open now.
+        """Set the opening time of the round to now.
 
-        Since the last one closed, its model was evaluated, clients had to connect, or the run was
-        paused.
+        Time has passed since the previous round closed: for its evaluation, until clients
+        connected, or while the run was paused.
         """
         since_s = max(0.0, self.exchange.elapsed_s() - self.opened_s)
         self.opened_s += since_s
         self.collection.pass_time(since_s)
 
     def play(self, held: Mapping[ClientId, _Arrived]) -> None:
-        """Ask, and take replies, until the round closes or nobody is left who could answer."""
+        """Ask clients and take replies until the round closes or no client can answer any more."""
         self._refill()
         for each in held.values():
             self._count(each._replace(task=self.collection.land(each.task.client_id)))
@@ -222,13 +227,14 @@ class _PlayedRound:
                 self.collector.congestion.look()
             self.collection.grant(self.exchange.grace_until_s() - self.opened_s)
             until_s = min(self.collection.wakes_s(), self._look_s())
-            # The exchange of a synchronous round ends by itself, later than that after a restart.
+            # The exchange of a synchronous round enforces the deadline itself, and extends it
+            # after a restart, so wait for it without a limit.
             ends_s = math.inf if self.collector.staleness is None else self.opened_s + until_s
             arrival = self.exchange.next(until_s=ends_s)
             if arrival is not None:
                 self.now_s = max(self.now_s, arrival.elapsed_s - self.opened_s)
                 self._take(arrival)
-                del arrival  # before the next one is read: it may be as large as the model
+                del arrival  # free it before the next one is read: both may be as large as a model
             elif math.isinf(ends_s):
                 self.now_s = self.collection.run_out(self.now_s)
                 return
@@ -237,12 +243,13 @@ class _PlayedRound:
                 self._give_up(self.collection.expire(self.now_s))
 
     def _is_given_up(self) -> bool:
-        """Return whether a deadline has passed since all connected clients have had a turn.
+        """Return whether to stop waiting for further clients to fill the round.
 
-        A client that was late is not asked again on this model, since it may have sent an update,
-        nor one that sent what cannot be used, or kept failing. Where there is nobody like that,
-        clients are only not connected yet, and waited for. Where nobody else will connect, or all
-        have failed, no deadline need pass.
+        A client that was late, sent an unusable update or kept failing is not asked again on this
+        model. If there is such a client and no other connected client is left to ask, the round
+        gives up once ``deadline_s`` has passed since the last client landed. It gives up at once
+        if all clients have failed or no other client will connect. If there is no such client,
+        the round waits for clients to connect.
         """
         others = self.collection.could_ask_others(self.collector.available())
         if others or not self.collection.has_missed_any:
@@ -254,16 +261,16 @@ class _PlayedRound:
         return waited_s >= self.collector.policy.deadline_s
 
     def _look_s(self) -> float:
-        """Return when to look for clients that have connected since."""
+        """Return when to look for newly connected clients."""
         is_looking = self.collector.wait is not None and self.collection.may_ask
         return self.now_s + _LOOK_S if is_looking else math.inf
 
     # ---- Asking ---------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        """Ask as many as may be asked now."""
+        """Ask as many clients as the state machine allows."""
         while self.collection.may_ask:
-            # To draw takes time where clients have to connect first, or the run is paused.
+            # A draw can take long, if it waits for clients to connect or the run is paused.
             if self.collection.opens_when_drawn:
                 self._begin()
             else:
@@ -276,16 +283,16 @@ class _PlayedRound:
             self.collection.put(drawn)
 
     def _prepare(self, tasks: Sequence[PendingTask]) -> None:
-        """Make what each client is sent; what is alike is one object."""
+        """Build each client's message; clients with equal messages share one object."""
         for (based_on, attempt), group in groupby(tasks, key=lambda e: (e.based_on, e.attempt)):
             request = replace(self.requests[based_on], attempt=attempt)
             self._messages |= request.messages([each.client_id for each in group])
 
     def _ask(self, tasks: Sequence[PendingTask]) -> None:
-        """Send clients the model that each is to train.
+        """Send each task to its client.
 
-        Each is a question of its own. In a synchronous round all are one, with one deadline, also
-        after a restart.
+        A synchronous round asks its whole cohort in one question, which keeps its deadline across
+        a restart. Otherwise each task is a separate question.
         """
         messages = {each.client_id: self._messages.pop(each.client_id) for each in tasks}
         if self.collector.staleness is None and messages:
@@ -295,13 +302,14 @@ class _PlayedRound:
             self.exchange.ask({each.client_id: messages[each.client_id]}, number=each.place)
 
     def _send_ahead(self) -> None:
-        """Have clients that work on an older model begin on this round's as soon as they are done.
+        """Send this round's model ahead to clients that still work on an older one.
 
-        Only where nobody else could be asked in their place: they will be, next. Where that is not
-        so any more, since others have connected or fewer may be in flight, it is called off: a
-        client that had it would be asked at any time, and answer with what is old by then. The
-        question comes in a later round, and what answers it may take one more: younger updates
-        alone are of use.
+        They can then start on it as soon as they are done. That pays off only if no other client
+        could be asked in their place, so that they are asked next. Once that is no longer so,
+        because other clients have connected or the limit of clients in flight was lowered, it is
+        called off: such a client might be asked much later, and answer with an update that is
+        stale by then. The request itself comes in a later round and its reply may take one round
+        more, hence the smallest staleness limit and the last round in which the model may be used.
         """
         ahead, staleness = self.collector.ahead, self.collector.staleness
         if ahead is None or staleness is None or self._is_sent_ahead:
@@ -310,7 +318,7 @@ class _PlayedRound:
         if most < _LEAST_STALENESS:
             return
         if self.request.counted is not None:
-            return  # what a client kept is known to count only once its update is in a buffer
+            return  # a client's state depends on whether its pending update counts: not known yet
         self._is_sent_ahead = True
         flight, available = self.collection.flight, self.collector.available()
         if self.collection.is_over_limit or self.collection.could_ask_others(available):
@@ -338,14 +346,14 @@ class _PlayedRound:
         update = judged(arrival, self.requests[task.based_on], oldest=oldest)
         if not isinstance(update, TrainReply):
             row = participation(arrival.client_id, update, duration_s)
-            is_own = update is arrival.reply  # the client says so itself, and sends no update
+            is_own = update is arrival.reply  # the client itself reported a failure: no update sent
             self.collection.fail(task, row, sent_nothing=is_own)
             return
         task = task._replace(based_on=update.round_num)
         if staleness is not None and self.collection.age(task) > staleness.max_staleness:
             arrival.refuse(f"it is based on round {task.based_on}, which is too old")
             self.collection.settle(task, Status.STALE)
-            self.collection.excuse(arrival.client_id)  # it is in no buffer
+            self.collection.excuse(arrival.client_id)  # no update of it is in the buffer
             return
         self._count(_Arrived(task, update, duration_s))
 
@@ -363,10 +371,10 @@ class _PlayedRound:
         if self.collection.is_undone:
             self.held[task.client_id] = arrived
         else:
-            self.held.clear()  # what is in the sum need not be in memory as well
+            self.held.clear()  # enough for a step: no further attempt will need these updates
 
     def _give_up(self, tasks: Iterable[PendingTask]) -> None:
-        """Wait for some clients no more."""
+        """Stop waiting for the clients of these tasks."""
         gone = [each.client_id for each in tasks]
         if gone:
             self._landed_s = self.now_s
@@ -375,7 +383,7 @@ class _PlayedRound:
     # ---- The close ------------------------------------------------------------------------
 
     def close(self) -> Collected:
-        """Return the outcome, and the clients in flight."""
+        """Aggregate the updates, if they are enough, and return the outcome of the attempt."""
         self.collection.finish()
         return self.collection.close(
             self._aggregate() if self.collection.is_enough else None,

@@ -1,4 +1,4 @@
-"""What a run leaves behind, as values: the language of the store, reports and progress."""
+"""Records of runs and rounds, as the store saves them and reports read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import Scalar
 
-if TYPE_CHECKING:  # who lists runs does not wait for torch
+if TYPE_CHECKING:  # listing runs must not load torch, which is slow
     from torch import Tensor
 
 
 class RunStatus(StrEnum):
-    """Where a run stands.
+    """Status of a run.
 
-    A simulation is ``lost`` where its record says that it runs and its process is gone. A deployed
-    run is running until it is done or has failed, be there a coordinator at the moment or not.
+    A simulation is ``lost`` if its record says that it is running but its process is gone. A
+    deployed run is ``running`` until it is done or has failed, even while it has no coordinator.
     """
 
     RUNNING = "running"
@@ -27,7 +27,7 @@ class RunStatus(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a round did to the model."""
+    """Whether a round changed the model."""
 
     AGGREGATED = "aggregated"
     SKIPPED = "skipped"
@@ -35,17 +35,17 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run.
+    """The stored description of one run.
 
     Attributes:
-        name: Memorable and unique in its store.
-        status: Where it stands.
+        name: Memorable name, unique in its store.
+        status: Its status.
         error: Why it failed; empty otherwise.
-        created_utc: ISO 8601.
-        num_rounds: Rounds it is to have.
+        created_utc: When it was created, ISO 8601.
+        num_rounds: Number of rounds planned.
         config: The resolved configuration tree, JSON values only.
         config_hash: SHA-256 of the canonical JSON of ``config``, hexadecimal.
-        versions: Version by package: fedlearn, and what its results rest on.
+        versions: Version by package: fedlearn, and the packages that affect its results.
         is_deployed: Whether a coordinator runs it with real clients.
     """
 
@@ -62,30 +62,31 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One finished round.
+    """The stored result of one finished round.
 
     Attributes:
-        round_num: Index, from 0.
-        attempt: How often it was retried before this outcome.
-        outcome: Whether the model moved.
-        participations: One a client asked (of the last attempt).
-        train_loss: Mean training loss of the reports, weighted by examples, or over clients where a
-            secure sum weights them alike; NaN if none.
-        duration_s: Virtual seconds from broadcast to close, all attempts together.
-        virtual_s: Virtual seconds since the run began, at the close.
-        seconds: Real seconds the round took, evaluation included.
-        metrics: Evaluation after the round by name; empty where none was due. Central:
-            ``accuracy``, ``loss``; per client: ``clients/accuracy_mean``, ``_p10``, ``_p50``,
-            ``_p90``, ``_worst_decile`` and the same of ``clients/loss``; and metrics of the run's
-            own alike. Beside them what the strategy says of its step, such as ``server_loss``, in
-            the first round what it said as it began, and ``epsilon``. ``num_clipped`` is how many
-            reports were scaled down: by a clip that is the last transform, or, in simulations
-            without noise, to the bounds of a secure sum. ``num_capped`` is of how many such a sum
-            cut off the loss or the number of examples, where there are any.
-        train_metrics: What the clients measured in training beyond the loss, by names of their
-            own: means over the reports, weighted by examples.
-        staleness: Of an asynchronous round, how many of its updates have which staleness: rounds
-            that have changed the model since their clients were sent it.
+        round_num: Round index, from 0.
+        attempt: Number of retries before this outcome.
+        outcome: Whether the model changed.
+        participations: One for each client asked (in the last attempt).
+        train_loss: Mean training loss of the reports, weighted by examples, or over clients if a
+            secure sum weights them equally; NaN if there is none.
+        duration_s: Virtual seconds from the broadcast to the close, all attempts together.
+        virtual_s: Virtual seconds from the start of the run to the close.
+        seconds: Real seconds that the round took, including evaluation.
+        metrics: Metrics after the round, by name. Those of the evaluation are absent if none was
+            due: ``accuracy`` and ``loss`` of the central one; ``clients/accuracy_mean``, ``_p10``,
+            ``_p50``, ``_p90``, ``_worst_decile`` and the same of ``clients/loss`` of the one per
+            client; and the run's own metrics, named in the same way. The strategy adds metrics of
+            its step, such as ``server_loss``, and in the first round those of its start; a privacy
+            ledger adds ``epsilon``. ``num_clipped`` is the number of reports that were scaled
+            down: by a clip that is the last transform, or, in simulations without noise, to the
+            bounds of a secure sum. ``num_capped``, if not 0, is the number of reports whose loss
+            or number of examples such a sum cut off.
+        train_metrics: Training metrics of the clients other than the loss, by the clients' own
+            names: means over the reports, weighted by examples.
+        staleness: Number of updates by staleness, for an asynchronous round. The staleness is the
+            number of rounds that have changed the model since it was sent to the client.
     """
 
     round_num: int
@@ -105,24 +106,24 @@ class RoundRecord:
         return self.participations.num(status)
 
 
-#: Begins the key of a scalar that says by which name a tied tensor is stored.
+#: Prefix of the scalars that map a tied tensor's other names to the one under which it is stored.
 ALIAS = "alias/"
-#: What names a deployed run to its clients, in its checkpoints.
+#: Checkpoint key of the id by which clients know a deployed run.
 CLIENTS_RUN = "clients_run"
-#: Whether clients have lost what they kept since the checkpoint.
+#: Checkpoint key of the flag that clients have lost their client state since the checkpoint.
 CLIENTS_LOST = "clients_lost"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
-    """Everything a run needs to go on exactly where it was.
+    """Everything that a run needs to resume exactly where it was.
 
     Attributes:
-        round_num: Rounds finished.
-        tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``; of an asynchronous
-            run ``flight/…`` and ``versions/…``.
-        values: Scalars of the run's state by name; under :data:`ALIAS` the further names of tied
-            tensors, under :data:`CLIENTS_RUN` what names a deployed run to its clients.
+        round_num: Number of finished rounds.
+        tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``; in an asynchronous
+            run also ``flight/…`` and ``versions/…``.
+        values: Scalars of the run's state by name; under :data:`ALIAS` the other names of tied
+            tensors, under :data:`CLIENTS_RUN` the id by which clients know a deployed run.
     """
 
     round_num: int
@@ -130,15 +131,15 @@ class Checkpoint:
     values: Mapping[str, Scalar]
 
     def for_clients_of(self, run_id: str) -> "Checkpoint":
-        """Return this as the state of a run that clients know by ``run_id``.
+        """Return this checkpoint for a run that its clients know by ``run_id``.
 
-        Clients keep nothing of a run that they know by another name, as after a rollback.
+        If they knew it by another id, as after a rollback, they no longer have their client state.
         """
         is_lost = self.values.get(CLIENTS_RUN, run_id) != run_id
         return replace(self, values={**self.values, CLIENTS_RUN: run_id, CLIENTS_LOST: is_lost})
 
     def under(self, prefix: str) -> "dict[str, Tensor]":
-        """Return the tensors whose names begin so, by the rest of the names."""
+        """Return the tensors whose names start with ``prefix``, by the rest of their names."""
         return {
             name.removeprefix(prefix): tensor
             for name, tensor in self.tensors.items()
@@ -147,16 +148,16 @@ class Checkpoint:
 
 
 class RunStore(Protocol):
-    """Durable state of one run, as the run loop sees it."""
+    """Durable storage of one run, for the round loop."""
 
     def append(self, record: RoundRecord) -> None:
-        """Take the record of a finished round; durable with the next :meth:`commit`."""
+        """Add the record of a finished round, which the next :meth:`commit` makes durable."""
 
     def commit(self, checkpoint: Checkpoint) -> None:
-        """Make ``checkpoint`` and all records so far durable, together, before returning.
+        """Make ``checkpoint`` and all records so far durable before returning, atomically.
 
         Raises:
-            StoreError: It could not be written; the last commit still stands.
+            StoreError: It could not be written; the previous commit is still valid.
         """
 
     def finish(self, status: RunStatus, *, error: str) -> None:

@@ -7,9 +7,9 @@
                 v            |
             client: train locally
 
-:mod:`fedlearn.rounds.run` evaluates and persists after a round. Everything below is a function of
-the state, the plan and what the collector returns. So a simulation and a deployment differ only in
-who draws the clients and in the collector, and so do synchronous rounds and buffers.
+:mod:`fedlearn.rounds.run` evaluates the model and saves a checkpoint after a round. Everything
+below is a function of the state, the plan and what the collector returns. A simulation and a
+deployment differ only in the draw and the collector, and so do synchronous and buffered rounds.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,13 +34,13 @@ from fedlearn.rounds.pieces import begun_by, stepped_by, strategy_at, told_by
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Version:
-    """What clients in flight were sent, in an earlier round.
+    """The broadcast of an earlier round, for the clients that are still in flight with it.
 
     Attributes:
         params: The model.
-        told: What they were told beside it.
-        state: The strategy's state of that round, where what clients do depends on it; else empty.
-        counted: Of which clients which update was the last that counted then.
+        told: Vectors that were broadcast together with it.
+        state: The strategy's state in that round if the clients' work depends on it; else empty.
+        counted: Value of :attr:`ServerState.counted` in that round.
     """
 
     params: Params
@@ -51,20 +51,20 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """All that passes from one round to the next.
+    """All state that passes from one round to the next.
 
     Attributes:
         round_num: Index of the next round, from 0.
-        params: Global model.
-        strategy_state: What the strategy keeps from round to round.
-        kept: What the clients keep, where this process plays them.
-        begun: What the strategy said as it began, by name: for the record of the first round.
-        flight: Of an asynchronous run, or one that takes late updates, the clients that were asked
-            in earlier rounds and are awaited.
-        versions: What they were sent, by the round that they are based on.
-        durations: What clients took in the last rounds, where a deadline follows it.
-        counted: By client, where clients keep something, the round whose model the last of its
-            updates that counted was based on.
+        params: The global model.
+        strategy_state: The strategy's state, such as the momentum of a server optimizer.
+        kept: Client state, in a process that simulates the clients.
+        begun: Metrics of the strategy's start, by name, for the record of the first round.
+        flight: Pending tasks of earlier rounds, in a run that is asynchronous or accepts late
+            updates.
+        versions: The broadcasts that these tasks are based on, by round.
+        durations: Clients' durations in the last rounds, if the deadline adapts to them.
+        counted: By client, if clients have state: the round whose model its last counted update
+            was based on.
     """
 
     round_num: int
@@ -79,7 +79,7 @@ class ServerState:
 
 
 class Release(Protocol):
-    """What becomes of an aggregate before anybody looks at it, such as noise that hides clients."""
+    """Transforms the aggregate before the server step, such as by adding noise for privacy."""
 
     def __call__(
         self,
@@ -91,35 +91,35 @@ class Release(Protocol):
         round_num: int,
         attempt: int,
     ) -> tuple[Aggregate, State]:
-        """Return what is released of an attempt at a round, the same in every process.
+        """Return the released aggregate and the strategy's state for the step.
 
-        With it comes the strategy's state, as its step shall find it: noise that is correlated over
-        rounds needs to know what was released before.
+        Both depend on the arguments only and are the same in every process. The state is returned
+        because noise that is correlated across rounds must know what was released before.
 
         Args:
-            aggregate: What the aggregation made; may be overwritten.
-            strategy: Of the round.
-            layout: Of the model.
-            state: The strategy's; not written to.
-            round_num: Index, from 0.
-            attempt: 0, or how often the round was tried before.
+            aggregate: The output of the aggregation; may be overwritten.
+            strategy: The strategy of the round.
+            layout: Layout of the model.
+            state: The strategy's state; not written to.
+            round_num: Round index, from 0.
+            attempt: Retry number of the round, starting at 0.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """The pieces of a round; built once by :mod:`fedlearn.assembly`.
+    """The components of a round; built once by :mod:`fedlearn.assembly`.
 
     Attributes:
         draw: Draws the clients to ask.
-        policy: When the round closes.
+        policy: When the round closes, and what happens if too few clients report.
         collector: Sends them the model and combines their updates.
-        strategy: What they do, how it is combined, and what becomes of the model.
+        strategy: The federated algorithm: local training, aggregation, and the server's step.
         seed: Public seed of everything reproducible.
-        release: What becomes of the aggregate before the step; ``None``: nothing.
+        release: Transforms the aggregate before the step; ``None``: it is unchanged.
         by_round: Returns the clients' settings of a round; ``None``: they do not change.
         is_retried: Whether a round below its minimum is retried or skipped as the policy says. A
-            buffer is not: its collector has asked other clients as some failed.
+            buffered round is not: its collector has already asked other clients when some failed.
     """
 
     draw: Draw
@@ -132,14 +132,15 @@ class RoundPlan:
     is_retried: bool = True
 
     def for_clients(self, strategy: Strategy, round_num: int) -> Strategy:
-        """Return a strategy as the clients of a round are asked by it; raises as ``by_round``."""
+        """Apply the clients' settings of a round to a strategy; raises as ``by_round`` does."""
         return strategy if self.by_round is None else in_round(strategy, self.by_round, round_num)
 
     def init(self, params: Params) -> ServerState:
         """Return the state before the first round.
 
         Raises:
-            RoundError: The strategy's is no tensors, or a metric is no number.
+            RoundError: A value of the strategy's state is not a tensor, or a metric is not a
+                number.
         """
         begun = begun_by(self.strategy, params)
         return ServerState(
@@ -148,13 +149,13 @@ class RoundPlan:
 
 
 class Ran(NamedTuple):
-    """A round that was run.
+    """The result of one attempt at a round.
 
     Attributes:
-        state: After the round. Below the minimum of reports nothing is released and no update
-            counts, so it is the one that came in, its ``round_num`` included.
-        collected: Who took part, and what was aggregated.
-        metrics: What the strategy says of its step.
+        state: State after the round. With fewer reports than the minimum, nothing is released and
+            no update counts, so model, client state and ``round_num`` are unchanged.
+        collected: Who took part, and the aggregate.
+        metrics: Metrics of the strategy's step.
     """
 
     state: ServerState
@@ -169,21 +170,23 @@ def run_round(
     attempt: int,
     without: Collection[ClientId] = frozenset(),
 ) -> Ran:
-    """Run one attempt at a round: from one server step to the next.
+    """Run one attempt at a round: draw, broadcast, collect, aggregate and take the server's step.
 
     Args:
-        state: Before the round, with the clients in flight.
-        plan: The pieces.
+        state: State before the round, with its pending tasks.
+        plan: The components of the round.
         attempt: Retry number of the round, starting at 0; each retry draws other clients.
         without: Clients that are not asked even if they are drawn.
 
     Raises:
         CohortTooSmall: Fewer clients are available than are asked.
-        RoundError: The strategy told, aggregated or returned what cannot be used.
+        RoundError: A broadcast, aggregate or return value of the strategy is invalid.
     """
     strategy = strategy_at(plan.strategy, state.strategy_state)
     request = _request(state, plan, strategy, attempt=attempt)
     usual = plan.strategy if state.strategy_state else strategy
+    # A client in flight was sent an older model, perhaps by a process that has since crashed.
+    # Rebuild the request of each such round, to ask again and to check the updates.
     requests = {
         based_on: replace(
             request,
@@ -216,7 +219,7 @@ def run_round(
 
 
 def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
-    """Draw as ``draw`` does and ask the others: the cohort is smaller, and otherwise the same."""
+    """Wrap a draw to drop some clients from its result; the cohort is otherwise unchanged."""
 
     def draw_others(
         num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
@@ -230,7 +233,7 @@ def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
 def _request(
     state: ServerState, plan: RoundPlan, strategy: Strategy, *, attempt: int
 ) -> RoundRequest:
-    """Return what is asked on the newest model."""
+    """Build the request of the current round."""
     return RoundRequest(
         round_num=state.round_num,
         attempt=attempt,
@@ -245,7 +248,7 @@ def _request(
 
 
 def _counted(collected: Collected, round_num: int) -> Mapping[ClientId, int]:
-    """Return by client in an aggregate the round whose model its update is based on."""
+    """Return, for each client in an aggregate, the round whose model its update is based on."""
     if collected.counted is not None:
         return collected.counted
     rows = collected.participations
@@ -260,11 +263,11 @@ def _stepped(
     *,
     strategy: Strategy,
 ) -> Ran:
-    """Release what was collected, if it is enough, and take the strategy's step."""
+    """Release the aggregate, if there is one, and take the server's step."""
     attempt = request.attempt
     state = replace(state, durations=collected.durations)
     aggregate = collected.aggregate
-    if aggregate is None:  # no update counted, so clients keep what they kept before
+    if aggregate is None:  # no update counted, so the client state before the round stays valid
         return Ran(state, collected, {})
     state = replace(state, kept=collected.kept)
     if request.counted is not None:

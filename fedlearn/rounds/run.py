@@ -1,9 +1,8 @@
-"""A run: rounds until the target, resumable after a crash at any line.
+"""The training loop: runs rounds until the last one or a target, and resumes after a crash.
 
-The whole state of a run is one frozen value, :class:`RunState`. It becomes durable with
-:meth:`RunStore.commit` together with the records of all rounds so far; a run that was
-killed goes on from its last commit and, since every round is a function of the state and
-the seed, ends in the same model.
+The whole state of a run is one frozen value, :class:`RunState`. :meth:`RunStore.commit` makes it
+durable together with the records of all rounds so far. A run that was killed resumes from its last
+commit and, since every round is a function of the state and the seed, ends with the same model.
 """
 
 import math
@@ -44,45 +43,44 @@ from fedlearn.rounds.round import (
     run_round,
 )
 
-#: Told of each finished round and of the model after it; returns whether the run ends there.
+#: Called after each round with its record and the model; returns whether the run ends there.
 AfterRound = Callable[[RoundRecord, Params], bool]
 
-#: Before the names of what the strategy said as it began, in a checkpoint before the first record.
+#: Prefix of the metrics of the strategy's start, in a checkpoint before the first record.
 _BEGUN = "begun/"
 
-#: Before the names of what clients in flight were sent, in a checkpoint; then the round.
+#: Prefix of the broadcasts of earlier rounds in a checkpoint; the round number follows.
 _VERSION = "versions/"
 
-#: How many reasons, and clients of each, the error of a round names.
+#: How many reasons for failures, and clients for each, an error message lists.
 _TOLD_REASONS, _TOLD_CLIENTS = 3, 5
 
 
 class RoundCallback(Protocol):
-    """Code of the user's that is called after every round, in the order of the rounds."""
+    """User code that is called after every round, in the order of the rounds."""
 
     def after_round(self, record: RoundRecord, model: nn.Module) -> bool | None:
-        """Look at a finished round and the global model after it.
+        """Handle a finished round and the global model after it.
 
-        The model is in evaluation mode, on the CPU, and yours: another one is made for the next
-        round. What is done to it changes nothing in the run.
+        The model is a copy on the CPU, in evaluation mode. Changes to it do not affect the run.
 
         Returns:
-            Whether the run ends here, as done; ``None`` is no.
+            Whether to end the run here, with the status done; ``None`` means no.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping(Goal):
-    """When a run stops before its last round: at its target, or without improvement.
+    """Stops a run before its last round: at its target, or if the metric stops improving.
 
     Attributes:
-        patience_rounds: Stop when the metric has not improved for so many rounds.
+        patience_rounds: Number of rounds without improvement after which to stop; ``None``: never.
     """
 
     patience_rounds: int | None
 
     def is_over(self, state: "RunState") -> bool:
-        """Whether the run has reached its target or lost its patience."""
+        """Whether the run has reached its target or its patience has run out."""
         if self.reaches(state.best_value):
             return True
         patience = self.patience_rounds
@@ -94,14 +92,14 @@ class RunState:
     """Everything that passes from one round of a run to the next.
 
     Attributes:
-        server: The model, its optimiser, and what simulated clients keep.
+        server: The model, the server optimizer's state, and the state of simulated clients.
         virtual_s: Virtual seconds since the run began.
         best_params: The model with the best watched metric; ``None`` before the first
             evaluation.
-        best_value: Its metric; NaN before the first.
-        best_round: Rounds finished when it was evaluated.
-        has_asked: Whether a client was asked in some round.
-        has_updates: Whether a client reported an update in some round.
+        best_value: Its metric; NaN before the first evaluation.
+        best_round: Number of finished rounds when it was evaluated.
+        has_asked: Whether any client has been asked so far.
+        has_updates: Whether any client has reported an update so far.
     """
 
     server: ServerState
@@ -113,7 +111,7 @@ class RunState:
     has_updates: bool = False
 
     def note(self, collected: Collected) -> "RunState":
-        """Return the state with who was asked and who reported in a round noted."""
+        """Update :attr:`has_asked` and :attr:`has_updates` after a round."""
         has_reports = collected.count(Status.REPORTED) > 0 or bool(collected.staleness)
         return replace(
             self,
@@ -122,7 +120,7 @@ class RunState:
         )
 
 
-#: By name what else is told of a round that has finished.
+#: Returns further metrics for the record of a finished round, by name.
 Standing: TypeAlias = Callable[[], Mapping[str, float]]
 
 
@@ -156,21 +154,22 @@ class ResumedRound:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The pieces of a run.
+    """The components of a run.
 
     Attributes:
-        round: The pieces of each round.
-        evaluator: How the model is measured.
-        evaluate_every: Rounds between two evaluations; 0 measures the final model only.
-        early_stopping: When to stop early, and which metric makes the best model.
-        num_rounds: Rounds at the most.
-        extended: Returns how many they are by now, if somebody has raised the number; the same in
-            every process.
+        round: The components of each round.
+        evaluator: Evaluates the model.
+        evaluate_every: Rounds between two evaluations; 0: only the final model is evaluated.
+        early_stopping: When to stop early, and which metric decides the best model.
+        num_rounds: Maximum number of rounds.
+        extended: Returns the number of rounds that an operator has requested in the meantime, or 0;
+            the same in every process.
         checkpoint_every_s: Real seconds between two commits.
         clock: Real time.
         resumed: Where to continue the round that an earlier process left open; ``None``: it left
             none, and every round begins with attempt 0.
-        standing: Says what else is told of a finished round, by name, such as what was spent.
+        standing: Returns further metrics for the record of a finished round, such as the privacy
+            budget spent.
     """
 
     round: RoundPlan
@@ -185,19 +184,22 @@ class RunPlan:
     extended: Callable[[], int] = int
 
     def with_extension(self, state: "RunState") -> "RunPlan":
-        """Return the plan with the rounds that it is to have now, asked before the last of them."""
+        """Return the plan with the number of rounds extended, if it was; checked before the last.
+
+        Only then, because the number is needed only when the run would otherwise end.
+        """
         if state.server.round_num + 1 < self.num_rounds:
             return self
         return replace(self, num_rounds=max(self.num_rounds, self.extended()))
 
     def is_over(self, state: RunState) -> bool:
-        """Whether no further round is due; a run stops early only where it was measured."""
+        """Whether no further round is due; a run stops early only after an evaluation."""
         round_num = state.server.round_num
         stops_early = self.is_evaluated(round_num) and self.early_stopping.is_over(state)
         return round_num >= self.num_rounds or stops_early
 
     def is_evaluated(self, round_num: int) -> bool:
-        """Whether the model is measured after so many rounds."""
+        """Whether the model is evaluated after ``round_num`` finished rounds."""
         every = self.evaluate_every
         return round_num == self.num_rounds or (every > 0 and round_num % every == 0)
 
@@ -213,21 +215,21 @@ def train(
     """Run rounds until none is due and return the final state.
 
     Args:
-        plan: The pieces.
-        params: The initial model; only its shape matters when there is a checkpoint.
-        checkpoint: Where the run goes on; ``None`` begins it.
-        store: Where the run lives.
-        after_round: Told of each finished round, and may end the run there. What it raises ends
-            the run where it last committed.
+        plan: The components of the run.
+        params: The initial model; only its shape matters if there is a checkpoint.
+        checkpoint: Where to resume; ``None``: the run begins.
+        store: Durable storage of the run.
+        after_round: Called after each round, and may end the run there. If it raises, the run ends
+            at its last commit.
 
     Raises:
         ConfigError: The checkpoint is of another model than ``params``.
         TooFewReports: A round stayed below its minimum and the policy says to fail.
-        NoUpdates: Clients were asked, and none reported in any round; all are committed.
-        RoundError: The strategy told, aggregated or returned what cannot be used.
+        NoUpdates: Clients were asked, but none reported in any round; all rounds are committed.
+        RoundError: A broadcast, aggregate or return value of the strategy is invalid.
         CohortTooSmall: Fewer clients are available than a round asks.
         BudgetExhausted: The next round cannot be afforded; all before it are committed.
-        StoreError: The run could not be made durable; its last commit still stands.
+        StoreError: The run could not be made durable; its last commit is still valid.
     """
     if checkpoint is None:
         state = RunState(server=plan.round.init(params))
@@ -246,7 +248,7 @@ def train(
         try:
             state, record = _next(state, plan, started_s)
         except BudgetExhausted:
-            store.commit(_checkpoint(state))  # what was paid for stays
+            store.commit(_checkpoint(state))  # keep the rounds that the budget has paid for
             raise
         store.append(record)
         plan = plan.with_extension(state)
@@ -299,7 +301,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
 
 
 def _counts(collected: Collected) -> dict[str, float]:
-    """Return how many reports were above a clip or a bound, where that may be known."""
+    """Return the numbers of clipped and capped reports as metrics, if they are known."""
     aggregate, found = collected.aggregate, dict[str, float]()
     if aggregate is None:
         return found
@@ -311,9 +313,9 @@ def _counts(collected: Collected) -> dict[str, float]:
 
 
 def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran, int, float]:
-    """Try a round until it succeeds or the policy gives up; add up its virtual time.
+    """Retry a round until it succeeds or the policy gives up, and add up its virtual time.
 
-    A client that made an attempt fail is not asked in the attempts after it.
+    A client that caused an attempt to fail is not asked in later attempts.
     """
     duration_s, culprits = 0.0, frozenset[ClientId]()
     for attempt in range(first, first + plan.policy.max_retries + 1):
@@ -341,7 +343,10 @@ def _too_few(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewRep
 
 
 def _told(participations: Participations) -> str:
-    """Return how many were late, and who else failed and why: some of them, and how many more."""
+    """Summarize for an error message how many clients were late, and which others failed and why.
+
+    Lists the most frequent reasons only, and the number of all other failures.
+    """
     failed: dict[str, list[ClientId]] = {}
     for each in participations:
         if each.status is Status.FAILED:
@@ -357,7 +362,7 @@ def _told(participations: Participations) -> str:
 
 
 def _clients(client_ids: Sequence[ClientId]) -> str:
-    """Return the first of some clients, and how many more there are; one may stand there twice."""
+    """List the first few of some clients, which may repeat, and the number of the others."""
     different = sorted(set(client_ids))
     listed = ", ".join(str(each) for each in different[:_TOLD_CLIENTS])
     more = len(different) - _TOLD_CLIENTS
@@ -403,7 +408,7 @@ def _checkpoint(state: RunState) -> Checkpoint:
 
 
 def _rounds_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str, Tensor]:
-    """Return rounds by client for a checkpoint; nothing where there are none."""
+    """Convert a mapping from clients to rounds into tensors for a checkpoint; none if empty."""
     if not rounds:
         return {}
     ids, values = torch.tensor(list(rounds)), torch.tensor(list(rounds.values()))
@@ -411,7 +416,7 @@ def _rounds_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str, Te
 
 
 def _rounds_from(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
-    """Return what :func:`_rounds_tensors` was given."""
+    """Restore a mapping that :func:`_rounds_tensors` has converted."""
     if not tensors:
         return {}
     pairs = zip(tensors["ids"].tolist(), tensors["rounds"].tolist(), strict=True)
@@ -419,20 +424,20 @@ def _rounds_from(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
 
 
 def _exact(params: Params) -> dict[str, Tensor]:
-    """Return every tensor by name, in the dtype of the vector: a module's may be narrower."""
+    """Return every tensor by name, in the vector's dtype, since the module's may lose precision."""
     return {**params.layout.views(params.vector), **params.constants}
 
 
 def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunState:
-    """Return the state in ``checkpoint``, for a model shaped and placed like ``like``.
+    """Restore the state of a run from a checkpoint.
 
     Args:
-        checkpoint: Of the run.
-        like: The initial model.
-        expected: What the strategy keeps of such a model before the first round.
+        checkpoint: The checkpoint.
+        like: The initial model, which defines shapes, dtypes and device.
+        expected: The strategy's initial state for this model.
 
     Raises:
-        ConfigError: It is the state of another model, or of other parameters that train.
+        ConfigError: The state belongs to another model, or other parameters were trainable.
     """
     device, values = like.vector.device, checkpoint.values
     _require_same_model(_part(checkpoint, "params/", device), like)
@@ -469,19 +474,19 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
         best_value=_number(values["best_value"]),
         best_round=int(_number(values["best_round"])),
         has_asked=bool(values.get("has_asked", True)),
-        has_updates=bool(values.get("has_updates", True)),  # of an earlier version: not known
+        has_updates=bool(values.get("has_updates", True)),  # unknown if an older version wrote it
     )
 
 
 def _without_clients(state: RunState, strategy: Strategy) -> RunState:
-    """Return the state of a run whose clients have lost what they kept."""
+    """Return the state of a run whose clients have lost their client state."""
     server = state.server
     begun = strategy.without_clients(server.params, server.strategy_state)
     return replace(state, server=replace(server, strategy_state=begun, counted={}))
 
 
 def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
-    """Compare names and shapes: a tensor must neither be left out nor broadcast."""
+    """Check that names and shapes match, so that no tensor is silently dropped or broadcast."""
     before = {name: list(value.shape) for name, value in begun.items()}
     now = {name: list(value.shape) for name, value in _exact(like).items()}
     changed = [name for name in now | before if before.get(name) != now.get(name)]
@@ -496,7 +501,10 @@ def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
 
 
 def _require_same_state(begun: State, expected: State, *, layout: Layout) -> None:
-    """Compare the lengths of what a strategy keeps along the model: others may have trained."""
+    """Check the length of strategy state with one element per parameter.
+
+    It differs if the run began with other parameters frozen.
+    """
     lengths = (layout.num_trainable, layout.size)
     for name, value in expected.items():
         if name not in begun or not value.dim() or value.shape[-1] not in lengths:

@@ -1,4 +1,4 @@
-"""Ask a cohort through a session of secure aggregation: the coordinator learns the sum alone.
+"""Collects updates by secure aggregation, so that the coordinator learns only their sum.
 
 ::
 
@@ -8,10 +8,10 @@
                             the model
 
 Each stage is one exchange over the channel with its own deadline. The state machine of all rounds,
-:mod:`fedlearn.algorithms.collection`, decides which clients answered, failed or are late. A client
-that is lost is recorded, never raised. With too few clients left the session ends and releases
-nothing: the round stays below its minimum, and the run tries again with fresh keys or continues, as
-its policy says.
+:mod:`fedlearn.algorithms.collection`, decides which clients answered, failed or are late. A lost
+client is recorded, never raised as an error. If too few clients are left, the session ends and
+releases nothing: the round stays below its minimum, and the run retries it with fresh keys or
+continues, as its policy says.
 """
 
 import math
@@ -78,7 +78,7 @@ MessageT = TypeVar("MessageT")
 _FALSE_SHARE = f"at the stage `{Stage.UNMASK}`: a false share: it lied, or who dealt it"
 
 
-#: Of the clip norm: a mean that is longer shows that most updates were.
+#: If the norm of the mean is above this fraction of the clip norm, most updates were clipped.
 _NEAR_CLIP = 0.9
 
 
@@ -87,31 +87,31 @@ def _never() -> bool:
 
 
 class MaskedSumStore(Protocol):
-    """Keeps the masked sum of a round while its clients are asked to open it.
+    """Stores the masked sum of a round while its clients are asked for the shares that unmask it.
 
-    A coordinator that crashed in between goes on with it: clients that have opened one sum of a
-    round help with no other over other clients.
+    A coordinator that restarts in between must continue with this sum: clients that have sent
+    their shares for one sum of a round refuse to unmask another one over other clients.
     """
 
     def read(self) -> bytes:
-        """Return what was kept last; empty if there is nothing."""
+        """Return the stored sum; empty if there is none."""
 
     def keep(self, data: bytes) -> None:
-        """Keep a sum durably, in place of the last."""
+        """Store a sum durably, and replace the previous one."""
 
     def clear(self) -> None:
-        """Forget it: the round is over, or has another."""
+        """Delete the stored sum: it is unmasked, or no longer of use."""
 
 
 class NotKept:
-    """Keeps nothing: where clients end with the process that plays them."""
+    """Stores no sum, for simulated clients, which do not outlive the coordinator's process."""
 
     def read(self) -> bytes:
-        """Return that there is nothing."""
+        """Return the empty string: there is no stored sum."""
         return b""
 
     def keep(self, data: bytes) -> None:
-        """Forget it."""
+        """Do nothing."""
 
     def clear(self) -> None:
         """Do nothing."""
@@ -119,30 +119,31 @@ class NotKept:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureCollector:
-    """Collects the sum of the clients' updates, and nothing about any one of them.
+    """Collects the sum of the clients' updates, without learning anything about any one of them.
 
-    Nobody's examples or loss are known, so each client that reported is recorded with the means of
-    all that did; where clients add noise, not even those are.
+    A single client's number of examples and loss stay unknown. Each client that reported is
+    recorded with the means over all that did, or without them if clients add noise.
 
-    Of sums with noise the aggregate holds the levels, whole numbers in float64, for
-    :class:`DistributedMean`; of others the means.
+    The aggregate holds the means, or, if clients add noise, the sums of levels as whole numbers in
+    float64, for :class:`DistributedMean`.
 
-    Memory: the sum, one masked vector, and every client's packets; its requests to train hold one
-    model between them.
+    Memory: the sum, one masked vector, and every client's packets; the training requests share one
+    copy of the model.
 
     Attributes:
-        channel: How clients are reached.
-        policy: When training closes; its deadline is that of the stage with the model.
-        plan: What every session asks.
-        run_id: Of the run, 16 bytes; no two runs share one.
+        channel: The connection to the clients.
+        policy: When training closes; its deadline applies to the stage with the model.
+        plan: The plan of all sessions of the run.
+        run_id: Unique id of the run, 16 bytes.
         signer: The coordinator's identity.
-        directory: Returns the identity keys of all clients as they are now, each as a lineage in
-            bytes; a key alone is one. Called once a session, which goes on with what it got.
-        sends_directory: Whether clients are told the keys of their cohort; where they have them
-            already, they are not.
+        directory: Returns the current identity keys of all clients, each as a lineage in bytes, of
+            which a single key is the shortest. Called once per session, which uses that snapshot to
+            its end.
+        sends_directory: Whether to send clients the keys of their cohort; false if they have them
+            already.
         stage_deadline_s: Seconds for each stage without training.
-        num_threads: Threads to expand masks on.
-        masked_sum: Where a round's sum is kept until it is open.
+        num_threads: Number of threads that expand masks.
+        masked_sum: Where a round's masked sum is stored until it is unmasked.
     """
 
     channel: Channel
@@ -161,24 +162,24 @@ class SecureCollector:
         return self.channel.available()
 
     def busy(self) -> frozenset[ClientId]:
-        """Return that no client has a task between two rounds."""
+        """Return the empty set: no client has a task between two rounds."""
         return frozenset()
 
     def close(self) -> None:
-        """Do nothing: each round has ended its tasks."""
+        """Do nothing: no task outlives its round."""
 
     def collect(
         self,
-        flight: Flight,  # noqa: ARG002 - nobody is in flight between synchronous rounds
+        flight: Flight,  # noqa: ARG002 - no client is in flight between synchronous rounds
         requests: Mapping[int, RoundRequest],
         *,
         round_num: int,
         draw: Draw,
     ) -> Collected:
-        """Run one session; see :class:`Collector`. A session that ends early is data, too.
+        """Run one session; see :class:`Collector`. A session that is aborted is data, not an error.
 
         Raises:
-            RoundError: The strategy of this round combines updates otherwise than the plan.
+            RoundError: This round's strategy combines updates in another way than the plan.
         """
         request = requests[round_num]
         cohort = draw_cohort(self.policy, request, draw)
@@ -191,7 +192,7 @@ class SecureCollector:
             try:
                 released = _released(self.plan, terms, outcome, layout=layout, device=device)
             except AggregationAborted:
-                self.masked_sum.clear()  # it is open, and of no use
+                self.masked_sum.clear()  # it was unmasked and turned out to be invalid
                 raise
         except AggregationAborted as error:
             most = self.plan.parameters.num_corrupted
@@ -221,10 +222,10 @@ class SecureCollector:
         )
 
     def _look_at_clip(self, released: Aggregate, request: RoundRequest) -> None:
-        """Log a mean nearly as long as the clip: then most updates were, and were scaled down.
+        """Warn if the mean is nearly as long as the clip norm: then most updates were clipped.
 
-        That is all the coordinator may know of it. How many were scaled down would take a lane of
-        its own, and tell something about single clients that the sum of updates does not.
+        The coordinator can know no more. To count the clipped updates would take another lane, and
+        would reveal something about single clients that the sum of updates does not.
         """
         parameters = self.plan.vector_lanes(request.params.layout)[DELTA.name][0]
         mean = released.lanes[DELTA.name][: parameters.size]
@@ -239,15 +240,15 @@ class SecureCollector:
             )
 
     def session(self, cohort: Sequence[ClientId], round_num: int, attempt: int) -> "SessionCourse":
-        """Return the exchanges of a session with a cohort, none of which has begun."""
+        """Create the exchanges of a session with a cohort; none has begun."""
         return SessionCourse(self.channel, cohort, round_num, attempt, self.stage_deadline_s)
 
     def _resumed(
         self, session: "SessionCourse", request: RoundRequest
     ) -> tuple[Terms, SessionOutcome] | None:
-        """Open the sum of an earlier attempt that was to be opened; ``None``: there is none.
+        """Unmask the stored sum of an earlier attempt; ``None`` if there is none or it fails.
 
-        A coordinator that crashed, or was told too few shares, needs no second one.
+        Then a coordinator that crashed, or received too few shares, needs no second session.
         """
         kept = self._kept_sum(request)
         if kept is None:
@@ -268,12 +269,15 @@ class SecureCollector:
         return terms, outcome
 
     def _lineages_then(self, kept: MaskedSum) -> Mapping[ClientId, bytes]:
-        """Return the lineages of a kept sum's members up to the keys that they signed with."""
+        """Return the lineages of a stored sum's members, up to the keys with which they signed."""
         now, then = self.directory(), kept.session.identity_keys
         return {each: lineage_until(now[each], key) for each, key in then.items() if each in now}
 
     def _kept_sum(self, request: RoundRequest) -> MaskedSum | None:
-        """Return the masked sum of just this training, in an attempt before, if it was kept."""
+        """Return the stored masked sum of an earlier attempt at this same training, if any.
+
+        A sum that is damaged or belongs to another training is deleted.
+        """
         data = self.masked_sum.read()
         if not data:
             return None
@@ -323,19 +327,19 @@ class SecureCollector:
         num_wanted: int,
         masked_sum: MaskedSumStore,
     ) -> SessionOutcome:
-        """Lead a session through all its stages.
+        """Run a session through all its stages and return the unmasked sum.
 
         Args:
-            session: With whom, and which round's.
-            terms: To which they are to agree.
-            notice: What they will be asked to do.
-            work: Returns the request to do it, of one's packets.
-            deadline_s: Seconds for that.
-            num_wanted: After how many masked vectors it closes.
-            masked_sum: Where the sum is kept until it is open.
+            session: The cohort and the round.
+            terms: The terms to which the clients must agree.
+            notice: Announces the work that the clients will be asked to do.
+            work: Returns the request for that work, given one client's encoded packets.
+            deadline_s: Seconds for the work.
+            num_wanted: Number of masked vectors that closes the stage.
+            masked_sum: Where the masked sum is stored until it is unmasked.
 
         Raises:
-            AggregationAborted: Too few clients went through with it.
+            AggregationAborted: Too few clients completed the session.
         """
         cohort, directory = session.cohort, self.directory()
         lineages = {each: directory[each] for each in cohort if each in directory}
@@ -360,7 +364,7 @@ class SecureCollector:
         packets, masking = sharing.close()
         session.exchange(
             Stage.MASK,
-            # What is the same for all is one object: a channel encodes it once for all.
+            # All requests share the model as one object, so that a channel encodes it only once.
             {client_id: work(messages.encode(own)) for client_id, own in packets.items()},
             messages.MaskedVector,
             masking.receive,
@@ -377,26 +381,27 @@ class SecureCollector:
             final, unmasking = after.close()
         else:
             unmasking = after
+        # Store the sum before the first share is requested: see `MaskedSumStore`.
         masked_sum.keep(MaskedSum.of(unmasking, asked=asked, final=final).to_bytes())
         return session.open(asked, final, unmasking, num_threads=self.num_threads)
 
 
 @dataclass
 class SessionCourse:
-    """The exchanges of a session: who is lost at which stage, and how long it all takes.
+    """The exchanges of a session: runs its stages, and records lost clients and elapsed time.
 
     Attributes:
-        channel: How clients are reached.
-        cohort: All that are asked.
-        round_num: Index, from 0.
-        attempt: Of the round.
+        channel: The connection to the clients.
+        cohort: All clients that are asked.
+        round_num: Round index, from 0.
+        attempt: Retry number of the round, starting at 0.
         stage_deadline_s: Seconds for each stage without training.
-        elapsed_s: Seconds since the first broadcast, up to the stage under way.
-        lost: By client why and when; each once. A client is lost to the sum unless its vector is
-            in it: then only its shares are missing.
-        masked_s: When each client's vector came.
-        accusers: By client who says that its packets are of no use.
-        lineages: Identity keys that clients are told of others that they deal with.
+        elapsed_s: Seconds from the first broadcast to the start of the current stage.
+        lost: By lost client, the status, time and reason. A client whose vector is in the sum still
+            counts: only its shares are missing.
+        masked_s: When each client's vector arrived.
+        accusers: By client, the clients that report its packets as unusable.
+        lineages: Identity keys of other clients, to send to the clients that deal with them.
     """
 
     channel: Channel
@@ -420,12 +425,12 @@ class SessionCourse:
         *,
         is_enough: Callable[[], bool] = _never,
     ) -> None:
-        """Send all the same message."""
+        """Run one stage in which all clients are sent the same message."""
         requests = dict.fromkeys(asked, self.request(message))
         self.exchange(stage, requests, kind, receive, is_enough=is_enough)
 
     def request(self, message: messages.Message) -> SecureStageRequest:
-        """Return the request that carries a message, and the keys of the clients in it."""
+        """Wrap a message into a request, with the identity keys of the clients that it names."""
         members: Sequence[messages.Advert | messages.Member] = ()
         match message:
             case messages.Roster(adverts=members) | messages.Signatures(signers=members):
@@ -449,16 +454,16 @@ class SessionCourse:
         num_wanted: int | None = None,
         is_enough: Callable[[], bool] = _never,
     ) -> None:
-        """Run one stage: each usable answer goes to ``receive``.
+        """Run one stage: send the requests and pass each answer to ``receive``.
 
         Args:
-            stage: Which.
-            requests: What each client is asked.
-            kind: Of the message in an answer.
-            receive: Raises ProtocolError where an answer cannot be used.
-            deadline_s: When it closes at the latest; ``None``: ``stage_deadline_s``.
-            num_wanted: Usable answers that close it; ``None``: those of all.
-            is_enough: Whether it closes before that. Who has not answered then is not late.
+            stage: The stage.
+            requests: The request for each client.
+            kind: Type of the message in an answer.
+            receive: Handles an answer; raises ProtocolError if it is unusable.
+            deadline_s: Seconds after which the stage closes; ``None``: ``stage_deadline_s``.
+            num_wanted: Number of usable answers that closes it; ``None``: one from each client.
+            is_enough: Whether to close it earlier. Clients without an answer are not late then.
         """
         deadline_s = self.stage_deadline_s if deadline_s is None else deadline_s
         collection = self._open_stage(list(requests), num_wanted or len(requests), deadline_s)
@@ -491,7 +496,7 @@ class SessionCourse:
         kind: type[MessageT],
         receive: Callable[[ClientId, MessageT], None],
     ) -> str:
-        """Give an answer to ``receive``; return why it cannot be used, or the empty string."""
+        """Pass an answer to ``receive``; return why it is unusable, or the empty string."""
         try:
             receive(arrival.client_id, _opened(arrival.reply, kind, self.round_num))
         except ProtocolError as error:
@@ -504,7 +509,7 @@ class SessionCourse:
         return ""
 
     def _note(self, stage: Stage, rows: Sequence[Participation]) -> None:
-        """Note who was lost at a stage, and when vectors came."""
+        """Record the clients lost at a stage, and the arrival times of masked vectors."""
         for row in rows:
             if row.status is not Status.REPORTED:
                 reason = row.reason or f"late at the stage `{stage}`"
@@ -537,7 +542,7 @@ class SessionCourse:
         *,
         num_threads: int,
     ) -> SessionOutcome:
-        """Run the last stage: ask survivors for their shares and take the masks off the sum."""
+        """Run the last stage: ask survivors for their shares and unmask the sum."""
         self.tell(
             Stage.UNMASK,
             asked,
@@ -549,18 +554,19 @@ class SessionCourse:
         return unmasking.close(num_threads=num_threads)
 
     def take_over(self, other: "SessionCourse") -> None:
-        """Be the course of an earlier session that was gone on with in the place of this one."""
+        """Take the cohort, time and lost clients of an earlier session that replaces this one."""
         self.cohort, self.elapsed_s = other.cohort, other.elapsed_s
         self.lost = other.lost
 
     def lose(self, client_id: ClientId, status: Status, after_s: float, reason: str) -> None:
-        """Note that a client has left the session, so long after the stage began."""
+        """Record that a client was lost, ``after_s`` seconds after the current stage began."""
         self.lost[client_id] = (status, self.elapsed_s + after_s, reason[:MAX_REASON])
 
     def found_out(self, error: AggregationAborted, *, most_corrupted: int) -> frozenset[ClientId]:
-        """Return whose fault it is that a session ended, and note it of them.
+        """Return the clients that caused the session to be aborted, and record them as lost.
 
-        What one client says of another counts if so many say it that one of them is honest.
+        An accusation counts if more than ``most_corrupted`` clients make it, so that at least one
+        of them is honest.
         """
         accused = {
             each: f"its packets are of no use to {len(accusers)} clients"
@@ -573,17 +579,23 @@ class SessionCourse:
         return frozenset(found)
 
     def released(self, outcome: SessionOutcome, means: tuple[int, float]) -> list[Participation]:
-        """Return what became of each client: survivors are in the sum, whatever came later."""
+        """Return a row per client: survivors are in the sum, so they reported, lost later or not.
+
+        Args:
+            outcome: The outcome of the session.
+            means: Mean number of examples and mean loss, recorded for each survivor.
+        """
         rows = []
         for client_id in outcome.survivors:
             reason = self.lost[client_id][2] if client_id in self.lost else ""
-            masked_s = self.masked_s.get(client_id, self.elapsed_s)  # of an earlier process
+            # A sum stored by an earlier process comes without the arrival times of its vectors.
+            masked_s = self.masked_s.get(client_id, self.elapsed_s)
             rows.append(Participation(client_id, Status.REPORTED, masked_s, *means, reason))
         alive = set(outcome.survivors)
         return rows + [self._lost(each) for each in self.cohort if each not in alive]
 
     def aborted(self, error: AggregationAborted) -> list[Participation]:
-        """Return what became of each client: nobody is in a sum."""
+        """Return a row per client of an aborted session: all are lost."""
         for client_id in self.cohort:
             if client_id not in self.lost:
                 self.lose(client_id, Status.FAILED, 0.0, str(error))
@@ -595,10 +607,10 @@ class SessionCourse:
 
 
 def _opened(reply: Reply, kind: type[MessageT], round_num: int) -> MessageT:
-    """Return the message in a reply.
+    """Decode the message in a reply.
 
     Raises:
-        ProtocolError: It holds none of this kind, or is of another round.
+        ProtocolError: The reply has no message of this type, or belongs to another round.
     """
     if isinstance(reply, Failure):
         raise ProtocolError(reply.reason)
@@ -613,14 +625,14 @@ def _opened(reply: Reply, kind: type[MessageT], round_num: int) -> MessageT:
 
 
 def _means(terms: Terms, outcome: SessionOutcome) -> tuple[int, float]:
-    """Return what is recorded of each client: mean examples, rounded, and loss, NaN if none."""
+    """Return the mean number of examples, rounded, and the mean loss, NaN if unknown."""
     total = outcome.total
     if terms.max_weight:
         examples = total.weight
     elif NUM_EXAMPLES in total.sums:
-        examples = round(float(total.sums[NUM_EXAMPLES][0]))  # whole, save for rounding
+        examples = round(float(total.sums[NUM_EXAMPLES][0]))  # a whole number but for fixed point
     else:
-        return 0, math.nan  # clients add noise, and say nothing that has none
+        return 0, math.nan  # clients add noise, and send nothing without noise
     measured = float(total.sums[HAS_LOSS][0])
     loss = float(total.sums[LOSS][0]) / measured if measured > 0.0 else math.nan
     return max(1, round(examples / len(outcome.survivors))), loss
@@ -629,18 +641,18 @@ def _means(terms: Terms, outcome: SessionOutcome) -> tuple[int, float]:
 def _released(
     plan: SecurePlan, terms: Terms, outcome: SessionOutcome, *, layout: Layout, device: torch.device
 ) -> Aggregate:
-    """Return by lane of the strategy the weighted means, or the levels of sums with noise.
+    """Build the aggregate from an unmasked sum: weighted means, or levels if clients add noise.
 
-    A mean of clipped values cannot lie outside the clip. That it does shows that a client lied;
-    that it does not shows nothing: secure aggregation has no integrity.
+    A mean of clipped values cannot lie outside the clip, so if it does, a client has lied. The
+    converse does not hold: secure aggregation does not protect the integrity of the sum.
 
     Raises:
-        AggregationAborted: The sum cannot be that of honest clients.
+        AggregationAborted: Honest clients cannot have produced this sum.
     """
     total, num_clients = outcome.total, len(outcome.survivors)
     if total.weight <= 0:
         raise _impossible("the weights add up to 0 or less")
-    if plan.noise_multiplier is not None:  # whose reach was looked at when it was decoded
+    if plan.noise_multiplier is not None:  # the range of noisy sums was checked when decoding
         levels = {
             name: torch.from_numpy(
                 np.concatenate([np.rint(total.sums[lane.name] / lane.step) for lane in parts])

@@ -1,4 +1,4 @@
-"""Federated evaluation in a sum: the coordinator learns the clients' means and nothing else."""
+"""Federated evaluation under secure aggregation: the coordinator learns only the clients' means."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ _log = structlog.get_logger(__name__)
 
 
 class Invited(NamedTuple):
-    """Who is asked to evaluate.
+    """The clients that are asked to evaluate.
 
     Attributes:
-        num_clients: n: what the terms are derived for.
-        client_ids: Who is asked: at most so many, fewer where not all that were drawn are there.
+        num_clients: Cohort size n for which the terms are derived.
+        client_ids: The clients asked: at most ``num_clients``, and fewer if some of those drawn
+            are not available.
     """
 
     num_clients: int
@@ -31,18 +32,18 @@ class Invited(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SecureEvaluator:
-    """Has clients measure the model, each on its own data, and learns the means.
+    """Clients evaluate the model, each on its own data, and only the sums are revealed.
 
-    It is a session of secure aggregation like one that trains, whose lanes are the measures. Where
-    too few clients are there, or go through with it, nothing is measured after that round. A
-    coordinator that crashed in between measures no second time: two sums over cohorts that differ
-    by one client would tell that client's measures.
+    An evaluation is a session of secure aggregation like a training round, with one lane per
+    metric. If too few clients are available or complete it, nothing is recorded for that round. An
+    evaluation that a crash interrupted is not repeated: two sums over cohorts that differ by one
+    client would reveal that client's metrics.
 
     Attributes:
-        sessions: Who leads sessions: the channel, and the coordinator's identity.
-        invited: Returns who is asked, after how many finished rounds.
-        plan: Returns what is summed where so many clients are asked.
-        deadline_s: Seconds that the clients get to measure.
+        sessions: Runs the sessions; it has the channel and the coordinator's identity.
+        invited: Returns the clients to ask after a given number of finished rounds.
+        plan: Returns the plan of an evaluation for a given cohort size n.
+        deadline_s: Seconds that clients have to evaluate.
     """
 
     sessions: SecureCollector
@@ -51,7 +52,10 @@ class SecureEvaluator:
     deadline_s: float
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        """Return ``clients/NAME_mean`` and ``_num_clients`` of each measure that a client has."""
+        """Return ``clients/NAME_mean`` and ``_num_clients`` per metric that some client reported.
+
+        Empty if too few clients completed the session, or if the sum is implausible.
+        """
         num_clients, cohort = self.invited(round_num)
         try:
             plan = self.plan(num_clients)

@@ -1,4 +1,4 @@
-"""Replies that arrive over a channel: checked, and folded into the aggregate."""
+"""Checks updates that arrive over a channel and adds them to the aggregate."""
 
 import math
 from dataclasses import replace
@@ -16,28 +16,30 @@ from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import rebase_statistics
 from fedlearn.transport.base import Arrival
 
-#: No honest client has this many examples; above it a weight is an attack or a bug.
+#: No honest client has more examples: a larger weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
 
 
 class Fold:
-    """Updates on their way into the aggregate; each waits where it lies.
+    """Aggregates updates as they arrive, in blocks.
 
-    A sum takes ``num_together`` in one pass; a rule that needs all of them gets them at the close.
+    Updates are queued without a copy. A sum adds ``num_together`` of them in one pass. A rule that
+    needs all updates at once gets them at the close.
     """
 
     def __init__(self, request: RoundRequest, *, num_together: int) -> None:
         aggregation, params = request.strategy.aggregation, request.params
         self.num_added = self._num_clipped = 0
-        # Without bounds there is noise: a count of clipped updates would have none.
+        # A strategy without bounds adds noise for privacy. The number of clipped updates would be
+        # released without noise, so it is not counted then.
         is_told, transforms = request.strategy.bounds is not None, request.strategy.transforms
         self._clip_norm = last_clip(transforms) if is_told else None
         self._num_trained = params.layout.num_trainable
-        self._current_S = params.current_statistics().cpu()  # where replies are
+        self._current_S = params.current_statistics().cpu()  # replies are on the CPU
         self._aggregation, self._device = aggregation, params.vector.device
         self._num_together = num_together
         self._waiting = list[tuple[ClientId, TrainReply, float]]()
-        self._state: Any = None  # a sum's own business
+        self._state: Any = None  # Any: each aggregation has its own type of state
         if not isinstance(aggregation, FullAggregation):
             lanes, layout = request.strategy.lanes, params.layout
             self._state = aggregation.init(lanes, layout, device=self._device)
@@ -45,12 +47,12 @@ class Fold:
     def add(
         self, client_id: ClientId, update: TrainReply, *, factor: float, sent_S: Tensor | None
     ) -> None:
-        """Take an update that passed every check.
+        """Add an update that has passed every check.
 
         Args:
-            client_id: Whose it is.
+            client_id: The client that sent it.
             update: The update; not written to.
-            factor: What its weight is multiplied by.
+            factor: Multiplies its weight.
             sent_S: The statistics that the client was sent; see :func:`rebase_statistics`.
         """
         if self._clip_norm is not None:
@@ -66,7 +68,7 @@ class Fold:
             self._accumulate()
 
     def close(self) -> Aggregate:
-        """Return the aggregate of all, of at least one."""
+        """Return the aggregate; at least one update must have been added."""
         if isinstance(self._aggregation, FullAggregation):
             aggregate = Aggregate(self._aggregation.combine(self._block()), self.num_added)
         else:
@@ -83,7 +85,7 @@ class Fold:
             self._waiting.clear()
 
     def _block(self) -> Updates:
-        """Return what waits as a block with its weights; each row stays where it lies."""
+        """Return the queued updates as one block, without copying those on the right device."""
         client_ids, updates, factors = zip(*self._waiting, strict=True)
         lanes = {
             name: [update.lanes[name].to(self._device) for update in updates]
@@ -99,9 +101,10 @@ class Fold:
 def judged(
     arrival: Arrival, request: RoundRequest, *, oldest: int | None = None
 ) -> TrainReply | Failure:
-    """Return what :func:`validated` does; a client whose update must not be aggregated is told."""
+    """Validate an update with :func:`validated`, and refuse it to its client if it is invalid."""
     update = validated(arrival, request, oldest=oldest)
-    if isinstance(update, Failure) and update is not arrival.reply:  # it does not say so itself
+    # A client that reported its own failure needs no refusal.
+    if isinstance(update, Failure) and update is not arrival.reply:
         arrival.refuse(update.reason[:MAX_REASON])
     return update
 
@@ -109,15 +112,15 @@ def judged(
 def validated(
     arrival: Arrival, request: RoundRequest, *, oldest: int | None = None
 ) -> TrainReply | Failure:
-    """Return the update that arrived, or why it must not be aggregated.
+    """Return the update in a reply, or the reason why it must not be aggregated.
 
     Clients are not trusted: round, lanes, sizes, dtype, finiteness and weight are checked
     before any arithmetic.
 
     Args:
-        arrival: What came.
-        request: What was asked.
-        oldest: The first round whose model it may be based on; ``None``: it is the request's.
+        arrival: The reply.
+        request: The request that it answers.
+        oldest: First round whose model the update may be based on; ``None``: the request's round.
     """
     reply, specs = arrival.reply, request.strategy.lanes
     if isinstance(reply, Failure):
@@ -141,9 +144,9 @@ def validated(
 def participation(
     client_id: ClientId, update: TrainReply | Failure, elapsed_s: float
 ) -> Participation:
-    """Return what became of a client that answered ``elapsed_s`` after it was asked."""
+    """Return the record of a client that replied ``elapsed_s`` seconds after it was asked."""
     if isinstance(update, Failure):
         reason = update.reason[:MAX_REASON]
         return Participation(client_id, Status.FAILED, elapsed_s, reason=reason)
-    loss = float(update.metrics.get("loss", math.nan))  # as the client says
+    loss = float(update.metrics.get("loss", math.nan))  # as reported; it is not verified
     return Participation(client_id, Status.REPORTED, elapsed_s, update.num_examples, loss)
