@@ -1,12 +1,12 @@
-"""One tree that says everything about a run, and the only place with defaults.
+"""The configuration of a run: one tree of tables, and the only place with defaults.
 
-The default tree *is* the main job: ``fedlearn simulate`` without arguments. A TOML file and
-``--set a.b=c`` overrides are laid over it and validated together; every problem is reported
-at once, each with its file and line. Addresses and passwords come from the environment
-(:func:`resolve_addresses`) and are never part of the tree.
+The default tree is what ``fedlearn simulate`` runs without arguments. A TOML file and then
+``--set a.b=c`` overrides are merged over it and validated together; every problem is reported at
+once, each with its file and line. Passwords come from the environment (:func:`resolve_addresses`)
+and are never part of the tree.
 
-The names are imported when they are first used: what operators need of a configuration
-(:func:`load_served`) does not wait for torch, which the whole tree does.
+Names are imported on first use. The whole tree imports torch; commands for operators, which need
+only :func:`load_served`, should not wait for that.
 """
 
 import importlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedlearn.config.tree import Config as Config
     from fedlearn.config.tree import config_hash as config_hash
 
-#: Names by the module that each is imported from, at its first use.
+#: The public names of each submodule.
 _HOME = {
     "addresses": "Addresses resolve_addresses",
     "client": "ClientConfig load_client",

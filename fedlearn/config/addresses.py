@@ -30,13 +30,13 @@ def resolve_addresses(
     runs_dir: Path | None = None,
     data_dir: Path | None = None,
 ) -> Addresses:
-    """Return the addresses. Of ``config.store.url``, the environment may add the password.
+    """Resolve the addresses. The environment may add a password to ``config.store.url``.
 
     Args:
         config: The tree.
         environ: Environment variables: ``FEDLEARN_STORE_URL``, ``FEDLEARN_RUNS_DIR``,
             ``FEDLEARN_DATA_DIR``; an empty one counts as not set.
-        runs_dir: What counts before both, if given.
+        runs_dir: If given, used in place of ``config`` and the environment.
         data_dir: Likewise.
 
     Example:

@@ -1,4 +1,4 @@
-"""Whether rounds are cohorts or buffers of an asynchronous run."""
+"""Configuration of asynchronous runs, in which a round is a full buffer of updates."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from fedlearn.config.toml import shown
 
 @declared_by(Asynchrony, given=StalenessSection.model_fields.keys(), buffer_size=10, concurrency=20)
 class AsynchronousSection(Section):
-    """Whether rounds are buffers: clients train at all times, each from the model it was sent."""
+    """Whether clients train at all times, and the server steps whenever a buffer is full."""
 
     mode: Literal["off", "buffered"] = Field(
         "off",
@@ -25,15 +25,15 @@ class AsynchronousSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether rounds are buffers."""
+        """Whether rounds are asynchronous."""
         return self.mode != "off"
 
     def problems(self) -> Iterable[Problem]:
-        """Refuse what is set without effect."""
+        """Refuse keys that are set without effect."""
         return () if self.is_on else without_effect(self, table="asynchronous", off="off", on=_ON)
 
     def asynchrony(self, staleness: StalenessSection) -> Asynchrony | None:
-        """Return when the server steps; ``None``: when a cohort has reported.
+        """Build the settings of asynchronous rounds; ``None`` if rounds are synchronous.
 
         Raises:
             ValueError: More clients would be in flight than can count.
@@ -41,7 +41,7 @@ class AsynchronousSection(Section):
         return built(Asynchrony, self, **staleness.model_dump()) if self.is_on else None
 
     def problems_with(self, values: Mapping[str, object]) -> Iterator[Problem]:
-        """Yield what contradicts buffers elsewhere in the tree, of which ``values`` are by key."""
+        """Yield conflicts with the rest of the tree, whose ``values`` are by dotted key."""
         name = values["algorithm.name"]
         if not self.is_on:
             if name in _BY_NAME:
@@ -66,11 +66,11 @@ class AsynchronousSection(Section):
 
 _MODE, _ON = "asynchronous.mode", "buffered"
 
-#: Algorithms that are asynchronous by name, and the buffer that each brings.
+#: Algorithms that imply asynchronous rounds, and the keys of this table that each implies.
 _BY_NAME: Mapping[object, Mapping[str, int]] = {"fedbuff": {}, "fedasync": {"buffer_size": 1}}
 
-#: By key the values that go with buffers, and why no other does.
 _FULL = ", where a round is a full buffer; leave it out"
+#: For each key the values that asynchronous rounds allow, and the reason given for any other.
 _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "centralized": ((False,), "; remove one of them"),
     "cohort.sampling": (
@@ -121,7 +121,7 @@ def buffers_in(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated 
     is_sound = isinstance(size, int) and size > 0
     return {
         "asynchronous": {**table, "buffer_size": size},
-        # A size that is none is told of where it is written, and nowhere else.
+        # An invalid size is reported for the key that has it. A copy would be reported twice.
         "cohort": {**cohort, "num_wanted": size} if is_sound and wanted == "auto" else cohort,
         "stragglers": {"over_selection": 1.0, "deadline_s": "auto", **stragglers},
     }

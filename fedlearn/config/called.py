@@ -1,4 +1,4 @@
-"""Functions of the user's own, which a table names."""
+"""User functions that the configuration names, such as the factory of a model or a data set."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from fedlearn.errors import ConfigError
 
 
 class Called(Section):
-    """What a function of yours returns."""
+    """A table that names a user function and its keyword arguments."""
 
     factory: Factory = Field(
         description='The function: "module:function" or "path/to/file.py:function".'
@@ -26,15 +26,15 @@ class Called(Section):
 def user_call(
     key: str, factory: str, args: Mapping[str, object], *, given: Sequence[object] = ()
 ) -> Callable[[], Any]:  # Any: the user's own function
-    """Return the call of a function that the configuration names; it is not called yet.
+    """Import a function that the configuration names and bind its arguments, without calling it.
 
-    What the function raises when it is called is the user's own and stays as it is.
+    Exceptions that the function raises when it is called are passed on unchanged.
 
     Args:
         key: Where the configuration names it.
         factory: ``module:function`` or ``/path/to/file.py:function``.
         args: Its keyword arguments.
-        given: What it is told before them, by place.
+        given: Positional arguments before them.
 
     Raises:
         ConfigError: It cannot be imported, there is no such function, or it does not take
@@ -43,7 +43,7 @@ def user_call(
     function = imported(key, factory)
     try:
         inspect.signature(function).bind(*given, **args)
-    except ValueError:  # functions written in C need not tell what they take
+    except ValueError:  # functions written in C may have no signature
         pass
     except TypeError as error:
         raise ConfigError(
@@ -53,7 +53,7 @@ def user_call(
 
 
 def imported(key: str, factory: str) -> Callable[..., Any]:  # Any: the user's own function
-    """Return a function that the configuration names; raises as :func:`user_call`."""
+    """Import a function that the configuration names; raises ConfigError if it cannot."""
     place, _, name = factory.rpartition(":")
     try:
         module = module_in(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -69,14 +69,14 @@ def imported(key: str, factory: str) -> Callable[..., Any]:  # Any: the user's o
 
 
 def not_returned(key: str, factory: str, made: object, needed: str) -> ConfigError:
-    """Return the error of a function that did not return what is ``needed``."""
+    """Return the error for a function whose result is not what is ``needed``."""
     return ConfigError(f"{key}: {factory} returned {type(made).__name__}; it must return {needed}")
 
 
 def require_attributes(
     key: str, factory: str, made: object, names: Iterable[str], remedy: str
 ) -> None:
-    """Refuse what a function returned if it lacks one of the attributes ``names``."""
+    """Raise ConfigError if a function's result lacks one of the attributes ``names``."""
     missing = next((name for name in names if not hasattr(made, name)), None)
     if missing is not None:
         raise ConfigError(

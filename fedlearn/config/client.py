@@ -1,6 +1,6 @@
-"""A client's own file: what it refuses, when its device may train, and how it takes part.
+"""A client's configuration file: what it refuses, when its device may train, how it reconnects.
 
-It is another tree than the coordinator's, and lies with whom the data belong to.
+It is a separate tree from the coordinator's, and belongs to the owner of the data.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class SecureAggregationPolicySection(Section):
     """What this client demands of secure aggregation."""
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse what the policy refuses."""
+        """Refuse values that the policy refuses."""
         return refused(partial(built, SecureAggregationPolicy, self))
 
 
@@ -41,13 +41,13 @@ class PrivacyPolicySection(Section):
     """What this client demands of differential privacy."""
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse what the policy refuses."""
+        """Refuse values that the policy refuses."""
         return refused(partial(built, PrivacyPolicy, self))
 
 
 @declared_by(ExtraPolicy)
 class ExtraPolicySection(Section):
-    """Which free-form settings (client.extra of its coordinator) this client's trainer is told."""
+    """Which of the coordinator's free-form settings (client.extra) reach this client's trainer."""
 
 
 @declared_by(Policy)
@@ -70,7 +70,7 @@ class PolicySection(Section):
 
 @declared_by(Conditions)
 class ConditionsSection(Section):
-    """When this device may train; what is asked for and cannot be told does not hold."""
+    """When this device may train; a condition that cannot be checked does not hold."""
 
     between: Between | None = Field(
         None,
@@ -79,12 +79,12 @@ class ConditionsSection(Section):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse what the conditions refuse."""
+        """Refuse values that the conditions refuse."""
         return refused(partial(built, Conditions, self))
 
 
 class TrainingSection(Section):
-    """By how many processes this client trains."""
+    """How many processes share this client's training."""
 
     num_workers: Count = Field(
         1,
@@ -96,11 +96,11 @@ class TrainingSection(Section):
 
 @declared_by(Reconnection)
 class ReconnectionSection(Section):
-    """How soon this client looks for its coordinator again."""
+    """How soon this client tries to reconnect to its coordinator."""
 
 
 class ClientConfig(Section):
-    """A client's file."""
+    """A client's configuration file."""
 
     policy: PolicySection = Field(
         PolicySection(), description="What this client refuses, whatever the coordinator asks."
@@ -120,10 +120,10 @@ class ClientConfig(Section):
     def override(
         self, *, num_workers: int | None = None, require_secure_aggregation: bool = False
     ) -> Self:
-        """Return the file with the options of a command line laid over it.
+        """Return a copy with the options of a command line applied.
 
         Args:
-            num_workers: Processes that share each training; ``None``: as the file says.
+            num_workers: Processes that share each training; ``None`` keeps the file's value.
             require_secure_aggregation: Refuse readable updates, whatever the file says.
         """
         policy, training = self.policy, self.training
@@ -142,16 +142,16 @@ class ClientConfig(Section):
         return built(Policy, self.policy, secure_aggregation=secure, privacy=privacy, extra=extra)
 
     def to_conditions(self) -> Conditions:
-        """Return when the device may train, as the client takes it."""
+        """Build the conditions under which the device may train."""
         return built(Conditions, self.conditions)
 
     def to_reconnection(self) -> Reconnection:
-        """Return how soon the coordinator is looked for again, as the client takes it."""
+        """Build the client's reconnection settings."""
         return built(Reconnection, self.reconnection)
 
 
 def load_client(path: Path | None) -> ClientConfig:
-    """Return the defaults with a client's TOML file laid over them; ``None``: the defaults.
+    """Load a client's TOML file over the defaults; ``None`` means the defaults alone.
 
     Raises:
         ConfigError: As :func:`fedlearn.config.load`.

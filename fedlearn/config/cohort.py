@@ -1,4 +1,4 @@
-"""Who trains a round: cohort, stragglers, simulated devices."""
+"""Configuration of rounds: how clients are sampled, stragglers, and simulated devices."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,21 +16,21 @@ from fedlearn.core.ranges import Count, Positive
 from fedlearn.simulation import behaviour, sources
 from fedlearn.simulation.population import Population
 
-#: What stands in place of the defaults below where the data are other than the main job's digits:
-#: stragglers and drop-outs are asked for, not given.
+#: Defaults that replace those below if the data are not the default job's digits. Stragglers and
+#: dropouts are then simulated only on request.
 OTHER_DATA: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohort": {"num_wanted": "auto"},
     "stragglers": {"over_selection": 1.0, "deadline_s": "auto"},
     "devices": {"kind": "ideal"},
 }
 
-#: What "auto" stands for: reports that close a round where there are clients enough, and seconds
-#: that a deployed coordinator waits, as real clients go away without a word.
+#: What "auto" stands for: the reports that close a round, if there are enough clients, and the
+#: deadline of a deployed coordinator, which needs one because real clients vanish without notice.
 USUAL_WANTED, REAL_DEADLINE_S = 10, 600.0
 
 
 class Cohort(DeclaredSection):
-    """Which clients are asked."""
+    """Which clients a round asks to train, and how many."""
 
     sampling: str = Field(description="How clients are drawn.")
     num_wanted: Count | Literal["auto"] = Field(
@@ -83,10 +83,10 @@ class StragglersSection(Section):
 
 @declared_by(UpdateBounds, max_norm=GENEROUS.max_norm, max_examples=GENEROUS.max_examples)
 class UpdatesSection(Section):
-    """What one update may come to in the clear: one beyond that is refused, and its client fails.
+    """Bounds on an unmasked update: one that exceeds them is refused, and its client fails.
 
-    The defaults keep out what is broken; no honest update meets them. Where secure aggregation or
-    privacy is on, they bound nothing: what holds there is a clip.
+    The defaults reject broken updates only; honest ones stay far below. The bounds do not apply
+    under secure aggregation or privacy, which clip updates instead.
     """
 
 
@@ -96,7 +96,7 @@ class Bandwidth(DeclaredSection):
     kind: str = Field(description="How bandwidths are modelled.")
 
     def modelled(self, data_dir: Path) -> behaviour.Bandwidth:
-        """Return the bandwidths."""
+        """Build the model of the devices' bandwidths."""
         made: behaviour.Bandwidth = self.build()
         return made
 
@@ -109,7 +109,7 @@ class TracesBandwidth(Bandwidth):
     )
 
     def modelled(self, data_dir: Path) -> behaviour.Bandwidth:
-        """Return the bandwidths; raises DataError where they are missing or damaged."""
+        """Load the recorded bandwidths; raises DataError if they are missing or damaged."""
         return sources.bandwidth_traces(Path(self.path or data_dir / "bandwidth_traces.npz"))
 
 
@@ -144,15 +144,15 @@ class LognormalDevices(Devices):
     bandwidth: Annotated[Bandwidth, BANDWIDTHS] = BANDWIDTHS.of("lognormal")
 
     def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
-        """Return what they do; raises DataError where bandwidth traces are missing or damaged."""
+        """Build their behaviour; raises DataError if bandwidth traces are missing or damaged."""
         return built(behaviour.Behaviour, self, bandwidth=self.bandwidth.modelled(data_dir))
 
 
 class PythonDevices(Called, Devices):
-    """Devices that a function of yours returns, which is given the population, then args."""
+    """Devices from a user function, which is called with the population, then ``args``."""
 
     def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
-        """Return what they do; raises ConfigError where the function returns no behaviour."""
+        """Call the user function; raises ConfigError if it does not return a behaviour."""
         key, needed = "devices.factory", ("durations_s", "failures")
         made: behaviour.ClientBehaviour = user_call(
             key, self.factory, self.args, given=(population,)

@@ -1,4 +1,4 @@
-"""A deployed coordinator: how it serves, and what it trains by itself."""
+"""Configuration of a deployed coordinator: its service, and its own training."""
 
 from typing import Annotated
 
@@ -7,6 +7,6 @@ from fedlearn.config.service import ServiceSection
 
 
 class CoordinatorSection(ServiceSection):
-    """The deployed coordinator; a simulation ignores it, but for what the coordinator trains."""
+    """The deployed coordinator. A simulation ignores it, except for ``training``."""
 
     training: Annotated[ServerTraining, SERVER_TRAININGS] = SERVER_TRAININGS.of("adamw")

@@ -1,4 +1,4 @@
-"""The examples and whose they are: sources and partitions."""
+"""Configuration of the data: where examples come from, and how clients share them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,15 +69,19 @@ _NO_GROUPS = 'or set data.partition.kind to "iid", "dirichlet", "shards" or "boo
 
 
 class Data(DeclaredSection):
-    """The examples and whose they are."""
+    """Where the examples come from, and how they are divided among clients."""
 
     source: str = Field(description="Where the examples come from.")
 
     def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
-        """Return the clients and the test set; ``data_dir`` is for what is named without a path.
+        """Load the clients' examples and the test set.
+
+        Args:
+            seed: Seed of the partition and of a random test set.
+            data_dir: Directory of data files whose path is not configured.
 
         Raises:
-            ConfigError: The data cannot be divided so, or a factory does not return data.
+            ConfigError: The data cannot be divided like this, or a factory does not return data.
             DataError: Data are missing or cannot be trained on.
         """
         raise NotImplementedError
@@ -95,7 +99,7 @@ class DigitsData(_Divided):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse a natural partition: nobody knows who wrote these digits."""
+        """Refuse a natural partition: the writers of these digits are not recorded."""
         if self.partition.kind == "natural":
             text = 'the digits have no natural clients; take data.source = "mnist-by-writer", '
             yield Problem(("partition.kind", "source"), f'"natural": {text}{_NO_GROUPS}')
@@ -180,7 +184,7 @@ class ParquetData(_Divided):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Require a client column for a natural partition, and one role a column."""
+        """Require a client column for a natural partition, and one role per column."""
         if self.partition.kind == "natural" and self.client_column is None:
             text = f'"natural" needs client ids; name data.client_column, {_NO_GROUPS}'
             yield Problem(("partition.kind", "source"), text)
@@ -233,10 +237,10 @@ class PythonData(Called, _Divided):
 
 
 class NoData(Data):
-    """No examples at the coordinator: a deployment whose clients evaluate, too."""
+    """No examples at the coordinator: a deployment in which clients evaluate as well."""
 
     def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
-        """Refuse: there are none to simulate."""
+        """Raise ConfigError: there are no examples to simulate."""
         raise ConfigError(
             'data.source is "none", which is for a coordinator whose clients have all the '
             "data; name the data to simulate, as with --set data.source=digits"

@@ -1,7 +1,7 @@
-"""Keys that earlier versions had.
+"""Keys of earlier versions.
 
-The loader refuses them and says what to write. In the record of a run that an earlier version
-began, they are read as what they are now.
+In a configuration file they are refused, with advice on what to write instead. In the record of a
+run that an earlier version started, they are translated to the current keys.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from fedlearn.config.toml import Key, shown
 
 _STALENESS = ("max_staleness", "staleness_weight", "staleness_exponent", "staleness_hinge")
 
-#: Where what they say stands now.
+#: Renamed keys, with their current names.
 RENAMED: Final[Mapping[str, str]] = {
     "flower.train_config": "client.extra",
     "client.max_gradient_norm": "client.gradient_clip_norm",
@@ -25,7 +25,7 @@ RENAMED: Final[Mapping[str, str]] = {
         for key in _STALENESS
     },
 }
-#: The value that now always holds: that of the default, which nobody had a reason to change.
+#: Removed keys, with the value that now always applies: their former default.
 FIXED: Final[Mapping[str, object]] = {
     "privacy.clip_learning_rate": 0.2,
     "late_updates.deadline_window": 5,
@@ -47,21 +47,22 @@ def advise(path: Key) -> str | None:
 
 
 def read_earlier(raw: dict[str, Any]) -> dict[str, Any]:  # Any, here and below: not validated yet
-    """Return the tree of a record with each key of an earlier version as it is now.
+    """Translate the keys of earlier versions in the tree of a record.
 
     Raises:
-        ValueError: One has a value that this version cannot give it.
+        ValueError: A removed key has another value than the one that now always applies.
     """
     raw = deepcopy(raw)
-    if value_at(raw, ("privacy", "mode")) == "distributed":  # they were the same, by force
+    # Earlier versions required it to equal privacy.clip_norm, which now takes its place.
+    if value_at(raw, ("privacy", "mode")) == "distributed":
         raw.get("secure_aggregation", {}).pop("clip_norm", None)
     for old, new in RENAMED.items():
         for table, key in _tables_with(raw, old):
             value = table.pop(key)
             if table.get("mode") in ("off", "drop"):
-                continue  # it meant nothing
+                continue  # the table was off, so the value had no effect
             path = tuple(new.split("."))
-            # The entries of a table go next to those that are there.
+            # The entries of a table are merged with those already there.
             pairs = value.items() if isinstance(value, dict) else [(path[-1], value)]
             into = path if isinstance(value, dict) else path[:-1]
             for name, each in pairs:
@@ -74,7 +75,7 @@ def read_earlier(raw: dict[str, Any]) -> dict[str, Any]:  # Any, here and below:
 
 
 def _tables_with(raw: Any, dotted: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the tables of ``raw`` that have the key ``dotted``, and its name in them."""
+    """Yield each table of ``raw`` that has the key ``dotted``, with the key's last part."""
     *path, key = dotted.split(".")
     tables = [raw]
     for name in path:

@@ -1,4 +1,4 @@
-"""From a TOML file, overrides or a mapping to a tree, and from a tree to TOML."""
+"""Load a configuration from a TOML file, overrides or a mapping, and write it as TOML."""
 
 import math
 import re
@@ -15,20 +15,20 @@ from fedlearn.config.toml import Key, keys_in, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.core.redaction import redacted
 
-#: The name of an algorithm may be the place of a strategy of the user's own.
+#: The name of an algorithm may also be the location of a user's own strategy.
 _OWN_STRATEGY: dict[Key, str] = {("algorithm", "name"): "factory"}
 
 
 def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
-    """Return the default tree with a TOML file and then ``overrides`` laid over it.
+    """Load a TOML file over the default tree, then apply ``overrides``.
 
     Relative paths in the file are relative to the file, those in overrides to the working
     directory; all become absolute, so that a run resumes from anywhere.
 
     Args:
         path: The TOML file; ``None`` starts from the defaults.
-        overrides: ``a.b=value`` each, later ones win; the value is TOML, and what is not
-            TOML is a string.
+        overrides: Each is ``a.b=value``; later ones win. A value that is not valid TOML is a
+            string.
 
     Raises:
         ConfigError: The file is missing, unreadable or not TOML; a key is unknown; a value has
@@ -57,13 +57,13 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
 
 
 def from_mapping(values: Mapping[str, object], *, source: str) -> Config:
-    """Return the default tree with ``values`` laid over it, validated as a file is.
+    """Merge ``values`` over the default tree and validate the result as :func:`load` does.
 
     Relative paths are relative to the working directory.
 
     Args:
         values: Keys and tables, as in a TOML file; tuples are arrays.
-        source: What errors name in place of a file.
+        source: Name that errors give in place of a file.
 
     Raises:
         ConfigError: As :func:`load`, each problem with ``source``.
@@ -78,7 +78,7 @@ def from_mapping(values: Mapping[str, object], *, source: str) -> Config:
 
 
 def render(config: Config) -> str:
-    """Return ``config`` as TOML that loads to an equal tree; what is ``None`` is left out.
+    """Write ``config`` as TOML that loads to an equal tree; keys that are ``None`` are left out.
 
     Example:
         >>> print(render(Config()).splitlines()[0])
@@ -89,7 +89,7 @@ def render(config: Config) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of Python's as a TOML file would have given it."""
+    """Convert a Python value to the types that TOML files are read as."""
     match value:
         case Mapping():
             return {str(key): _plain(each) for key, each in value.items()}
@@ -108,7 +108,7 @@ def _with_absolute_paths(raw: dict[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _override(text: str) -> Override:
-    for sign in re.finditer("=", text):  # the first that is not in a key
+    for sign in re.finditer("=", text):  # a quoted key may contain "="
         with suppress(ValueError):
             found = list(keys_in(tomllib.loads(f"{text[: sign.start()]}= 0")))
             if found:
@@ -117,7 +117,7 @@ def _override(text: str) -> Override:
 
 
 def _applied(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return ``raw`` with the value of ``override`` set; ``raw`` stays as it is."""
+    """Return a copy of ``raw`` with the value of ``override`` set."""
     alone = _with_absolute_paths(with_value({}, override.path, override.value), Path.cwd())
     return with_value(raw, override.path, value_at(alone, override.path))
 

@@ -1,4 +1,4 @@
-"""A run on a Flower federation: whose ClientApps answer there, and what they are told."""
+"""Configuration of a run on a Flower federation: which ClientApps answer its messages."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
@@ -11,12 +11,12 @@ Entries: TypeAlias = Annotated[
     dict[Annotated[str, Field(min_length=1)], bool | int | float | str],
     told_as("a table of texts, finite numbers and truth values", type="object"),
 ]
-#: What is told with every message anyway.
+#: The entry that fedlearn itself puts into every message.
 ROUND = "server-round"
 
 
 def is_foreign(client_apps: object) -> bool:
-    """Return whether ClientApps that a configuration names so know nothing of fedlearn."""
+    """Return whether this value of ``client_apps`` means ClientApps written without fedlearn."""
     return client_apps in ("flower", "flower-legacy")
 
 
@@ -38,12 +38,12 @@ class FlowerSection(Section):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the clients know nothing of fedlearn."""
+        """Whether the ClientApps are written without fedlearn."""
         return is_foreign(self.client_apps)
 
     @property
     def is_legacy(self) -> bool:
-        """Whether they are of Flower's earlier API."""
+        """Whether the ClientApps use Flower's earlier API."""
         return self.client_apps == "flower-legacy"
 
     def problems(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Which keys a tree of sections can have, and where pydantic's locations are among them."""
+"""The keys that a tree of sections can have, and how pydantic's error locations map to them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import isclass
@@ -15,13 +15,13 @@ ANY_NAME = "NAME"
 
 
 class Place(NamedTuple):
-    """A place in a tree of tables.
+    """A key in a tree of tables.
 
     Attributes:
-        path: Its key, without the names of kinds.
+        path: The path of the key, without names of kinds.
         owner: The table that it is in.
-        tag: The key that tells the kind of that table, if it has kinds.
-        info: Its field; ``None`` where that table has no such key.
+        tag: The key that selects the kind of that table, if it has kinds.
+        info: Its field; ``None`` if the table has no such key.
     """
 
     path: Key
@@ -31,10 +31,14 @@ class Place(NamedTuple):
 
     @classmethod
     def at(cls, loc: Iterable[str | int], *, root: type[Section]) -> "Place":
-        """Return the place in a ``root`` that pydantic's ``loc`` names, without its details."""
+        """Return the place in a ``root`` that pydantic's error location ``loc`` refers to.
+
+        Parts of ``loc`` below a key, such as the index in an array, are dropped.
+        """
         place, tag, is_name = cls((), root, None, None), None, False
         tables: tuple[type[Section], ...] = (root,)
         for part in loc:
+            # For a table with kinds, pydantic adds the kind to the location, after the key.
             chosen = tuple(each for each in tables if part in kinds_of(each, tag))
             if chosen:
                 tables = chosen
@@ -51,28 +55,28 @@ class Place(NamedTuple):
 
     @property
     def members(self) -> tuple[type[Section], ...]:
-        """The tables that it can be, if it is one."""
+        """The kinds of table that it can be; empty if it is not a table."""
         return members_of(self.info) if self.info else ()
 
     @property
     def is_table(self) -> bool:
-        """Whether a table stands here."""
+        """Whether the value is a table."""
         return bool(self.members) or (
             self.info is not None and get_origin(self.info.annotation) is dict
         )
 
     def has(self, mark: object) -> bool:
-        """Whether its field is annotated with a mark."""
+        """Return whether its field is annotated with ``mark``."""
         return self.info is not None and mark in self.info.metadata
 
     @property
     def kind_keys(self) -> tuple[Key, ...]:
-        """The key that tells the kind of the table that it is in, if that has kinds."""
+        """The key that selects the kind of its table; empty if that table has no kinds."""
         return () if self.tag is None else ((*self.path[:-1], self.tag),)
 
     def schema(self) -> Mapping[str, Any]:
-        """Return the JSON schema of what may stand here."""
-        if not self.path:  # of a key that is no text, pydantic says that of the whole
+        """Return the JSON schema of the allowed values."""
+        if not self.path:  # pydantic reports a key that is not a string at the root
             return {"allowed": "a table"}
         if self.info and self.members:
             tag = tag_of(self.info)
@@ -89,14 +93,17 @@ class Place(NamedTuple):
         return f"{''.join(map(dotted, self.kind_keys))} = {kinds}"
 
     def holds(self, trees: Iterable[Any]) -> bool:
-        """Return whether its table has it, of the kind that the first of ``trees`` to say has."""
+        """Return whether it exists in the kind of table that the ``trees`` select.
+
+        The first tree that names a kind decides.
+        """
         chosen = (value_at(tree, key) for key in self.kind_keys for tree in trees)
         return not self.kind_keys or next(filter(None, chosen), None) in kinds_of(
             self.owner, self.tag
         )
 
     def path_format(self) -> str | None:
-        """Return in which form the key holds a path, if it does."""
+        """Return the form of path that the key holds: "path", "factory", or ``None`` for none."""
         assert self.info
         inner = [getattr(each, "__metadata__", ()) for each in get_args(self.info.annotation)]
         for mark in (*self.info.metadata, *(mark for marks in inner for mark in marks)):
@@ -106,7 +113,10 @@ class Place(NamedTuple):
 
 
 def known_keys(model: type[Section], prefix: Key = (), tag: str | None = None) -> Iterator[Place]:
-    """Yield every key of a ``model`` at ``prefix``, told by ``tag``, and below, of all kinds."""
+    """Yield every key of a ``model`` and of the tables inside it, of all their kinds.
+
+    ``prefix`` is the path of the table, and ``tag`` the key that selects its kind, if any.
+    """
     for name, info in model.model_fields.items():
         path = (*prefix, name)
         yield Place(path, model, tag, info)
@@ -115,34 +125,34 @@ def known_keys(model: type[Section], prefix: Key = (), tag: str | None = None) -
 
 
 def members_of(info: FieldInfo) -> tuple[type[Section], ...]:
-    """Return the tables that a field can be."""
+    """Return the kinds of table that a field can be; empty if it is not a table."""
     options = next((each.members for each in info.metadata if isinstance(each, OneOf)), None)
     options = options or get_args(info.annotation) or (info.annotation,)
     return tuple(each for each in options if isclass(each) and issubclass(each, Section))
 
 
 def about(info: FieldInfo, member: type[Section]) -> str:
-    """Return in a line what the table of a field is for, or of several kinds this ``member``."""
+    """Return the one-line description of a field's table, or of its kind ``member``."""
     return info.description or str(getattr(member, "about", ""))
 
 
 def is_named(info: FieldInfo) -> bool:
-    """Whether a field is a table of tables by names of the user's."""
+    """Return whether a field is a table of tables whose names the user chooses."""
     return get_origin(info.annotation) is dict and bool(members_of(info))
 
 
 def inside(path: Key, info: FieldInfo) -> Key:
-    """Return the path of the tables of the field at ``path``; ``NAME`` is any name."""
+    """Return the path of the tables in a field; ``NAME`` stands for a name the user chooses."""
     return (*path, ANY_NAME) if is_named(info) else path
 
 
 def kinds_of(model: type[Section], tag: str | None) -> tuple[str, ...]:
-    """Return the values of ``tag`` that mean ``model``."""
+    """Return the values of ``tag`` that select ``model``."""
     return () if tag is None else get_args(model.model_fields[tag].annotation)
 
 
 def value_at(raw: Any, path: Iterable[str | int]) -> Any:
-    """Return the value at ``path``; ``None`` where there is none."""
+    """Return the value at ``path``; ``None`` if there is none."""
     for key in path:
         raw = raw.get(key) if isinstance(raw, dict) else None
     return raw

@@ -1,4 +1,4 @@
-"""What becomes of updates that miss the close of their round."""
+"""Configuration of late updates, which arrive after their round has closed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
@@ -19,7 +19,7 @@ from fedlearn.config.toml import shown
     least_deadline_s=0.0,
 )
 class LateUpdatesSection(Section):
-    """What becomes of updates that miss the close of their round, and whether deadlines adapt."""
+    """Whether late updates are dropped or count in a later round, and whether deadlines adapt."""
 
     mode: Literal["drop", "keep"] = Field(
         "drop",
@@ -39,7 +39,11 @@ class LateUpdatesSection(Section):
         return built(LateUpdates, self, deadline_window=_WINDOW, **staleness.model_dump())
 
     def problems(self) -> Iterable[Problem]:
-        """Refuse what is without effect, and deadlines that lead down."""
+        """Refuse keys without effect, and deadlines that adapt although late updates are dropped.
+
+        The durations of dropped updates are unknown. Each deadline would be set by clients that met
+        the one before, so deadlines would only shrink.
+        """
         if self.are_kept:
             return
         quantile = self.model_dump()["deadline_quantile"]
@@ -54,7 +58,7 @@ class LateUpdatesSection(Section):
             yield Problem(("deadline_quantile", "mode"), text)
 
     def problems_with(self, values: Mapping[str, object]) -> Iterator[Problem]:
-        """Yield what contradicts late updates elsewhere in the tree, by key in ``values``."""
+        """Yield conflicts with the rest of the tree, whose ``values`` are by dotted key."""
         if not self.are_kept:
             return
         for key, (allowed, why) in _NEEDED.items():
@@ -68,10 +72,10 @@ class LateUpdatesSection(Section):
 
 
 _MODE = "late_updates.mode"
-#: Rounds whose durations the deadline follows.
+#: Number of past rounds whose durations set the deadline.
 _WINDOW = 5
 
-#: By key the values that go with late updates, and why no other does.
+#: For each key the values that late updates allow, and the reason given for any other.
 _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "centralized": ((False,), "; remove one of them"),
     "asynchronous.mode": (

@@ -1,8 +1,8 @@
-"""Tables that are declared by what is built from them.
+"""Tables whose keys come from the classes and functions that are built from them.
 
-A piece (a frozen dataclass) or a recipe (a function) says the names, types, ranges and meanings of
-its parameters: ``rate: Annotated[Positive, doc("Length of a step, > 0.")]``. Its table has the same
-keys; the configuration adds the defaults that matter, which no piece has.
+A piece (a frozen dataclass) or a recipe (a function) declares the names, types, ranges and meanings
+of its parameters: ``rate: Annotated[Positive, doc("Length of a step, > 0.")]``. Its table gets a
+key for each; the configuration adds the defaults that affect results, which pieces leave out.
 """
 
 import inspect
@@ -32,23 +32,26 @@ from fedlearn.errors import ConfigError
 
 PieceT = TypeVar("PieceT")
 #: A class or function that is called with the values of a table.
-Make: TypeAlias = Callable[..., Any]  # Any: each returns a piece of its own
+Make: TypeAlias = Callable[..., Any]  # Any: each returns another type of piece
 
 
 def built(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
-    """Call a piece or a recipe with those keys of a table that are its parameters.
+    """Build a piece from a table, by calling ``make`` with the keys that are its parameters.
 
     Args:
-        make: The piece or the recipe; what it raises stays as it is.
+        make: The class of the piece, or the recipe; its exceptions are passed on unchanged.
         section: The table.
-        given: Further arguments, or others in place of the table's.
+        given: Further arguments; they take precedence over the table's.
     """
     keys = type(section).model_fields.keys() & inspect.signature(make).parameters.keys()
     return make(**{key: getattr(section, key) for key in keys} | given)
 
 
 def refused(make: Callable[[], object]) -> Iterator[Problem]:
-    """Yield what the making of a piece refuses; its error begins with the name of a field."""
+    """Call ``make`` and yield its error, if any, as a problem.
+
+    The error's message must begin with the name of the field, which may be a dotted key.
+    """
     try:
         make()
     except (ConfigError, ValueError) as error:
@@ -66,26 +69,26 @@ class Kind(NamedTuple):
 
 
 def kind(name: str, about: str, *makes: Make, **defaults: object) -> Kind:
-    """Return a kind of a table.
+    """Declare one kind of a table, for :func:`kinds`.
 
     Args:
-        name: What its tag says; several such names are separated by blanks.
-        about: What it is, in a line.
-        makes: Pieces and recipes whose parameters are its keys, perhaps after a table that has
-            further ones.
-        defaults: By key, in place of their own.
+        name: The value of the tag that selects it; several are separated by spaces.
+        about: One-line description.
+        makes: Pieces and recipes whose parameters become its keys. The first may be a table, which
+            adds its own keys.
+        defaults: Defaults by key, which replace their own.
     """
     return Kind(tuple(name.split()), about, makes, defaults)
 
 
 class DeclaredSection(Section):
-    """A table of one kind, with the keys of ``make``, which is built from it."""
+    """A table of one kind, from which :meth:`build` makes a piece by calling ``make``."""
 
     about: ClassVar[str]
     make: ClassVar[Make]
 
     def build(self, **given: object) -> Any:  # Any: what ``make`` returns
-        """Return the piece; see :func:`built`."""
+        """Build the piece; see :func:`built`."""
         return built(type(self).make, self, **given)
 
 
@@ -98,13 +101,13 @@ def kinds(
     *members: Kind,
     given: Collection[str] = (),
 ) -> OneOf[DeclaredT]:
-    """Return the kinds of a table, with what their pieces declare.
+    """Create the sections of a table that has several kinds.
 
     Args:
-        tag: The key that tells the kind; ``base`` describes it.
-        base: What all kinds have.
-        members: In order.
-        given: Parameters of pieces that are no keys.
+        tag: The key that selects the kind; ``base`` has its description.
+        base: Section with the keys that all kinds have.
+        members: The kinds, in the order in which they are documented.
+        given: Parameters of pieces that do not become keys.
     """
     tables = []
     for names, about, makes, defaults in members:
@@ -125,7 +128,10 @@ def declared_by(
     given: Collection[str] = (),
     **defaults: object,
 ) -> Callable[[type[SectionT]], type[SectionT]]:
-    """Give a table a key for each parameter of ``makes`` that it lacks; see :func:`kinds`."""
+    """Decorate a section: add a key for each parameter of ``makes`` that it lacks.
+
+    See :func:`kinds` for the arguments.
+    """
 
     def with_keys(section: type[SectionT]) -> type[SectionT]:
         fields = _fields(section, makes, given, defaults)
@@ -135,7 +141,7 @@ def declared_by(
 
 
 def _derive(base: type[SectionT], name: str, fields: Mapping[str, Any]) -> type[SectionT]:
-    """Return ``base`` with further fields."""
+    """Create a subclass of ``base`` with further fields."""
     return create_model(
         name, __base__=base, __module__=base.__module__, __doc__=base.__doc__, **fields
     )
@@ -147,7 +153,7 @@ def _fields(
     given: Collection[str],
     defaults: Mapping[str, object],
 ) -> dict[str, Any]:  # Any: pydantic's pairs of type and description
-    """Return the fields that ``makes`` declare, and those of ``base`` with another default."""
+    """Return the fields that ``makes`` declare, and those of ``base`` whose default changes."""
     fields = dict[str, Any]()
     for name in base.model_fields.keys() & defaults.keys():
         info = copy(base.model_fields[name])
@@ -167,7 +173,7 @@ def _fields(
 
 
 def _as_toml(hint: Any) -> Any:  # Any: types, in any of their forms
-    """Return a type whose values TOML has: arrays are lists there, and names are texts."""
+    """Relax strict validation of tuples and enums, which TOML has as arrays and strings."""
     plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     options = get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
     is_written_otherwise = any(
@@ -178,6 +184,6 @@ def _as_toml(hint: Any) -> Any:  # Any: types, in any of their forms
 
 
 def _meaning(hint: Any) -> str:  # Any: as above
-    """Return the text of the ``doc`` in a type: the last one, which is the field's own."""
+    """Return the text of the last ``doc`` in a type: the field's own follows that of an alias."""
     *_, text = (each.documentation for each in hint.__metadata__ if isinstance(each, DocInfo))
     return str(text)

@@ -1,4 +1,4 @@
-"""Differential privacy: off, or what is promised to users or of examples, and for how long."""
+"""Configuration of differential privacy: who adds noise, how much, and the budget."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from fedlearn.core.ranges import Count, Positive
 
 
 class PrivacySection(Section):
-    """Whether the released models hide each user's taking part, or its examples, and how well."""
+    """Whether released models hide each user's participation, or single examples, and how well."""
 
     mode: Literal["off", "central", "distributed", "local", "example"] = Field(
         "off",
@@ -84,11 +84,11 @@ class PrivacySection(Section):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether clients add it."""
+        """Whether clients add it in shares, under secure aggregation."""
         return self.mode == "distributed"
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse half a promise, and keys without effect."""
+        """Refuse incomplete or contradictory parameters, and keys without effect."""
         if not self.is_on:
             yield from without_effect(self, table="privacy", off="off", on="central")
             return
@@ -110,7 +110,7 @@ class PrivacySection(Section):
             yield Problem(("epsilon", "noise_multiplier"), text)
 
     def _not_banded(self) -> Iterator[Problem]:
-        """Refuse what noise cannot be correlated with."""
+        """Refuse settings that do not allow correlated noise."""
         if self.bands is None:
             return
         if self.mode != "central":

@@ -19,12 +19,12 @@ from fedlearn.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-#: TOML's integers have 64 bits, as have those of the libraries below; Python reads longer ones.
+#: TOML's integers have 64 bits, as do those of the libraries below; tomllib reads longer ones.
 _INTEGERS = range(-(2**63), 2**63)
 
 
 class Complaint(NamedTuple):
-    """One thing that is wrong, in the order of lines, then of overrides."""
+    """A problem to report; complaints sort by line, then by override."""
 
     order: tuple[float, int]
     text: str
@@ -32,7 +32,7 @@ class Complaint(NamedTuple):
 
 @dataclass(frozen=True)
 class Override:
-    """One ``--set``, and its ``text`` as it was written."""
+    """One ``--set``, parsed, and its original ``text``."""
 
     path: Key
     value: Any  # what TOML can hold
@@ -44,9 +44,9 @@ class Sources:
     """Where values came from.
 
     Attributes:
-        name: The file, or what stands for it.
-        text: Of the file, TOML.
-        overrides: What was laid over it, in order.
+        name: The file, or what errors name in its place.
+        text: TOML text of the file.
+        overrides: Overrides in the order in which they were applied.
     """
 
     name: str
@@ -59,12 +59,15 @@ class Sources:
         return key_lines(self.text)
 
     def complain(self, keys: Sequence[Key], text: str) -> Complaint:
-        """Return ``text`` about ``keys[0]``, with the place that set the first of ``keys``."""
+        """Build a complaint about ``keys[0]``, located where one of ``keys`` was set."""
         order, place = self._place(keys)
         return Complaint(order, f"{place}: {dotted(keys[0])}: {text}")
 
     def _place(self, keys: Sequence[Key]) -> tuple[tuple[float, int], str]:
-        """Return the override or the line that set one of ``keys``, or the nearest to it."""
+        """Return the sort order and name of the override or line that set one of ``keys``.
+
+        If none was set, it is the line of the nearest table around ``keys[0]``, or the file.
+        """
         parents = [keys[0][:depth] for depth in reversed(range(1, len(keys[0])))]
         lines = [key for key in keys if key in self.lines]
         setting = [self._override(key, inside=False) for key in keys]
@@ -77,7 +80,10 @@ class Sources:
         return (0, 0), self.name
 
     def _override(self, key: Key, *, inside: bool) -> int | None:
-        """Return the last override of ``key`` or a table around it, or else inside it."""
+        """Return the index of the last override of ``key`` or a table around it.
+
+        With ``inside``, it is the last override of ``key`` or of a key inside it.
+        """
         for index in reversed(range(len(self.overrides))):
             path = self.overrides[index].path
             if (path[: len(key)] == key) if inside else (key[: len(path)] == path):
@@ -92,10 +98,11 @@ def checked(
     sources: Sources,
     complaints: Sequence[Complaint] = (),
 ) -> SectionT:
-    """Return the ``root`` that ``raw`` values describe.
+    """Validate ``raw`` values as a ``root``.
 
     Raises:
-        ConfigError: All that is wrong with them, and ``complaints``, which are known already.
+        ConfigError: Lists all problems of the values, after adding ``complaints`` found before.
+            Integers beyond 64 bits are reported alone.
     """
     if huge := [
         sources.complain([key], f"is {shown(value)}; give an integer below 2^63")
@@ -115,7 +122,7 @@ def checked(
 
 
 def _numbers_in(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Yield the leaves of a tree, those of an array under its key."""
+    """Yield the leaves of a tree with their keys; items of an array have the array's key."""
     match value:
         case dict():
             for key, item in value.items():
@@ -128,7 +135,7 @@ def _numbers_in(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def _distinct(error: ValidationError) -> Collection[ErrorDetails]:
-    """Return its errors, one of those that are the same of several items of an array."""
+    """Return its errors; of equal errors in several items of an array, only the first."""
     found: dict[Key, ErrorDetails] = {}
     for details in error.errors():
         place = [each for each in details["loc"] if isinstance(each, str)]
@@ -145,7 +152,7 @@ def _config_error(complaints: Iterable[Complaint]) -> ConfigError:
 def _explain(
     details: ErrorDetails, raw: Any, sources: Sources, root: type[Section]
 ) -> Iterator[Complaint]:
-    """Yield what one pydantic error means, in the terms of the configuration."""
+    """Translate one pydantic error into complaints about keys of the configuration."""
     place = Place.at(details["loc"], root=root)
     path, value = place.path, value_at(raw, place.path)
     match details["type"]:
@@ -229,12 +236,13 @@ def _advise(place: Place, value: Any, raw: Any, root: type[Section]) -> str:
     return f"did you mean {dotted(best.path)}?{kind}"
 
 
-_ALIKE = 0.7  # of difflib's ratio: one or two slips in a word
+_ALIKE = 0.7  # difflib's ratio after one or two typos in a word
 
 
 def _likeness(known: Place, path: Key, trees: Iterable[Any]) -> tuple[float, bool, bool, float]:
     *section, key = path
     name = known.path[-1]
+    # "lr" stands for "learning_rate".
     initials = "".join(word[0] for word in name.split("_")) if "_" in name else name
     leaf = 1.0 if key.lower() == initials else _ratio(key.lower(), name)
     whole = _ratio(dotted(path), dotted(known.path))

@@ -1,4 +1,4 @@
-"""A TOML file of a tree of tables, read and with its paths made absolute; not validated yet."""
+"""Read a TOML file and make its paths absolute, before it is validated."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,13 @@ from fedlearn.errors import ConfigError
 
 
 def read(file: Path) -> tuple[dict[str, Any], str]:
-    """Return the values of a TOML file, not validated yet, and its text.
+    """Read a TOML file; return its values, which are not validated yet, and its text.
 
     Raises:
         ConfigError: The file is missing, unreadable or not TOML.
     """
     try:
+        # Editors on Windows may write a byte order mark, which tomllib refuses.
         text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
         return tomllib.loads(text), text
     except FileNotFoundError as error:
@@ -43,16 +44,16 @@ def with_absolute_paths(
     root: type[Section],
     more: Mapping[Key, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return ``raw`` values of a ``root`` with the paths in it taken relative to ``base``.
+    """Resolve the paths in ``raw`` values of a ``root`` relative to ``base``.
 
-    ``more`` are further keys that may hold one, and in what form.
+    ``more`` has further keys that may hold a path, each with its form.
     """
-    # Which keys hold paths, in any kind of their table, and in what form.
+    # The form of path by key, over all kinds of each table.
     formats = {each.path: kind for each in known_keys(root) if (kind := each.path_format())}
     formats |= more
     for path in keys_in(raw):
         value = value_at(raw, path)
-        # In a table by names of the user's, whatever the name is.
+        # The second look-up is for tables whose names the user chooses.
         kind = formats.get(path) or formats.get((*path[:-2], ANY_NAME, *path[-1:]))
         if kind and value and isinstance(value, str):
             raw = with_value(raw, path, _absolute(value, kind, base))
@@ -60,7 +61,11 @@ def with_absolute_paths(
 
 
 def with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return ``table`` with a value set at ``path``; ``table`` stays as it is."""
+    """Return a copy of ``table`` with a value set at ``path``.
+
+    Raises:
+        ValueError: A key on the path holds a value that is not a table.
+    """
     key, *rest = path
     if not rest:
         return table | {key: value}

@@ -1,4 +1,4 @@
-"""What every table of the configuration is, and the types of its values."""
+"""The base class of all tables of the configuration, and the types of their values."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 
 
 def tag_of(info: FieldInfo) -> str | None:
-    """Return the key that tells the kind of a table with kinds."""
+    """Return the key that selects the kind of a field's table; ``None`` if it has no kinds."""
     return next((each.tag for each in info.metadata if isinstance(each, OneOf)), None)
 
 
@@ -52,7 +52,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete_kinds(cls, raw: Any) -> Any:  # Any: not validated yet
-        """Let a table that does not name its kind be of the default kind."""
+        """Add the default kind to tables that do not name theirs."""
         if not isinstance(raw, dict):
             return raw
         kinds = {
@@ -73,18 +73,18 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class OneOf(Generic[SectionT]):
-    """Annotates a field that is one of several tables, ``members``; the key ``tag`` tells which."""
+    """Annotation of a field that is one of several tables, selected by the key ``tag``."""
 
     tag: str
     members: tuple[type[SectionT], ...]
 
     def of(self, kind: str, **values: object) -> SectionT:
-        """Return a table of a kind; what is not among ``values`` has its default."""
+        """Build a table of a kind; keys that are not in ``values`` have their defaults."""
         names = {each.model_fields[self.tag].default: each for each in self.members}
         return names[kind].model_validate(values)
 
     def has(self, kind: object, key: str) -> bool:
-        """Return whether tables of a kind have a key; of an unknown kind, they have none."""
+        """Return whether tables of a kind have a key; an unknown kind has none."""
         return any(
             each.model_fields[self.tag].default == kind and key in each.model_fields
             for each in self.members
@@ -101,7 +101,7 @@ class OneOf(Generic[SectionT]):
 
 
 def without_effect(section: Section, *, table: str, off: str, on: str) -> Iterator[Problem]:
-    """Yield the keys of a table that are set although its ``mode`` is ``off``."""
+    """Yield a problem for each key of a table that is set although its ``mode`` is ``off``."""
     for name, info in type(section).model_fields.items():
         if name != "mode" and getattr(section, name) != info.default:
             text = f'is without effect, since {table}.mode is "{off}"; set it to "{on}"'
@@ -109,7 +109,12 @@ def without_effect(section: Section, *, table: str, off: str, on: str) -> Iterat
 
 
 def told_as(allowed: str, **schema: str) -> WithJsonSchema:
-    """Return what tells errors and the reference in words what a type admits: text, by default."""
+    """Annotate a type with a description of its allowed values, for errors and the reference.
+
+    Args:
+        allowed: The description.
+        schema: Entries of the JSON schema, whose type is otherwise a string.
+    """
     return WithJsonSchema({"type": "string", "allowed": allowed, **schema})
 
 

@@ -1,4 +1,4 @@
-"""Secure aggregation: off, or what its sessions rest on."""
+"""Configuration of secure aggregation: whether it is on, and what its sessions assume."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
@@ -17,7 +17,7 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
 from fedlearn.secagg.plan import SecurePlan
 
-#: In a sparse graph a round fails with at most 2^-30.
+#: In a sparse graph, a round fails with probability at most 2^-30.
 _ETA_BITS = 30
 
 
@@ -41,7 +41,7 @@ _ETA_BITS = 30
     modulus_bits=32,
 )
 class SecureAggregationSection(Section):
-    """Whether the coordinator learns the sum of the updates alone, and under which assumptions."""
+    """Whether the coordinator learns only the sum of the updates, and under which assumptions."""
 
     mode: Literal["off", "complete", "sparse"] = Field(
         "off",
@@ -90,7 +90,7 @@ class SecureAggregationSection(Section):
         return self.mode != "off"
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse a roster that would draw nobody."""
+        """Refuse a roster that would have no effect."""
         if self.roster and not self.draws:
             text = (
                 f'is "{self.roster}", but nobody is drawn where secure aggregation is off, or '
@@ -101,11 +101,15 @@ class SecureAggregationSection(Section):
 
     @property
     def draws(self) -> bool:
-        """Whether rounds ask whom a roster draws."""
+        """Whether the clients of a round are drawn from a roster."""
         return bool(self.is_on and self.roster and self.adversary == "active")
 
     def parameters(self, num_clients: int) -> Parameters:
-        """Return k, t and the rest for so many clients asked; raises ConfigError if none hold."""
+        """Derive k, t and the other parameters for a round that asks ``num_clients``.
+
+        Raises:
+            ConfigError: No parameters satisfy the assumptions.
+        """
         active = self.adversary == "active"
         assumptions = built(
             Assumptions,
@@ -125,9 +129,9 @@ class SecureAggregationSection(Section):
         further: Sequence[LaneSpec],
         privacy: PrivacySection,
     ) -> SecurePlan:
-        """Return what the sessions of a run ask where ``num_clients`` are asked in a round.
+        """Build the plan of a run's sessions, for rounds that ask ``num_clients``.
 
-        With distributed ``privacy``, clients clip and add noise as it says.
+        With distributed ``privacy``, clients clip and add noise as that table says.
 
         Raises:
             ConfigError: Nothing satisfies the assumptions, or a lane has no bound.
@@ -146,7 +150,11 @@ class SecureAggregationSection(Section):
         )
 
     def evaluation_plan(self, num_clients: int, *, measures: Sequence[str]) -> EvaluationPlan:
-        """Return what an evaluation by so many clients sums; ConfigError if nothing can hold."""
+        """Build the plan of an evaluation by ``num_clients`` under masks.
+
+        Raises:
+            ConfigError: No parameters satisfy the assumptions.
+        """
         parameters = self.parameters(num_clients)
         return built(EvaluationPlan, self, parameters=parameters, measures=measures)
 
@@ -158,7 +166,8 @@ class SecureAggregationSection(Section):
         Args:
             num_asked: Clients asked in a round.
             num_wanted: Reports that close it.
-            min_reports: Fewest that make one; ``None``: as many as secure aggregation needs.
+            min_reports: Fewest reports that make one; ``None`` for as many as secure aggregation
+                needs.
         """
         mode = "secure_aggregation.mode"
         try:

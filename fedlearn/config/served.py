@@ -1,4 +1,4 @@
-"""What operators need of a deployment's configuration, without torch: the whole tree takes it."""
+"""The part of a deployment's configuration that operators need, loaded without importing torch."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +14,7 @@ from fedlearn.errors import ConfigError
 
 
 class Stored(Protocol):
-    """A tree that says where the record of a run goes."""
+    """A configuration that says where a run is recorded."""
 
     @property
     def store(self) -> StoreSection:
@@ -22,7 +22,7 @@ class Stored(Protocol):
 
 
 class Deployed(Stored, Protocol):
-    """A tree that says how a deployment is served."""
+    """A configuration that says how a deployment is served."""
 
     @property
     def name(self) -> str | None:
@@ -34,7 +34,7 @@ class Deployed(Stored, Protocol):
 
 
 class Served(Section):
-    """How a deployment is served and recorded: a part of the tree."""
+    """The part of the tree that says how a deployment is served and recorded."""
 
     name: RunName | None = None
     store: StoreSection = StoreSection()
@@ -42,9 +42,9 @@ class Served(Section):
 
 
 def load_served(path: Path) -> Deployed:
-    r"""Return how the deployment of a TOML file is served; what it computes is not looked at.
+    r"""Load from a TOML file how its deployment is served, and ignore what it computes.
 
-    A file that says something wrong of that is loaded as a whole, which tells all that is wrong.
+    If that part is invalid, the whole file is loaded instead, so that the error lists all problems.
 
     Raises:
         ConfigError: As :func:`fedlearn.config.files.load`.
@@ -58,11 +58,11 @@ def load_served(path: Path) -> Deployed:
         'clinics'
     """
     raw, toml = read(path)
-    # A key that no table has stays, and is refused.
+    # Unknown keys stay in, to be refused below.
     served = {key: value for key, value in raw.items() if Use.SERVED in TABLES.get(key, Use.SERVED)}
     served = with_absolute_paths(served, path.absolute().parent, root=Served)
     with suppress(ConfigError):
         return checked(Served, served, sources=Sources(str(path), toml))
-    from fedlearn.config.files import load  # noqa: PLC0415 (it takes torch)
+    from fedlearn.config.files import load  # noqa: PLC0415 (it imports torch)
 
     return load(path, overrides=())

@@ -1,4 +1,4 @@
-"""What the coordinator trains by itself, on which data, and over which processes."""
+"""Configuration of the coordinator's own training: its data, optimizer and processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +40,12 @@ class FilesSection(Section):
 
 
 _ROUND_STEPS = 10
-#: Examples that are shuffled together.
+#: Size of the window within which examples are shuffled.
 _WINDOW_BYTES = 256 << 20
 
 
 class ServerTraining(DeclaredSection):
-    """What the coordinator trains by itself."""
+    """The coordinator's own training, in addition to that of its clients."""
 
     optimizer: str = Field(description="By what the coordinator's own training steps.")
     every_rounds: Whole = Field(
@@ -87,11 +87,11 @@ class ServerTraining(DeclaredSection):
 
     @property
     def has_steps(self) -> bool:
-        """Whether it trains on its examples' labels, before the first round or after some."""
+        """Whether it trains on labelled examples, before the first round or between rounds."""
         return bool(self.model_dump()["num_steps"]) or self.every_rounds > 0
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse what the plan refuses, and what has no effect or no end."""
+        """Refuse values that the plan refuses, keys without effect, and decay without an end."""
         yield from refused(lambda: self.plan(Seed(0)))
         values = self.model_dump()
         if self.every_rounds and values["decay"] != "none":
@@ -125,7 +125,7 @@ class ServerTraining(DeclaredSection):
             yield Problem(("share", "files"), text)
 
     def plan(self, seed: Seed) -> TrainingPlan:
-        """Return how it trains; raises ConfigError or ValueError where values do not fit."""
+        """Build the training plan; raises ConfigError or ValueError if values contradict."""
         spread = built(Spread, self, mesh=built(Mesh, self))
         return built(
             TrainingPlan,
@@ -137,10 +137,10 @@ class ServerTraining(DeclaredSection):
         )
 
     def stream(self, seed: Seed) -> Stream:
-        """Return the examples of the files.
+        """Open the files as one stream of examples, mixed by their weights.
 
         Raises:
-            DataError: They cannot be read, or several differ in their columns.
+            DataError: A file cannot be read, or the files differ in their columns.
         """
         streams = [
             section.table().stream(seed=seed.derive(name)) for name, section in self.files.items()

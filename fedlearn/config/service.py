@@ -1,4 +1,4 @@
-"""How a deployed coordinator serves: where it listens, whom it asks, and how long it waits."""
+"""Configuration of a deployed coordinator's service: addresses, eligible clients and timeouts."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeAlias
@@ -19,7 +19,7 @@ Address: TypeAlias = Annotated[
     told_as('"host:port"'),
 ]
 AddressList: TypeAlias = Annotated[tuple[Address, ...], Field(strict=False)]
-#: What a tag is: a key and a value.
+#: A tag is a key and a value.
 TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*=[A-Za-z0-9._:/-]+$"
 Tag: TypeAlias = Annotated[
     str,
@@ -34,7 +34,7 @@ Names: TypeAlias = Annotated[
 
 @declared_by(Requirements)
 class EligibilitySection(Section):
-    """What a client must be and say of itself before it is asked."""
+    """The tags and reported properties that a client needs to be sent tasks."""
 
     tags: Tags = Field(
         (),
@@ -51,7 +51,7 @@ class EligibilitySection(Section):
     max_connected=2000,
 )
 class ServiceSection(Section):
-    """The deployed coordinator, but for what it trains."""
+    """The deployed coordinator, except for its own training."""
 
     address: Address = Field(
         "127.0.0.1:9440",
@@ -123,10 +123,10 @@ class ServiceSection(Section):
         EligibilitySection(),
         description="What a client must be and say of itself before it is asked.",
     )
-    training: Any = None  # Any: not looked at, since that takes torch; see CoordinatorSection
+    training: Any = None  # Any: CoordinatorSection validates it, which needs torch
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse ports that there are not, and two services on one address."""
+        """Refuse ports out of range, two services on one address, and addresses without effect."""
         for name in ("address", "enrolment_address", "http_address"):
             yield from self._no_port(name, getattr(self, name) or self.address)
         for name in ("public_addresses", "public_enrolment_addresses"):

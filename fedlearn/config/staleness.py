@@ -1,4 +1,4 @@
-"""How much an update counts that began at an older model than the newest."""
+"""Configuration of the weights of stale updates, which were trained from an older model."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -19,5 +19,5 @@ class StalenessSection(Section):
     """The table ``staleness``."""
 
     def problems(self) -> Iterable[Problem]:
-        """Refuse an exponent by which the stalest updates would count next to nothing."""
+        """Refuse an exponent that gives the stalest updates almost no weight."""
         return refused(partial(built, Staleness, self))

@@ -1,4 +1,4 @@
-"""Where the record of a run goes."""
+"""Configuration of the store: where a run is recorded, and which checkpoints are kept."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -20,7 +20,7 @@ from fedlearn.store.retention import USUAL, Retention
     keep_best=USUAL.keep_best,
 )
 class StoreSection(Section):
-    """Where the record of the run goes."""
+    """Where the run is recorded, and which checkpoints are kept."""
 
     url: str | None = Field(
         None,

@@ -1,7 +1,7 @@
-"""The top level of a run's configuration: every key and table, and what else uses it.
+"""The top-level keys and tables of a run's configuration, and who uses each.
 
-This is the only list of them. :class:`~fedlearn.config.tree.Config` gives each its type, its
-default and its description, which takes torch; commands that need names alone do not wait for that.
+This is the only list of them. :class:`~fedlearn.config.tree.Config` adds types, defaults and
+descriptions, but imports torch; commands that need only the names should not wait for that.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Use(Flag):
-    """What a key or table is used for, apart from the computation that it describes."""
+    """What a key or table is used for, besides describing the computation."""
 
     NONE = 0
     SERVED = auto()
@@ -25,7 +25,7 @@ class Use(Flag):
     """``fedlearn show`` prints it."""
 
 
-#: Not a table of a configuration: what the pieces were of a run that was started from Python.
+#: Key in a run's record that describes the objects passed to ``fl.simulate``. It is not a table.
 PYTHON_PIECES: Final = "python"
 
 #: In the order of :class:`~fedlearn.config.tree.Config`.

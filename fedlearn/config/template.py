@@ -1,4 +1,4 @@
-"""A tree as a TOML file that explains itself: every key with its description above it."""
+"""Write a configuration as a commented TOML file, each key below its description."""
 
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
@@ -15,14 +15,14 @@ _WIDTH = 98
 
 
 def template(config: Section, *, omit: Collection[str], heading: str) -> str:
-    """Return ``config`` as TOML that loads to an equal tree, each key explained.
+    """Write ``config`` as TOML that loads to an equal tree, each key explained.
 
-    A key that is not set stands there as a comment.
+    A key that is not set appears as a comment.
 
     Args:
-        config: The whole of a tree; what is in ``omit`` has its default value.
+        config: A whole tree; keys in ``omit`` must have their default values.
         omit: Keys and tables that are left out; one within a table by its dotted path.
-        heading: What stands above all, without comment signs.
+        heading: Text for the top of the file, without comment signs.
 
     Example:
         >>> from fedlearn.config import Config
@@ -63,7 +63,7 @@ def _table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> It
 def _named_tables(
     info: FieldInfo, tables: Mapping[str, Section], path: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield the lines of tables by names of the user's; without any, how one begins."""
+    """Yield the lines of tables whose names the user chooses; if none, a header in a comment."""
     assert info.description
     yield from ("", "")
     yield from _comment(info.description)

@@ -1,4 +1,4 @@
-"""TOML as text, which :mod:`tomllib` does not do: values written, and the lines of keys."""
+"""Write TOML, and find the lines of its keys; :mod:`tomllib` does neither."""
 
 import json
 import re
@@ -28,11 +28,11 @@ def toml_lines(table: Mapping[str, Any], path: Key) -> Iterator[str]:
 
 
 def toml(value: Any) -> str:
-    """Return a value as TOML has it; tables and arrays in one line."""
+    """Format a value as TOML; tables and arrays on one line."""
     match value:
         case bool():
             return "true" if value else "false"
-        case str():  # JSON's escapes are TOML's, but for DEL
+        case str():  # JSON's escapes are valid TOML, but TOML requires DEL to be escaped too
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case dict():
             pairs = (f"{toml_key(key)} = {toml(each)}" for key, each in value.items())
@@ -44,7 +44,7 @@ def toml(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """Return a key as TOML has it, quoted if it must be."""
+    """Format a key as TOML, quoted if necessary."""
     return key if _BARE_KEY.fullmatch(key) else toml(key)
 
 
@@ -54,18 +54,18 @@ def dotted(path: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error: as TOML, without passwords, cut to a readable length."""
+    """Format a value for an error: as TOML, without passwords, cut to a readable length."""
     text = redacted(toml(value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def key_lines(text: str) -> dict[Key, int]:
-    r"""Return the line, from 1, of the statement in which each table and key first stands.
+    r"""Return the line of the statement that first sets each table and key, counted from 1.
 
-    Those in arrays are left out.
+    Keys inside arrays are left out.
 
     Args:
-        text: Valid TOML, as :mod:`tomllib` accepts it; it tells values but not places.
+        text: Valid TOML, as :mod:`tomllib` accepts it.
 
     Example:
         >>> key_lines("seed = 1\n[client]\nepochs = 2")
@@ -90,7 +90,7 @@ def key_lines(text: str) -> dict[Key, int]:
 
 
 def keys_in(table: Mapping[str, Any], path: Key = ()) -> Iterator[Key]:
-    """Yield the tables and keys of a table at ``path``, each before what is in it."""
+    """Yield the paths of the tables and keys in a table at ``path``, parents first."""
     for name, value in table.items():
         yield (*path, name)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What is trained and how: model, loss, algorithm, local training."""
+"""Configuration of training: model, loss, metrics, algorithm and local training."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -89,7 +89,7 @@ class PythonLoss(Called, Loss):
     )
 
     def build(self, **given: object) -> Objective:
-        """Return it."""
+        """Call the user function and wrap the loss that it returns."""
         made = user_call("loss.factory", self.factory, self.args)()
         if not callable(made):
             needed = "a function from outputs and labels to one loss an example"
@@ -101,11 +101,11 @@ class CrossEntropyLoss(Loss):
     """Softmax cross-entropy over classes, with accuracy."""
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse what the loss refuses."""
+        """Refuse values that the loss refuses."""
         yield from refused(self.build)
 
     def build(self, **given: object) -> CrossEntropy:
-        """Return it."""
+        """Build the loss."""
         return built(CrossEntropy, self, **given)
 
 
@@ -142,7 +142,7 @@ class MetricSection(Section):
     )
 
     def metric(self, name: str) -> Metric:
-        """Return the metric of a table that has a factory."""
+        """Build the metric; the table must have a factory."""
         assert self.factory is not None
         key = f"metrics.{name}.factory"
         return Metric(user_call(key, self.factory, self.args)(), direction=self.direction)
@@ -154,7 +154,7 @@ class Algorithm(DeclaredSection):
     name: str = Field(description="The federated algorithm.")
 
     def strategy(self, local: LocalUpdate) -> Strategy:
-        """Return the algorithm; raises ValueError where it does not fit the local update."""
+        """Build the strategy; raises ValueError if it does not fit the local update."""
         made: Strategy = self.build(local=local)
         return made
 
@@ -163,7 +163,7 @@ class FedSgdAlgorithm(Algorithm):
     """One gradient step a round: client.epochs is 1 and client.batch_size "all" by default."""
 
     def strategy(self, local: LocalUpdate) -> Strategy:
-        """Return FedSGD at the learning rate of ``local``."""
+        """Build FedSGD with the learning rate of ``local``."""
         assert isinstance(local, LocalSgd)  # the configuration makes sure
         return built(recipes.FedSGD, self, learning_rate=local.learning_rate)
 
@@ -203,7 +203,7 @@ class FedAsyncAlgorithm(Algorithm):
         return built(recipes.FedAsync, self, local=local, **_ANY_BUFFER).strategy
 
 
-#: The strategy is the same whatever is in flight.
+#: Placeholders that the recipes require; the strategy does not depend on them.
 _ANY_BUFFER = {"concurrency": 1, "max_staleness": 0}
 
 ALGORITHMS = kinds(
@@ -324,7 +324,7 @@ class Client(DeclaredSection):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse arguments of nothing, and what the local update refuses."""
+        """Refuse ``trainer_args`` without a trainer, and values that the local update refuses."""
         if self.trainer_args and self.trainer is None:
             text = "are given, but there is no client.trainer that takes them"
             yield Problem(("trainer_args", "trainer"), text)

@@ -1,4 +1,4 @@
-"""The whole tree; its defaults are the main job."""
+"""The whole configuration tree of a run, and the checks across its tables."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.rounds.run import RoundCallback
 
 _MAX_SEED = 2**63 - 1
-#: Keys of ``client`` that say nothing of how it trains, and those that FedSGD leaves open.
+#: Keys of ``client`` that do not describe its training, and those that FedSGD leaves open.
 _BESIDE_TRAINING = Client.model_fields.keys() - {"optimizer", "epochs", "batch_size"}
 _BESIDE_THE_STEP = _BESIDE_TRAINING | {"learning_rate", "shuffle"}
 _MAX_ROUNDS = 1_000_000_000
@@ -81,7 +81,7 @@ class EvaluationSection(Section):
 
     @property
     def num_clients(self) -> int:
-        """How many clients evaluate, in a resolved tree."""
+        """Number of clients that evaluate; needs a resolved tree."""
         assert self.clients != "auto"
         return self.clients
 
@@ -106,7 +106,7 @@ class EarlyStoppingSection(Section):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse what has no effect or cannot be reached."""
+        """Refuse a target that cannot be reached, and keys without effect."""
         if self.metric == "accuracy" and self.target is not None and self.target > 1.0:
             text = f"is {self.target}, but an accuracy is at most 1; give a fraction such as 0.95"
             yield Problem(("target", "metric"), text)
@@ -162,7 +162,7 @@ class EngineSection(Section):
 
 
 class Config(Section):
-    """Everything about a run; ``Config()`` is the main job.
+    """The configuration of a run; ``Config()`` is what ``fedlearn simulate`` runs by default.
 
     Example:
         >>> config = Config()
@@ -270,14 +270,16 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _implied(cls, raw: Any) -> Any:  # Any: not validated yet
-        """Let what is written in one table stand for what is not in another.
+        """Add the defaults that some tables imply for unset keys of others.
 
-        The name of an algorithm may be the place of a strategy of the user's own, FedSGD brings the
-        local training that defines it, ClientApps of others bring their own, data other than the
-        main job's bring no stragglers, and privacy brings the sampling that it accounts for most
-        tightly, and no weights, or, where clients add the noise, secure aggregation. FedBuff and
-        FedAsync bring asynchronous rounds, and these a buffer in the place of a cohort. Late
-        updates that are kept bring another largest staleness.
+        - An algorithm's name with a colon is the location of a user's own strategy.
+        - FedSGD implies the local training that defines it.
+        - ClientApps written without fedlearn imply ``client.optimizer = "own"``.
+        - Data other than the digits imply no stragglers and ideal devices.
+        - Privacy implies a way of sampling cohorts and an unweighted mean; if clients add the noise
+          in shares, also secure aggregation.
+        - Late updates that are kept imply another bound on staleness and another hinge.
+        - FedBuff and FedAsync imply asynchronous rounds, and these a buffer in place of a cohort.
         """
         if not isinstance(raw, dict):
             return raw
@@ -332,7 +334,7 @@ class Config(Section):
                 yield Problem((key, "evaluation.every_rounds"), text)
 
     def _not_asynchronous(self) -> Iterator[Problem]:
-        """Refuse what does not hold where rounds are buffers, or take late updates."""
+        """Refuse conflicts with asynchronous rounds or late updates, and staleness without both."""
         stragglers = self.stragglers.model_dump()
         values = {
             "algorithm.name": self.algorithm.name,
@@ -358,11 +360,11 @@ class Config(Section):
                     yield Problem((f"staleness.{name}", "asynchronous.mode"), text)
 
     def asynchrony(self) -> Asynchrony | None:
-        """Return when the server steps; ``None``: when a cohort has reported."""
+        """Build the settings of asynchronous rounds; ``None`` if rounds are synchronous."""
         return self.asynchronous.asynchrony(self.staleness)
 
     def _unbounded(self) -> Iterator[Problem]:
-        """Refuse bounds of updates where no update is seen, or where they are clipped."""
+        """Refuse bounds on updates under secure aggregation or privacy, which clip instead."""
         modes = {
             "secure_aggregation.mode": self.secure_aggregation.is_on,
             "privacy.mode": self.privacy.is_on,
@@ -375,7 +377,7 @@ class Config(Section):
                 yield Problem((f"updates.{name}", key), text)
 
     def _beyond_foreign_apps(self) -> Iterator[Problem]:
-        """Refuse what ClientApps that know nothing of fedlearn would not do."""
+        """Refuse settings that ClientApps written without fedlearn would not follow."""
         apps, own = "flower.client_apps", CLIENTS.of("own").model_dump()
         whose = f'flower.client_apps is "{self.flower.client_apps}", whose ClientApps'
         if self.secure_aggregation.is_on:
@@ -417,7 +419,10 @@ class Config(Section):
             yield Problem((f"client.{name}", apps), text)
 
     def _more_than_a_step(self) -> Iterator[Problem]:
-        """Refuse local training other than FedSGD's; without batches, the order is nothing."""
+        """Refuse local training other than FedSGD's.
+
+        The learning rate is free, and so is ``shuffle``: the order does not matter in one batch.
+        """
         asked = self.client.model_dump()
         plain = CLIENTS.of("sgd", epochs=1, batch_size="all").model_dump()
         for name in plain.keys() - _BESIDE_THE_STEP:
@@ -429,7 +434,7 @@ class Config(Section):
                 yield Problem((f"client.{name}", "algorithm.name"), text)
 
     def _without_data(self) -> Iterator[Problem]:
-        """Refuse what needs examples where the coordinator has none."""
+        """Refuse settings that need examples if the coordinator has none."""
         if not isinstance(self.data, NoData):
             return
         if self.model.kind != "python":
@@ -449,7 +454,7 @@ class Config(Section):
             yield Problem(("evaluation.clients", "data.source"), text)
 
     def _insecure(self) -> Iterator[Problem]:
-        """Refuse what secure aggregation cannot hold with."""
+        """Refuse settings that secure aggregation does not allow."""
         mode = "secure_aggregation.mode"
         if self.centralized:
             text = f"is {shown(self.secure_aggregation.mode)}, but centralized pools the examples"
@@ -482,7 +487,7 @@ class Config(Section):
             yield Problem(keys, f'{text}leave it out, or set engine.transport to "engine"')
 
     def _not_private(self) -> Iterator[Problem]:
-        """Refuse what a guarantee does not hold with."""
+        """Refuse settings that differential privacy does not allow."""
         mode = "privacy.mode"
         if self.centralized:
             text = f"is {shown(self.privacy.mode)}, but centralized pools the examples of all users"
@@ -565,14 +570,13 @@ class Config(Section):
             yield Problem(keys, text + remedy)
 
     def resolved(self, *, num_clients: int | None) -> "Config":
-        """Return the tree with numbers for the "auto" of cohort, stragglers and evaluation.
+        """Replace each "auto" in cohort, stragglers and evaluation by a value.
 
         Args:
-            num_clients: Those that are simulated; ``None``: a deployment, where nobody knows how
-                many will come.
+            num_clients: Number of simulated clients; ``None`` in a deployment, where it is unknown.
 
         Raises:
-            ConfigError: With these numbers, values contradict each other.
+            ConfigError: With these values, keys contradict each other.
 
         Example:
             >>> model = {"kind": "python", "factory": "app:network"}
@@ -593,7 +597,7 @@ class Config(Section):
         if self.evaluation.clients == "auto":
             evaluated = min(_USUAL_EVALUATED, most)
             if num_clients is not None and self.data.source != "digits":
-                # To read and measure them costs no more than the training of a round.
+                # So that an evaluation costs no more than the training of a round.
                 evaluated = min(evaluated, tree["cohort"]["num_wanted"])
             tree["evaluation"]["clients"] = evaluated
         if self.stragglers.deadline_s == "auto":
@@ -602,11 +606,11 @@ class Config(Section):
 
     @property
     def num_partitioned(self) -> int | None:
-        """Clients that the data are divided among; ``None``: the data say, or there are none."""
+        """Number of clients that the partition is configured for, if it is configured."""
         return getattr(getattr(self.data, "partition", None), "num_clients", None)
 
     def straggler_policy(self) -> StragglerPolicy:
-        """Return the policy that ``cohort`` and ``stragglers`` of a resolved tree describe."""
+        """Build the straggler policy of a resolved tree."""
         wanted, stragglers = self._num_wanted, self.stragglers
         deadline_s, minimum = stragglers.deadline_s, stragglers.min_reports
         assert deadline_s != "auto"  # resolved
@@ -619,9 +623,9 @@ class Config(Section):
         )
 
     def _half(self) -> int:
-        """Return half of the reports wanted, or what secure aggregation needs if that is more.
+        """Resolve ``min_reports = "half"``: half of the reports wanted, rounded up.
 
-        A buffer is full.
+        It is more if secure aggregation needs more, and the full buffer in an asynchronous run.
         """
         half, secure = math.ceil(self._num_wanted / 2), self.secure_aggregation
         if self.asynchronous.is_on:
@@ -631,21 +635,21 @@ class Config(Section):
         return max(half, secure.parameters(self._num_asked).min_survivors)
 
     def __reduce__(self) -> tuple[Callable[[str], "Config"], tuple[str]]:
-        """Pickle as JSON: the classes of some tables are made, and have no name in a module."""
+        """Pickle as JSON: some tables' classes are created here and cannot be found by name."""
         return Config.from_json, (self.canonical_json(),)
 
     def canonical_json(self) -> str:
-        """Return the one JSON text of this tree: sorted keys, no blanks, ASCII."""
+        """Return the canonical JSON of this tree: sorted keys, no whitespace, ASCII."""
         values = self.model_dump(mode="json")
         return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Config":
-        """Return the tree that :meth:`canonical_json` wrote, here or in an earlier version.
+        """Load the tree that :meth:`canonical_json` wrote, in this version or an earlier one.
 
-        Keys that it does not have are by their defaults, which mean what earlier versions did: a
-        key that changes what a run does is off unless it is written. Keys of earlier versions are
-        read as what they are now: see :mod:`fedlearn.config.earlier`.
+        Missing keys have their defaults. These must keep the behaviour of versions without the key:
+        a key that changes what a run does is off by default. Keys of earlier versions are
+        translated: see :mod:`fedlearn.config.earlier`.
 
         Raises:
             ConfigError: It is not JSON, or has keys or values that this version does not know.
@@ -677,11 +681,11 @@ def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
     if not ALGORITHMS.has(name, "weight_by_examples"):
         del brought["algorithm"]
     if privacy["mode"] == "local":
-        brought["cohort"] = {"sampling": "uniform"}  # it hides nothing, so it need not be secret
+        brought["cohort"] = {"sampling": "uniform"}  # sampling adds no privacy here
     elif privacy["mode"] == "example":
         brought["cohort"] = {"sampling": "uniform"}  # how clients are drawn makes no difference
     elif privacy["mode"] == "distributed":
-        # Its threshold follows from the clients asked, so that there is a number of them.
+        # The threshold is derived from the number of clients asked, so that must be fixed.
         brought["cohort"] = {"sampling": "uniform"}
         brought["secure_aggregation"] = {"mode": "complete"}
         engine = raw.get("engine", {})
