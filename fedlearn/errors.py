@@ -106,7 +106,7 @@ class AggregationAborted(RoundError):
     Attributes:
         stage: Stage that failed: ``advertise``, ``share``, ``mask``, ``confirm`` or ``unmask``.
         reason: Why it failed; never contains a key, a share or a parameter.
-        culprits: Ids of the clients at fault, as far as they are known.
+        culprits: Ids of the clients known to be at fault.
     """
 
     def __init__(self, *, stage: str, reason: str, culprits: Iterable[int] = ()) -> None:

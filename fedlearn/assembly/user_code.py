@@ -46,7 +46,7 @@ class SharedSampler:
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        """Return rank 0's cohort; what its sampler raises is raised here."""
+        """Return rank 0's cohort, or raise the error that its sampler raised."""
         cohort = None
         if self.cluster.rank == 0:
             cohort = self.sampler.sample(
@@ -57,7 +57,7 @@ class SharedSampler:
 
 @dataclass(frozen=True)
 class SharedNoise:
-    """Noise that rank 0 draws for all processes: with noise of their own, their models differ."""
+    """Noise that rank 0 draws for all processes: otherwise their models would differ."""
 
     noise: Noise
     cluster: Cluster

@@ -105,7 +105,7 @@ def run_over(
     )
     plan = replace(
         plan,
-        checkpoint_every_s=0.0,  # commit every round: clients were told that it is done
+        checkpoint_every_s=0.0,  # commit every round, since clients learn its outcome
         resumed=kept.resumed,
         extended=kept.extended,
     )

@@ -430,7 +430,7 @@ class DoorExchange:
         self._found = deque(each for each in self._found if each[0].state.key not in gone)
 
     def close(self) -> None:
-        """Take no more replies; clients are told once that is durable."""
+        """Take no more replies; clients learn this once it is stored durably."""
         self._accept()  # the caller has the last reply, even if it stops there
         for question in self._left():
             self._close(question, by_itself=self._is_over)

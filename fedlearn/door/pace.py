@@ -27,9 +27,9 @@ from fedlearn.door.exchange import TokenBucket
 _FIRST_PER_S = 100.0
 #: The lowest rate, so that some clients always get in.
 _LEAST_PER_S = 1.0
-#: The part of the rate that is assigned to clients that were told when to come back. The rest is
-#: for clients that come unannounced, and because a check-in then costs more than it did in a rush,
-#: in which the coordinator does nothing else.
+#: Share of the rate for clients that were given a time to come back. The rest is for clients that
+#: come unannounced, and a reserve: a check-in then costs more than in a rush, when the coordinator
+#: does nothing else.
 _TOLD = 2 / 3
 #: The cost is not computed from fewer check-ins: other work would dominate it.
 _FEWEST = 10
@@ -39,7 +39,7 @@ _HALF_LIFE_S = 10.0
 #: If the event loop is later than this, the rate is cut at once, and then restored slowly.
 _LATE_S = 0.1
 _LESS, _MORE, _LEAST_PART = 0.5, 1.25, 1 / 64
-#: The longest time that a client is told to stay away.
+#: The longest time that a client is asked to stay away.
 _LONGEST_S = 3600
 
 

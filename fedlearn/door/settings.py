@@ -1,4 +1,4 @@
-"""The limits of the server: how many clients, how fast, how long."""
+"""The limits of the server: numbers of clients and connections, rates, and time limits."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -286,7 +286,7 @@ def _num_pairs(real: Simulation, plan: PrivacyPlan, num_canaries: int) -> int:
 
 
 def _per_client(real: Simulation, plan: PrivacyPlan) -> int:
-    """Return how many canaries a client holds; example canaries must fit one batch."""
+    """Return the number of canaries per client; example canaries must fit into one batch."""
     if not plan.hides_examples:
         return 1
     return min(real.algorithm.local.work.batch_size or _IN_A_BATCH, _IN_A_BATCH)
@@ -379,7 +379,7 @@ def _require_auditable(config: Config, num_canaries: int, confidence: float) -> 
 
 
 def _num_rounds(plan: PrivacyPlan, most: int, target_delta: float) -> int:
-    """Return how many rounds cost a client in all of them an ε of about 1; at least one."""
+    """Return the number of rounds, at least 1, after which a client in all of them has ε ≈ 1."""
     if plan.takes_turns:
         return min(most, plan.num_groups)  # every client has one turn
     enough = 1

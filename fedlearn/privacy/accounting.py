@@ -292,7 +292,7 @@ def _with_deltas(
 
 
 def _distance(spent: Spent) -> float:
-    """Return how far a user sampled in every round moves all sums, in units of their noise."""
+    """Return the distance that a user in every round moves all sums, in units of their noise."""
     return math.sqrt(sum(event.squared_distance(count) for event, count in spent.items()))
 
 

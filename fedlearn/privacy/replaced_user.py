@@ -58,7 +58,7 @@ _OVERFLOW = 700.0
 _DEVIATIONS = 10.0
 #: Added to δ in each round: more than the rounding error of a Fourier transform of values up to 1.
 _ROUNDING = 1e-15
-#: Every so many rounds the δ are cached, for a later query about fewer rounds.
+#: Interval in rounds at which the δ are cached, for later queries about fewer rounds.
 _STRIDE = 256
 
 

@@ -84,9 +84,10 @@ class FlowerChannel(GridChannel):
         return MappingProxyType(self._keys)
 
     def attendance(self) -> str:
-        """Return in words how many nodes were last connected, and why some are not clients.
+        """Describe how many nodes were last connected, and why some are not clients.
 
-        As in "3 nodes are connected, 2 did not introduce themselves (the ClientApp raised ...)".
+        For example "3 nodes are connected, 2 did not introduce themselves (the ClientApp raised
+        ...)".
         """
         told = super().attendance()
         strangers = self._connected - set(self._node_ids.values())

@@ -110,7 +110,7 @@ class GridChannel(ABC):
         return len(self._connected & set(self._node_ids.values()))
 
     def attendance(self) -> str:
-        """Return in words how many nodes were last connected."""
+        """Describe how many nodes were last connected."""
         noun = "node is" if self.num_nodes == 1 else "nodes are"
         return f"{self.num_nodes} {noun} connected"
 
