@@ -1,10 +1,10 @@
-"""A trainer for the configurations in this folder: a share of the digits inside scikit-learn.
+"""A trainer for the configurations in this folder, on a share of scikit-learn's digits.
 
-It is there to see a deployment run: put your own data in the place of the digits. The network is
-the one that the coordinator builds where its configuration names no ``[model]``.
+Use it to see a deployment run, then replace the digits by your own data. The network is the one
+that the coordinator builds if its configuration has no ``[model]``.
 
 Environment:
-    PART: Which share is this client's, such as 0/5: the first of five.
+    PART: This client's share, such as 0/5 for the first of five.
 """
 
 import os
@@ -18,15 +18,15 @@ from fedlearn.errors import DataError
 
 
 def make_model() -> nn.Module:
-    """Return the network of ``kind = "mlp"`` for images of 64 pixels."""
+    """Build the network of ``kind = "mlp"`` for images of 64 pixels."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def make_trainer() -> TorchTrainer:
-    """Return what trains on this client's share.
+    """Build the trainer of this client's share.
 
     Raises:
-        DataError: It is not said which share.
+        DataError: PART is not set, or not valid.
     """
     place, _, num_parts = os.environ.get("PART", "").partition("/")
     if not (place.isdecimal() and num_parts.isdecimal() and int(place) < int(num_parts)):

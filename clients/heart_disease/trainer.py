@@ -21,15 +21,15 @@ NUM_FEATURES = 13
 
 
 def make_model() -> nn.Module:
-    """Return a logistic regression: two logits of 13 standardised values."""
+    """Build a logistic regression: two logits from 13 standardised values."""
     return nn.Linear(NUM_FEATURES, 2)
 
 
 def make_trainer() -> TorchTrainer:
-    """Return what trains on the hospital's training patients and is measured on its others.
+    """Build a trainer for the hospital: training patients to train on, test patients to evaluate.
 
     Raises:
-        DataError: There are no patients, or it is not said whose.
+        DataError: The file or the hospital is not set, or not valid.
     """
     x, y, is_test = _patients(
         Path(_required("FEDLEARN_DATA", "name the file fed_heart_disease.npz")),
@@ -52,7 +52,7 @@ def _required(name: str, remedy: str) -> str:
 def _patients(
     path: Path, hospital: str
 ) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return features [n, 13], labels [n] and which are for testing [n], of one hospital."""
+    """Load one hospital's features [n, 13], labels [n] and mask of test patients [n]."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             names = [name.decode() for name in arrays["hospital_names"]]
@@ -65,10 +65,10 @@ def _patients(
 
 
 def _standardised(x: NDArray[np.float32], is_test: NDArray[np.bool_]) -> Tensor:
-    """Return the values with mean 0 and deviation 1 over this hospital's training patients.
+    """Scale the values to mean 0 and deviation 1 over this hospital's training patients.
 
-    Each hospital does it with its own figures, so that none leave it. A column that is
-    constant, such as cholesterol in Switzerland (never measured), becomes 0.
+    Each hospital uses its own statistics, so that none of them leave it. A constant column, such
+    as cholesterol in Switzerland (never measured), becomes 0.
     """
     mean, deviation = x[~is_test].mean(0), x[~is_test].std(0)
     return torch.tensor((x - mean) / np.where(deviation > 0, deviation, 1.0), dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""A client that recognises images: its share of scikit-learn's digits, or a file of its own.
+"""A client that classifies images: a share of scikit-learn's digits, or a file of your own.
 
 Environment:
     FEDLEARN_DATA: An npz file with ``x``, grey images [n, height, width] (uint8, or floats in
         [0, 1]), and ``y``, their classes [n]. Without it, the digits inside scikit-learn.
-    FEDLEARN_PART: Which share of the digits is this client's, such as 0/3: the first of three.
+    FEDLEARN_PART: This client's share of the digits, such as 0/3 for the first of three.
 """
 
 import os
@@ -21,7 +21,7 @@ NUM_CLASSES = 10
 
 
 def make_model() -> nn.Module:
-    """Return a convolutional network for images [batch, 1, height, width] of any size."""
+    """Build a convolutional network for images [batch, 1, height, width] of any size."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -36,10 +36,10 @@ def make_model() -> nn.Module:
 
 
 def make_trainer() -> TorchTrainer:
-    """Return what trains on four fifths of the images and is measured on every fifth.
+    """Build a trainer that trains on four fifths of the images and evaluates on every fifth.
 
     Raises:
-        DataError: There are no images, or it is not said which.
+        DataError: The file or the share is not set, or not valid.
     """
     path = os.environ.get("FEDLEARN_DATA")
     images, labels = _from_file(Path(path)) if path else _digits()
@@ -53,7 +53,7 @@ def make_trainer() -> TorchTrainer:
 
 
 def _digits() -> tuple[Tensor, Tensor]:
-    """Return this client's share: a run of digits as they were collected, hand by hand."""
+    """Return this client's share: consecutive digits, so mostly of the same writers."""
     part = os.environ.get("FEDLEARN_PART", "")
     place, _, num_parts = part.partition("/")
     if not (place.isdecimal() and num_parts.isdecimal() and int(place) < int(num_parts)):

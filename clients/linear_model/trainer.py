@@ -1,8 +1,8 @@
 """A client that fits a linear model to its own table with scikit-learn.
 
 Environment:
-    FEDLEARN_DATA: A CSV file with a header: numbers in every column, which may stand in any order,
-        and in the one that is called ``label`` 0 or 1.
+    FEDLEARN_DATA: A CSV file with a header. All columns are numbers, in any order; the one named
+        ``label`` is 0 or 1.
 """
 
 import os
@@ -24,7 +24,7 @@ MIN_ROWS = 10
 
 
 def make_model(num_features: int) -> nn.Module:
-    """Return what the coordinator averages: the coefficients and the intercept, zero at first."""
+    """Build the model that the coordinator averages: coefficients and intercept, zero at first."""
     model = nn.Linear(num_features, 1)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -32,9 +32,9 @@ def make_model(num_features: int) -> nn.Module:
 
 
 class LogisticRegression:
-    """Trains on four fifths of the rows, and measures on every fifth.
+    """A trainer that trains on four fifths of the rows and evaluates on every fifth.
 
-    Values are standardised by this client's own training rows, whose figures do not leave it.
+    Values are standardised by this client's own training rows, whose statistics do not leave it.
     """
 
     honours = ("epochs", "extra.learning_rate", "extra.alpha")
@@ -45,10 +45,10 @@ class LogisticRegression:
         x = (x - mean) / np.where(deviation > 0, deviation, 1.0)
         self.train_x, self.train_y = x[~held_out], y[~held_out]
         self.test_x, self.test_y = x[held_out], y[held_out]
-        self.num_examples = len(self.train_y)  # the coordinator may choose by it
+        self.num_examples = len(self.train_y)  # the coordinator may require a minimum
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Go through the rows ``epochs`` times; an epoch is a call of ``partial_fit``."""
+        """Train for ``epochs`` passes over the rows; each is one call of ``partial_fit``."""
         num_epochs, told = int(str(context.settings["epochs"])), context.extra
         model = self._model(tensors, eta0=told["learning_rate"], alpha=told["alpha"])
         for epoch in range(num_epochs):
@@ -62,7 +62,7 @@ class LogisticRegression:
         return LocalResult(tensors=found, num_examples=num, metrics=metrics, state={})
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
-        """Return loss and accuracy on the rows that are never trained on."""
+        """Return loss and accuracy on the rows that are held out of training."""
         control.check()
         model = self._model(tensors)
         loss = log_loss(self.test_y, model.predict_proba(self.test_x), labels=CLASSES)
@@ -74,13 +74,13 @@ class LogisticRegression:
         if asked != there:
             raise DataError(f"the model is of {asked} columns, this client's table has {there}")
         model = SGDClassifier(loss="log_loss", learning_rate="constant", **{"eta0": 1, **options})
-        model.partial_fit(self.train_x[:1], self.train_y[:1], classes=CLASSES)  # makes its arrays
+        model.partial_fit(self.train_x[:1], self.train_y[:1], classes=CLASSES)  # allocates coef_
         model.coef_, model.intercept_ = (tensors[n].double().numpy() for n in ("weight", "bias"))
         return model
 
 
 def make_trainer() -> LogisticRegression:
-    """Return what trains on this client's table; DataError: there is none to train on."""
+    """Build the trainer on this client's table; raises DataError if the table is not usable."""
     path = os.environ.get("FEDLEARN_DATA")
     if not path:
         raise DataError("FEDLEARN_DATA is not set; name a CSV file with a column label of 0 and 1")

@@ -1,7 +1,7 @@
-"""A writer's client that predicts the next character: one role of Shakespeare's, or a text file.
+"""A client that predicts the next character of a role in Shakespeare, or of your own text file.
 
 Environment:
-    FEDLEARN_DATA: The file shakespeare_roles.npz, or a text file of this client's own.
+    FEDLEARN_DATA: The file shakespeare_roles.npz, or a text file.
     FEDLEARN_PART: With the npz file, the play and the role, such as hamlet/HAMLET.
 """
 
@@ -31,19 +31,19 @@ class CharacterModel(nn.Module):
         self.output = nn.Linear(num_hidden, NUM_CODES)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Return at each position the logits of the character that follows."""
+        """Return the logits of the next character at each position."""
         hidden, _ = self.recurrent(self.embedding(codes))
         logits: Tensor = self.output(hidden)
-        return logits.movedim(-1, 1)  # classes in dimension 1, as torch's cross-entropy takes them
+        return logits.movedim(-1, 1)  # torch's cross-entropy needs the classes in dimension 1
 
 
 def make_model() -> nn.Module:
-    """Return the network, as the coordinator and every client build it."""
+    """Build the network; the coordinator and every client call this function."""
     return CharacterModel()
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """A text in windows of 80 characters, each with the characters that follow them."""
+    """A text in windows of 80 characters, each labelled with the characters that follow."""
 
     def __init__(self, text: Tensor) -> None:
         self._text = text
@@ -57,10 +57,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_trainer() -> TorchTrainer:
-    """Return what trains on the first four fifths of the text and is measured on the rest.
+    """Build a trainer that trains on the first four fifths of the text and evaluates on the rest.
 
     Raises:
-        DataError: There is no text, too little of it, or it is not said whose.
+        DataError: The file or the role is not set or not valid, or the text is too short.
     """
     path = os.environ.get("FEDLEARN_DATA")
     if not path:

@@ -1,4 +1,4 @@
-"""A client. Replace ``make_trainer`` by one that trains on what this node holds."""
+"""The ClientApp of a node. Replace ``make_trainer`` by one that trains on the node's own data."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from fedlearn.deployment.flower_node import node_policy
 
 
 def make_trainer(node: Node) -> LocalTrainer:
-    """Return a trainer on part ``partition-id`` of the digits; every node has them all."""
+    """Build a trainer on part ``partition-id`` of the digits; here every node has all of them."""
     return partition_trainer(node, Path(__file__).parent)
 
 

@@ -1,4 +1,4 @@
-"""The coordinator: the run that ``run.toml`` describes."""
+"""The ServerApp: it coordinates the run that ``run.toml`` describes."""
 
 from pathlib import Path
 
