@@ -2,9 +2,9 @@
 
     python simulations/check.py [NAME ...]
 
-``expected.json`` holds the overrides of the short run and, per figure, its value and the
-tolerance that float rounding on other machines is given. An experiment whose data are not
-at hand is skipped with the reason.
+``expected.json`` holds the overrides of the short run and, for each figure, its value and a
+tolerance for float rounding on other machines. An experiment whose data are missing is skipped
+with the reason.
 """
 
 import argparse
@@ -20,10 +20,7 @@ HERE = Path(__file__).parent
 
 
 def short_run(folder: Path, expected: dict[str, Any], runs_dir: str) -> dict[str, Any]:
-    """Run the experiment with the overrides of its short run; return what it came to.
-
-    That is its last JSON line, and the metrics of its last round.
-    """
+    """Run the experiment with its overrides; return its last JSON line and last round's metrics."""
     overrides = [word for each in expected["overrides"] for word in ("--set", each)]
     command = [sys.executable, "-m", "fedlearn", "simulate", str(folder / "experiment.toml")]
     completed = subprocess.run(

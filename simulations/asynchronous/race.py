@@ -1,9 +1,10 @@
-"""Race synchronous and asynchronous rounds to an accuracy, in virtual time, and draw the picture.
+"""Race synchronous and asynchronous rounds to a target accuracy in virtual time, and plot them.
 
     python simulations/asynchronous/race.py [asynchronous | slow_students] [--data-dir DIR]
 
-Each method is the ``experiment.toml`` of that folder with overrides. All have sixty clients train
-at a time, but semi-synchronous rounds, where those that are late go on beside the next ones.
+Each method is the ``experiment.toml`` of that folder with overrides. In all of them sixty clients
+train at a time, except for semi-synchronous rounds, where late clients continue during later
+rounds.
 """
 
 import argparse
@@ -26,19 +27,19 @@ SIMULATIONS = Path(__file__).parents[1]
 #: Virtual seconds and the metrics after each evaluation of a run.
 Curve: TypeAlias = Sequence[tuple[float, Mapping[str, float]]]
 
-#: FedAvg with a server learning rate: that of FedBuff, for all that have one.
+#: FedAvg with FedBuff's server learning rate.
 _FEDAVG = (
     *("algorithm.name=fedavgm", "algorithm.server_momentum=0.0"),
     "algorithm.server_learning_rate=2.0",
 )
-#: Without the tables of the file that are about buffers.
+#: Resets the tables of the file that are about buffers.
 _NO_BUFFERS = ('asynchronous={mode="off"}', "staleness={}")
 _SYNCHRONOUS = (
     *(*_FEDAVG, "algorithm.weight_by_examples=true", *_NO_BUFFERS),
     *("num_rounds=60", "cohort.num_wanted=46"),
 )
 _OVER_SELECTED = (*_SYNCHRONOUS, "stragglers.over_selection=1.3", "stragglers.min_reports=1")
-#: By name the overrides of each; one more method is one more line.
+#: Overrides by name of the method; to add a method, add an entry.
 ASYNCHRONOUS: Mapping[str, Sequence[str]] = {
     "synchronous, waits for all 60": (*_SYNCHRONOUS, "cohort.num_wanted=60"),
     "synchronous, first 46 of 60": _OVER_SELECTED,
@@ -106,14 +107,14 @@ SLOW_STUDENTS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Race:
-    """Methods that race.
+    """Methods to compare, and the accuracy that they race to.
 
     Attributes:
-        methods: By name the overrides of each.
-        targets: By metric the value that is raced to.
-        num_smoothed: How many evaluations in a row have the value in their mean: where more of them
-            are made, one is sooner good by chance.
-        lowest: Where the picture begins.
+        methods: Overrides by name of the method.
+        targets: Value to reach, by metric.
+        num_smoothed: Number of consecutive evaluations whose mean must reach the target. A method
+            that is evaluated often could otherwise reach it early by chance.
+        lowest: Lower end of the plot's accuracy axis.
     """
 
     methods: Mapping[str, Sequence[str]]
@@ -131,8 +132,8 @@ RACES: Mapping[str, Race] = {
 
 
 def curve(folder: Path, overrides: Sequence[str], *, data_dir: Path) -> Curve:
-    """Return what is measured in a run of the experiment in ``folder``."""
-    # A switch of the algorithm leaves no key of the other one behind.
+    """Run the experiment in ``folder`` and return its evaluations."""
+    # Another algorithm would refuse this key of the file.
     file = (folder / "experiment.toml").read_text()
     if any(each.startswith("algorithm.name=") for each in overrides):
         file = file.replace("server_learning_rate = 2.0\n", "")
@@ -153,21 +154,21 @@ def curve(folder: Path, overrides: Sequence[str], *, data_dir: Path) -> Curve:
 
 
 def smoothed(points: Curve, metric: str, num_smoothed: int) -> list[tuple[float, float]]:
-    """Return virtual seconds and the mean of a metric over the evaluations up to then."""
+    """Return virtual seconds and the moving mean of a metric over ``num_smoothed`` evaluations."""
     values = [metrics[metric] for _, metrics in points]
     ends = range(num_smoothed, len(points) + 1)
     return [(points[end - 1][0], fmean(values[end - num_smoothed : end])) for end in ends]
 
 
 def told(points: Sequence[tuple[float, float]], target: float) -> str:
-    """Return when a run first had a value, and its best one."""
+    """Describe when a run first reached a value, and its best value."""
     at_s = next((at_s for at_s, value in points if value >= target), None)
     reached = f"never, in {points[-1][0]:.0f} s" if at_s is None else f"after {at_s:.0f} s"
     return f"{target} {reached}, best {max(value for _, value in points):.4f}"
 
 
 def draw(race: Race, curves: Mapping[str, Curve], path: Path) -> None:
-    """Draw the metrics over virtual time, whose scale is logarithmic; synchronous rounds dashed."""
+    """Plot the metrics over virtual time, on a logarithmic scale; synchronous rounds are dashed."""
     figure = Figure(figsize=(10, 5 * len(race.targets)), dpi=100, layout="constrained")
     panels = figure.subplots(len(race.targets), squeeze=False)[:, 0]
     for axes, (metric, target) in zip(panels, race.targets.items(), strict=True):
@@ -185,7 +186,7 @@ def draw(race: Race, curves: Mapping[str, Curve], path: Path) -> None:
 
 
 def main() -> None:
-    """Run all methods, print when each had the accuracy, and draw them."""
+    """Run all methods, print when each reached the accuracy, and plot them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("race", nargs="?", choices=RACES, default="asynchronous")
     parser.add_argument("--seed", type=int, default=0)

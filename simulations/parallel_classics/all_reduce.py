@@ -1,9 +1,9 @@
-"""All-reduce in four ways: every process ends with the sum of what all have, n numbers each.
+"""All-reduce in four ways: every process has n numbers, and ends with the sum over all processes.
 
-With p processes, all of which may send and receive at once:
+With p processes, all of which may send and receive at once, the numbers sent are:
 
 ======== ============================== =========== ============== =======================
-method   what is done                   sent by all by the busiest n that follow each other
+method   how it works                   in total    by the busiest one after another
 ======== ============================== =========== ============== =======================
 naive    everyone sends to everyone     p(p-1)n     (p-1)n         (p-1)n
 manager  rank 0 adds, and sends back    2(p-1)n     (p-1)n         2(p-1)n
@@ -11,13 +11,13 @@ ring     parts go round twice           2(p-1)n     2(p-1)n/p      2(p-1)n/p
 library  ``torch.distributed``          2(p-1)n     2(p-1)n/p      2(p-1)n/p
 ======== ============================== =========== ============== =======================
 
-No method can do with less than 2(p-1)n/p at the busiest process, so the ring is bandwidth-optimal
-for every p [1]_. The naive method is so for two processes, the manager for none: what it sends
-follows what it receives. What the ring pays is messages, 2(p-1) that follow each other, where the
-naive method has one and the manager two: with few numbers, that counts.
+No method needs less than 2(p-1)n/p at the busiest process, so the ring is bandwidth-optimal for
+every p [1]_. The naive method is optimal for two processes, and the manager never, since it must
+receive before it sends. The ring pays in latency: it sends 2(p-1) messages one after another, the
+naive method one, and the manager two. With few numbers this dominates.
 
-The three are those that lecture 5 of CS 329S (Goel) compares: O(np²), O(np) with a manager that
-handles it all, and O(np) of which each process has O(n).
+Lecture 5 of CS 329S (Goel) compares the first three: O(np²), O(np) with a manager that handles
+everything, and O(np) with O(n) for each process.
 
 References:
     .. [1] P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of
@@ -36,10 +36,10 @@ from fedlearn.core.clock import Clock
 
 
 class Line:
-    """One direction of a network card, as emulated: messages pass it one after another.
+    """One direction of an emulated network card: messages pass it one after another.
 
     Attributes:
-        bytes_per_s: How fast.
+        bytes_per_s: Its bandwidth.
 
     Example:
         >>> from fedlearn.core.clock import VirtualClock
@@ -54,7 +54,7 @@ class Line:
         self._free_s = clock.now_s()
 
     def passed_s(self, num_bytes: int) -> float:
-        """Return when a message that is given to the line now has passed it."""
+        """Queue a message on the line, and return the time when all of it has passed."""
         self._free_s = max(self._clock.now_s(), self._free_s) + num_bytes / self.bytes_per_s
         return self._free_s
 
@@ -63,12 +63,12 @@ class Pending(Protocol):
     """A message on its way."""
 
     def wait(self) -> object:
-        """Return when it has arrived."""
+        """Block until it has arrived."""
 
 
 @dataclass(frozen=True)
 class _Paced:
-    """A message that takes its time on a line, too."""
+    """A message that arrives no earlier than the emulated line allows."""
 
     pending: Pending
     passed_s: float
@@ -80,22 +80,22 @@ class _Paced:
 
 
 class _Nothing:
-    """What is not sent is there already."""
+    """A message without numbers, which is not sent."""
 
     def wait(self) -> None:
         pass
 
 
 class Messages:
-    """What this rank of the world sends to single others and receives of them, counted.
+    """Point-to-point messages of this rank, with counters.
 
-    Tensors without numbers are not sent: both sides know that there is nothing.
+    Empty tensors are not sent, since both sides know that they are empty.
 
     Attributes:
-        rank: This process.
+        rank: Rank of this process.
         world_size: Number of processes.
         sent: Numbers sent so far.
-        received: Numbers received so far, or awaited.
+        received: Numbers received so far, including those awaited.
         num_sent: Messages sent so far.
     """
 
@@ -104,17 +104,17 @@ class Messages:
         self.sent = self.received = self.num_sent = 0
 
     def send(self, tensor: Tensor, *, to: int) -> Pending:
-        """Begin to send ``tensor``, which must not change until that is done."""
+        """Start to send ``tensor``, which must not change until that is done."""
         if not tensor.numel():
             return _Nothing()
         self.sent += tensor.numel()
         self.num_sent += 1
         work = dist.isend(tensor, to)
-        assert work is not None  # of a rank outside of the group
+        assert work is not None  # None only for a rank outside the group
         return work
 
     def receive(self, tensor: Tensor, *, of: int) -> Pending:
-        """Begin to receive into ``tensor``."""
+        """Start to receive into ``tensor``."""
         if not tensor.numel():
             return _Nothing()
         self.received += tensor.numel()
@@ -126,8 +126,8 @@ class Messages:
 class PacedMessages(Messages):
     """Messages over an emulated network: each rank has a line out and a line in.
 
-    A rank is done with a message when the message has passed its line; what it sends does not
-    slow down what it receives, and nothing but the lines takes time.
+    A message is complete for a rank when it has passed that rank's line. Sending does not slow down
+    receiving, and only the lines take time.
     """
 
     def __init__(self, *, bytes_per_s: float, clock: Clock) -> None:
@@ -137,11 +137,11 @@ class PacedMessages(Messages):
         self._in = Line(bytes_per_s=bytes_per_s, clock=clock)
 
     def send(self, tensor: Tensor, *, to: int) -> Pending:
-        """Begin to send ``tensor`` over the line out."""
+        """Start to send ``tensor`` over the line out."""
         return _Paced(super().send(tensor, to=to), self._out.passed_s(tensor.nbytes), self._clock)
 
     def receive(self, tensor: Tensor, *, of: int) -> Pending:
-        """Begin to receive into ``tensor`` over the line in."""
+        """Start to receive into ``tensor`` over the line in."""
         return _Paced(super().receive(tensor, of=of), self._in.passed_s(tensor.nbytes), self._clock)
 
 
@@ -149,7 +149,7 @@ class PacedMessages(Messages):
 
 
 def naive(values: Tensor, messages: Messages) -> Tensor:
-    """Send everything to everyone; each adds up by rank, so all have the same bits."""
+    """Send everything to every rank; each adds up in rank order, so all get the same bits."""
     others = [rank for rank in range(messages.world_size) if rank != messages.rank]
     leaving = [messages.send(values, to=rank) for rank in others]
     total = _gathered(values, messages)
@@ -158,7 +158,7 @@ def naive(values: Tensor, messages: Messages) -> Tensor:
 
 
 def manager(values: Tensor, messages: Messages) -> Tensor:
-    """Send everything to rank 0, which adds up by rank and sends the sum to everyone."""
+    """Send everything to rank 0, which adds up in rank order and sends the sum to every rank."""
     if messages.rank == 0:
         total = _gathered(values, messages)
         _wait([messages.send(total, to=rank) for rank in range(1, messages.world_size)])
@@ -170,11 +170,11 @@ def manager(values: Tensor, messages: Messages) -> Tensor:
 
 
 def ring(values: Tensor, messages: Messages) -> Tensor:
-    """Cut everything in a part for each rank; parts go from rank to rank and grow to sums.
+    """Split the numbers into one part per rank; parts pass from rank to rank and grow to sums.
 
-    A part's sum is made once, on its way round (reduce-scatter), and goes round once more
-    (all-gather): all have the same bits. The parts' sizes differ by one number at most, and some
-    have none where there are fewer numbers than processes.
+    A part is summed once on its way round (reduce-scatter), and its sum goes round once more
+    (all-gather), so all ranks get the same bits. The sizes of parts differ by at most one, and some
+    parts are empty if there are fewer numbers than processes.
     """
     rank, world_size = messages.rank, messages.world_size
     total = values.clone()
@@ -190,7 +190,7 @@ def ring(values: Tensor, messages: Messages) -> Tensor:
 
 
 def library(values: Tensor, messages: Messages) -> Tensor:  # noqa: ARG001 - it has its own
-    """Add up as the library does: NCCL on CUDA, and gloo elsewhere."""
+    """Use the library's all-reduce: NCCL on CUDA, and gloo elsewhere."""
     total = values.clone()
     dist.all_reduce(total)
     return total
@@ -208,7 +208,7 @@ def part_sizes(num_numbers: int, *, world_size: int) -> list[int]:
 
 
 def _gathered(values: Tensor, messages: Messages) -> Tensor:
-    """Return the sum of this rank's values and those that all others send, added by rank."""
+    """Receive the values of all other ranks, and return the sum with this one's in rank order."""
     total, coming = torch.zeros_like(values), torch.empty_like(values)
     for rank in range(messages.world_size):
         if rank == messages.rank:
@@ -220,7 +220,7 @@ def _gathered(values: Tensor, messages: Messages) -> Tensor:
 
 
 def _pass_on(leaving: Tensor, coming: Tensor, messages: Messages) -> None:
-    """Send to the next rank of the ring while the rank before sends."""
+    """Send a part to the next rank of the ring while receiving one from the rank before."""
     before, after = messages.rank - 1, messages.rank + 1
     received = messages.receive(coming, of=before % messages.world_size)
     _wait([messages.send(leaving, to=after % messages.world_size), received])
@@ -236,15 +236,14 @@ def _wait(pending: Sequence[Pending]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one all-reduce costs, as its formula says.
+    """The cost of one all-reduce by its formula.
 
     Attributes:
         sent_P: Numbers that each rank sends.
         received_P: Numbers that each rank receives.
         num_sent_P: Messages that each rank sends.
-        in_sequence: Numbers that pass one line after each other, where the lines of all ranks, each
-            with one direction out and one in, work at once: over the numbers a line carries in a
-            second, the time of the all-reduce.
+        in_sequence: Numbers on the critical path, if all ranks send and receive at once. Divided by
+            the numbers that a line carries in a second, it is the time of the all-reduce.
     """
 
     sent_P: tuple[int, ...]
@@ -254,14 +253,14 @@ class Cost:
 
 
 def naive_cost(n: int, p: int) -> Cost:
-    """Return (p-1)·n for everyone."""
+    """Return (p-1)·n for every rank."""
     each = ((p - 1) * n,) * p
     num_sent_P = (p - 1 if n else 0,) * p
     return Cost(sent_P=each, received_P=each, num_sent_P=num_sent_P, in_sequence=(p - 1) * n)
 
 
 def manager_cost(n: int, p: int) -> Cost:
-    """Return (p-1)·n each way for rank 0, first in and then out, and n for each other."""
+    """Return (p-1)·n each way for rank 0, first in and then out, and n for each other rank."""
     numbers_P = ((p - 1) * n, *[n] * (p - 1))
     num_sent_P = (p - 1, *[1] * (p - 1)) if n else (0,) * p
     in_sequence = 2 * (p - 1) * n
@@ -271,15 +270,15 @@ def manager_cost(n: int, p: int) -> Cost:
 
 
 def ring_cost(n: int, p: int) -> Cost:
-    """Return 2(p-1)/p·n for everyone, to the number.
+    """Return 2(p-1)/p·n for every rank, exact to the number for parts of different sizes.
 
-    Rank r sends all parts but the one after its own, r + 1, as they grow, and all but r + 2 as
-    sums. Each step takes as long as its largest part.
+    Rank r sends all parts except r + 1 while they grow, and all sums except that of part r + 2.
+    Each step takes as long as its largest part.
     """
     sizes = part_sizes(n, world_size=p)
 
     def sent(rank: int) -> tuple[int, int]:
-        """Return the numbers and messages of a rank."""
+        """Return the numbers and messages that a rank sends."""
         kept = sizes[(rank + 1) % p], sizes[(rank + 2) % p]
         messages = 2 * sum(map(bool, sizes)) - sum(map(bool, kept))
         return 2 * n - sum(kept), messages
@@ -297,13 +296,13 @@ AllReduce: TypeAlias = Callable[[Tensor, Messages], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to all-reduce, with its formula.
+    """A way to all-reduce, with its cost formula.
 
     Attributes:
-        name: In a word.
-        run: Returns the sum of the vectors of all ranks; this rank's own is not changed.
-        cost: Of n numbers and p processes.
-        is_own: Whether its messages can be counted and paced: not the library's.
+        name: Name in tables.
+        run: Returns the sum of the vectors of all ranks; does not change this rank's own.
+        cost: Cost for n numbers and p processes.
+        is_own: Whether it is implemented here, so that its messages can be counted and paced.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""What an all-reduce costs on this machine, in bytes and time, beside its formula.
+"""Measure the bytes and time of all-reduce on this machine, and compare them with the formulas.
 
     python simulations/parallel_classics/all_reduce_costs.py
 
 Starts processes on this machine and runs the four methods of ``all_reduce.py`` in them. Each is run
 over loopback, and over an emulated network with a line out and a line in for each process. The
-library's messages are counted by the kernel, and cannot be emulated.
+library's messages are counted by the kernel, and cannot be run over the emulated network.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from fedlearn.parallel.local_world import in_processes
 
 #: Numbers are float32.
 NUMBER_BYTES = 4
-#: Processes of one machine: beyond, its cores are measured, not a network.
+#: Most processes on one machine; more would measure its cores and not a network.
 MOST_PROCESSES = 64
 _BYTES_PER_S = 1e6 / 8  # of a Mbit/s
-#: Beyond what the formulas say: processes start, share cores, add.
+#: Extra time allowed beyond the formulas, for starting processes, sharing cores and adding.
 _SPARE_S, _SPARE_FACTOR = 120.0, 10.0
-#: What the formulas may say of one world: an hour.
+#: Longest time that the formulas may predict for one world: an hour.
 _LONGEST_S = 3600.0
 _MB, _MS = 1e6, 1e-3
 _BAR = 0.2
@@ -53,12 +53,12 @@ _STROKE: Mapping[str, Any] = {  # Any: matplotlib's keywords
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Ranged):
-    """What is measured.
+    """The sizes of the measurement.
 
     Attributes:
-        numbers: How many numbers each process has, >= 1; one all-reduce each.
-        repeats: How often each is timed, >= 1; medians count.
-        mbit_per_s: Of each line of the emulated network.
+        numbers: Numbers of each process, >= 1; one all-reduce for each entry.
+        repeats: How often each is timed, >= 1; the median is reported.
+        mbit_per_s: Bandwidth of each line of the emulated network.
     """
 
     numbers: tuple[int, ...]
@@ -68,20 +68,20 @@ class Settings(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One method with so many processes and numbers.
+    """Measurements of one method with some number of processes and numbers.
 
     Attributes:
-        method: Which.
+        method: The method.
         world_size: Processes, p.
         num_numbers: Numbers of each process, n.
-        mbit_per_s: Of each line of the emulated network.
-        sent_P: Bytes that each rank has sent, as its own messages count, without headers;
-            ``None``: they are the library's.
-        num_sent_P: Messages that each rank has sent; ``None`` likewise.
-        carried_P: Bytes that each rank has sent as the kernel counts, with headers and what holds
-            the ranks together; ``None``: it does not.
-        seconds: From when all ranks begin until the last one has the sum, over loopback.
-        paced_seconds: The same over the emulated network; ``None``: the library knows none.
+        mbit_per_s: Bandwidth of each line of the emulated network.
+        sent_P: Bytes that each rank has sent, by our own count, without headers; ``None`` for the
+            library.
+        num_sent_P: Messages that each rank has sent; ``None`` for the library.
+        carried_P: Bytes that each rank has sent, by the kernel's count, with headers and traffic
+            between the ranks that is not part of the method; ``None`` if it does not count.
+        seconds: Time over loopback, from the start of all ranks until the last one has the sum.
+        paced_seconds: The same over the emulated network; ``None`` for the library.
     """
 
     method: Method
@@ -96,26 +96,26 @@ class Measured:
 
     @property
     def cost(self) -> Cost:
-        """What the formula says, in numbers."""
+        """Cost by the formula, in numbers."""
         return self.method.cost(self.num_numbers, self.world_size)
 
     @property
     def known_sent(self) -> tuple[int, ...] | None:
-        """Bytes that each rank has sent: as counted, or else as the kernel counts."""
+        """Bytes that each rank has sent, by our count, or else by the kernel's."""
         return self.carried_P if self.sent_P is None else self.sent_P
 
     @property
     def formula_sent(self) -> tuple[int, ...]:
-        """Bytes that each rank sends, as the formula says."""
+        """Bytes that each rank sends by the formula."""
         return tuple(NUMBER_BYTES * numbers for numbers in self.cost.sent_P)
 
     @property
     def formula_seconds(self) -> float:
-        """What the formula says of the emulated network."""
+        """Time over the emulated network by the formula."""
         return _seconds(self.cost, self.mbit_per_s)
 
     def facts(self) -> dict[str, object]:
-        """Return it as JSON values; what is not known is null."""
+        """Return the measurements as JSON values; unknown ones are null."""
         return {
             "method": self.method.name,
             "processes": self.world_size,
@@ -136,7 +136,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class _OfRank:
-    """What one rank has seen of one method."""
+    """Measurements of one method in one rank."""
 
     sent: int
     num_sent: int
@@ -146,12 +146,12 @@ class _OfRank:
 
 
 def measure(settings: Settings, *, world_size: int) -> list[Measured]:
-    """Measure every method in a world of so many processes, which is started for it.
+    """Start ``world_size`` processes and measure every method in them.
 
     Raises:
         ConfigError: It would take hours.
-        EngineError: A process failed or died, or all took much longer than the formulas say; or a
-            sum is wrong.
+        EngineError: A process failed or died, they took much longer than the formulas say, or a sum
+            is wrong.
     """
     cases = [(method, num_numbers) for num_numbers in settings.numbers for method in METHODS]
     expected_s = settings.repeats * sum(
@@ -232,7 +232,7 @@ def _of_rank(
 
 
 def _timed(method: Method, values: Tensor, messages: Messages) -> float:
-    """Return how long this rank took, once all were there."""
+    """Return the seconds that this rank took, after waiting for all ranks."""
     dist.barrier()
     clock = SystemClock()
     began_s = clock.now_s()
@@ -241,7 +241,7 @@ def _timed(method: Method, values: Tensor, messages: Messages) -> float:
 
 
 def _values(num_numbers: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's numbers and the sum over all ranks: whole, so sums are exact."""
+    """Return this rank's numbers and the sum over all ranks; they are integers, so it is exact."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(num_numbers, dtype=torch.int32) % 1009
     values = (pattern * (rank + 1)).float()
@@ -253,7 +253,7 @@ def _values(num_numbers: int) -> tuple[Tensor, Tensor]:
 
 
 def render(measured: Sequence[Measured]) -> str:
-    """Return a table for each number of numbers, as text."""
+    """Format one table for each size of vector."""
     return "\n\n".join([*map(_table, _by_numbers(measured)), *_notes(measured)])
 
 
@@ -297,7 +297,7 @@ def _row(each: Measured) -> tuple[str, ...]:
 
 
 def _mb(num_bytes: int) -> str:
-    """Return bytes in MB, to four digits at most.
+    """Format bytes in MB, with at most four digits.
 
     Example:
         >>> [_mb(num_bytes) for num_bytes in (0, 12, 4_000_432, 120_000_000)]
@@ -311,9 +311,9 @@ def _ms(seconds: float) -> str:
 
 
 def picture(measured: Sequence[Measured], path: Path) -> None:
-    """Draw times and bytes by processes as a PNG; a file that is there is replaced.
+    """Plot times and bytes by number of processes as a PNG; an existing file is replaced.
 
-    A row for each number of numbers: bars are measured, and a stroke is what the formula says.
+    Each size of vector has a row. Bars are measurements; dashes are the formulas.
 
     Raises:
         StoreError: The file cannot be written.
@@ -347,7 +347,7 @@ def _draw(
     title: str,
     label: str,
 ) -> None:
-    """Draw a group of bars for each number of processes, where there is something to measure."""
+    """Draw a group of bars for each number of processes; unmeasured methods have none."""
     sizes = sorted({each.world_size for each in measured})
     for place, (colour, method) in enumerate(zip(RUN_COLOURS, METHODS, strict=False)):
         shown = [each for each in measured if each.method == method and of(each)[0] is not None]
@@ -368,7 +368,7 @@ def _draw(
 
 
 def _whole(*, most: float = math.inf) -> Callable[[str], int]:
-    """Return what reads a whole number from 1 to ``most`` for argparse."""
+    """Return an argparse type for integers from 1 to ``most``."""
 
     def read(text: str) -> int:
         value = int(text)
@@ -381,7 +381,7 @@ def _whole(*, most: float = math.inf) -> Callable[[str], int]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure what is asked for, and print or draw it."""
+    """Measure with the options of the command line, and print or plot the results."""
     parser = argparse.ArgumentParser(description="Measure all-reduces beside their formulas.")
     add = parser.add_argument
     add("--processes", type=_whole(most=MOST_PROCESSES), nargs="+", default=[2, 4, 8], metavar="P")

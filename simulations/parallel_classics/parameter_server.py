@@ -1,20 +1,20 @@
-r"""A parameter server: what a coordinator of federated learning is, by single gradients.
+r"""A parameter server: the coordinator of federated learning, with gradients in place of updates.
 
     python simulations/parallel_classics/parameter_server.py
 
 Starts a server and four workers as processes, and trains a small regression once for each
 consistency: it prints the staleness of gradients and the distance to the solution. Workers pull the
-weights, compute a gradient at them, and push it; the server, one worker at a time, adds gradients
-up and steps. How strongly all see the same weights
-is said by two numbers, the buffer size :math:`K` and the bound on staleness:
+weights, compute a gradient at them, and push it; the server receives one gradient at a time, adds
+them up and steps. Two numbers set how consistent the workers' weights are, the buffer size
+:math:`K` and the bound on staleness:
 
 ======================================= =============================================
-strong consistency, synchronous         :math:`K` is the number of workers: nobody is stale
+strong consistency, synchronous         :math:`K` is the number of workers: none is stale
 bounded staleness                       a smaller :math:`K`, and a bound
-weak consistency, asynchronous SGD      :math:`K = 1`, and no bound that anybody meets
+weak consistency, asynchronous SGD      :math:`K = 1`, and a bound too large to matter
 ======================================= =============================================
 
-So the synchronous one is FedSGD, and the asynchronous ones are FedBuff and FedAsync.
+The synchronous one is FedSGD, and the asynchronous ones are FedBuff and FedAsync.
 
 References:
     Li et al., 2014, `Scaling Distributed Machine Learning with the Parameter Server
@@ -41,22 +41,22 @@ _SERVER = 0
 
 
 class ParameterServer:
-    r"""The weights and the buffer, without messages and clock.
+    r"""The server's weights and buffer, without messages or a clock.
 
     A step is :math:`x \leftarrow x - \frac{\eta}{K} \sum_i s(\tau_i) g_i`. A worker pulls each
-    version of the weights once, so who has pushed a gradient waits for the step.
+    version of the weights once, so after pushing a gradient it waits for the step.
 
     Args:
-        weights: Where it begins: shape [P]; not written to.
+        weights: Initial weights: shape [P]; not written to.
         learning_rate: :math:`\eta`.
-        buffer_size: Gradients that make a step, :math:`K`, at most as many as workers.
-        staleness: What staleness does to a gradient.
+        buffer_size: Gradients that make a step, :math:`K`, at most the number of workers.
+        staleness: The weights :math:`s` of stale gradients, and their bound.
 
     Attributes:
-        weights: The newest: shape [P].
-        version: Steps taken.
-        ages: How many gradients that counted had which staleness.
-        num_dropped: Gradients that were too stale.
+        weights: The newest weights: shape [P].
+        version: Number of steps taken.
+        ages: Number of counted gradients by staleness.
+        num_dropped: Number of gradients that were too stale.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ParameterServer:
         return self.weights
 
     def push(self, worker: int, gradient: Tensor) -> Sequence[int]:
-        """Take a gradient at the weights that the worker pulled; return who is to pull now."""
+        """Take a gradient at the weights that the worker pulled; return the workers to pull now."""
         age = self.version - self._based_on[worker]
         if age > self._staleness.max_staleness:
             self.num_dropped += 1
@@ -95,13 +95,13 @@ class ParameterServer:
 
 
 def serve(server: ParameterServer, *, num_steps: int) -> list[int]:
-    """Be the server of a world of torch.distributed; return whose gradients came, in order.
+    """Run the server of a torch.distributed world; return the workers in order of their gradients.
 
-    Gradients are taken one at a time, from whoever comes first. After the last step each worker is
-    told that it is over; a gradient that it was at is not taken any more.
+    Gradients are taken one at a time, in order of arrival. After the last step each worker is told
+    to stop; gradients still on their way are received and dropped.
 
     Args:
-        server: With the weights that it begins with; the others' gradients are of its dtype.
+        server: Holds the initial weights; gradients must have their dtype.
         num_steps: Steps to take.
     """
     order, message = list[int](), torch.empty_like(server.weights)
@@ -124,11 +124,11 @@ def serve(server: ParameterServer, *, num_steps: int) -> list[int]:
 
 
 def work(gradient_at: Callable[[Tensor], Tensor], *, like: Tensor) -> Tensor:
-    """Be a worker of such a world until it is over; return the last weights.
+    """Run a worker until the server stops it; return the last weights.
 
     Args:
-        gradient_at: From weights, shape [P], to a gradient of theirs.
-        like: Weights of the server's shape and dtype.
+        gradient_at: Maps weights, shape [P], to a gradient at them.
+        like: A tensor of the weights' shape and dtype.
     """
     message = like.new_empty(len(like) + 1)
     dist.recv(message, _SERVER)
@@ -150,12 +150,12 @@ NUM_GRADIENTS = 400
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training has come to.
+    """The result of a training.
 
     Attributes:
-        distance: From the weights to the solution.
-        ages: How many gradients had which staleness.
-        num_dropped: Gradients that were too stale.
+        distance: Distance from the weights to the solution.
+        ages: Number of counted gradients by staleness.
+        num_dropped: Number of gradients that were too stale.
     """
 
     distance: float
@@ -164,9 +164,9 @@ class Trained:
 
 
 def train(*, buffer_size: int, max_staleness: int) -> Trained:
-    """Train a regression in processes, by as many gradients whatever the buffer's size is.
+    """Train a regression in processes, with the same number of gradients for any buffer size.
 
-    Each worker has a hundred examples of one line, so all of them want the same weights.
+    Each worker has a hundred examples of the same linear function, so all have the same optimum.
     """
     staleness = Staleness(
         max_staleness=max_staleness,
@@ -195,7 +195,7 @@ def train(*, buffer_size: int, max_staleness: int) -> Trained:
 
 
 def main() -> None:
-    """Train with each consistency, and print what came of it."""
+    """Train with each consistency, and print the results."""
     for name, buffer_size, max_staleness in (
         ("strong: waits for all workers", NUM_WORKERS, 0),
         ("bounded staleness: waits for two", 2, 2),

@@ -1,4 +1,4 @@
-"""All-reduce in four ways: sums, the bytes of each rank beside the formulas, and the script."""
+"""All-reduce in four ways: the sums, the bytes of each rank against the formulas, the script."""
 
 import json
 import os
@@ -40,13 +40,13 @@ OWN = [method for method in METHODS if method.is_own]
 
 
 def values_of(rank: int, num_numbers: int, dtype: torch.dtype) -> Tensor:
-    """Different numbers for every rank, of either sign and several magnitudes."""
+    """Return different numbers for every rank, of both signs and several magnitudes."""
     generator = torch.Generator().manual_seed(1000 * rank + num_numbers)
     return 10.0**rank * torch.randn(num_numbers, generator=generator, dtype=dtype)
 
 
 class Seen:
-    """What a rank has seen of one all-reduce."""
+    """The result and counters of one all-reduce in one rank."""
 
     def __init__(self, run: AllReduce, num_numbers: int, dtype: torch.dtype) -> None:
         messages = Messages()
@@ -62,7 +62,7 @@ Case = tuple[str, int, torch.dtype]
 
 
 def all_cases() -> dict[Case, Seen]:
-    """Every method, size and dtype, in one rank."""
+    """Run every method, size and dtype in this rank."""
     return {
         (method.name, num_numbers, dtype): Seen(method.run, num_numbers, dtype)
         for method, num_numbers, dtype in product(METHODS, SIZES, DTYPES)
@@ -73,13 +73,13 @@ def all_cases() -> dict[Case, Seen]:
     scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], name="seen_P"
 )
 def seen_in_each_rank(request: pytest.FixtureRequest) -> list[dict[Case, Seen]]:
-    """What each rank of a world has seen: one world for all cases."""
+    """Return the results of each rank; one world runs all cases."""
     return in_processes(all_cases, world_size=request.param, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_every_rank_has_the_sum(method: Method, seen_P: list[dict[Case, Seen]]) -> None:
-    """And the bits of the others; what was its own is as it was."""
+    """With the same bits in every rank, and without changing its own values."""
     for num_numbers, dtype in product(SIZES, DTYPES):
         of_ranks = [seen[method.name, num_numbers, dtype] for seen in seen_P]
         exact = sum(
@@ -100,7 +100,7 @@ def test_every_rank_has_the_sum(method: Method, seen_P: list[dict[Case, Seen]]) 
 def test_each_rank_sends_and_receives_what_the_formula_says(
     method: Method, seen_P: list[dict[Case, Seen]]
 ) -> None:
-    """To the number, where the ring's parts differ in size and where some are empty, too."""
+    """Exactly, even if the ring's parts differ in size or some are empty."""
     for num_numbers, dtype in product(SIZES, DTYPES):
         of_ranks = [seen[method.name, num_numbers, dtype] for seen in seen_P]
         cost = method.cost(num_numbers, len(seen_P))
@@ -115,7 +115,7 @@ def test_each_rank_sends_and_receives_what_the_formula_says(
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("n", [0, 1, 3, 10, 840])
 def test_totals_are_those_of_the_lectures(n: int, p: int) -> None:
-    """For any n, divisible or not."""
+    """For any n, divisible by p or not."""
     assert sum(naive_cost(n, p).sent_P) == p * (p - 1) * n
     assert sum(manager_cost(n, p).sent_P) == 2 * (p - 1) * n
     assert sum(ring_cost(n, p).sent_P) == 2 * (p - 1) * n
@@ -146,14 +146,14 @@ def test_ten_numbers_in_a_ring_of_four_by_hand() -> None:
 
 
 class _Skipped:
-    """A message that nobody waits for, as nobody sends it."""
+    """A message that is never sent, and not waited for."""
 
     def wait(self) -> None:
         pass
 
 
 class Skipping(Messages):
-    """Leaves out one step of a ring."""
+    """Messages that leave out one step of a ring."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Skipping(Messages):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 2, 3, 5])
 def test_a_ring_that_skips_a_step_is_caught_twice(step: int) -> None:
-    """By its sum, and by its bytes: 0 to 2 are of reduce-scatter, 3 to 5 of all-gather."""
+    """By its sum and by its bytes. Steps 0 to 2 are reduce-scatter, 3 to 5 all-gather."""
 
     def body() -> tuple[Tensor, int]:
         messages = Skipping(step)
@@ -196,7 +196,7 @@ def test_a_method_whose_sum_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_amid_a_ring_ends_all() -> None:
-    """The others wait for its messages; none of them is left."""
+    """The others wait for its messages, and must not be left running."""
 
     class Fatal(Messages):
         def send(self, tensor: Tensor, *, to: int) -> Pending:
@@ -229,7 +229,7 @@ def test_a_rank_that_is_killed_amid_a_ring_ends_all() -> None:
 
 
 def test_messages_pass_a_line_one_after_another() -> None:
-    """One that comes while the line is free does not wait for an earlier turn."""
+    """A message that comes while the line is free starts at once."""
     clock = VirtualClock()
     line = Line(bytes_per_s=10.0, clock=clock)
     assert [line.passed_s(20), line.passed_s(10)] == [2.0, 3.0]
@@ -238,7 +238,7 @@ def test_messages_pass_a_line_one_after_another() -> None:
 
 
 def test_on_the_emulated_network_time_is_the_formula() -> None:
-    """In virtual time, in which nothing else takes any."""
+    """In virtual time, in which only the lines take time."""
 
     def body() -> dict[str, float]:
         values, found = torch.ones(12), {}
@@ -255,7 +255,7 @@ def test_on_the_emulated_network_time_is_the_formula() -> None:
 
 @pytest.mark.slow
 def test_the_kernel_counts_what_was_sent_and_the_library_has_a_ring() -> None:
-    """Our own count is no more than the kernel's, which adds headers: here below one per cent."""
+    """The kernel's count is at least ours; its headers add less than one per cent here."""
     settings = Settings(numbers=(300_000,), repeats=1, mbit_per_s=1e5)
     for each in measure(settings, world_size=3):
         assert each.carried_P is not None
@@ -265,7 +265,7 @@ def test_the_kernel_counts_what_was_sent_and_the_library_has_a_ring() -> None:
 
 
 def test_sockets_that_were_there_are_left_out() -> None:
-    """A fork has those of its parent, too."""
+    """A forked child inherits the sockets of its parent."""
 
     def body() -> tuple[int | None, int | None]:
         dist.barrier()
@@ -280,7 +280,7 @@ def test_sockets_that_were_there_are_left_out() -> None:
 
 
 def measured(method: Method, world_size: int, *, carried: bool = True) -> Measured:
-    """Made up: as the formulas say, and a little slower."""
+    """Make up measurements: as the formulas say, and a little slower."""
     formula = tuple(4 * sent for sent in method.cost(1000, world_size).sent_P)
     return Measured(
         method=method,

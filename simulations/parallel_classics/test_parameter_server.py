@@ -1,4 +1,4 @@
-"""A parameter server is SGD, FedSGD, FedBuff or FedAsync, as its consistency says."""
+"""A parameter server equals SGD, FedSGD, FedBuff or FedAsync, depending on its consistency."""
 
 import heapq
 import re
@@ -21,7 +21,7 @@ from tests.unit.algorithms import test_scaffold as quadratics
 from tests.unit.simulation import test_buffers as buffers
 
 RATE = 0.1
-#: Of the quadratics sum_j a_j (x_j - b_j)^2 / 2 of each worker.
+#: Coefficients of each worker's quadratic sum_j a_j (x_j - b_j)^2 / 2.
 A, B = quadratics.A, quadratics.B
 
 
@@ -40,7 +40,7 @@ def gradient_of(worker: int) -> Callable[[Tensor], Tensor]:
 
 
 def in_a_world(buffer_size: int, num_steps: int) -> tuple[list[int], Tensor, dict[int, int]]:
-    """Return whose gradients came in which order, the last weights, and the ages of gradients."""
+    """Run a world; return the workers in order of gradients, the last weights, and the ages."""
     rule = partial(ParameterServer, learning_rate=RATE, staleness=staleness())
     zero = torch.zeros(2, dtype=torch.float64)
 
@@ -57,7 +57,7 @@ def in_a_world(buffer_size: int, num_steps: int) -> tuple[list[int], Tensor, dic
 
 
 def sgd(num_steps: int) -> Tensor:
-    """Return what SGD on the mean of all quadratics comes to."""
+    """Return the result of SGD on the mean of all quadratics."""
     x = torch.zeros(2, dtype=torch.float64)
     for _ in range(num_steps):
         x = x - RATE * (A * (x - B)).mean(0)
@@ -65,7 +65,7 @@ def sgd(num_steps: int) -> Tensor:
 
 
 def fed_sgd(num_steps: int) -> Tensor:
-    """Return what FedAvg with one step on all examples of each client comes to."""
+    """Return the result of FedAvg with one step on all examples of each client."""
     local = LocalSgd(epochs=1, batch_size=None, learning_rate=RATE, shuffle=False)
     strategy = FedAvg(local, weight_by_examples=False)
     params, _, _ = quadratics.run(strategy, num_rounds=num_steps, collector=quadratics.engine())
@@ -74,7 +74,7 @@ def fed_sgd(num_steps: int) -> Tensor:
 
 @pytest.mark.slow
 def test_strong_consistency_is_sgd_and_fedsgd() -> None:
-    """With processes, whoever is faster: the coordinator is a synchronous parameter server."""
+    """In processes, in any order of arrival: a coordinator is a synchronous parameter server."""
     order, weights, ages = in_a_world(NUM_WORKERS, 20)
     assert ages == {0: 20 * NUM_WORKERS}
     assert all(sorted(order[n : n + 4]) == [1, 2, 3, 4] for n in range(0, len(order), 4))
@@ -85,7 +85,7 @@ def test_strong_consistency_is_sgd_and_fedsgd() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("buffer_size", [1, 2])
 def test_weak_consistency_is_one_worker_at_a_time(buffer_size: int) -> None:
-    """Whatever the order was: replayed without processes it gives the same bits."""
+    """Replaying the order of arrival without processes gives the same bits."""
     order, weights, ages = in_a_world(buffer_size, 60)
     server = ParameterServer(
         torch.zeros(2, dtype=torch.float64),
@@ -105,7 +105,7 @@ def test_weak_consistency_is_one_worker_at_a_time(buffer_size: int) -> None:
 def by_virtual_time(
     *, buffer_size: int, num_steps: int, rule: Staleness, rate: float = 1.0
 ) -> tuple[float, ParameterServer]:
-    """Return the weight that workers come to whose gradients take the seconds of a table."""
+    """Run workers whose gradients take the seconds of a table; return the weight and the server."""
     server = ParameterServer(
         torch.zeros(1, dtype=torch.float64),
         learning_rate=rate,
@@ -126,7 +126,7 @@ def by_virtual_time(
 
 
 def by_rounds(buffered: Buffered, *, num_rounds: int) -> float:
-    """Return what an asynchronous simulation of the same clients comes to."""
+    """Return the weight after an asynchronous simulation of the same clients."""
     made = buffers.plan(buffered.asynchrony, buffers.ToTheirOwn(), strategy=buffered.strategy)
     assert isinstance(made.collector, Engine)
     state, _ = buffers.run(made, num_rounds=num_rounds)
@@ -135,7 +135,7 @@ def by_rounds(buffered: Buffered, *, num_rounds: int) -> float:
 
 @pytest.mark.parametrize("mixing", [0.6, 1.0])
 def test_one_worker_at_a_time_is_fedasync(mixing: float) -> None:
-    """Which is FedBuff with a buffer of one update and the weight (1 + s) ** -a."""
+    """FedAsync is FedBuff with a buffer of one update and the weight (1 + s) ** -a."""
     fed_async = FedAsync(
         buffers.LOCAL, mixing=mixing, concurrency=buffers.NUM_CLIENTS, max_staleness=50
     )
@@ -154,7 +154,7 @@ def test_one_worker_at_a_time_is_fedasync(mixing: float) -> None:
 
 @pytest.mark.parametrize("buffer_size", [3, 5])
 def test_a_buffer_of_several_is_fedbuff(buffer_size: int) -> None:
-    """Consistency between strong and weak."""
+    """This consistency is between strong and weak."""
     fed_buff = FedBuff(
         buffers.LOCAL,
         buffer_size=buffer_size,
@@ -168,7 +168,7 @@ def test_a_buffer_of_several_is_fedbuff(buffer_size: int) -> None:
 
 
 def test_a_buffer_of_all_workers_is_fedavg() -> None:
-    """Without staleness: what it would weigh does not matter."""
+    """Nothing is stale, so the staleness weights do not matter."""
     everyone = buffers.NUM_CLIENTS
     weight, server = by_virtual_time(buffer_size=everyone, num_steps=9, rule=staleness(most=0))
     other, _ = by_virtual_time(buffer_size=everyone, num_steps=9, rule=staleness(exponent=3.0))
@@ -181,7 +181,7 @@ def test_a_buffer_of_all_workers_is_fedavg() -> None:
 
 
 def test_the_bound_drops_what_is_staler() -> None:
-    """The control: without it the slowest worker counts."""
+    """The control: without the bound, the slowest worker's gradients count."""
     _, free = by_virtual_time(buffer_size=1, num_steps=60, rule=staleness())
     _, bound = by_virtual_time(buffer_size=1, num_steps=60, rule=staleness(most=4))
     assert max(free.ages) > 4 >= max(bound.ages)
@@ -190,7 +190,7 @@ def test_the_bound_drops_what_is_staler() -> None:
 
 @pytest.mark.slow
 def test_the_script_tells_each_consistency(capsys: pytest.CaptureFixture[str]) -> None:
-    """All workers want the same weights, so each training ends near them."""
+    """All workers have the same optimum, so each training ends near it."""
     main()
     strong, ages, *others = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"strong: .*: 100 steps of 4, distance \d.*", strong)

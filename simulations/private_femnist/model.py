@@ -7,7 +7,7 @@ NUM_CLASSES = 62
 
 
 class Softmax(nn.Module):
-    """Begins at zero, so that noise is all that is random in it."""
+    """Softmax regression that starts at zero, so that privacy noise is its only randomness."""
 
     def __init__(self, num_pixels: int) -> None:
         super().__init__()
@@ -23,5 +23,5 @@ class Softmax(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """Return a model of 48,670 parameters."""
+    """Build the model, which has 48,670 parameters."""
     return Softmax(num_pixels=28 * 28)

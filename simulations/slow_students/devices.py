@@ -1,8 +1,8 @@
-"""Devices that depend on whose they are: high-school students' are ten times slower than others'.
+"""Devices whose speed depends on their owner: those of high-school students are slower.
 
-MNIST has digits of two groups: of Census staff, and of high-school students, whose are harder.
-Clients are sorted by the numbers of their writers, where the staff comes first; in the test set the
-students do.
+MNIST has digits of two groups of writers: Census staff, and high-school students, whose digits are
+harder. Clients are sorted by writer number, so the staff comes first; in the test set the students
+come first.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ NUM_STUDENT_DIGITS = 5001
 
 @dataclass(frozen=True, kw_only=True)
 class SlowGroup:
-    """Devices of which those of one group compute more slowly.
+    """Devices of which one group computes more slowly.
 
     Attributes:
-        devices: What all have in common.
+        devices: The behaviour of all devices before slowing.
         first_slow: This client and those after it are slow.
-        slowness: How many times as long they compute.
+        slowness: Factor by which their computation takes longer.
     """
 
     devices: Behaviour
@@ -34,26 +34,26 @@ class SlowGroup:
     slowness: int
 
     def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        """Return how long clients take: slow ones as if they had more examples."""
+        """Return the clients' durations; slow ones take as long as if they had more examples."""
         times = np.where(asked.client_ids >= self.first_slow, self.slowness, 1)
         processed = asked.num_examples_processed * times
         return self.devices.durations_s(replace(asked, num_examples_processed=processed))
 
     def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        """Return who fails."""
+        """Return which clients fail."""
         return self.devices.failures(asked)
 
 
 def devices(population: Population, *, slowness: int, speed_sigma: float) -> SlowGroup:
-    """Return devices of which the students' are slow, and those of each group differ.
+    """Build slow devices for the students; speeds also vary within each group.
 
     Args:
         population: The writers of MNIST.
-        slowness: How many times as long a student's device computes.
+        slowness: Factor by which a student's device takes longer to compute.
         speed_sigma: Standard deviation of the logarithm of the speeds in a group.
 
     Raises:
-        ValueError: They are other clients.
+        ValueError: The population is not the writers of MNIST.
     """
     if population.num_clients != NUM_CLIENTS:
         raise ValueError(f"{population.num_clients} clients are not the {NUM_CLIENTS} writers")
@@ -68,7 +68,7 @@ def devices(population: Population, *, slowness: int, speed_sigma: float) -> Slo
 
 
 def accuracy() -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what measures the accuracy on the students' digits of the test set."""
+    """Return a metric that measures the accuracy on the students' digits of the test set."""
 
     def of_students(outputs: Tensor, labels: Tensor) -> Tensor:
         is_right = outputs.argmax(1) == labels
