@@ -1,4 +1,4 @@
-"""How a block of clients is trained: one after another, or stacked in one tensor operation.
+"""Executors train a block of clients: one after another, or stacked in one tensor operation.
 
-To float rounding all executors agree; the sequential one is the reference.
+All executors agree up to float rounding; the sequential one is the reference.
 """

@@ -1,4 +1,4 @@
-"""Which clients of a block fail, where training it raises an error."""
+"""Isolates the failing clients of a block, if training the block raises an error."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -17,18 +17,18 @@ def attempts(
     block: NDArray[np.int64],
     errors: dict[int, BaseException],
 ) -> Iterator[tuple[NDArray[np.int64], ResultT]]:
-    """Train a block; yield the places of the clients that trained, and what they give.
+    """Train a block; yield the clients that trained, by their places, with their result.
 
-    Where the block raises, its clients are tried one by one. The others train as a block again, so
-    that what they give does not depend on the clients that failed.
+    If the block raises, its clients are tried one by one. Those that succeed then train again as a
+    block, so that their result does not depend on the clients that failed.
 
     Args:
-        train: Trains the clients at some places.
-        block: The places: shape [n].
-        errors: Filled with the error of each client that fails, by place.
+        train: Trains the clients at the given places.
+        block: Places of the clients: shape [n].
+        errors: Receives the error of each client that fails, by place.
 
     Raises:
-        EngineError: The executor cannot do what it is asked, whichever clients train.
+        EngineError: The executor cannot do this work at all, whichever clients train.
     """
     trained = _attempt(train, block, errors)
     if trained is not None:
@@ -43,7 +43,7 @@ def _retries(
     singles: Sequence[NDArray[np.int64]],
     errors: dict[int, BaseException],
 ) -> Iterator[tuple[NDArray[np.int64], ResultT]]:
-    """Train clients together that each trained alone; where that fails, one by one."""
+    """Train clients together that each succeeded alone; if that fails, one by one."""
     if not singles:
         return
     together = np.concatenate(singles)
@@ -51,7 +51,7 @@ def _retries(
     if trained is not None:
         yield together, trained
         return
-    for single in singles:  # each has memory enough, for one
+    for single in singles:  # together they may lack memory, but each one alone has enough
         if (trained := _attempt(train, single, errors)) is not None:
             yield single, trained
 
@@ -61,12 +61,12 @@ def _attempt(
     block: NDArray[np.int64],
     errors: dict[int, BaseException],
 ) -> ResultT | None:
-    """Return what clients give, or ``None`` if they raise; the error of a single one is noted."""
+    """Train some clients; return ``None`` if they fail, and record the error of a single client."""
     try:
         return train(block)
     except EngineError:
         raise
-    except BaseException as error:  # a client boundary: user code raises anything
+    except BaseException as error:  # a client boundary: user code may raise anything
         if not is_failure(error):
             raise
         if len(block) == 1:

@@ -1,4 +1,4 @@
-"""What every executor is given and what it returns."""
+"""The interface of executors: the work that they are given and the result that they return."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,11 +25,11 @@ from fedlearn.training.keyed_dropout import global_generator, step_keys, step_se
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Apart:
-    """Clients of a block that were asked in several rounds.
+    """Start models for a block whose clients were asked in different rounds.
 
     Attributes:
-        rounds_K: In which: shape [K].
-        starts_KP: The model that each starts from, one row a client.
+        rounds_K: Round in which each client was asked: shape [K].
+        starts_KP: Model from which each client starts, one row per client.
     """
 
     rounds_K: NDArray[np.int64]
@@ -38,14 +38,14 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalTask:
-    """What clients are asked to do in a round.
+    """The task of clients in a round.
 
     Attributes:
         params: The global model.
-        local: What clients do.
-        told: What they are told beside the model, one vector each.
-        round_num: Round index.
-        seed: The run's.
+        local: The clients' local update.
+        told: Vectors that the strategy broadcasts together with the model.
+        round_num: Round index, from 0.
+        seed: Seed of the run.
     """
 
     params: Params
@@ -57,17 +57,17 @@ class LocalTask:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work(LocalTask):
-    """A block of K clients to train: their task, with their examples.
+    """A block of K clients to train: their task and their examples.
 
     Attributes:
-        client_ids: Shape [K], those with most steps first.
-        features: The examples' features, [N, ...] each; the schedule says which rows.
+        client_ids: Shape [K], sorted by number of steps, most first.
+        features: The examples' features, [N, ...] each; the schedule refers to their rows.
         labels: The examples' labels, [N, ...].
         rows_K: Row numbers of all examples of each client.
-        schedule: Batches.
-        kept: What the clients kept, by name one row each: shape [K, n]; what is missing is zero.
-        apart: Where they were asked in several rounds, by executors that take it; ``None``: all
-            start from ``params``.
+        schedule: The clients' batches.
+        kept: Client state by name, one row per client: shape [K, n]; missing names are zero.
+        apart: Start models if the clients were asked in different rounds, for executors that
+            support it; ``None``: all start from ``params``.
     """
 
     client_ids: NDArray[np.int64]
@@ -88,7 +88,7 @@ class Work(LocalTask):
         kept: Mapping[str, Tensor],
         apart: Apart | None = None,
     ) -> Self:
-        """Return the task with these clients' examples, moved to where the model lies."""
+        """Build the work of a block; the examples are moved to the model's device."""
         vector = task.params.vector
         begins, sizes = rows.offsets[:-1].tolist(), rows.num_examples().tolist()
         return cls(
@@ -100,7 +100,7 @@ class Work(LocalTask):
             client_ids=client_ids,
             features=moved(rows.features, vector.device),
             labels=rows.labels.to(vector.device),
-            # Slices: np.split takes several times as long.
+            # Plain slices, because np.split takes several times as long.
             rows_K=[rows.rows[at : at + size] for at, size in zip(begins, sizes, strict=True)],
             schedule=schedule(
                 task.local.work,
@@ -116,23 +116,23 @@ class Work(LocalTask):
         )
 
     def num_examples(self) -> NDArray[np.int64]:
-        """Return how many examples each client trains on in an epoch: shape [K]."""
+        """Return the number of examples that each client uses per epoch: shape [K]."""
         return self.local.work.used_per_epoch(np.asarray([len(rows) for rows in self.rows_K]))
 
     def num_steps(self) -> Tensor:
-        """Return how many steps each client takes: shape [K], of the model's dtype."""
+        """Return the number of steps that each client takes: shape [K], of the model's dtype."""
         counts_K = (self.schedule.counts_TK > 0).sum(0)
         return torch.from_numpy(counts_K).to(self.params.vector)
 
     def draws(self) -> Draws:
-        """Return what the clients' local updates draw in this round."""
+        """Return the random draws of the clients' local updates in this round."""
         draws_any = any(spec.draws is not None for spec in self.local.memory.values())
         client_ids = self.client_ids.tolist() if draws_any else []
         seeds = [client_seed(self.seed, round_num=self.round_num, client_id=c) for c in client_ids]
         return Draws(self.local, seeds)
 
     def step_keys(self) -> NDArray[np.int64]:
-        """Return the key of the dropout masks of each client's step: shape [K, T]."""
+        """Return the keys of the dropout masks, one per client and step: shape [K, T]."""
         client_ids = self.client_ids.tolist()
         seeds = [
             step_seed(self.seed, round_num=self.round_num, client_id=client)
@@ -146,14 +146,14 @@ class Trained:
     """A trained block.
 
     Attributes:
-        deltas_KP: Local minus global, one row a client. Valid until the executor's next
-            call, which may reuse the memory.
-        lanes: What else they contribute, by lane one row a client: shape [K, n].
+        deltas_KP: Local minus global model, one row per client. Valid only until the executor's
+            next call, which may reuse the memory.
+        lanes: Further lanes of the updates, by name one row per client: shape [K, n].
         losses_K: Mean training loss over each client's steps, float64.
-        num_examples_K: Examples that each has trained on: its weight.
-        kept: What they keep, by name one row each: shape [K, n].
-        metrics_K: What else each measured in training, by names of its own; empty where nobody
-            measures more than the loss.
+        num_examples_K: Number of examples that each client has trained on: its weight.
+        kept: Client state after training, by name one row per client: shape [K, n].
+        metrics_K: Further training metrics of each client, by the clients' own names; empty if
+            only the loss was measured.
     """
 
     deltas_KP: Tensor
@@ -167,20 +167,21 @@ class Trained:
 class Executor(Protocol):
     """Trains blocks of clients.
 
-    One with an attribute ``takes_apart`` that is true trains each from a model of its own.
+    An executor that supports :attr:`Work.apart`, where each client starts from its own model, has
+    an attribute ``takes_apart`` that is true.
     """
 
     def train(self, work: Work) -> Trained:
-        """Return the clients' deltas and losses."""
+        """Train the clients and return their deltas and losses."""
 
 
 @contextmanager
 def without_global_draws(work: Work) -> Iterator[None]:
-    """Run the block, in which clients train together; refuse draws that are none of theirs.
+    """Run a block of clients that train together, and reject draws from a global generator.
 
     Raises:
-        EngineError: A local update of the user's own drew from a global generator. What that gives
-            depends on the block, and a repeated run would have other numbers.
+        EngineError: A user-defined local update drew from a global generator. Its numbers would
+            depend on the composition of the block, so the run would not be reproducible.
     """
     if not is_own(work.local):
         yield
@@ -198,5 +199,5 @@ def without_global_draws(work: Work) -> Iterator[None]:
 
 
 def block_within(num_bytes: int, *, each: int) -> int:
-    """Return how many clients of ``each`` bytes to take at once: 2 to 64, more save nothing."""
+    """Return how many clients of ``each`` bytes fit: 2 to 64, since more save no further time."""
     return min(64, max(2, num_bytes // each))

@@ -1,8 +1,9 @@
-"""What a forward pass may remember in plain Python, as digests that can be compared.
+"""Digests of the Python state of a model, to detect a forward pass that changes it.
 
-A trace and a vectorised computation see tensors. A counter, a list, a generator of random
-numbers or a global that the forward pass changes, they freeze as they found it. No number of
-calls shows that a counter will matter at the hundredth; that it counts, two calls do.
+A trace or a vectorised computation follows tensors only. A counter, a list, a random generator or
+a global variable that the forward pass changes would be frozen at its value during the trace. No
+number of trial calls can show that a counter matters at the hundredth call, but two calls show that
+it counts.
 """
 
 import hashlib
@@ -21,28 +22,28 @@ from torch import Tensor, nn
 
 from fedlearn.training.keyed_dropout import shown
 
-#: What training is meant to change in a module, and where its layers are.
+#: Attributes of a module that training may change, and the one that holds its layers.
 _TENSORS: tuple[str, ...] = ("_parameters", "_buffers")
 _LAYERS = "_modules"
-#: A recurrent layer's lists of its parameters, which its forward pass brings up to date.
+#: A recurrent layer's lists of its parameters, which its forward pass refreshes.
 _LISTS_OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
-#: Of one place, at the most.
+#: Most objects that one digest may cover.
 _MOST_OBJECTS = 1_000_000
 
 
 def digests(module: nn.Module, objective: object) -> Mapping[str, bytes]:
-    """Return a digest of each place where Python state can lie, by a name for the user to read.
+    """Return a digest of each place that can hold Python state, by a name for messages.
 
-    The attributes of every layer, what the user's own classes and functions refer to (globals,
-    closures, attributes of classes), and the objective. Parameters and buffers are left out;
-    other tensors count by value. What cannot be pickled counts by identity.
+    The places are the attributes of every layer, everything that user-defined classes and functions
+    refer to (globals, closures, class attributes), and the objective. Parameters and buffers are
+    left out. Other tensors are compared by value, and objects that cannot be pickled by identity.
 
     Args:
         module: The model.
         objective: The loss.
 
     Raises:
-        ValueError: It is too much to compare.
+        ValueError: There is too much state to compare.
     """
     own = {id(t) for t in (*module.parameters(), *module.buffers())}
     return {name: _digest(value, own) for name, value in _places(module, objective)}
@@ -60,7 +61,7 @@ def _places(module: nn.Module, objective: object) -> Iterator[tuple[str, object]
 
 
 def _state_of(module: nn.Module) -> dict[str, object]:
-    """Return the attributes of a layer without its tensors."""
+    """Return the attributes of a layer, except its parameters and buffers."""
     excluded = _TENSORS
     if isinstance(module, nn.RNNBase):
         excluded += _LISTS_OF_PARAMETERS
@@ -75,13 +76,13 @@ def _digest(value: object, own: Collection[int]) -> bytes:
 
 @dataclass(frozen=True)
 class _Described:
-    """What is written in the place of an object; ``state`` may lead back to the object."""
+    """Written in place of an object; its pickled ``state`` may refer back to the object."""
 
     name: str
 
 
 class _Describer(pickle.Pickler):
-    """Writes objects down by value and the user's code by what it refers to."""
+    """Serializes objects by value, and user code by the objects to which it refers."""
 
     def __init__(self, file: io.BytesIO, own: Collection[int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -122,22 +123,22 @@ class _Describer(pickle.Pickler):
                 return _Described, (name,), (value.fget,)
         try:
             reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:  # noqa: BLE001 - the user's code, or what has no value to write
+        except Exception:  # noqa: BLE001 - user code, or an object that cannot be pickled
             return _Described, (name,)
         return (_Described, (name,)) if isinstance(reduced, str) else reduced
 
 
 def _is_users(code: type | FunctionType) -> bool:
-    """Whether a class or function is the user's own: neither Python's, nor installed, nor ours."""
+    """Whether user code defines it: not Python, an installed package, or this framework."""
     package = (code.__module__ or "").partition(".")[0]
     return package not in {*sys.stdlib_module_names, "fedlearn"} and not _is_installed(package)
 
 
 @cache
 def _is_installed(package: str) -> bool:
-    """Whether a package lies where an installer put it."""
+    """Whether an installer put a package where it is, so that it is not the user's working copy."""
     file = getattr(sys.modules.get(package), "__file__", None)
-    if file is None:  # a notebook
+    if file is None:  # defined in a notebook or an interactive session
         return False
     path = Path(file)
     folder = path.parents[1] if path.stem == "__init__" else path.parent
@@ -145,7 +146,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _own_code(kind: type) -> dict[str, object]:
-    """Return the attributes of a class, without those that Python itself keeps there."""
+    """Return the attributes of a class, except those that Python itself adds."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -154,7 +155,7 @@ def _own_code(kind: type) -> dict[str, object]:
 
 
 def _referred_to(function: FunctionType) -> list[object]:
-    """Return what a function refers to: cells, defaults, globals and attributes of modules."""
+    """List the objects that a function refers to: cells, defaults, globals, module attributes."""
     names = sorted(_names(function.__code__))
     named = [function.__globals__[name] for name in names if name in function.__globals__]
     for module in [value for value in named if isinstance(value, ModuleType)]:
@@ -164,6 +165,6 @@ def _referred_to(function: FunctionType) -> list[object]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in ``code`` and the functions within."""
+    """Return the names of globals and attributes in ``code`` and in its inner functions."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*inner)

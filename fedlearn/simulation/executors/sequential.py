@@ -1,4 +1,4 @@
-"""One client after another on one resident model: always possible, and the reference."""
+"""Trains one client after another on one model in memory: works always, and is the reference."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -17,14 +17,14 @@ from fedlearn.core.params import Layout
 from fedlearn.simulation.executors.base import Trained, Work, block_within
 from fedlearn.training.resident import Part, ResidentModel, Training, weighted_mean
 
-#: Bytes of features that are gathered at a time, unless a batch alone has more.
+#: Bytes of features to gather at a time, unless a single batch has more.
 _GATHERED_BYTES = 4 << 20
-#: Bytes at whose multiples torch's memory begins.
+#: Alignment of torch's memory allocations, in bytes.
 _ALIGNMENT = 64
 
 
 def preferred_block(layout: Layout) -> int:
-    """Return how many clients to train before their deltas are summed up together.
+    """Return how many clients to train per block, after which their deltas are added to the sum.
 
     Example:
         >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
@@ -34,10 +34,10 @@ def preferred_block(layout: Layout) -> int:
 
 
 class SequentialExecutor:
-    """Trains the clients of a block in turn.
+    """Trains the clients of a block one after another.
 
     Args:
-        model: The model that stays in memory.
+        model: The model in memory, which all clients use in turn.
     """
 
     def __init__(self, model: ResidentModel) -> None:
@@ -45,7 +45,7 @@ class SequentialExecutor:
         self._deltas_KP = torch.empty(0, model.layout.size, dtype=model.layout.dtype)
 
     def train(self, work: Work) -> Trained:
-        """Return the clients' deltas and losses."""
+        """Train the clients and return their deltas and losses."""
         params = work.params.as_sent()
         num_clients, global_P = len(work.client_ids), params.vector
         if len(self._deltas_KP) < num_clients or self._deltas_KP.device != global_P.device:
@@ -77,12 +77,12 @@ class SequentialExecutor:
 
 
 def _stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return single rows [1, n] by name as one tensor each: shape [K, n]."""
+    """Join single rows [1, n] by name into one tensor each: shape [K, n]."""
     return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
 
 
 def _batches(work: Work) -> Iterator[Part]:
-    """Yield the batches of one client after another; small ones are gathered many at a time."""
+    """Yield the batches of one client after another; gather many small ones at a time."""
     counts_KT = work.schedule.counts_TK.T
     is_step_KT = counts_KT > 0
     rows_KTB = work.schedule.rows_TKB.transpose(0, 1)
@@ -102,11 +102,13 @@ def _batches(work: Work) -> Iterator[Part]:
 
 
 def _gathered(tensor: Tensor, rows_NB: Tensor, sizes_N: NDArray[np.int64]) -> Sequence[Tensor]:
-    """Return the rows of each batch, copied.
+    """Copy the rows of each batch.
 
-    Each begins at a multiple of 64 bytes, as in a session, where it is in memory of its own: the
-    bits of a product may hang on that (:mod:`fedlearn.core.mkl_environment`).
+    Each copy starts at a multiple of 64 bytes, like the separate allocations in a client session,
+    because the bits of a matrix product can depend on the alignment of its operands
+    (:mod:`fedlearn.core.mkl_environment`).
     """
+    # Pad each batch to a multiple of the fewest rows whose size is a multiple of 64 bytes.
     unit = _ALIGNMENT // gcd(_ALIGNMENT, _row_bytes(tensor))
     units_N = -(-sizes_N // unit)
     width = int(units_N.max()) * unit
@@ -122,8 +124,8 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _mean_losses(losses: Sequence[Tensor], counts_TK: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return each client's mean loss over the examples of its steps; one transfer for all."""
-    values = torch.stack(list(losses)).double().cpu().numpy()
+    """Return each client's mean loss over the examples of all its steps."""
+    values = torch.stack(list(losses)).double().cpu().numpy()  # one transfer for all clients
     counts_KT = counts_TK.T
     ends_K = np.cumsum((counts_KT > 0).sum(1))
     own = np.split(values, ends_K[:-1])

@@ -1,11 +1,11 @@
-"""A block of clients trained at once: parameters stacked [K, ...], one ``vmap`` over clients.
+"""Trains a block of clients at once: their parameters are stacked [K, ...], with one ``vmap``.
 
-The gradient of one client's batch is written once and vectorised over the block, so any
-module whose operations have a batching rule trains this way, step for step as the sequential
-reference does. What runs is a trace of that computation, compiled or not.
+The gradient of one client's batch is written once and vectorised over the block. Any module whose
+operations have a batching rule can train this way, with the same steps as the sequential reference.
+What runs is a trace of that computation, compiled or not.
 
-Shape legend: K clients in the block, T steps, B examples a batch, P parameters and
-statistics, Q trainable parameters.
+Shape legend: K clients in the block, T steps, B examples per batch, P parameters and statistics,
+Q trainable parameters.
 """
 
 import os
@@ -57,19 +57,20 @@ from fedlearn.simulation.executors.stacked_gradient import (
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.training.input_dtypes import InputCast
 
-#: Bytes that the gradients of examples may take together.
+#: Most memory for the per-example gradients of a block, in bytes.
 _EXAMPLE_BYTES = 128 << 20
-#: Examples, at the least, on which a model is tried.
+#: Fewest examples on which to test whether a model mixes the examples of a batch.
 _TRIED_ROWS = 8
-#: Traced shapes per block size: a step runs at the next of so many evenly spaced heights.
+#: Traced shapes per block size. A step runs at the next larger of this many evenly spaced heights
+#: (numbers of clients), since every shape must be traced.
 NUM_HEIGHTS = 4
 
 
 def preferred_block(layout: Layout, local: LocalUpdate) -> int:
-    """Return how many clients to train at once: as many as the fused executor.
+    """Return how many clients to train at once: as many as in the fused executor, or fewer.
 
-    Fewer with convolutions, whose activations are not reused here from one step to the next; and
-    where each example has a gradient.
+    Fewer for models with convolutions, since the memory of their activations is not reused from
+    step to step here, and for per-example gradients.
     """
     num_clients = fused.preferred_block(layout, bytes_of_images=8 << 20)
     if not isinstance(local, NoisedGradients):
@@ -81,7 +82,7 @@ def preferred_block(layout: Layout, local: LocalUpdate) -> int:
 
 @dataclass(eq=False)
 class _Run:
-    """One block on its way: its batches, padded to shapes that run, and what changes."""
+    """One block in training: its batches, padded to the shapes that are traced, and its state."""
 
     work: Work
     rows_TKB: Tensor
@@ -93,11 +94,10 @@ class _Run:
     inputs: InputCast
 
     def moment(self, step: int) -> Moment:
-        """Return when a step is taken."""
         return Moment(self.work.round_num, step)
 
     def batch(self, step: int, clients: slice | Tensor, *, size: int) -> Batch:
-        """Return the first ``size`` places of the batches of these clients."""
+        """Gather the first ``size`` examples of the batches of some clients."""
         rows, work = self.rows_TKB[step, clients, :size], self.work
         flat = rows.reshape(-1)
 
@@ -113,15 +113,15 @@ class _Run:
 
 
 class StackedExecutor:
-    """Trains all clients of a block in one tensor operation a step.
+    """Trains all clients of a block with one tensor operation per step.
 
-    Equal to :class:`~fedlearn.simulation.executors.sequential.SequentialExecutor` to float
-    rounding for every model that a :class:`~fedlearn.simulation.executors.trial.Trial` of it has
-    no objection to.
+    Its results equal those of
+    :class:`~fedlearn.simulation.executors.sequential.SequentialExecutor` up to float rounding, for
+    every model to which a :class:`~fedlearn.simulation.executors.trial.Trial` has no objection.
 
     Args:
-        gradient: Of the model, where the work's tensors lie.
-        is_compiled: Compile the step, once per shape; see :func:`why_not_compiled`.
+        gradient: Gradient of the model, on the device of the work's tensors.
+        is_compiled: Whether to compile the step, once per shape; see :func:`why_not_compiled`.
     """
 
     def __init__(self, gradient: BlockGradient, *, is_compiled: bool) -> None:
@@ -134,26 +134,27 @@ class StackedExecutor:
         self._mixes: bool | None = None
 
     def train(self, work: Work) -> Trained:
-        """Return the clients' deltas and losses.
+        """Train the clients and return their deltas and losses.
 
         Raises:
-            ValueError: The weights are of another model.
+            ValueError: The weights belong to another model.
             EngineError: The step cannot be compiled, or the local update draws from a global
-                generator.
-            RuntimeError: The model cannot be vectorised; a trial tells before.
+                generator, or it needs per-example gradients, which the model does not have.
+            RuntimeError: The model cannot be vectorised; a trial would have found this before.
         """
         if work.params.layout != self._layout:
             raise ValueError("the weights are of another model than the one that is stacked")
         if self._mixes is None:
             own = np.concatenate(work.rows_K)
-            # Where they were read for this block, a client's few examples may be all there are.
+            # Prefer the block's own examples: another client's may be unusable. If they are too
+            # few, take any that are in memory. With data read per block there are no others.
             rows_N = own if len(own) >= _TRIED_ROWS else np.arange(len(work.labels))
             rows = torch.from_numpy(rows_N).to(work.labels.device)
             self._mixes = self._gradient.mixes_examples(work.features, work.labels, rows=rows)
         if isinstance(work.local, NoisedGradients):
             self._require_examples()
         with torch.no_grad(), without_global_draws(work), warnings.catch_warnings():
-            # Operations that are vectorised by a loop are slow, not wrong.
+            # Operations that vmap vectorises by a loop are slow, but correct.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             run = self._start(work)
             for step in range(work.schedule.num_steps):
@@ -161,10 +162,11 @@ class StackedExecutor:
             return self._trained(run)
 
     def _require_examples(self) -> None:
-        """Refuse a model whose examples have no gradients of their own.
+        """Check that per-example gradients exist.
 
         Raises:
-            EngineError: It is one, or was made for gradients of whole batches.
+            EngineError: The examples of a batch affect each other, or ``gradient`` was built for
+                gradients of whole batches.
         """
         if self._mixes or not self._gradient.by_example:
             raise EngineError(
@@ -176,9 +178,9 @@ class StackedExecutor:
     # --- before and after the steps -----------------------------------------------------
 
     def _start(self, work: Work) -> _Run:
-        """Give every client the global model, and what it kept."""
+        """Load the global model and the client state into the stack."""
         rows_TKB, weights_TKB = self._padded(work)
-        if not self._gradient.by_example:  # else the weights are those of clipped gradients
+        if not self._gradient.by_example:  # otherwise the weights apply to the clipped gradients
             weights_TKB = batch_weights(
                 self._gradient.objective,
                 work.labels,
@@ -187,7 +189,8 @@ class StackedExecutor:
             )
         num_steps, height, _ = rows_TKB.shape
         self._reserve(height, work.local)
-        self._gradient.inputs.dtypes(work.features)  # decided on examples, not on a block of them
+        # Decide the input dtypes now, on unstacked examples; batches have a client dimension.
+        self._gradient.inputs.dtypes(work.features)
         stack, views = self._prefix(height), self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
             value.copy_(views[name])
@@ -212,7 +215,7 @@ class StackedExecutor:
         )
 
     def _padded(self, work: Work) -> tuple[Tensor, Tensor]:
-        """Return the rows and weights of the schedule, in the shapes that will run."""
+        """Return the rows and weights of the schedule, padded to the shapes that are traced."""
         rows_TKB, weights_TKB = work.schedule.rows_TKB, work.schedule.weights_TKB
         _, height, size = rows_TKB.shape
         more_places = _bucketed_size(work.local.work, size) - size
@@ -222,11 +225,12 @@ class StackedExecutor:
             weights_TKB = F.pad(weights_TKB, (0, more_places, 0, more_clients))
         elif work.schedule.is_uniform:
             return rows_TKB, weights_TKB
-        # Padding repeats the client's own first example: its loss is finite if the client's is.
+        # Pad with the client's own first example, whose loss is finite if the client's loss is: a
+        # weight of 0 would not remove the NaN of another client's example.
         return torch.where(weights_TKB > 0, rows_TKB, rows_TKB[0, :, :1]), weights_TKB
 
     def _keys(self, work: Work, num_steps: int, height: int) -> Tensor:
-        """Return the key of the dropout masks of each client's step: int64 [T, height]."""
+        """Return the keys of the dropout masks, one per step and client: int64 [T, height]."""
         keys_TK = np.zeros((num_steps, height), np.int64)
         if self._gradient.dropouts:
             keys_TK[:, : len(work.client_ids)] = work.step_keys().T
@@ -264,7 +268,7 @@ class StackedExecutor:
         return len(self._deltas_KP)
 
     def _reserve(self, height: int, local: LocalUpdate) -> None:
-        """Have room for ``height`` clients."""
+        """Allocate memory for at least ``height`` clients."""
         names, grows = self._gradient, height > self._height
         if grows:
             self._stack = Stack(
@@ -291,13 +295,13 @@ class StackedExecutor:
     # --- steps --------------------------------------------------------------------------
 
     def _step(self, run: _Run, step: int) -> None:
-        """Take one step of all clients that still have a batch."""
+        """Take one step for all clients that still have a batch."""
         active = int(run.work.schedule.active_T[step])
         sizes_k = run.work.schedule.counts_TK[step, :active]
         run.draws.fill(self._prefix(active).memory, step)
         if isinstance(run.work.local, NoisedGradients):
             self._step_by_example(run, step, sizes_k, rule=run.work.local)
-        elif self._mixes is False:  # and not as long as that is not known
+        elif self._mixes is False:  # `None` means unknown, and padding is safe only if they do not
             self._step_together(run, step, active=active, size=run.rows_TKB.shape[2])
         elif (sizes_k == sizes_k[0]).all():
             self._step_together(run, step, active=active, size=int(sizes_k[0]))
@@ -321,7 +325,7 @@ class StackedExecutor:
     def _step_by_example(
         self, run: _Run, step: int, sizes_k: NDArray[np.int64], *, rule: NoisedGradients
     ) -> None:
-        """Step by the examples' gradients, clipped and with noise, some examples at a time."""
+        """Take a DP-SGD step: clip and sum per-example gradients in parts, then add noise."""
         active, size = len(sizes_k), run.rows_TKB.shape[2]
         height = _bucketed_height(active, self._height)
         batch = run.batch(step, slice(height), size=size)
@@ -349,7 +353,10 @@ class StackedExecutor:
         )
 
     def _step_by_size(self, run: _Run, step: int, sizes_k: NDArray[np.int64]) -> None:
-        """Step clients with equally large batches together: padding would change others."""
+        """Step clients with batches of the same size together, for models that mix examples.
+
+        There, padding would change the gradients of a client's own examples.
+        """
         shared = run.shared
         for size in np.unique(sizes_k).tolist():
             index = torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device)
@@ -363,16 +370,16 @@ class StackedExecutor:
 
 
 def _bucketed_height(height: int, capacity: int) -> int:
-    """Return the next of the heights that a traced step runs at."""
+    """Return the next larger height at which steps are traced."""
     gap = -(-capacity // NUM_HEIGHTS)
     return min(capacity, -(-height // gap) * gap)
 
 
 def _bucketed_size(local: LocalWork, size: int) -> int:
-    """Return the batch size that a traced step runs at.
+    """Return the batch size at which a traced step runs.
 
-    The configured one unless all batches fit its half, quarter, ...; without one, the next of
-    four sizes from 2^n to 2^(n+1).
+    It is the configured size, or its half, quarter, ... if all batches fit. Without a configured
+    size, it is the next of four sizes between 2^n and 2^(n+1).
     """
     if local.batch_size is None:
         gap = 1 << max(0, (size - 1).bit_length() - 3)
@@ -384,7 +391,7 @@ def _bucketed_size(local: LocalWork, size: int) -> int:
 
 
 def why_not_compiled() -> str | None:
-    """Return why steps cannot be compiled on this machine, or ``None`` if they can."""
+    """Return the reason why this machine cannot compile steps, or ``None`` if it can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler ({compiler}); install one or set CXX"

@@ -1,9 +1,9 @@
-"""The gradients of many clients' losses: written for one client, vectorised over a block.
+"""Computes the gradients of many clients: written for one client, vectorised over a block.
 
-Also what a probe tells about a model: whether it draws random numbers, and whether the
-examples of a batch affect each other.
+It also probes a model for two properties: whether it draws random numbers, and whether the examples
+of a batch affect each other.
 
-Shape legend: h clients, b examples a batch.
+Shape legend: h clients, b examples per batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,18 +49,19 @@ from fedlearn.training.recurrent_layers import batch_hidden_states
 from fedlearn.training.resident import Precision, autocast
 
 Named = dict[str, Tensor]
-#: Trainable tensors and statistics of h clients, then frozen and constant ones of all.
+#: Trainable tensors and statistics of h clients; then frozen and constant ones, which they share.
 Parts = tuple[Named, Named, Named, Named]
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """What h clients change while they train, by name, each tensor of shape [h, ...].
+    """The tensors that h clients change while they train, by name, each of shape [h, ...].
 
     Attributes:
         trainable: Parameters.
         statistics: Floating-point buffers.
-        memory: Of the local update, by its names; along the trainable parameters, or one tensor.
+        memory: Memory of the local update, by its names: one tensor per trainable parameter, or a
+            single tensor.
     """
 
     trainable: Named
@@ -83,12 +84,12 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What all clients of a block have in common, by name.
+    """The tensors that all clients of a block share, by name.
 
     Attributes:
         frozen: Parameters that do not train.
         constants: Buffers that are not averaged.
-        told: What clients are told, along the trainable parameters.
+        told: The broadcast, one tensor per trainable parameter.
     """
 
     frozen: Named
@@ -102,8 +103,8 @@ class Batch(NamedTuple):
     Attributes:
         features: Shape [h, b, ...], or several such.
         labels: Shape [h, b, ...].
-        weights: 1 / (size of the batch), 0 where padded: [h, b].
-        keys: Of the dropout masks: int64 [h]; by example, [h, b].
+        weights: 1 / (size of the batch), and 0 for padding: [h, b].
+        keys: Keys of the dropout masks: int64 [h], or [h, b] for per-example gradients.
     """
 
     features: Features
@@ -116,11 +117,11 @@ class Batch(NamedTuple):
         return [*tensors_of(self.features), self.labels, self.weights, self.keys]
 
     def examples(self, places: slice, *, draws: bool) -> "Batch":
-        """Return some examples of a batch whose keys are those of steps, with keys of their own.
+        """Select some examples, and derive their dropout keys from those of the steps.
 
         Args:
-            places: Which.
-            draws: Whether the model draws by them; else they are zeros.
+            places: Positions of the examples in the batch.
+            draws: Whether the model uses the keys; otherwise they are zeros.
         """
         weights = self.weights[:, places]
         keys = self.keys.new_zeros(1, 1).expand(weights.shape)
@@ -131,22 +132,22 @@ class Batch(NamedTuple):
         return Batch(features, self.labels[:, places], weights, keys)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Batch":
-        """Return such a batch of other :meth:`tensors`."""
+        """Build a batch of this structure from other :meth:`tensors`."""
         *inputs, labels, weights, keys = tensors
         return Batch(rebuilt(inputs, like=self.features), labels, weights, keys)
 
 
 class StepResult(NamedTuple):
-    """What one vectorised computation returns.
+    """The result of one vectorised gradient computation.
 
     Attributes:
-        grads: By name, [h, ...]; none of parameters that the loss does not reach. By example, of
-            all that train: [h, b, ...].
-        factors: The other gradients, as two matrices to be multiplied: [h, m, b], [h, b, n]. By
-            example, of each the two vectors.
-        losses: Of the batches, before the step: [h].
-        statistics: After the step, [h, ...].
-        constants: After the step.
+        grads: Gradients by name, [h, ...], without parameters that the loss does not depend on.
+            Per-example gradients, [h, b, ...], are those of all trainable parameters.
+        factors: The other gradients, as two matrices to be multiplied: [h, m, b] and [h, b, n]. For
+            per-example gradients, these are the two vectors of each example.
+        losses: Losses of the batches before the step: [h].
+        statistics: Statistics after the step: [h, ...].
+        constants: Constant buffers after the step.
     """
 
     grads: Named
@@ -156,7 +157,7 @@ class StepResult(NamedTuple):
     constants: Named
 
     def first(self, num_clients: int) -> "StepResult":
-        """Return the part of the first clients."""
+        """Return the results of the first clients."""
         if len(self.losses) == num_clients:
             return self
         return StepResult(
@@ -171,13 +172,13 @@ class StepResult(NamedTuple):
         )
 
     def finish(self, stack: Stack, local: LocalUpdate, *, told: Memory, moment: Moment) -> None:
-        """Take the step, in place on ``stack``."""
+        """Take the step of the local update, in place on ``stack``."""
         for name, value in stack.statistics.items():
             value.copy_(self.statistics[name])
         affine_at = short_cut(local)
         affine = None if affine_at is None else affine_at(moment)
         if affine is not None and not affine.shift:
-            # Multiplying and stepping at once reads and writes the weights only once.
+            # A fused multiplication and step reads and writes the weights only once.
             for (name, own), model in zip(stack.trainable.items(), told[MODEL], strict=True):
                 if name in self.factors:
                     left, right = self.factors[name]
@@ -189,7 +190,7 @@ class StepResult(NamedTuple):
             grads = self.grads | {name: torch.bmm(*pair) for name, pair in self.factors.items()}
         if not grads:
             return
-        if not takes_flat(local):  # which may view them as other shapes
+        if not takes_flat(local):  # such an update may view gradients in another shape
             grads = {name: grad.contiguous() for name, grad in grads.items()}
         places = [place for place, name in enumerate(stack.trainable) if name in grads]
         local.step(
@@ -202,21 +203,21 @@ class StepResult(NamedTuple):
 
 
 class BlockGradient:
-    """The gradients of K clients' losses at K models: one function, vectorised.
+    """Computes the gradients of h clients' losses, each at its client's model.
 
     Attributes:
-        module: Whose forward pass is called, with :attr:`layout` and :attr:`dropouts`, on
-            :attr:`device`; its own values are only the probe's.
+        module: The module whose forward pass is called, with :attr:`layout` and :attr:`dropouts`,
+            on :attr:`device`; only the probes use its own parameter values.
         trainable: Names of the parameters that training changes.
         statistics: Names of the floating-point buffers.
-        inputs: Gives the module features in the dtypes that it takes.
+        inputs: Converts features to the dtypes that the module takes.
 
     Args:
-        make_model: Builds the module; its initial weights are not used.
+        make_model: Builds the module; training does not use its initial weights.
         objective: The loss.
         device: Where to compute.
-        precision: Of the forward and backward pass.
-        by_example: Whether gradients are those of each example, which has a key of its own.
+        precision: Precision of the forward and backward pass.
+        by_example: Whether to compute per-example gradients; each example then has its own key.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class BlockGradient:
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.statistics = [spec.name for spec in self.layout.statistics]
         self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
-        out_dims: Any = (0, (0, (0, None)))  # vmap's annotation does not know nested ones
+        out_dims: Any = (0, (0, (0, None)))  # Any: vmap's annotation excludes nested ones
         self._vectorised = vmap(
             grad_and_value(self._loss, has_aux=True),
             in_dims=(0, 0, None, None, 0, 0, 0, 0),
@@ -255,14 +256,14 @@ class BlockGradient:
         self._by_example = vmap(examples, in_dims=(0, 0, None, None, 0, 0, 0))
 
     def frozen(self, params: Params) -> Named:
-        """Return the parameters that do not train."""
+        """Return the frozen parameters, on the device of the computation."""
         return {
             name: params.constants.get(name, value.detach()).to(self.device)
             for name, value in self._frozen.items()
         }
 
     def constants(self, params: Params) -> Named:
-        """Return the buffers that are not averaged, as every client starts with them."""
+        """Return the buffers that are not averaged, with the values that all clients start with."""
         return {
             name: params.constants.get(name, value).to(self.device)
             for name, value in self.module.named_buffers()
@@ -270,16 +271,17 @@ class BlockGradient:
         }
 
     def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> StepResult:
-        """Return the gradients and losses of one step, and the buffers after it."""
+        """Compute the gradients, losses and buffers of one step."""
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         names = self.reached(parts, batch)
         grads, (losses, (statistics, constants)) = self.vectorised(names, parts, batch)
         return StepResult(grads, {}, losses, statistics, constants)
 
     def vectorised(self, names: Sequence[str], parts: Parts, batch: Batch) -> Any:
-        """Return ``(gradients, (losses, (statistics, constants)))``, nested as a trace has them.
+        """Compute ``(gradients, (losses, (statistics, constants)))``, nested as traces expect them.
 
-        Only the gradients of the parameters in ``names``.
+        ``names`` are the parameters whose gradients to return; per-example gradients are always
+        those of all parameters.
         """
         if self.by_example:
             grads, losses = self._by_example(*parts, batch.features, batch.labels, batch.keys)
@@ -288,18 +290,19 @@ class BlockGradient:
         return {name: grads[name] for name in names}, rest
 
     def together(self, parts: Parts, batch: Batch) -> Any:
-        """Return as :meth:`vectorised` by example, but of all examples of a batch the sums."""
+        """Compute per-example gradients as :meth:`vectorised` does, but summed over each batch."""
         is_real = (batch.weights > 0).to(batch.weights)
         examples = (batch.features, batch.labels, is_real, batch.keys[:, 0])
         grads, (losses, _) = self._vectorised(*parts, *examples)
         return grads, (losses * batch.weights.amax(1), (parts[1], parts[3]))
 
     def reached(self, parts: Parts, batch: Batch) -> tuple[str, ...]:
-        """Return the names of the parameters that the loss of such a batch depends on.
+        """Return the names of the parameters that the loss of a batch depends on.
 
-        The others have no gradient, which is not a gradient of zero: they do not decay. ``vmap``
-        does not tell the two apart, so one client is asked without it, once a shape. By example,
-        all: on which of them a loss depends may tell of an example.
+        The others have no gradient, which differs from a zero gradient: weight decay does not apply
+        to them. ``vmap`` cannot distinguish the two, so one client's gradient is computed without
+        it, once per shape of the features. With per-example gradients all parameters are returned,
+        since the set that a loss depends on could reveal something about an example.
         """
         if self.by_example:
             return tuple(self.trainable)
@@ -326,7 +329,7 @@ class BlockGradient:
         constants: Named,
         *batch: Any,  # the fields of one client's Batch, in their order
     ) -> tuple[Tensor, tuple[Named, Named]]:
-        """Return one client's loss on one batch, and its buffers after it."""
+        """Compute one client's loss on one batch, and its buffers afterwards."""
         features, labels, weights, key = batch
         self.dropouts.key = key
         statistics = {name: value.clone() for name, value in statistics.items()}
@@ -335,7 +338,7 @@ class BlockGradient:
             _, losses = self._forward(
                 {**trainable, **frozen, **statistics, **constants}, features, labels
             )
-        # A loss that couples examples is one number; its batches come without padding.
+        # A loss that couples the examples is a single number; its batches have no padding.
         is_mean = self.objective.per_example
         loss = (losses * weights).sum() if is_mean else losses
         return loss, (statistics, constants)
@@ -348,7 +351,7 @@ class BlockGradient:
         constants: Named,
         *example: Any,  # features, label and key
     ) -> Tensor:
-        """Return one example's loss; what it does to buffers is forgotten."""
+        """Compute one example's loss; changes to buffers are discarded."""
         features, label, key = example
         alone = mapped(lambda tensor: tensor.unsqueeze(0), features)
         weights = torch.ones(1, dtype=self.layout.dtype, device=self.device)
@@ -357,15 +360,15 @@ class BlockGradient:
         return loss
 
     def _forward(self, tensors: Named, features: Features, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if self.layout.common_dtype is not None:  # as the reference does
+        if self.layout.common_dtype is not None:  # as the sequential executor does
             features = in_dtype(features, self.layout.common_dtype)
         outputs = one_tensor(functional_call(self.module, tensors, *arguments(features)))
         return outputs, self.objective.losses(outputs, labels)
 
-    # --- what the model does with a batch -----------------------------------------------
+    # --- probes of the model ------------------------------------------------------------
 
     def draws_random_numbers(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool:
-        """Whether a training forward pass on some of these ``rows`` moves the global generator."""
+        """Whether a training forward pass on some of these ``rows`` uses the global generator."""
         generator = global_generator(self.device)
         with untouched(generator):
             before = generator.get_state()
@@ -373,18 +376,18 @@ class BlockGradient:
             return not torch.equal(before, generator.get_state())
 
     def mixes_examples(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool | None:
-        """Whether an example's output or loss or a statistic depends on the rest of its batch.
+        """Whether an example's output or loss, or a statistic, depends on the rest of its batch.
 
-        As in BatchNorm or a Cox likelihood: a padded batch would then train another model. An
-        example is tried among copies of itself and among others.
+        It does with BatchNorm or a Cox likelihood; a padded batch would then train another model.
+        The test compares an example in a batch of its own copies and in a batch with others.
 
         Args:
-            features: Of all examples that were read.
+            features: Features of all examples in memory.
             labels: Their labels.
-            rows: Which of them to try, int64 [n]: no model may take those of other clients.
+            rows: The examples to try, int64 [n]; other clients' examples may be unusable.
 
         Returns:
-            ``None`` if the rows are all alike, and so tell nothing.
+            ``None`` if all rows are equal, so that the test decides nothing.
         """
         if not self.objective.per_example:
             return True
@@ -401,12 +404,12 @@ class BlockGradient:
 
     @torch.no_grad()
     def _probe(self, rows: Tensor, features: Features, labels: Tensor) -> list[Tensor]:
-        """Return the first example's loss and outputs, and the statistics after the batch."""
+        """Return the first example's loss and output, and the statistics after the batch."""
         self.dropouts.key = torch.zeros((), dtype=torch.int64, device=self.device)
         tensors = {name: value.clone() for name, value in self.module.named_buffers()}
         noise = Seed(0).torch(self.device)
         for name, value in self.module.named_parameters():
-            # Layers that start at zero would hide what comes before them.
+            # Move weights away from zero: a layer initialized to 0 would hide the layers before it.
             shift = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=self.device)
             tensors[name] = value + 0.01 * shift
         outputs, losses = self._forward(
@@ -417,16 +420,16 @@ class BlockGradient:
 
 
 def spread(num_rows: int, num_wanted: int, *, like: Tensor) -> Tensor:
-    """Return ``num_wanted`` row numbers from all over ``num_rows`` examples, int64."""
+    """Return ``num_wanted`` row numbers evenly spread over ``num_rows`` examples, int64."""
     return torch.arange(num_wanted, device=like.device) * num_rows // num_wanted
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors agree but for rounding."""
+    """Whether two tensors agree up to rounding."""
     return bool(((one - other).abs() <= 1e-4 * one.abs().max() + 1e-12).all())
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a message, and the next if that one only announces it."""
+    """Return the first line of an error's message, and the next one if the first ends with ":"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines[:1] and lines[0].endswith(":") else 1])

@@ -1,9 +1,11 @@
-"""The vectorised gradient as a graph: traced once per shape, then run or compiled.
+"""Traces the vectorised gradient once per shape to a graph, which is then run or compiled.
 
-In the trace nothing of the module, of autograd and of ``vmap`` is left, so running it is
-cheaper, and each shape stands for itself: no limit on recompilations applies. Where the
-gradient of a weight is a matrix product, as in every linear layer, the trace returns the two
-factors instead, so that plain SGD multiplies and steps in one operation.
+The graph contains only tensor operations, without the overhead of the module, autograd and
+``vmap``. Each shape has a separate graph, so torch's limit on recompilations does not apply. If
+the gradient of a weight is a matrix product, as in every linear layer, the graph returns its two
+factors instead, so that plain SGD can multiply and step in one operation.
+
+Shape legend: h clients, b examples per batch, m and n rows and columns of a weight.
 """
 
 import warnings
@@ -31,20 +33,20 @@ from fedlearn.simulation.executors.stacked_gradient import (
 
 _ATEN = torch.ops.aten
 _UNSAFE_VIEW = _ATEN._unsafe_view.default  # noqa: SLF001 - the name of an operation
-#: Operations that change nothing where the shape stays.
+#: Operations that do nothing if they keep the shape.
 _RESHAPING = (_UNSAFE_VIEW, _ATEN.view.default, _ATEN.expand.default)
 
-#: The tensors of a stack, what is shared and a batch, to the fields of an outcome.
+#: Maps the tensors of a stack, the shared ones and a batch to the fields of a :class:`StepResult`.
 _Step = Callable[..., tuple[Any, ...]]
 
 
 class TracedSteps:
-    """The gradient of a block, traced at the first use of a shape.
+    """Computes the gradient of a block by a trace, which is made at the first use of each shape.
 
     Args:
-        gradient: What is traced.
-        is_compiled: Compile the trace. Else it is run operation by operation, and where a
-            model cannot be traced ``gradient`` is called itself.
+        gradient: The gradient to trace.
+        is_compiled: Whether to compile the trace. Otherwise it runs operation by operation, and a
+            model that cannot be traced uses ``gradient`` directly.
     """
 
     def __init__(self, gradient: BlockGradient, *, is_compiled: bool) -> None:
@@ -52,11 +54,11 @@ class TracedSteps:
         self._steps: dict[object, _Step | None] = {}
 
     def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> StepResult:
-        """Return the outcome of a step.
+        """Compute the gradients, losses and buffers of a step.
 
         Raises:
             EngineError: The step cannot be compiled, although it can be computed.
-            Exception: What the module or the loss raises for this batch.
+            Exception: Any exception that the module or the loss raises for this batch.
         """
         given = batch.tensors()
         key = tuple((value.shape, value.dtype) for value in given)
@@ -70,11 +72,14 @@ class TracedSteps:
     def _new(
         self, stack: Stack, shared: Shared, batch: Batch, tensors: Sequence[Tensor]
     ) -> _Step | None:
-        """Return the step for tensors of these shapes, tried once."""
+        """Trace, and perhaps compile, the step for tensors of these shapes.
+
+        ``None``: it cannot be traced, and need not be compiled.
+        """
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about itself
+                warnings.simplefilter("ignore", DeprecationWarning)  # raised inside torch
                 step: _Step = self._by_products(parts, batch, tensors) or self._traced(
                     parts, batch, tensors
                 )
@@ -84,7 +89,7 @@ class TracedSteps:
         except Exception as error:
             if not self._is_compiled:
                 return None
-            self._gradient(stack, shared, batch)  # raises if the client's batch is to blame
+            self._gradient(stack, shared, batch)  # raises if the client's batch is the cause
             raise EngineError(
                 f"compiling the stacked step failed: {first_line(error)}; choose the executor "
                 "that stacks without compiling"
@@ -94,14 +99,16 @@ class TracedSteps:
     def _by_products(
         self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]
     ) -> GraphModule | None:
-        """Return the step by example in which no gradient is written down, if there is one.
+        """Trace a step that yields per-example gradients without materializing them, if possible.
 
-        Where each example's gradient is a vector or the outer product of two, a batch that goes
-        through the model as one has them all. That its rows are examples is tried: their norms are
-        those of gradients that are found one by one.
+        If each example's gradient is a vector or the outer product of two vectors, one backward
+        pass of the whole batch already computes them all as terms of a sum. To verify that these
+        terms belong to the examples, their norms are compared with those of gradients that are
+        computed one by one.
         """
         gradient = self._gradient
-        if not gradient.by_example or gradient.dropouts:  # whose masks are of each example
+        # Dropout has a separate key per example here, which a whole batch cannot reproduce.
+        if not gradient.by_example or gradient.dropouts:
             return None
         trace = self._graph(gradient.together, parts, batch, tensors)
         if not _return_products(trace.graph, num_examples=batch.labels.shape[1]):
@@ -122,7 +129,7 @@ class TracedSteps:
         return trace
 
     def _traced(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> GraphModule:
-        """Return the trace: flat tensors to the fields of an outcome."""
+        """Trace the vectorised gradient, from flat tensors to the fields of a result."""
         names = self._gradient.reached(parts, batch)
         trace = self._graph(partial(self._gradient.vectorised, names), parts, batch, tensors)
         factors = _outer_factors if self._gradient.by_example else _factors
@@ -138,7 +145,7 @@ class TracedSteps:
         batch: Batch,
         tensors: Sequence[Tensor],
     ) -> GraphModule:
-        """Return the trace of a gradient, nested as that is."""
+        """Trace a gradient function; the graph's output has the nesting of the function's."""
 
         def flat(*values: Tensor) -> object:
             rest = iter(values)
@@ -148,14 +155,17 @@ class TracedSteps:
             named = (trainable, statistics, frozen, constants)
             return gradient(named, batch.rebuilt(list(rest)))
 
-        # The shapes that a trace notes down are kept by one mode for all its operations; left to
-        # itself torch makes one for each, which takes as long as all the rest.
+        # Share one fake mode, which records shapes, among all operations of the trace. By default
+        # torch creates one per operation, which takes as long as the rest of the tracing.
         with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
             return make_fx(flat)(*tensors)
 
 
 def _return_products(graph: Graph, *, num_examples: int) -> bool:
-    """Let the graph return gradients by example in place of their sums; whether it can, for all."""
+    """Change the graph to return per-example gradients in place of their sums.
+
+    Returns whether that is possible for all of them.
+    """
     output = graph.output_node()
     result: Any = output.args[0]  # nodes, nested as the traced function nests its results
     grads, (losses, (statistics, constants)) = result
@@ -175,7 +185,7 @@ def _return_products(graph: Graph, *, num_examples: int) -> bool:
 
 
 def _terms(grad: Node, *, num_terms: int) -> Node | None:
-    """Return what ``grad``, [h, m], is the sum of: [h, terms, m], if it is one."""
+    """Return the terms [h, terms, m] of ``grad`` [h, m], if it is computed as a sum of them."""
     node, shape = grad, grad.meta["val"].shape
     while node.target in _RESHAPING and node.meta["val"].numel() == shape.numel():
         node = node.all_input_nodes[0]
@@ -192,11 +202,11 @@ def _return_factors(
     num_trainable: int,
     factors_of: Callable[[Graph, Node], tuple[Node, Node] | None],
 ) -> None:
-    """Let the graph return an outcome's fields, and the factors of gradients that are products."""
+    """Change the graph to return a result's fields, with gradients as factors where possible."""
     output = graph.output_node()
     result: Any = output.args[0]  # nodes, nested as the traced function nests its results
     grads, (losses, (statistics, constants)) = result
-    # What shares memory with a weight would change in the middle of the step.
+    # A factor that shares memory with a weight would change while the step updates the weights.
     changing = set(list(graph.find_nodes(op="placeholder"))[:num_trainable])
     whole, factors = {}, {}
     for name, grad in grads.items():
@@ -212,7 +222,7 @@ def _return_factors(
 def _factors(graph: Graph, grad: Node, *, num_terms: int | None = None) -> tuple[Node, Node] | None:
     """Return two stacks of matrices whose product is ``grad``, if it is computed as one.
 
-    With ``num_terms``, as a sum of so many products.
+    With ``num_terms``, only if that product is a sum of exactly this many outer products.
     """
     node, is_transposed = grad, False
     while node.target is not _ATEN.bmm.default:
@@ -234,9 +244,9 @@ def _factors(graph: Graph, grad: Node, *, num_terms: int | None = None) -> tuple
 
 
 def _outer_factors(graph: Graph, grad: Node) -> tuple[Node, Node] | None:
-    """Return two stacks of vectors whose outer products are ``grad``, if each example's is one.
+    """Return two stacks of vectors whose outer products are the per-example gradients, if any.
 
-    Of gradients [h, b, m, n] these are [h, m, b] and [h, b, n].
+    For gradients of shape [h, b, m, n] they have the shapes [h, m, b] and [h, b, n].
     """
     node, is_transposed, shape = grad, False, grad.meta["val"].shape
     while node.target is not _ATEN.bmm.default:
@@ -259,7 +269,7 @@ def _outer_factors(graph: Graph, grad: Node) -> tuple[Node, Node] | None:
 
 
 def _is_stack_of(source: Node, node: Node) -> bool:
-    """Whether a node's value has the matrices of its source's, stacked alike or otherwise."""
+    """Whether a node's value has the same matrices as its source, perhaps in another stacking."""
     before, after = source.meta["val"].shape, node.meta["val"].shape
     return bool(before[-2:] == after[-2:] and before.numel() == after.numel())
 
@@ -278,7 +288,7 @@ def _transposes(node: Node) -> bool:
 
 
 def _owner(node: Node) -> Node:
-    """Return the node that made the memory that a node's value lies in."""
+    """Return the node that allocated the memory of a node's value."""
     while node.target is _UNSAFE_VIEW or getattr(node.target, "is_view", False):
         node = node.all_input_nodes[0]
     return node

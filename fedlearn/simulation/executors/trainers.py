@@ -1,4 +1,4 @@
-"""Clients that train by a trainer of the user's own, one after another."""
+"""Trains clients one after another with a trainer that the user wrote."""
 
 import math
 from collections.abc import Callable
@@ -18,28 +18,28 @@ from fedlearn.session.results import train_reply
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.training.trainer import LocalTrainer, TrainContext, require_trainer
 
-#: Makes the trainer of one client, of its features [n, ...] and labels [n, ...].
-MakeTrainer = Callable[[Any, Tensor], LocalTrainer]  # Any: one tensor or several, as the data are
+#: Creates the trainer of one client from its features [n, ...] and labels [n, ...].
+MakeTrainer = Callable[[Any, Tensor], LocalTrainer]  # Any: one tensor or several, by the data
 
 
 class TrainerExecutor:
-    """Trains blocks of one client as a session of it would.
+    """Trains blocks of one client, in the same way as a client session.
 
     Args:
-        make_trainer: The user's.
+        make_trainer: The user's function.
     """
 
     def __init__(self, make_trainer: MakeTrainer) -> None:
         self._make_trainer = make_trainer
 
     def train(self, work: Work) -> Trained:
-        """Return the client's delta and loss.
+        """Train the client and return its delta and loss.
 
         Raises:
-            SettingsRefused: The trainer would ignore how it is asked to train.
-            UnusableResult: It returned what a coordinator would refuse, such as other lanes than
-                the local update declares.
-            ValueError: There are several clients.
+            SettingsRefused: The trainer would ignore some of the training settings.
+            UnusableResult: The trainer returned a result that a coordinator would refuse, such as
+                other lanes than the local update declares.
+            ValueError: The block has several clients.
         """
         (client_id,) = work.client_ids.tolist()
         index = torch.from_numpy(work.rows_K[0]).to(work.labels.device)

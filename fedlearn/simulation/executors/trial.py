@@ -1,10 +1,11 @@
-"""A trial before training: what the sequential executor makes of a few examples.
+"""Tests on a few examples whether a faster executor may train a model.
 
-A faster executor trades the module's own forward pass for a trace of it, or for one that runs
-on many clients at once. That is right only for a forward pass that is a function of tensors:
-so the same clients are trained several times, on two modules, and what comes out, Python's
-state and the generators of random numbers must not change from one time to the next. Then the
-faster executor trains them as well, for two rounds: models, lanes and what clients keep must agree.
+A faster executor replaces the module's forward pass by a trace of it, or by one that runs on many
+clients at once. That is correct only if the forward pass is a pure function of tensors. So the
+sequential executor trains the same clients several times, on two modules; neither the results nor
+Python's state nor the random generators may change from one time to the next. Then the faster
+executor trains the same clients for two rounds, and its models, lanes and client states must agree
+with those of the sequential one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,21 +32,22 @@ from fedlearn.simulation.schedule import schedule
 from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 
-#: How often one module trains the same clients.
+#: Number of times that one module trains the same clients.
 _TIMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Round:
-    """Two clients of three and two examples, and what two epochs make of them.
+    """A trial round of two clients with three and two examples, for two epochs.
 
     Attributes:
-        work: The clients.
-        reference: As the sequential executor trains them.
-        rounding: By how much each tensor of the model, each lane and each tensor that is kept
-            differs once the weights of the model are rounded otherwise. Adam makes a step of a
-            gradient that is nothing but rounding, as that of a bias before a BatchNorm.
-        precision: Of the forward and backward pass.
+        work: The clients' work.
+        reference: Result of the sequential executor.
+        rounding: The effect of rounding on the result: how much each tensor of the model, each
+            lane and each tensor of client state differs if the initial weights change by a few
+            units of rounding. It can be large: Adam takes a full step for a gradient that consists
+            of rounding errors only, such as that of a bias before a BatchNorm.
+        precision: Precision of the forward and backward pass.
     """
 
     work: Work
@@ -54,7 +56,7 @@ class Round:
     precision: Precision
 
     def difference(self, found: Trained) -> str | None:
-        """Return what differs by more than rounding explains, and by how much."""
+        """Describe a difference from the reference that rounding does not explain, if any."""
         params, expected = self.work.params, self.reference
         least = 16 * torch.finfo(params.layout.dtype).eps * (1 + params.vector.abs().max())
         least = least + self._share * expected.deltas_KP.abs().max() / 100
@@ -82,7 +84,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trial:
-    """Two rounds of the same clients: in the second one they have something that they kept.
+    """Two trial rounds of the same clients, the second one with client state from the first.
 
     Attributes:
         rounds: The rounds, in order.
@@ -91,7 +93,7 @@ class Trial:
     rounds: Sequence[Round]
 
     def objection(self, make_executor: Callable[[], Executor]) -> str | None:
-        """Return why an executor must not train this model, to print, or ``None`` if it may."""
+        """Return the reason why an executor must not train this model, or ``None`` if it may."""
         try:
             executor = make_executor()
             for each in self.rounds:
@@ -99,7 +101,7 @@ class Trial:
                     return f"stacked clients train {difference}"
         except EngineError as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001 - the user's code meets what it was not written for
+        except Exception as error:  # noqa: BLE001 - user code runs on tensors it does not expect
             return said(error)
         return None
 
@@ -112,18 +114,19 @@ def trial_of(
     precision: Precision,
     shift: int = 0,
 ) -> Trial | str:
-    """Return the trial of a model, or why the model must train one client at a time.
+    """Prepare the trial of a model, or return why the model must train one client at a time.
 
     Args:
         make_model: Builds the module.
         objective: The loss.
-        work: What is to be done; some of its examples are taken, whichever clients they are of.
-        precision: Of the forward and backward pass.
-        shift: Rows by which the choice of examples is moved, where the first ones cannot be used.
+        work: The work to be done. The trial uses some of its examples, of any clients.
+        precision: Precision of the forward and backward pass.
+        shift: Number of rows by which to move the choice of examples, if the first ones turn out
+            to be unusable.
 
     Raises:
-        EngineError: ``make_model`` builds a model of other tensors each time.
-        Exception: What the user's code raises.
+        EngineError: ``make_model`` builds a model with different tensors on each call.
+        Exception: Any exception that user code raises.
     """
     params, device = work.params, work.params.vector.device
     for spec in params.layout.others:
@@ -146,9 +149,10 @@ def trial_of(
             if have_moved():
                 return "it draws random numbers of Python or numpy in its forward pass"
             states.append(digests(model.module, objective))
-        # A model whose forward pass changes from call to call: as often called, it is the same.
+        # On a fresh module, which has been called as often as the first one had for `runs[0]`: a
+        # forward pass that changes from call to call must not add to the effect of rounding.
         first_round = _round(third, sample, runs[0], precision)
-    # Not the first: what is computed once and kept is as good as a constant.
+    # Skip the first run, since a value that is computed once and cached is as good as a constant.
     before, after = states[_TIMES - 2 : _TIMES]
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
@@ -190,7 +194,7 @@ def _train(model: ResidentModel, work: Work) -> Trained:
 
 
 def _round(model: ResidentModel, work: Work, reference: Trained, precision: Precision) -> Round:
-    """Return a round with what rounding does to the model, its lanes and what is kept."""
+    """Measure the effect of rounding: train once more from slightly changed initial weights."""
     vector = work.params.vector
     noise = torch.rand(vector.shape, generator=Seed(0).torch(), dtype=vector.dtype)
     shift = 4 * torch.finfo(vector.dtype).eps * (2 * noise - 1).to(vector.device)
@@ -204,32 +208,32 @@ def _round(model: ResidentModel, work: Work, reference: Trained, precision: Prec
 
 
 def _following(work: Work, trained: Trained) -> Work:
-    """Return the round after: from the mean model, with what the clients kept."""
+    """Return the work of the next round, from the mean model and with the clients' state."""
     moved = work.params.with_vector(work.params.vector + trained.deltas_KP.mean(0))
     return replace(work, params=moved, round_num=work.round_num + 1, kept=trained.kept)
 
 
 def _tensors(trained: Trained, params: Params) -> dict[str, Tensor]:
-    """Return by how much the model moved, by tensor: [K, ...] each."""
+    """Return the clients' deltas by tensor, [K, ...] each, under their names in messages."""
     views = params.layout.views(trained.deltas_KP)
     return {repr(name): moves for name, moves in views.items()}
 
 
 def _largest(values: Tensor) -> float:
-    """Return the largest absolute value, 0 of none."""
+    """Return the largest absolute value; 0 if there is none."""
     return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _reports(trained: Trained) -> dict[str, Tensor]:
-    """Return the lanes and what is kept, by what a message calls them: [K, n] each."""
+    """Return lanes and client state, [K, n] each, under their names in messages."""
     lanes = {f"the lane {name!r}": rows for name, rows in trained.lanes.items()}
     return lanes | {f"the kept {name!r}": rows for name, rows in trained.kept.items()}
 
 
 def _sample_of(work: Work, rows: NDArray[np.int64]) -> Work:
-    """Return the work of two clients of three and two ``rows``, in two epochs.
+    """Return the work of two clients with three and two of five ``rows``, for two epochs.
 
-    No batch is larger than the clients' own, for which a stacked step is laid out.
+    It keeps the configured batch size, because stacked steps are laid out for it.
     """
     client_ids = np.arange(2)
     batches = schedule(

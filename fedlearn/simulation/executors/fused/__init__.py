@@ -1,1 +1,1 @@
-"""Chains of layers, many clients at once, with the backward pass written by hand."""
+"""Trains many clients' chains of layers at once, with a hand-written backward pass."""

@@ -1,9 +1,9 @@
-"""Which models are a plain chain of layers, and if one is not, why not.
+"""Recognises models that are a plain chain of layers, and explains why another one is not.
 
-A chain is what can be trained without autograd: each layer takes the output of the one
-before, and each parameter belongs to one layer. The model's ``forward`` is traced with
-``torch.fx``, so a module of the user's own that calls layers and functions in turn is
-recognised as well as ``nn.Sequential``.
+A chain can be trained without autograd: each layer takes the output of the previous one, and each
+parameter belongs to one layer. The model's ``forward`` is traced with ``torch.fx``, so a
+user-defined module that calls layers and functions in turn is recognised as well as
+``nn.Sequential``.
 """
 
 import copy
@@ -22,13 +22,13 @@ from fedlearn.training.keyed_dropout import KeyedDropout, shown
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
 
-#: Layers that see an example as an image.
+#: Layers that treat an example as an image.
 WINDOWED = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
-#: Layers whose derivative follows from their value.
+#: Layers whose derivative can be computed from their output alone.
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid)
-#: Layers that change nothing; dropout where it does not drop.
+#: Layers that do nothing; dropout is accepted only at rate 0 or in evaluation mode.
 _NEUTRAL = (nn.Identity, nn.Dropout, KeyedDropout)
-#: What a chain is made of, by exact type: a subclass may do something else.
+#: Layers that a chain may have, by exact type, since a subclass may compute something else.
 _KNOWN = {nn.Linear, nn.Flatten, *WINDOWED, *ACTIVATIONS, *_NEUTRAL}
 
 
@@ -37,9 +37,9 @@ class Layer:
     """One layer of a chain.
 
     Attributes:
-        module: What it computes; on torch's device "meta", without values.
-        specs: Its own parameters: ``weight`` and ``bias`` where it has them.
-        width: The features that a flattening says it makes, if it does (``x.view(-1, 784)``).
+        module: The layer, on torch's device "meta", without values.
+        specs: Its parameters: ``weight`` and ``bias``, if it has them.
+        width: The number of features that a flattening states, if any (``x.view(-1, 784)``).
     """
 
     module: nn.Module
@@ -50,7 +50,8 @@ class Layer:
         """Return the shape of one example after this layer.
 
         Raises:
-            ValueError: It does not take examples of this ``shape``; or what torch raises.
+            ValueError: The layer does not take examples of this ``shape``.
+            Exception: Any other error that torch raises for the shape.
         """
         if isinstance(self.module, nn.Linear):
             if shape != (self.module.in_features,):
@@ -58,7 +59,8 @@ class Layer:
             return (self.module.out_features,)
         if isinstance(self.module, WINDOWED) and len(shape) != 3:  # noqa: PLR2004 - as it says
             raise ValueError("it takes channels, height and width")
-        # One example of zeros, computed. On "meta" torch would import its compiler for this.
+        # Compute it for one example of zeros, since on "meta" torch would import its compiler. The
+        # tensors are expanded from a single zero and take no memory.
         zero = torch.zeros(())
         weights = {name: zero.expand(spec.shape) for name, spec in self.specs.items()}
         with torch.no_grad():
@@ -72,7 +74,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class NotAChain:
-    """The answer for a model that is not a chain: the reason, for the user to read."""
+    """The reason why a model is not a chain, for messages."""
 
     reason: str
 
@@ -82,8 +84,8 @@ class Chain:
     """A model that is a chain of layers.
 
     Attributes:
-        layers: In the order of the forward pass.
-        layout: Of the model.
+        layers: The layers, in the order of the forward pass.
+        layout: Layout of the model.
     """
 
     layers: tuple[Layer, ...]
@@ -93,7 +95,7 @@ class Chain:
         """Return the shape of one example before each layer and after the last.
 
         Raises:
-            ValueError: A layer does not take what it is given.
+            ValueError: A layer does not accept its input; the message names it.
         """
         shapes = [example_shape]
         for index, layer in enumerate(self.layers):
@@ -108,11 +110,11 @@ class Chain:
 
 
 def as_chain(module: nn.Module, layout: Layout) -> Chain | NotAChain:
-    """Return ``module`` as a chain, or why it is not one.
+    """Return ``module`` as a chain, or the reason why it is not one.
 
     Args:
-        module: In the mode in which it is trained; it is traced, not run or changed.
-        layout: Of the module.
+        module: The model, in the mode in which it is trained; it is traced, not run or changed.
+        layout: Layout of the module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -129,7 +131,7 @@ def as_chain(module: nn.Module, layout: Layout) -> Chain | NotAChain:
 
 
 class _Refused(Exception):
-    """Carries a reason from where it is found to :func:`as_chain`."""
+    """Carries a reason up to :func:`as_chain`."""
 
 
 def _require_plain(module: nn.Module, layout: Layout) -> None:
@@ -165,14 +167,14 @@ def _require_each_once(layers: Iterable[Layer], layout: Layout) -> None:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the user's modules only."""
+    """Traces into user-defined modules, but not into known layers or other modules of torch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m) in _KNOWN or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Reader:
-    """Reads the layers off a module's graph."""
+    """Reads the layers of a chain from a module's traced graph."""
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._module, self._layout = module, layout
@@ -181,7 +183,7 @@ class _Reader:
         self._batch_sizes: set[fx.Node] = set()
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the layers, without those that change nothing."""
+        """Return the layers, without those that do nothing."""
         if type(self._module) in _KNOWN:  # nothing to trace: the model is one layer
             return tuple(self._of_module(self._module, ""))
         try:
@@ -218,7 +220,10 @@ class _Reader:
             )
 
     def _reads_size(self, node: fx.Node) -> bool:
-        """Take note if ``node`` is the shape of a value of the chain, or its batch size."""
+        """Record whether ``node`` reads the shape or batch size of a value of the chain.
+
+        Such nodes are no layers; :meth:`_flatten_of_view` may use them.
+        """
         match node.target, node.args:
             case ("size", (fx.Node() as value, 0)) if value in self._values:
                 self._batch_sizes.add(node)
@@ -271,7 +276,7 @@ class _Reader:
 
 
 def _objection(module: nn.Module) -> str | None:
-    """Return what keeps a layer of a known type out of a chain, or ``None``."""
+    """Return the reason why a layer of a known type cannot be in a chain, or ``None``."""
     match module:
         case nn.Conv2d(groups=groups) if groups != 1:
             return f"has {groups} groups, not 1"
@@ -294,7 +299,7 @@ def _objection(module: nn.Module) -> str | None:
 
 
 def _without_values(module: nn.Module) -> nn.Module:
-    """Return a copy that takes no memory, with a convolution's padding in numbers."""
+    """Return a copy that takes no memory, with a convolution's padding as numbers."""
     own = copy.deepcopy(module).to("meta", torch.float32)
     if isinstance(own, nn.Conv2d) and isinstance(own.padding, str):
         is_same = own.padding == "same"
@@ -303,7 +308,7 @@ def _without_values(module: nn.Module) -> nn.Module:
 
 
 def _added_by_same(conv: nn.Conv2d) -> list[int]:
-    """Return how many zeros the padding "same" adds, on both sides together."""
+    """Return the number of zeros that the padding "same" adds per axis, on both sides together."""
     return [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
 
 
@@ -322,7 +327,7 @@ def _flatten(start_dim: int = 0, end_dim: int = -1) -> nn.Module:
     return nn.Flatten(start_dim, end_dim)
 
 
-# The layer that does what a function or a method of a tensor does.
+# The equivalent layer of each supported function or tensor method.
 _FUNCTIONS: Mapping[object, Callable[..., nn.Module]] = {
     **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), nn.ReLU),
     **dict.fromkeys((torch.tanh, torch.tanh_, "tanh", "tanh_"), nn.Tanh),

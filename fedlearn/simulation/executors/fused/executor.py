@@ -1,10 +1,9 @@
-"""Many clients at once, with the backward pass written by hand.
+"""Trains many clients at once, with a hand-written backward pass.
 
-The clients' models are the rows of one matrix. A linear layer of all of them is one batched
-matrix product, and so is its weight gradient *together with* the step of SGD, in place; a
-convolution is one grouped convolution. There is no autograd, and activations keep their
-memory from one call to the next. The shape legend is that of
-:mod:`fedlearn.simulation.executors.fused.layers`.
+The clients' models are the rows of one matrix. A linear layer of all clients is one batched matrix
+product, and so is its weight gradient *together with* the step of SGD, in place; a convolution is
+one grouped convolution. There is no autograd, and the memory of activations is reused from one call
+to the next. The shape legend is that of :mod:`fedlearn.simulation.executors.fused.layers`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ from fedlearn.simulation.executors.base import (
 from fedlearn.simulation.executors.fused.chain import Chain
 from fedlearn.simulation.executors.fused.workspace import Workspace
 
-#: What the backward pass does with a gradient that is to be written down.
+#: Makes the backward pass store the gradient itself, where it would otherwise apply a step.
 _WRITE_DOWN = Affine(keep=0.0, scale=1.0)
 
 
@@ -50,9 +49,9 @@ def preferred_block(layout: Layout, *, bytes_of_images: int = 12 << 20) -> int:
     """Return how many clients to train at once, so that their models fit the cache.
 
     Args:
-        layout: Of the model.
-        bytes_of_images: What the parameters of a block may take, at 12 bytes each, of a model
-            with convolutions, whose activations want the cache too.
+        layout: Layout of the model.
+        bytes_of_images: Memory for a block of a model with convolutions, at 12 bytes per parameter;
+            less than for other models, because the activations also need the cache.
 
     Example:
         >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
@@ -67,7 +66,7 @@ def misfit(chain: Chain, *, objective: Objective, features: Features, labels: Te
 
     Args:
         chain: The model.
-        objective: What is minimised.
+        objective: The loss.
         features: Shape [N, ...], or several such.
         labels: Shape [N, ...].
     """
@@ -92,8 +91,9 @@ def misfit(chain: Chain, *, objective: Objective, features: Features, labels: Te
 class FusedExecutor:
     """Trains the clients of a block together.
 
-    Equal to :class:`~fedlearn.simulation.executors.sequential.SequentialExecutor` to float
-    rounding, for a model that is a :class:`~fedlearn.simulation.executors.fused.chain.Chain`, the
+    Its results equal those of
+    :class:`~fedlearn.simulation.executors.sequential.SequentialExecutor` up to float rounding. It
+    requires a model that is a :class:`~fedlearn.simulation.executors.fused.chain.Chain`, the
     objective :class:`~fedlearn.algorithms.objectives.CrossEntropy`, and examples for which
     :func:`misfit` returns ``None``.
 
@@ -102,7 +102,7 @@ class FusedExecutor:
         objective: The loss; see :func:`misfit`.
     """
 
-    #: Each client's model is a row, so each may be another one's at first.
+    #: Each client's model is a separate row, so clients may start from different models.
     takes_apart = True
 
     def __init__(self, chain: Chain, *, objective: Objective) -> None:
@@ -110,7 +110,7 @@ class FusedExecutor:
         self._last: Workspace | None = None
 
     def train(self, work: Work) -> Trained:
-        """Return the clients' deltas and losses.
+        """Train the clients and return their deltas and losses.
 
         Raises:
             ValueError: The examples have a shape that the model does not take.
@@ -167,7 +167,11 @@ class FusedExecutor:
         )
 
     def _workspace_for(self, work: Work) -> Workspace:
-        """Return one that is large enough for the block: the last call's, if it is."""
+        """Return a workspace that is large enough for the block, reusing the last one if it is.
+
+        A new one is also at least as large as the last one, so that blocks of changing shapes do
+        not allocate memory again and again.
+        """
         _, num_clients, batch_size = work.schedule.weights_TKB.shape
         shape, like = tuple(only(work.features).shape[1:]), work.params.vector
         last = self._last
@@ -193,16 +197,16 @@ def _train(
     drift: Sequence[Tensor],
     objective: Objective,
 ) -> NDArray[np.float64]:
-    """Train the clients in ``workspace``; return their mean losses, each before its step."""
+    """Train the clients in ``workspace`` and return their mean losses, each before its step."""
     plan, stack, is_flat = work.schedule, workspace.stack, takes_flat(work.local)
     features_NF = only(work.features).flatten(1)
     weights_TKB = batch_weights(
         objective, work.labels, rows_TKB=plan.rows_TKB, weights_TKB=plan.weights_TKB
     )
     labels_TKB = work.labels.index_select(0, plan.rows_TKB.flatten()).view(plan.rows_TKB.shape)
-    if weights_TKB is not plan.weights_TKB:  # what weighs nothing may have a label of no class
+    if weights_TKB is not plan.weights_TKB:  # ignored examples may have a label outside the classes
         labels_TKB = torch.where(weights_TKB > 0.0, labels_TKB, 0)
-    likelihoods_TKB = torch.zeros_like(plan.weights_TKB)  # logarithms, of the labels
+    likelihoods_TKB = torch.zeros_like(plan.weights_TKB)  # log-likelihoods of the labels
     sizes = zip(plan.active_T.tolist(), plan.counts_TK.max(1).tolist(), strict=True)
     for step, (num_clients, batch_size) in enumerate(sizes):
         part = (step, slice(num_clients), slice(batch_size))
@@ -241,7 +245,7 @@ def _train(
 
 
 def _told(work: Work, *, is_flat: bool) -> Memory:
-    """Return what clients are told, along the parameters or as one flat tensor [1, P] each."""
+    """Return the broadcast as tensors along the parameters, or as one flat tensor [1, P] each."""
     if not is_flat:
         return along_trainable(work.params.layout, work.params.vector, work.told)
     require_told(work.told, work.params.layout)
@@ -251,9 +255,9 @@ def _told(work: Work, *, is_flat: bool) -> Memory:
 
 
 def _rules(work: Work) -> Sequence[Affine] | None:
-    """Return each step, if all the local update does is to multiply and add.
+    """Return each step as an affine rule, which the backward pass can apply in place.
 
-    The backward pass then takes it in place. ``None``: the gradients are written down for it.
+    ``None``: some step is not affine, so the local update needs the gradients in memory.
     """
     affine_at, num_steps = short_cut(work.local), work.schedule.num_steps
     if affine_at is None:

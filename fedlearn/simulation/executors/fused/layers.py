@@ -1,9 +1,9 @@
-"""The layers of a chain, for many clients at once, forward and backward.
+"""Forward and backward passes of a chain's layers, for many clients at once.
 
-Shape legend: K clients, B examples a batch, P parameters; k <= K and b <= B are those of one
+Shape legend: K clients, B examples per batch, P parameters; k <= K and b <= B are those of one
 step. Activations are [k, b, features] or, for images, [b, k * channels, height, width] with
-channels last in memory. An operator may overwrite the activation and the gradient that it is
-given where the layers around it do not need them.
+channels last in memory. An operator may overwrite the activation and the gradient that it receives,
+unless a neighbouring layer needs them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ from fedlearn.simulation.executors.fused.chain import Chain, Layer, Shape
 
 aten = torch.ops.aten
 
-#: Elements of a tensor, up to which a copy costs less than it saves per product.
+#: Largest tensor, in elements, for which a copy costs less than it saves in each product.
 _LARGEST_COPY = 1 << 16
 
 
 class Stack:
-    """The clients' parameters, one row each, and copies of some of them.
+    """The clients' parameters, one row per client, and contiguous copies of some of them.
 
-    A grouped convolution wants the kernels of all clients in one piece, and so does an
-    in-place product of many small matrices. These tensors are trained in a copy beside the
-    matrix; large weights are trained where they lie.
+    A grouped convolution needs the kernels of all clients in one contiguous tensor, and an in-place
+    product of many small matrices is faster with one. These parameters are trained in a copy; large
+    weights are trained in the matrix of rows itself.
 
-    Steps that are taken in place change the copies alone: the rows are behind them until
-    :meth:`settle` or :meth:`deltas`.
+    Steps in place change only the copies, so the rows are out of date until :meth:`settle` or
+    :meth:`deltas`.
     """
 
     def __init__(self, chain: Chain, *, num_clients: int, like: Tensor) -> None:
@@ -48,7 +48,7 @@ class Stack:
 
     @cached_property
     def _grads_KP(self) -> Tensor:  # noqa: N802 - shape suffix
-        """Gradients, for updates that are more than plain SGD."""
+        """Gradients, for local updates whose steps are not affine."""
         return torch.empty_like(self._params_KP)
 
     @cached_property
@@ -56,54 +56,54 @@ class Stack:
         return self._layout.views(self._grads_KP)
 
     def params(self, num_clients: int, *, is_flat: bool) -> list[Tensor]:
-        """Return the first clients' rows, as views: one tensor a parameter, or all in one."""
+        """Return views of the first clients' rows: one tensor per parameter, or a single one."""
         whole = [self._params_KP] if is_flat else self._rows.values()
         return [each[:num_clients] for each in whole]
 
     def grads(self, num_clients: int, *, is_flat: bool) -> list[Tensor]:
-        """Return the first clients' gradients, as :meth:`params`."""
+        """Return the first clients' gradients, in the form of :meth:`params`."""
         whole = [self._grads_KP] if is_flat else self._grads.values()
         return [each[:num_clients] for each in whole]
 
     def load(self, start: Tensor, *, num_clients: int) -> None:
-        """Give the first clients the model [P], or a row [K, P] each, also in the copies."""
+        """Load one model [P], or one per client [K, P], into the first clients' rows and copies."""
         self._params_KP[:num_clients].copy_(start)
         self.refresh(num_clients)
 
     def refresh(self, num_clients: int) -> None:
-        """Bring the copies to the rows, which were changed."""
+        """Update the copies after a change to the rows."""
         for name, copy in self._copies.items():
             copy[:num_clients].copy_(self._rows[name][:num_clients])
 
     def settle(self, num_clients: int) -> None:
-        """Bring the rows to the copies, which steps in place have changed."""
+        """Update the rows after steps in place have changed the copies."""
         for name, copy in self._copies.items():
             self._rows[name][:num_clients].copy_(copy[:num_clients])
 
     def pull(self, model_P: Tensor, *, num_clients: int, by: float) -> None:
-        """Add a multiple of the global model to the first clients', where steps change them."""
+        """Add a multiple of the global model to the first clients' models, for steps in place."""
         for name, value in self._layout.views(model_P).items():
             self._values[name][:num_clients].add_(value, alpha=by)
 
     def shift(self, drift: Sequence[Tensor], *, num_clients: int, by: float) -> None:
-        """Add a multiple of what is each client's own to the first ones.
+        """Add a multiple of each client's drift to the first clients' models, for steps in place.
 
         Args:
-            drift: As :meth:`params` returns it, for as many clients or more.
-            num_clients: The first ones.
-            by: The multiple.
+            drift: The drifts of at least ``num_clients`` clients, in the form of :meth:`params`.
+            num_clients: Number of clients.
+            by: The factor.
         """
         drifts = self._layout.views(drift[0].flatten(1)).values() if len(drift) == 1 else drift
         for value, own in zip(self._values.values(), drifts, strict=True):
             value[:num_clients].add_(own[:num_clients], alpha=by)
 
     def deltas(self, start: Tensor, *, num_clients: int, is_settled: bool) -> Tensor:
-        """Return local minus what :meth:`load` was given, in the rows' memory.
+        """Compute the local minus the start models, in the memory of the rows.
 
         Args:
-            start: As for :meth:`load`.
-            num_clients: The first ones.
-            is_settled: Whether the rows have the models; else the copies do, where there are some.
+            start: The argument of :meth:`load`.
+            num_clients: Number of clients.
+            is_settled: Whether the rows are up to date; otherwise the copies are used.
         """
         if is_settled:
             return self._params_KP[:num_clients].sub_(start)
@@ -113,13 +113,17 @@ class Stack:
         return self._params_KP[:num_clients]
 
     def parameter(self, name: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
-        """Return what the forward pass reads, and what the backward pass writes: [K, ...] each."""
+        """Return the tensors that the forward pass reads and the backward pass writes.
+
+        Both have the shape [K, ...]. With ``in_place`` they are the same, and the backward pass
+        takes the step; otherwise it writes gradients.
+        """
         values = self._values[name]
         return values, values if in_place else self._grads[name]
 
 
 def _in_one_piece(like: Tensor, num_clients: int, *shape: int) -> Tensor:
-    """Return [num_clients, *shape] without gaps, a kernel's channels last in memory."""
+    """Allocate [num_clients, *shape] contiguously, with a kernel's channels last in memory."""
     if len(shape) < 4:  # noqa: PLR2004 - not a kernel
         return like.new_empty(num_clients, *shape)
     out_channels, channels, height, width = shape
@@ -128,14 +132,14 @@ def _in_one_piece(like: Tensor, num_clients: int, *shape: int) -> Tensor:
 
 
 class Scratch:
-    """Activations' memory, the same for every height of the block and size of the batch."""
+    """Memory for activations, shared by all block heights and batch sizes."""
 
     def __init__(self, *, num_examples: int, like: Tensor) -> None:
         self._num_examples, self._like = num_examples, like
         self._flat: dict[str, Tensor] = {}
 
     def part(self, name: str, num_examples: int, width: int, dtype: torch.dtype | None) -> Tensor:
-        """Return the memory called ``name`` for so many examples, flat."""
+        """Return the flat memory called ``name`` for a number of examples."""
         if name not in self._flat:
             self._flat[name] = self._like.new_empty(self._num_examples * width, dtype=dtype)
         return self._flat[name][: num_examples * width]
@@ -143,15 +147,15 @@ class Scratch:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one operator of one program computes.
+    """The memory and sizes with which one operator of a program computes.
 
     Attributes:
-        name: Of the layer; keeps the memory of layers apart.
+        name: Name of the layer, which separates the memory of layers.
         num_clients: k.
         batch_size: b.
-        scratch: Whose memory it uses.
+        scratch: Memory for activations.
         stack: The clients' parameters.
-        in_place: Whether the backward pass writes to them, or the gradient.
+        in_place: Whether the backward pass updates the parameters; otherwise it writes gradients.
     """
 
     name: str
@@ -162,11 +166,14 @@ class Place:
     in_place: bool
 
     def matrices(self, use: str, width: int) -> Tensor:
-        """Return memory for a use: [k, b, width]."""
+        """Return the layer's memory for one use: [k, b, width]."""
         return self._part(use, width, None).view(self.num_clients, self.batch_size, width)
 
     def images(self, use: str, shape: Shape, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for a use: [b, k * channels, height, width], channels last."""
+        """Return the layer's memory for one use: [b, k * channels, height, width].
+
+        Channels are last in memory.
+        """
         channels, height, width = shape
         part = self._part(use, channels * height * width, dtype)
         stored = part.view(self.batch_size, height, width, self.num_clients * channels)
@@ -177,33 +184,34 @@ class Place:
         return self.scratch.part(f"{self.name} {use}", num_examples, width, dtype)
 
     def parameter(self, spec: TensorSpec) -> tuple[Tensor, Tensor]:
-        """Return the first k clients' part of :meth:`Stack.parameter`."""
+        """Return :meth:`Stack.parameter` for the first k clients."""
         values, target = self.stack.parameter(spec.name, in_place=self.in_place)
         return values[: self.num_clients], target[: self.num_clients]
 
 
 class Operator(Protocol):
-    """One layer in one program."""
+    """Computes one layer in one program."""
 
     def forward(self, x: Tensor, /) -> Tensor:
         """Return the layer's output ``y``."""
 
     def input_gradient(self, x: Tensor, y: Tensor, d: Tensor, /) -> Tensor:
-        """Return the loss's gradient by ``x``, given ``d``, that by ``y``."""
+        """Return the gradient of the loss with respect to ``x``, given the one for ``y``, ``d``."""
 
     def update(self, x: Tensor, d: Tensor, rule: Affine, /) -> None:
-        """Apply the gradient by the layer's own parameters; after :meth:`input_gradient`.
+        """Apply the gradient of the layer's parameters; call it after :meth:`input_gradient`.
 
-        The ``rule`` is the step on the parameters, or how the gradient is written down.
+        With ``rule`` it takes the step on the parameters, or stores the gradient.
         """
 
 
 def operator_of(
     layer: Layer, before: Shape, after: Shape, *, place: Place, keeps_input: bool
 ) -> Operator:
-    """Return what computes a layer between examples of these two shapes.
+    """Create the operator of a layer, for examples of these shapes before and after it.
 
-    With ``keeps_input`` an activation leaves its input as it is: the layer before needs it.
+    With ``keeps_input`` an activation does not overwrite its input, because the layer before it
+    needs that value.
     """
     match layer.module:
         case nn.Linear():
@@ -221,8 +229,8 @@ def operator_of(
 
 
 def _add(target: Tensor, gradient: Tensor, rule: Affine) -> None:
-    """Apply ``gradient``; where nothing is kept, not even a NaN is."""
-    if rule.keep == 0.0:
+    """Apply ``gradient`` to ``target``."""
+    if rule.keep == 0.0:  # overwrite, since 0 * NaN would keep a NaN in the target
         torch.mul(gradient, rule.scale, out=target)
     elif rule.keep == 1.0:
         target.add_(gradient, alpha=rule.scale)
@@ -236,7 +244,7 @@ class _WithoutParameters:
 
 
 class _Linear:
-    """``y = x W^T + b``, one batched product each way."""
+    """``y = x W^T + b``, with one batched product in each direction."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], place: Place) -> None:
         self._weight, self._weight_target = place.parameter(specs["weight"])
@@ -273,7 +281,7 @@ class _Conv:
             bias, self._bias_target = place.parameter(specs["bias"])
             self._bias = bias.flatten()
             self._bias_sizes = [len(self._bias)]
-        assert not isinstance(conv.padding, str)  # in a chain it is numbers
+        assert not isinstance(conv.padding, str)  # a chain has converted it to numbers
         self._window = (conv.stride, conv.padding, conv.dilation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -329,7 +337,7 @@ class _AvgPool(_WithoutParameters):
 
 
 class _Flatten(_WithoutParameters):
-    """From images to matrices, each example's channels first."""
+    """Converts images to matrices, with each example's channels first."""
 
     def __init__(self, before: Shape, place: Place) -> None:
         k, b = place.num_clients, place.batch_size
@@ -347,7 +355,7 @@ class _Flatten(_WithoutParameters):
 
 
 class _Activation(_WithoutParameters):
-    """An element-wise function whose derivative follows from its value."""
+    """An element-wise function whose derivative can be computed from its output alone."""
 
     def __init__(self, module: nn.Module, *, keeps_input: bool) -> None:
         self._module, self._keeps_input = module, keeps_input
@@ -378,7 +386,7 @@ class _Activation(_WithoutParameters):
 
 
 class GatherMatrices:
-    """The examples of a step: [k, b, features]."""
+    """Gathers the examples of a step as matrices: [k, b, features]."""
 
     def __init__(self, shape: Shape, *, place: Place) -> None:
         self._x = place.matrices("x", torch.Size(shape).numel())
@@ -391,7 +399,7 @@ class GatherMatrices:
 
 
 class GatherImages:
-    """The examples of a step: [b, k * channels, height, width]."""
+    """Gathers the examples of a step as images: [b, k * channels, height, width]."""
 
     def __init__(self, shape: Shape, *, place: Place) -> None:
         self._rows = place.matrices("rows", torch.Size(shape).numel())
@@ -399,13 +407,13 @@ class GatherImages:
 
     def __call__(self, features_NF: Tensor, rows_KB: Tensor) -> Tensor:
         """Return the rows of ``features_NF`` as images."""
-        rows = rows_KB.t().reshape(-1)
+        rows = rows_KB.t().reshape(-1)  # batch position first, as in the images
         _gather(features_NF, rows, out=self._rows.view(len(rows), -1))
         return self._x.copy_(self._rows.view(self._x.shape))
 
 
 def _gather(features_NF: Tensor, rows: Tensor, *, out: Tensor) -> None:
-    """Write these rows to ``out``, in the dtype of ``out``."""
+    """Copy some rows to ``out``, converted to the dtype of ``out``."""
     if features_NF.dtype == out.dtype:
         torch.index_select(features_NF, 0, rows, out=out)
     else:
@@ -413,10 +421,10 @@ def _gather(features_NF: Tensor, rows: Tensor, *, out: Tensor) -> None:
 
 
 class CrossEntropyHead:
-    """The mean loss of each client's batch, and where its gradient begins.
+    """Computes the cross-entropy loss of each client's batch and the gradient of its logits.
 
-    It computes with the classes first: a softmax over few classes that lie side by side in
-    memory is several times slower than over rows.
+    It computes with the classes as the first dimension, because a softmax over a few classes that
+    are contiguous in memory is several times slower than one over rows.
     """
 
     def __init__(self, num_classes: int, *, place: Place) -> None:
@@ -429,16 +437,17 @@ class CrossEntropyHead:
     def gradient(
         self, logits: Tensor, *, labels_KB: Tensor, weights_KB: Tensor, likelihoods_KB: Tensor
     ) -> Tensor:
-        """Return the gradient by the logits; write down the labels' log-likelihoods.
+        """Return the gradient with respect to the logits; store the labels' log-likelihoods.
 
         Args:
             logits: Shape [k, b, classes].
-            labels_KB: Classes.
-            weights_KB: What each example counts in its batch's loss; 0 for padding.
-            likelihoods_KB: Written to.
+            labels_KB: Class of each example.
+            weights_KB: Weight of each example in its batch's loss; 0 for padding.
+            likelihoods_KB: Receives the log-likelihood of each example's label.
         """
         labels, p = labels_KB.unsqueeze(0), self._p
         torch.log_softmax(self._logits.copy_(logits.permute(2, 0, 1)), 0, out=p)
         torch.gather(p, 0, labels, out=likelihoods_KB.unsqueeze(0))
+        # The gradient of -log softmax(z)[label] is softmax(z) - onehot(label).
         p.exp_().scatter_add_(0, labels, self._minus_one)
         return torch.mul(p.permute(1, 2, 0), weights_KB.unsqueeze(2), out=self._d)

@@ -1,4 +1,4 @@
-"""The memory that is kept from one block to the next, and the steps that run in it."""
+"""Memory of the fused executor, reused from block to block, and the steps that run in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,22 +19,22 @@ from fedlearn.simulation.executors.fused.layers import (
     operator_of,
 )
 
-#: Programs (heights of a block times batch sizes) that are kept; each is a few views.
+#: Most programs (combinations of block height and batch size) to cache; each is only a few views.
 _MAX_PROGRAMS = 256
 
 
 class Workspace:
-    """All that is kept from one call to the next, for blocks up to a size.
+    """All memory that is reused from one call to the next, for blocks up to a given size.
 
     Args:
         chain: The model.
-        example_shape: Of one example.
-        num_clients: Of the largest block.
-        batch_size: Of the largest batch.
-        like: A tensor of the parameters' dtype, where they lie.
+        example_shape: Shape of one example.
+        num_clients: Number of clients in the largest block.
+        batch_size: Number of examples in the largest batch.
+        like: A tensor with the dtype and device of the parameters.
 
     Attributes:
-        device: Where it lies.
+        device: Device of the memory.
         stack: The clients' parameters.
     """
 
@@ -49,7 +49,7 @@ class Workspace:
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     def program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
-        """Return the step for so many clients and examples."""
+        """Return the program of a step with these numbers of clients and examples."""
         key = (num_clients, batch_size, in_place)
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
@@ -94,9 +94,9 @@ class Program:
     """One step of k clients with b examples each.
 
     Attributes:
-        gather: Fetches the examples.
+        gather: Gathers the examples.
         operators: The layers.
-        num_fixed: Layers below the first one with parameters; no gradient goes there.
+        num_fixed: Number of layers before the first one with parameters; they need no gradient.
         head: The loss.
     """
 
@@ -115,7 +115,7 @@ class Program:
         likelihoods_KB: Tensor,
         rule: Affine,
     ) -> None:
-        """Run forward, then backward while applying gradients by ``rule``."""
+        """Run the forward pass, then the backward pass, which applies gradients by ``rule``."""
         values = [self.gather(features_NF, rows_KB)]
         for operator in self.operators:
             values.append(operator.forward(values[-1]))
@@ -131,10 +131,10 @@ class Program:
 
 
 def _arranged(chain: Chain, example_shape: Shape) -> tuple[Chain, tuple[Shape, ...]]:
-    """Return a chain of the same function to compute, and the shapes around its layers.
+    """Return a faster chain for the same function, and the shapes around its layers.
 
-    Without windows every example is flat from the start. A maximum goes before a ReLU: they
-    commute, gradients included, and the ReLU then has less to do.
+    Without convolutions and pooling, every example is flattened at the start. A max pooling moves
+    before a ReLU: they commute, gradients included, and the ReLU then has fewer elements.
     """
     is_flat = not any(isinstance(layer.module, WINDOWED) for layer in chain.layers)
     start = (torch.Size(example_shape).numel(),) if is_flat else example_shape
