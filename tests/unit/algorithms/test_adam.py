@@ -1,4 +1,4 @@
-"""The local update is torch's Adam and AdamW, for one client and for many."""
+"""LocalAdam takes the steps of torch's Adam and AdamW, for one client and for many."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,12 +23,12 @@ ADAM = LocalAdam(
     keep_moments=False,
 )
 NUM_CLIENTS = 3
-#: Of one client's parameters: a matrix, a vector, a single number.
+#: Shapes of one client's parameters: a matrix, a vector, a scalar.
 SHAPES = ((3, 5), (3,), ())
 
 
 class Parameters(nn.Module):
-    """One client's."""
+    """The parameters of one client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ LAYOUT = Layout.of(Parameters().double())
 
 
 def stack(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Return parameters or gradients of all clients."""
+    """Return random parameters or gradients of all clients."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(NUM_CLIENTS, *s, generator=generator, dtype=dtype) for s in SHAPES]
 
@@ -49,7 +49,7 @@ def at(step: int) -> Moment:
 
 
 def kept_by(local: LocalAdam, x: list[Tensor], memory: Memory) -> Mapping[str, Tensor]:
-    """Return what the clients keep, one row each."""
+    """Return the client state after a report: one row per client."""
     num_steps = torch.ones(NUM_CLIENTS)
     return report_of(local, x, memory, told={}, num_steps=num_steps, layout=LAYOUT).kept
 
@@ -71,7 +71,7 @@ def torch_optimizer(local: LocalAdam, parameters: list[nn.Parameter]) -> torch.o
 def test_every_row_takes_the_steps_of_torch(
     *, decoupled: bool, weight_decay: float, betas: tuple[float, float]
 ) -> None:
-    """Step by step, with the bias corrections of each step."""
+    """After every step, so the bias corrections agree as well."""
     beta_1, beta_2 = betas
     local = replace(
         ADAM, decoupled=decoupled, weight_decay=weight_decay, beta_1=beta_1, beta_2=beta_2
@@ -92,7 +92,7 @@ def test_every_row_takes_the_steps_of_torch(
 
 
 def test_the_first_steps_in_single_precision_are_as_exact_as_those_of_torch() -> None:
-    """The bias corrections are small differences: in the dtype of the model they would be off."""
+    """Bias corrections are small differences of numbers near 1, so they are computed in float64."""
     ours = [torch.zeros(1, 50)]
     exact, single = nn.Parameter(torch.zeros(50).double()), nn.Parameter(torch.zeros(50))
     optimizers = [torch_optimizer(ADAM, [each]) for each in (exact, single)]
@@ -110,7 +110,7 @@ def test_the_first_steps_in_single_precision_are_as_exact_as_those_of_torch() ->
 
 
 def test_gradients_are_only_read() -> None:
-    """Two may be the same tensor."""
+    """Two gradients may be the same tensor, so a step must not write to them."""
     for decoupled in (False, True):
         local, x, grads = replace(ADAM, weight_decay=0.1, decoupled=decoupled), stack(0), stack(1)
         before = [g.clone() for g in grads]
@@ -119,7 +119,7 @@ def test_gradients_are_only_read() -> None:
 
 
 def test_a_schedule_scales_the_step_and_the_decoupled_decay() -> None:
-    """As torch's schedulers do, by the learning rate."""
+    """A torch scheduler changes the learning rate, which scales both."""
     local = replace(ADAM, weight_decay=0.5, decoupled=True)
     slower = replace(local, learning_rate=local.learning_rate / 4)
     scheduled, expected = stack(0), stack(0)
@@ -132,9 +132,9 @@ def test_a_schedule_scales_the_step_and_the_decoupled_decay() -> None:
 
 
 def test_kept_moments_go_on_where_the_client_was() -> None:
-    """Two rounds of two steps are four steps of torch: moments and counts are kept, by client."""
+    """Two rounds of two steps equal four steps of torch: moments and counts are kept per client."""
     local, x = replace(ADAM, keep_moments=True), stack(0)
-    theirs = [nn.Parameter(p.clone()) for p in stack(0)]  # rows do not see each other
+    theirs = [nn.Parameter(p.clone()) for p in stack(0)]  # rows are independent
     optimizer = torch_optimizer(local, theirs)
     kept: Mapping[str, Tensor] = {}
     for round_num in range(2):
@@ -157,7 +157,7 @@ def test_kept_moments_go_on_where_the_client_was() -> None:
 
 
 def test_clients_with_other_histories_have_their_own_corrections() -> None:
-    """A row that begins afresh beside one that has taken steps."""
+    """One row starts from zero, next to one that has taken ten steps."""
     local, x, grads = replace(ADAM, keep_moments=True), stack(0), stack(1)
     kept = {
         "first_moment": torch.zeros(NUM_CLIENTS, 19, dtype=torch.float64),
@@ -174,7 +174,7 @@ def test_clients_with_other_histories_have_their_own_corrections() -> None:
 
 
 def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
-    """As the fused executor has them; what it keeps is as of tensors that lie apart."""
+    """The fused executor passes one flat tensor; the kept state must be as for separate tensors."""
     local = replace(ADAM, keep_moments=True)
     apart, together = stack(0), [rows(stack(0))]
     kept: Mapping[str, Tensor] = {}
@@ -191,7 +191,7 @@ def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
 
 
 def test_nothing_is_kept_unless_it_is_asked_for() -> None:
-    """Each round begins at zero."""
+    """By default, every round starts from zero."""
     assert kept_by(ADAM, stack(0), new_memory(ADAM, stack(0), kept={})) == {}
 
 
@@ -211,6 +211,5 @@ def test_nothing_is_kept_unless_it_is_asked_for() -> None:
     ],
 )
 def test_values_without_meaning_are_refused(changes: dict[str, Any]) -> None:
-    """The message names the field."""
     with pytest.raises(ValueError, match=next(iter(changes))):
         replace(ADAM, **changes)

@@ -1,4 +1,4 @@
-"""The weighted mean's edges; that it is a monoid stands in the properties."""
+"""Edge cases of the weighted mean; the property tests check that it is a monoid."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def empty(mean: WeightedMean, *further: LaneSpec) -> LaneSums:
 
 
 def test_an_empty_mean_is_an_error() -> None:
-    """There is no neutral model: nothing may be released. One client is the control."""
+    """Without clients there is no model to release. Control: one client has a mean."""
     mean = WeightedMean(by_examples=True)
     with pytest.raises(ValueError, match="no client"):
         mean.finalize(empty(mean))
@@ -35,7 +35,7 @@ def test_an_empty_mean_is_an_error() -> None:
 
 @pytest.mark.parametrize(("by_examples", "expected"), [(True, [2.0, 3.0]), (False, [3.0, 4.0])])
 def test_weights_are_examples_or_ones(*, by_examples: bool, expected: list[float]) -> None:
-    """FedAvg weights by examples; without, each client counts the same."""
+    """FedAvg weights clients by examples; otherwise each client counts the same."""
     mean = WeightedMean(by_examples=by_examples)
     deltas, num_examples = torch.tensor([[1.0, 2.0], [5.0, 6.0]]), torch.tensor([3.0, 1.0])
     state = mean.accumulate(empty(mean), block(deltas, mean.weigh(num_examples)))
@@ -43,7 +43,7 @@ def test_weights_are_examples_or_ones(*, by_examples: bool, expected: list[float
 
 
 def test_a_lane_says_whether_clients_count_by_their_weight() -> None:
-    """Beside a weighted delta, one that counts each client alike and one that does not."""
+    """Next to the weighted delta, one lane weights all clients equally and one does not."""
     alike = LaneSpec(name="alike", over=1, weighted=False, bound=None)
     weighted = LaneSpec(name="weighted", over=1, weighted=True, bound=None)
     mean, ones = WeightedMean(by_examples=True), torch.ones(2, 2)
@@ -64,7 +64,7 @@ def test_a_lane_says_whether_clients_count_by_their_weight() -> None:
 
 
 def test_the_sum_of_weights_is_exact_for_millions_of_clients() -> None:
-    """It is kept in float64: in float32, 2**24 + 1 is 2**24."""
+    """The sum is float64: in float32, 2**24 + 1 equals 2**24."""
     mean = WeightedMean(by_examples=True)
     state = empty(mean)
     for weight in (2.0**24, 1.0, 1.0, 1.0):
@@ -73,7 +73,7 @@ def test_the_sum_of_weights_is_exact_for_millions_of_clients() -> None:
 
 
 def test_a_state_is_its_tensors() -> None:
-    """What an all-reduce adds up in place is the state itself, not a copy of it."""
+    """An all-reduce adds in place, so ``tensors`` must return the state itself, not a copy."""
     mean = WeightedMean(by_examples=True)
     state = mean.accumulate(empty(mean), block(torch.ones(1, 2), torch.tensor([2.0])))
     for tensor in state.tensors():

@@ -1,4 +1,4 @@
-"""A buffer as a state machine: who may be asked, who counts, who is too stale."""
+"""The state machine of an asynchronous round: whom to ask, which updates count or are too stale."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ def asynchrony(*, buffer_size: int, concurrency: int, max_staleness: int) -> Asy
 
 @dataclass
 class InOrder:
-    """Draws the first clients that are free, and notes what it was asked for."""
+    """Draws the first idle clients, and records each call's arguments."""
 
     population: int = 100
     asked_for: list[tuple[int, int]] = field(default_factory=list)
@@ -63,24 +63,24 @@ def buffered(
 
 
 def take(buffer: BufferCollection, client_id: int) -> None:
-    """Have a client answer with an update that counts."""
+    """Let a client reply with an update that counts."""
     task = buffer.land(ClientId(client_id))
     buffer.take(task, Participation(task.client_id, Status.REPORTED, 1.0, 1))
 
 
 def fail(buffer: BufferCollection, client_id: int) -> None:
-    """Have a client answer that it failed."""
+    """Let a client reply that it failed."""
     task = buffer.land(ClientId(client_id))
     buffer.fail(task, Participation(task.client_id, Status.FAILED, 1.0), sent_nothing=True)
 
 
 def refuse(buffer: BufferCollection, client_id: int) -> None:
-    """Take an update out again that was counted before it was trained."""
+    """Withdraw an update that was counted before it was trained."""
     buffer.revise(ClientId(client_id), Participation(ClientId(client_id), Status.FAILED, 1.0))
 
 
 def fill(buffer: BufferCollection, draw: InOrder, now_s: float) -> list[ClientId]:
-    """Ask all that may be asked now, as a collector does."""
+    """Ask all clients that may be asked now, as a collector does."""
     asked = list[ClientId]()
     while True:
         asked += [each.client_id for each in buffer.ask(now_s)]
@@ -90,7 +90,7 @@ def fill(buffer: BufferCollection, draw: InOrder, now_s: float) -> list[ClientId
 
 
 def test_as_one_lands_another_is_asked() -> None:
-    """With one drawing for the whole round, if nobody fails."""
+    """One draw is enough for the whole round if no client fails."""
     draw = InOrder()
     limits = asynchrony(buffer_size=3, concurrency=4, max_staleness=5)
     buffer = buffered(limits)
@@ -107,27 +107,27 @@ def test_as_one_lands_another_is_asked() -> None:
 
 
 def test_without_staleness_nobody_is_asked_whose_update_cannot_count() -> None:
-    """A buffer of a cohort is a synchronous round: nobody takes the place of who has reported."""
+    """With max_staleness 0, a client that reported is not replaced: the round is synchronous."""
     draw = InOrder()
     limits = asynchrony(buffer_size=3, concurrency=3, max_staleness=0)
     buffer = buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1, 2]
     take(buffer, 0)
     assert fill(buffer, draw, 1.0) == []
-    buffer.land(ClientId(1))  # it failed, and its place is another's
+    buffer.land(ClientId(1))  # it failed, so another client takes its place
     assert fill(buffer, draw, 2.0) == [3]
     assert draw.asked_for == [(3, 0), (1, 1)]
 
 
 def test_more_in_flight_than_can_count_is_refused() -> None:
-    """The control of what is admitted: one fewer."""
+    """Control: one client fewer is accepted."""
     asynchrony(buffer_size=3, concurrency=6, max_staleness=1)
     with pytest.raises(ValueError, match="concurrency is 7, but with max_staleness 1 and buffer"):
         asynchrony(buffer_size=3, concurrency=7, max_staleness=1)
 
 
 def test_who_is_too_stale_is_given_up_before_anybody_is_asked() -> None:
-    """At the bound it still counts."""
+    """An update exactly at the bound still counts."""
     flight = [
         PendingTask(ClientId(client), based_on, 0, 0, -1.0) for client, based_on in ((7, 2), (8, 3))
     ]
@@ -144,7 +144,7 @@ def test_who_is_too_stale_is_given_up_before_anybody_is_asked() -> None:
 
 
 def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -> None:
-    """Of two clients, one whose update was refused, and one that failed."""
+    """Of two clients, one's update was refused, and the other failed without sending any."""
     draw = InOrder(population=2)
     limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
     buffer = buffered(limits)
@@ -158,7 +158,7 @@ def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -
 
 
 def test_who_fails_is_asked_again_so_many_times() -> None:
-    """And then it has had its turn; in the next round it may be asked as any other."""
+    """After max_retries it is not asked again in this round; in the next round it is."""
     draw, limits = InOrder(population=2), asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
     buffer = buffered(limits, max_retries=2)
     assert fill(buffer, draw, 0.0) == [0, 1]
@@ -172,7 +172,7 @@ def test_who_fails_is_asked_again_so_many_times() -> None:
 
 
 def test_who_failed_is_asked_again_after_all_others() -> None:
-    """Only where nobody is in flight, since one who lands may be followed by another."""
+    """Only if no client is in flight, since any reply may free another client."""
     draw = InOrder(population=3)
     limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
     buffer = buffered(limits)
@@ -190,7 +190,7 @@ def test_who_failed_is_asked_again_after_all_others() -> None:
 @pytest.mark.slow
 @given(st.data())
 def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.DataObject) -> None:
-    """Whatever lands when, over several rounds."""
+    """Holds for any order of replies and failures over several rounds."""
     buffer_size = data.draw(st.integers(1, 4))
     max_staleness = data.draw(st.integers(0, 3))
     most = (max_staleness + 1) * buffer_size
@@ -227,7 +227,7 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
 
 
 def test_who_is_in_flight_is_kept_in_a_checkpoint() -> None:
-    """Nobody, too."""
+    """An empty list of pending tasks survives as well."""
     flight = (
         PendingTask(ClientId(7), 2, 1, 4, -1.0 / 3.0, 2.0 / 3.0),
         PendingTask(ClientId(2**40), 3, 0, 0, -0.1, math.inf, fails=True),

@@ -1,4 +1,4 @@
-"""EASGD is its paper's equations, and refuses what they do not hold for."""
+"""EASGD follows its paper's equations, and refuses settings for which they do not hold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ ETA, RHO = 0.1, 0.5
 A, B, NUM_CLIENTS = quadratics.A, quadratics.B, quadratics.NUM_CLIENTS
 SGD = LocalSgd(epochs=1, batch_size=None, learning_rate=ETA, shuffle=False)
 EVERYONE = [list(range(NUM_CLIENTS))]
-#: Where the clients' own models are, if they are apart from the beginning.
+#: The clients' own models at the start, in tests in which these differ.
 APART = torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 0.5], [3.0, -2.0]]).double()
 
 
@@ -42,14 +42,14 @@ def easgd(local: LocalSgd = SGD, **changes: Any) -> ElasticAveraging:
 
 @dataclass(frozen=True)
 class Ran:
-    """The global model after some rounds, and the clients' own: [N, 2]."""
+    """The global model after some rounds, and the clients' own models: [N, 2]."""
 
     model: Tensor
     own: Tensor
 
 
 def run(strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: Kept | None = None) -> Ran:
-    """Return what rounds of these cohorts end in: clients of one quadratic each."""
+    """Run rounds with these cohorts; each client has one quadratic as its loss."""
     params, now = Params.of(quadratics.Point()), dict(kept or {})
     for round_num, cohort in enumerate(cohorts):
         request = RoundRequest(
@@ -71,7 +71,7 @@ def run(strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: Kept | No
 
 
 def begun(own: Tensor) -> Kept:
-    """Return what clients keep whose own models these are: [N, 2]."""
+    """Return the client state for clients with these own models: [N, 2]."""
     yes = torch.ones(1).double()
     return {k: {"own_model": row, "has_own_model": yes} for k, row in enumerate(own)}
 
@@ -83,7 +83,7 @@ def by_the_equations(
     own: Tensor | None = None,
     curvature: Tensor = A,
 ) -> Ran:
-    """Equations 1 and 2 in so many lines."""
+    """Compute the same rounds from equations 1 and 2 directly."""
     c = torch.zeros(2).double()
     w = torch.zeros(NUM_CLIENTS, 2).double() if own is None else own.clone()
     for cohort in cohorts:
@@ -95,7 +95,7 @@ def by_the_equations(
 
 @pytest.mark.slow
 def test_all_clients_in_each_round_are_equations_1_and_2() -> None:
-    """In float64, and so is the model of each client."""
+    """For the global model and the models of all clients, in float64."""
     found, expected = run(easgd(), EVERYONE * 30), by_the_equations(EVERYONE * 30)
     torch.testing.assert_close(found.model, expected.model, rtol=0.0, atol=1e-12)
     torch.testing.assert_close(found.own, expected.own, rtol=0.0, atol=1e-12)
@@ -103,7 +103,7 @@ def test_all_clients_in_each_round_are_equations_1_and_2() -> None:
 
 
 def test_one_client_a_round_in_turn_is_round_robin() -> None:
-    """Algorithm 1: a client is read before its update; whose turn it is says the sampler."""
+    """Algorithm 1: the force uses the client's model from before its update."""
     cohorts = [
         CyclicSampler().sample(
             [ClientId(k) for k in range(NUM_CLIENTS)],
@@ -124,7 +124,7 @@ def test_one_client_a_round_in_turn_is_round_robin() -> None:
 
 
 def test_without_elasticity_each_client_is_plain_sgd() -> None:
-    """To the bit, from where it began; and the global model stays."""
+    """Bit for bit, from the initial model; the global model does not move."""
     found = run(easgd(elasticity=0.0), EVERYONE * 7)
     alone = [nn.Parameter(torch.zeros(2).double()) for _ in range(NUM_CLIENTS)]
     for x, a, b in zip(alone, A, B, strict=True):
@@ -137,7 +137,7 @@ def test_without_elasticity_each_client_is_plain_sgd() -> None:
 
 
 class Still(quadratics.Point):
-    """A model whose loss nothing moves."""
+    """A model whose loss is always zero, so that it has no gradient."""
 
     def forward(self, features: Tensor) -> Tensor:
         return super().forward(features) * 0.0
@@ -149,7 +149,7 @@ def nothing_to_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TakenAfter(ElasticForce):
-    """Takes the force after the step, where another client would have it from before."""
+    """Computes the force after the step instead of before it, which is wrong."""
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
@@ -162,7 +162,7 @@ class TakenAfter(ElasticForce):
 @pytest.mark.usefixtures("nothing_to_learn")
 @pytest.mark.parametrize("cohorts", [EVERYONE * 5, [[0, 1], [3], [2, 1, 0]]], ids=["all", "some"])
 def test_without_gradients_the_models_keep_their_sum(cohorts: Sequence[Sequence[int]]) -> None:
-    """The force is between them; to take it after the step is the control that does not."""
+    """Both sides move by the same force. Control: a force from after the step breaks this."""
     found = run(easgd(), cohorts, kept=begun(APART))
     total = found.own.sum(0) + found.model
     torch.testing.assert_close(total, APART.sum(0), rtol=0.0, atol=1e-12)
@@ -174,7 +174,7 @@ def test_without_gradients_the_models_keep_their_sum(cohorts: Sequence[Sequence[
 
 @pytest.mark.usefixtures("nothing_to_learn")
 def test_the_gap_shrinks_by_what_the_bound_is_of() -> None:
-    """By 1 - eta rho (1 + P) a round, so it must be below 2 what is taken away."""
+    """Each round multiplies it by 1 - eta rho (1 + P), so eta rho (1 + P) must be below 2."""
     before, found = APART.mean(0), run(easgd(), EVERYONE * 3, kept=begun(APART))
     factor = 1.0 - ETA * RHO * (1 + NUM_CLIENTS)
     expected = factor**3 * before
@@ -182,7 +182,7 @@ def test_the_gap_shrinks_by_what_the_bound_is_of() -> None:
 
 
 def test_the_bound_is_where_the_models_swing_apart() -> None:
-    """The control of what is refused: by the equations alone, with no gradients."""
+    """Control for the check of elasticity: just above the bound, the equations diverge."""
     found = [
         by_the_equations(EVERYONE * 300, rho=rho, own=APART, curvature=torch.zeros_like(A))
         for rho in (3.99, 4.2)
@@ -191,7 +191,7 @@ def test_the_bound_is_where_the_models_swing_apart() -> None:
 
 
 def test_a_force_that_is_not_stable_is_refused_with_its_values() -> None:
-    """From 2 on, and the message says what would do."""
+    """The bound is 2, and the message suggests an elasticity that fits."""
     assert easgd(elasticity=3.99).local.elasticity == 3.99
     with pytest.raises(ValueError, match=r"0\.1 x 4 x 5 = 2, .* lower elasticity below 4"):
         easgd(elasticity=4.0)
@@ -217,7 +217,7 @@ def test_a_force_that_is_not_stable_is_refused_with_its_values() -> None:
     ids=["clipped", "scheduled", "adam"],
 )
 def test_steps_without_a_constant_rate_are_refused(inner: Any) -> None:
-    """There would be no eta for the force; when it is made, not when a client is asked."""
+    """The force needs a constant eta. Refused on construction, not when a client is asked."""
     with pytest.raises(ValueError, match=r"constant rate.*give a LocalSgd"):
         easgd(inner)
 
@@ -227,13 +227,12 @@ def test_steps_without_a_constant_rate_are_refused(inner: Any) -> None:
     [({"elasticity": -0.1}, "elasticity"), ({"cohort_size": 0}, "cohort_size")],
 )
 def test_values_without_meaning_are_refused(changes: dict[str, Any], named: str) -> None:
-    """When it is made."""
     with pytest.raises(ValueError, match=named):
         easgd(**changes)
 
 
 def test_more_reports_than_the_bound_is_for_end_the_run() -> None:
-    """By name and number; statistics, which no force moves, move by their mean."""
+    """With too many reports the step fails; otherwise statistics move by their mean change."""
     module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, affine=False))
     params, strategy = Params.of(module), easgd(cohort_size=3)
     delta = torch.ones(params.layout.size)
@@ -245,7 +244,7 @@ def test_more_reports_than_the_bound_is_for_end_the_run() -> None:
 
 
 def test_the_first_step_alone_has_the_force() -> None:
-    """A client of several steps exchanges once a round; by hand, with momentum."""
+    """A client with several steps exchanges once per round; checked by hand, with momentum."""
     strategy = easgd(replace(SGD, epochs=3, momentum=0.9))
     found = run(strategy, EVERYONE, kept=begun(APART))
     w, v = APART.clone(), torch.zeros_like(APART)
@@ -258,7 +257,7 @@ def test_the_first_step_alone_has_the_force() -> None:
 
 
 def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -> None:
-    """What it sends, it must give up; and a model that diverged is sent as it is."""
+    """A client moves by the force that it sends. Infinite values are sent unchanged."""
     local = easgd().local
     own = {"own_model": torch.tensor([[1.0, 2.0]]), "has_own_model": torch.ones(1, 1)}
     x = [torch.zeros(1, 1), torch.zeros(1, 1)]
@@ -277,7 +276,7 @@ def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -
 
 
 def test_what_a_trial_compares_has_no_force_in_it() -> None:
-    """In its first round a client sends nothing, which says nothing of its training."""
+    """With the force, a client sends a delta of zero in its first round, which tests nothing."""
     force = easgd().local
     assert without_force(force) == SGD
     assert without_force(Proximal(inner=force, proximal=0.1)) == Proximal(inner=SGD, proximal=0.1)

@@ -1,4 +1,4 @@
-"""Free-form settings travel beside the others, by names of their own."""
+"""Free-form settings are sent next to the standard ones, under a prefix."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ TOLD = ExtraSettings(inner=SGD, extra=(("epochs", 9), ("loss.weight", 0.5), ("wa
 
 
 def test_they_are_divided_from_those_of_the_update() -> None:
-    """Also where one has the name of a field: the update is as if nothing more were told."""
+    """Also if one has the name of a field: the update is the same as without free-form settings."""
     settings, extra = divided(settings_of(TOLD))
     assert extra == {"epochs": 9, "loss.weight": 0.5, "way": "up"}
     assert settings == settings_of(SGD)
@@ -38,7 +38,7 @@ def test_they_are_divided_from_those_of_the_update() -> None:
     ],
 )
 def test_a_trainer_honours_all_or_some_of_them(more: tuple[str, ...], ignored: str | None) -> None:
-    """Whatever it would ignore is refused."""
+    """Settings that it would ignore are refused."""
     settings = settings_of(TOLD)
     if ignored is None:
         require_honoured(settings, HONOURED + more, who="Mine")
@@ -48,7 +48,7 @@ def test_a_trainer_honours_all_or_some_of_them(more: tuple[str, ...], ignored: s
 
 
 def test_clients_that_differ_are_told_the_same_beside_it() -> None:
-    """And those that do the same are told one object."""
+    """Clients with the same local update get equal settings."""
     slow = PerClient(FedAvg(SGD), lambda client: replace(SGD, epochs=2) if client else SGD)
     told = WithExtra.around(slow, {"way": "up"}).locals_for([ClientId(0), ClientId(1)])
     assert [each.work.epochs for each in told] == [1, 2]
@@ -69,6 +69,6 @@ def test_clients_that_differ_are_told_the_same_beside_it() -> None:
     ],
 )
 def test_what_cannot_be_told_is_refused(name: str, value: Any, words: str) -> None:  # Any: wrong
-    """With the name, the value and what may be."""
+    """The message contains the name, the value, and the values allowed."""
     with pytest.raises(ValueError, match=words):
         ExtraSettings(inner=SGD, extra=((name, value),))

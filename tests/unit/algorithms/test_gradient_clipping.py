@@ -1,4 +1,4 @@
-"""Clipped gradients are torch's ``clip_grad_norm_``, client by client."""
+"""ClippedGradients agrees with torch's ``clip_grad_norm_``, client by client."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ FIRST = Moment(round_num=0, step=0)
 
 
 def gradients(*sizes: float) -> list[Tensor]:
-    """Return gradients of as many clients, each scaled by its number."""
+    """Return random gradients of one client per size, scaled by that size."""
     generator = torch.Generator().manual_seed(1)
     scale = torch.tensor(sizes, dtype=torch.float64)
     return [
@@ -26,7 +26,7 @@ def gradients(*sizes: float) -> list[Tensor]:
 
 
 def stepped(local: ClippedGradients, grads: list[Tensor]) -> list[Tensor]:
-    """Return what is subtracted from parameters by a step at a rate of one."""
+    """Return the clipped gradients, by a step from zero at learning rate 1."""
     x = [torch.zeros_like(g) for g in grads]
     local.step(x, grads, {}, told={}, moment=FIRST)
     return [-value for value in x]
@@ -34,7 +34,7 @@ def stepped(local: ClippedGradients, grads: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("bound", [0.5, 3.0, 1e3])
 def test_each_client_is_clipped_as_torch_clips(bound: float) -> None:
-    """By the norm of all its parameters together; other clients' gradients count for nothing."""
+    """By the norm over all of its parameters together, regardless of other clients' gradients."""
     grads = gradients(0.01, 1.0, 100.0)
     found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=bound), grads)
     for k in range(3):
@@ -48,21 +48,20 @@ def test_each_client_is_clipped_as_torch_clips(bound: float) -> None:
 
 
 def test_a_gradient_within_the_bound_is_not_touched() -> None:
-    """To the last bit."""
     grads = gradients(0.1)
     found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=100.0), grads)
     assert all(torch.equal(*pair) for pair in zip(found, grads, strict=True))
 
 
 def test_no_gradient_at_all_is_no_gradient() -> None:
-    """Zero over zero is not reached."""
+    """Scaling by C / 0 must not give NaN."""
     found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), gradients(0.0))
     assert all(bool((value == 0.0).all()) for value in found)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_not_hidden(value: float) -> None:
-    """The client diverges, and nobody else does."""
+    """Only that client's gradient is affected."""
     grads = gradients(1.0, 1.0)
     grads[1][0, 0] = value
     found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
@@ -71,7 +70,7 @@ def test_a_gradient_that_is_not_finite_is_not_hidden(value: float) -> None:
 
 
 def test_gradients_are_only_read() -> None:
-    """Two may be the same tensor."""
+    """Two gradients may be the same tensor, so a step must not write to them."""
     grads = gradients(100.0)
     before = [g.clone() for g in grads]
     stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
@@ -79,13 +78,12 @@ def test_gradients_are_only_read() -> None:
 
 
 def test_a_clipped_step_has_no_short_cut() -> None:
-    """Executors that step within a product would not clip."""
+    """Executors that fuse the step into a matrix product would not clip."""
     assert short_cut(SGD) is not None
     assert short_cut(ClippedGradients(inner=SGD, gradient_clip_norm=1.0)) is None
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
 def test_a_bound_without_meaning_is_refused(bound: Any) -> None:  # Any: as from a file
-    """It is positive."""
     with pytest.raises(ValueError, match="gradient_clip_norm"):
         ClippedGradients(inner=SGD, gradient_clip_norm=bound)

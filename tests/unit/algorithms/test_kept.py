@@ -1,4 +1,4 @@
-"""What clients keep between their rounds, as a value."""
+"""Client state between rounds: stacking, updating and checkpointing."""
 
 import math
 
@@ -29,14 +29,14 @@ def kept() -> Kept:
 
 
 def test_a_client_gets_back_what_it_kept() -> None:
-    """In the order asked, and zeros if it has never trained."""
+    """Rows are in the requested order, and zero for a client that has never trained."""
     rows = stacked(kept(), [2, 99, 7])
     assert rows.keys() == {"velocity"}
     assert rows["velocity"].tolist() == [[3.0, 4.0, 5.0], [0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]
 
 
 def test_a_client_by_itself_gets_what_it_kept_and_no_zeros() -> None:
-    """As a deployed one, whose state is empty at first."""
+    """The state of a deployed client is empty at first."""
     assert stacked(kept(), [99]) == {}
     found = stacked(kept(), [2])
     assert found.keys() == {"velocity"}
@@ -44,14 +44,14 @@ def test_a_client_by_itself_gets_what_it_kept_and_no_zeros() -> None:
 
 
 def test_what_is_kept_is_used_only_if_the_rule_keeps_it() -> None:
-    """Memory that it forgets begins at zero, whatever is there."""
+    """Memory that the update does not keep starts at zero, even if a kept value is passed."""
     x, rows = [torch.zeros(1, 3)], stacked(kept(), [2])
     assert new_memory(KEEPING, x, kept=rows)["velocity"][0].tolist() == [[3.0, 4.0, 5.0]]
     assert new_memory(FORGETTING, x, kept=rows)["velocity"][0].tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_a_client_that_diverged_keeps_what_it_had() -> None:
-    """The rows of a block that are not its clients' own are passed over."""
+    """Rows of a block that are masked out do not change the state."""
     rows = {"velocity": torch.tensor([[math.nan] * 3, [8.0, 8.0, 8.0]])}
     after = updated(kept(), unstacked([2], rows, mine=np.array([False, True])))
     assert after[7]["velocity"].tolist() == [0.0, 1.0, 2.0]
@@ -59,7 +59,7 @@ def test_a_client_that_diverged_keeps_what_it_had() -> None:
 
 
 def test_what_is_kept_is_a_copy() -> None:
-    """Executors reuse their memory."""
+    """Executors reuse the memory of the rows."""
     rows = torch.ones(1, 3)
     found = unstacked([0], {"velocity": rows}, mine=np.ones(1, np.bool_))
     rows.zero_()
@@ -67,7 +67,7 @@ def test_what_is_kept_is_a_copy() -> None:
 
 
 def test_a_round_leaves_the_value_before_it_as_it_was() -> None:
-    """So that a state can be gone back to; a client that keeps nothing more is not in the next."""
+    """A run can return to an earlier state. Clients with an empty state are dropped."""
     before, changes = kept(), {2: {}, 7: {"velocity": torch.ones(3)}}
     after = updated(before, changes)
     assert after.keys() == {7}
@@ -78,7 +78,7 @@ def test_a_round_leaves_the_value_before_it_as_it_was() -> None:
 
 
 def test_nothing_yet_has_the_size_and_the_dtype_of_what_will_be_kept() -> None:
-    """A number a trainable parameter, or as many as the rule says."""
+    """One number per trainable parameter, or a fixed number of values."""
     params = Params.of(nn.Linear(2, 1).double())
     for over, size in ((Over.TRAINABLE, 3), (1, 1)):
         nothing = unused(MemorySpec(over=over, is_kept=True), params)
@@ -86,7 +86,7 @@ def test_nothing_yet_has_the_size_and_the_dtype_of_what_will_be_kept() -> None:
 
 
 def test_a_checkpoint_restores_everything() -> None:
-    """And a resumed run writes the same one, in whatever order clients have trained."""
+    """A resumed run writes the same checkpoint, whatever the order in which clients trained."""
     tensors = to_tensors(kept())
     assert tensors.keys() == {"velocity", "velocity.ids"}
     found = from_tensors(tensors)
@@ -97,7 +97,7 @@ def test_a_checkpoint_restores_everything() -> None:
 
 
 def test_a_checkpoint_of_before_is_read_whatever_its_order() -> None:
-    """Its clients stand in the order in which they first trained."""
+    """Older versions stored clients in the order in which they first trained."""
     rows = torch.arange(6.0).view(2, 3)
     found = from_tensors({"velocity": rows, "velocity.ids": torch.tensor([7, 2])})
     assert torch.equal(found[7]["velocity"], rows[0])
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_before_is_read_whatever_its_order() -> None:
 
 
 def test_what_trainers_keep_may_differ_in_shape_and_go() -> None:
-    """A number an example, say: it is in the checkpoint, and what is no longer kept is not."""
+    """Such as one loss per example. A client whose state is now empty is not in the checkpoint."""
     memory: Kept = {}
     for client, size in ((1, 2), (2, 5), (3, 2)):
         memory = updated(memory, {client: {"losses": torch.full((size,), client)}})

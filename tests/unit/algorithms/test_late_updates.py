@@ -1,4 +1,4 @@
-"""The deadline that follows what clients take."""
+"""The adaptive deadline of semi-synchronous rounds."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ LATE = LateUpdates(
 
 
 def test_the_deadline_is_a_duration_that_so_many_did_not_exceed() -> None:
-    """Of ten the 8th, exactly, so that this one is in time; within its bounds."""
+    """Quantile 0.8 of ten durations is exactly the 8th, cut to the allowed range."""
     ten = (tuple(float(each) for each in range(1, 11)),)
     assert LATE.deadline_s(ten, [], longest_s=60.0) == 8.0
     assert replace(LATE, deadline_quantile=0.9).deadline_s(ten, [], longest_s=60.0) == 9.0
@@ -33,7 +33,7 @@ def test_the_deadline_is_a_duration_that_so_many_did_not_exceed() -> None:
 
 
 def test_before_anybody_has_answered_it_is_the_longest() -> None:
-    """As it is where it follows nothing."""
+    """The same holds without a quantile: the deadline is then fixed."""
     assert LATE.deadline_s((), [], longest_s=math.inf) == math.inf
     fixed = replace(LATE, deadline_quantile=None)
     assert fixed.deadline_s(((1.0,),), [], longest_s=7.0) == 7.0
@@ -41,7 +41,7 @@ def test_before_anybody_has_answered_it_is_the_longest() -> None:
 
 
 def test_only_the_last_rounds_count() -> None:
-    """As many as the window has."""
+    """The window keeps three rounds."""
     durations: Durations = ()
     for each in range(5):
         durations = LATE.window(durations, [float(each)])
@@ -49,7 +49,7 @@ def test_only_the_last_rounds_count() -> None:
 
 
 def played(heard_s: Callable[[float, Any], list[float]]) -> float:
-    """Return the deadline after rounds of clients who take 1 to 10 s, of whom so many are heard."""
+    """Return the deadline after 60 rounds that see only the durations from ``heard_s``."""
     durations: Durations = ()
     rng, deadline_s = np.random.default_rng(0), 10.0
     for _ in range(60):
@@ -60,13 +60,13 @@ def played(heard_s: Callable[[float, Any], list[float]]) -> float:
 
 
 def test_durations_of_those_in_time_alone_would_draw_the_deadline_down() -> None:
-    """The control of what is refused: late updates that are dropped under such a deadline."""
+    """Control: without the durations of late clients, the deadline would keep shrinking."""
     assert 7.0 < played(lambda _, took_s: took_s.tolist()) < 9.5
     assert played(lambda deadline_s, took_s: took_s[took_s <= deadline_s].tolist()) < 2.0
 
 
 def test_who_is_awaited_has_taken_as_long_as_that() -> None:
-    """So a deadline that is too short grows, though nobody has answered since."""
+    """So a deadline that is too short grows even if no client replies."""
     assert LATE.deadline_s(((1.0,) * 4,), [30.0] * 2, longest_s=60.0) == 30.0
     assert LATE.deadline_s(((1.0,) * 4,), [0.5] * 2, longest_s=60.0) == 1.0
 
@@ -82,6 +82,5 @@ def test_who_is_awaited_has_taken_as_long_as_that() -> None:
     ],
 )
 def test_values_without_meaning_are_refused(changes: dict[str, Any], named: str) -> None:
-    """When it is made."""
     with pytest.raises(ValueError, match=named):
         replace(LATE, **changes)

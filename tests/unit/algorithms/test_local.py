@@ -1,4 +1,4 @@
-"""The local update is torch's SGD, and its penalties are what their gradients say."""
+"""LocalSgd takes the steps of torch's SGD; its penalties equal their gradients by autograd."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def gradients(num_steps: int) -> list[list[Tensor]]:
 
 
 def stacked(*clients: list[Tensor]) -> list[Tensor]:
-    """Return clients' tensors with a leading client dimension."""
+    """Stack clients' tensors along a leading client dimension."""
     return [torch.stack(list(each)) for each in zip(*clients, strict=True)]
 
 
@@ -48,7 +48,7 @@ def at(step: int) -> Moment:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 def test_the_steps_are_those_of_torch_sgd(momentum: float, weight_decay: float) -> None:
-    """Same gradients, same sequence of parameters: dampening 0, decay coupled."""
+    """The same gradients give the same parameters: no dampening, and coupled weight decay."""
     local = replace(PLAIN, momentum=momentum, weight_decay=weight_decay)
     ours = stacked(start())
     memory = new_memory(local, ours, kept={})
@@ -63,7 +63,7 @@ def test_the_steps_are_those_of_torch_sgd(momentum: float, weight_decay: float) 
 
 
 def test_weight_decay_and_proximal_term_are_gradients_of_their_penalties() -> None:
-    """A step descends f(x) + lambda/2 |x|^2 + mu/2 |x - x0|^2."""
+    """A step follows the gradient of f(x) + lambda/2 |x|^2 + mu/2 |x - x0|^2."""
     features = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     anchor, decay, proximal = start(), 0.3, 0.7
     params = [p + 0.1 for p in start()]
@@ -82,7 +82,7 @@ def test_weight_decay_and_proximal_term_are_gradients_of_their_penalties() -> No
 
 
 def test_a_stack_of_clients_takes_the_steps_of_its_rows() -> None:
-    """Clients do not see each other: [K, ...] against one global model equals K single clients."""
+    """Clients are independent: one step on [K, ...] equals K steps of single clients."""
     local = Proximal(inner=replace(PLAIN, momentum=0.9, weight_decay=0.1), proximal=0.5)
     told, num_clients = {"model": stacked(start())}, 3
     clients = [[p + k for p in start()] for k in range(num_clients)]
@@ -100,7 +100,7 @@ def test_a_stack_of_clients_takes_the_steps_of_its_rows() -> None:
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 4, 7, 100])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_example_is_visited_once_an_epoch(batch_size: int | None, *, shuffle: bool) -> None:
-    """Batches are cut from a permutation; only the last of an epoch is smaller."""
+    """Batches partition a permutation; only the last one of an epoch may be smaller."""
     local = replace(PLAIN, epochs=3, batch_size=batch_size, shuffle=shuffle)
     batches = list(batch_positions(local, seed=Seed(0), round_num=2, client_id=5, num_examples=7))
     steps = int(local.steps_per_epoch(np.array([7]))[0])
@@ -112,7 +112,7 @@ def test_every_example_is_visited_once_an_epoch(batch_size: int | None, *, shuff
 
 
 def test_orders_differ_by_seed_round_client_and_epoch() -> None:
-    """Each of the four keys the shuffle, and the same four give the same order."""
+    """Changing any of the four changes the order; the same four give the same order."""
     base = {"round_num": 1, "client_id": 2, "epoch": 0}
     first = shuffled_positions(Seed(0), **base, num_examples=50)
     assert np.array_equal(first, shuffled_positions(Seed(0), **base, num_examples=50))
@@ -136,12 +136,10 @@ def test_orders_differ_by_seed_round_client_and_epoch() -> None:
     ],
 )
 def test_values_without_meaning_are_refused(changes: dict[str, Any]) -> None:
-    """The message names the field."""
     with pytest.raises(ValueError, match=next(iter(changes))):
         replace(PLAIN, **changes)
 
 
 def test_a_proximal_term_without_meaning_is_refused() -> None:
-    """Nothing pulls infinitely."""
     with pytest.raises(ValueError, match="proximal"):
         Proximal(inner=PLAIN, proximal=float("inf"))

@@ -1,4 +1,4 @@
-"""The coordinate-wise median is Flower's, and refused where nobody may see single updates."""
+"""The coordinate-wise median agrees with Flower's, and is refused under secure aggregation."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from fedlearn.config import load
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 
-SIZE = 70_000  # more than is looked at in one go
+SIZE = 70_000  # more columns than one span
 
 
 def updates(rows: torch.Tensor, *, apart: bool = False) -> Updates:
@@ -30,7 +30,7 @@ def updates(rows: torch.Tensor, *, apart: bool = False) -> Updates:
 @pytest.mark.parametrize("num_clients", [1, 2, 5, 6, 11])
 @pytest.mark.parametrize("apart", [False, True], ids=["a matrix", "rows apart"])
 def test_the_median_is_that_of_flower(num_clients: int, *, apart: bool) -> None:
-    """On random updates, an odd and an even number of them, with ties; whatever they weigh."""
+    """On random updates with ties, for odd and even numbers of clients, regardless of weights."""
     generator = torch.Generator().manual_seed(num_clients)
     rows = torch.randn(num_clients, SIZE, generator=generator)
     rows[:, ::7] = rows[:, ::7].round()
@@ -41,7 +41,7 @@ def test_the_median_is_that_of_flower(num_clients: int, *, apart: bool) -> None:
 
 
 def test_rows_are_only_read() -> None:
-    """They lie where replies were written to."""
+    """The rows are the memory of the clients' replies."""
     rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     before = rows.clone()
     CoordinateMedian().combine(updates(rows))
@@ -49,7 +49,7 @@ def test_rows_are_only_read() -> None:
 
 
 def test_a_minority_moves_nothing_beyond_the_others() -> None:
-    """What it is for; the mean is carried away."""
+    """Control: the mean is moved far away."""
     rows = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
     honest = rows[:3].clone()
     rows[3:] = 1e15
@@ -59,7 +59,7 @@ def test_a_minority_moves_nothing_beyond_the_others() -> None:
 
 
 def test_secure_aggregation_is_refused_when_it_is_built(tmp_path: Path) -> None:
-    """The coordinator sees no update but the sum."""
+    """Under secure aggregation the coordinator sees only the sum, not single updates."""
     asked = ("algorithm.name=fedmedian", "engine.transport=memory")
     secure = "secure_aggregation.mode=complete"
     assembly.simulation(load(None, overrides=asked), data_dir=tmp_path)

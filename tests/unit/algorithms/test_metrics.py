@@ -1,4 +1,4 @@
-"""Metrics over whole sets, and all that a model is measured by."""
+"""Metrics over whole sets, and the list of all measures of a model."""
 
 import itertools
 import math
@@ -18,30 +18,30 @@ from fedlearn.errors import ConfigError
 
 @dataclass
 class Largest:
-    """The largest output, kept from update to update as torchmetrics keeps its state."""
+    """The largest output so far, accumulated over updates like a torchmetrics metric."""
 
     found: list[float] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all values."""
         self.found.clear()
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
-        """Take further examples."""
+        """Add examples."""
         self.found.append(float(outputs.max() - labels.min()))
 
     def compute(self) -> Tensor:
-        """Return the largest of all."""
+        """Return the largest value so far."""
         return torch.tensor(max(self.found))
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Do as torchmetrics does: return this batch's value, and keep it."""
+        """Return this batch's value and accumulate it, as torchmetrics does."""
         self.update(outputs, labels)
         return torch.tensor(self.found[-1])
 
 
 def test_an_object_that_accumulates_begins_anew_each_time() -> None:
-    """What it was given with, or measured before, does not count; it stays as it is."""
+    """Values from before the call or an earlier one do not count; the object is unchanged."""
     largest = Largest([100.0])
     metric = Metric(largest, direction="max")
     assert metric.of(torch.tensor([1.0, 5.0]), torch.zeros(2)) == 5.0
@@ -51,7 +51,7 @@ def test_an_object_that_accumulates_begins_anew_each_time() -> None:
 
 @pytest.mark.parametrize("per_example", [True, False])
 def test_a_measure_that_writes_to_what_it_is_given_changes_no_other(*, per_example: bool) -> None:
-    """Neither what the next one sees, nor the labels that the run keeps."""
+    """Neither the arguments of the next metric nor the run's data change."""
 
     def clearing(outputs: Tensor, labels: Tensor) -> Tensor:
         labels.zero_()
@@ -74,14 +74,14 @@ def test_a_measure_that_writes_to_what_it_is_given_changes_no_other(*, per_examp
 def test_outputs_that_do_not_go_with_the_labels_are_refused(
     metric: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Such as the two logits of a softmax."""
+    """For example the two logits of a softmax."""
     with pytest.raises(ValueError, match=r"outputs of shape \(3, 2\) and labels of shape \(3,\)"):
         metric(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
 
 
 @pytest.mark.parametrize("metric", [BinaryAuc(), BinaryF1()])
 def test_a_binary_metric_takes_zeros_and_ones(metric: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Classes 1 and 2 would all be positive; what is not finite has no value."""
+    """Classes 1 and 2 would both count as positive. A score that is NaN gives NaN."""
     with pytest.raises(ValueError, match="labels 0 and 1, not 2"):
         metric(torch.zeros(2), torch.tensor([1, 2]))
     assert metric(torch.tensor([0.0, math.nan]), torch.tensor([0, 1])).isnan()
@@ -91,20 +91,20 @@ def test_a_binary_metric_takes_zeros_and_ones(metric: Callable[[Tensor, Tensor],
     "measure", [lambda outputs, _: outputs, lambda *_: None, lambda *_: "much"]
 )
 def test_a_metric_is_one_number(measure: Callable[[Tensor, Tensor], Any]) -> None:
-    """A function that returns one value an example is a mistake, not a metric."""
+    """A function that returns one value per example is a mistake."""
     with pytest.raises(ValueError, match="must return one number"):
         Metric(measure, direction="max").of(torch.zeros(3), torch.zeros(3))
 
 
 def test_the_direction_must_be_said_rightly() -> None:
-    """A word that is neither would count as one of them."""
+    """An unknown word must not silently count as "max" or "min"."""
     wrong: Any = "higher"
     with pytest.raises(ConfigError, match="direction is 'higher'"):
         Metric(R2(), direction=wrong)
 
 
 def test_all_measures_have_a_direction_the_loss_first() -> None:
-    """That of an objective's metrics is the objective's to say."""
+    """The objective declares the direction of its own metrics."""
     measures = Measures(CrossEntropy(), {"ece": Metric(R2(), direction="min")})
     assert list(measures.directions.items()) == [
         ("loss", "min"),
@@ -118,23 +118,23 @@ def test_all_measures_have_a_direction_the_loss_first() -> None:
 
 @dataclass(frozen=True)
 class Declares:
-    """An objective whose metrics are others than it declares, or of another shape."""
+    """An objective whose metrics may differ from its declaration in name or shape."""
 
     per_example: bool
     directions: Mapping[str, Direction]
     measured: Mapping[str, Tensor]
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return a loss an example."""
+        """Return one loss per example."""
         return outputs - labels
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return what was given."""
+        """Return the given metrics."""
         return self.measured
 
 
 def test_an_objective_measures_what_it_declares() -> None:
-    """One value an example, by the names declared; as declared is the control."""
+    """One value per example, by the declared names. Control: metrics as declared are accepted."""
     outputs, three = torch.zeros(3), torch.zeros(3)
     sound = Measures(Declares(True, {"hit": "max"}, {"hit": three}), {})
     assert sound.by_example(outputs, three).keys() == {"hit", "loss"}
@@ -150,17 +150,17 @@ def test_an_objective_measures_what_it_declares() -> None:
 
 
 def test_a_metric_needs_a_direction_of_its_own() -> None:
-    """A bare function does not say which way is better."""
+    """A bare function does not say whether more or less is better."""
     bare: Any = {"r2": R2()}
     with pytest.raises(ConfigError, match="r2 is R2; say which way is better: Metric"):
         Measures(MeanSquaredError(), bare)
 
 
-# ---- Pieces -------------------------------------------------------------------------------
+# ---- Built-in metrics ---------------------------------------------------------------------
 
 
 def test_r2_is_one_minus_the_share_that_is_left() -> None:
-    """1 for the labels themselves, 0 for their mean, NaN where there is nothing to explain."""
+    """1 for perfect outputs, 0 for the labels' mean, NaN for constant labels."""
     labels = torch.tensor([1.0, 2.0, 6.0])
     assert R2()(labels[:, None], labels) == 1.0
     assert R2()(torch.full((3,), 3.0), labels) == 0.0
@@ -168,7 +168,7 @@ def test_r2_is_one_minus_the_share_that_is_left() -> None:
 
 
 def test_the_auc_counts_pairs() -> None:
-    """With ties, against all pairs by hand; NaN where there are none."""
+    """Compared with a count over all pairs, with ties; NaN without any pair."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         scores = torch.randint(0, 5, (12,), generator=generator).float()
@@ -180,7 +180,7 @@ def test_the_auc_counts_pairs() -> None:
 
 
 def test_f1_is_the_mean_of_precision_and_recall() -> None:
-    """Harmonic: precision 2/3 and recall 1/2 make 4/7."""
+    """Compared with a hand-computed harmonic mean; NaN without positives."""
     outputs = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     labels = torch.tensor([1, 1, 0, 1, 1, 0])
     assert float(BinaryF1()(outputs, labels)) == pytest.approx(4 / 7)
@@ -188,7 +188,7 @@ def test_f1_is_the_mean_of_precision_and_recall() -> None:
 
 
 def test_metrics_go_by_name() -> None:
-    """A list of them, or one alone, is told so."""
+    """A list of metrics, or metrics that are not a mapping, get a clear error."""
     sound = Declares(True, {}, {})
     with pytest.raises(ConfigError, match=r"metrics: is list; give a dict of metrics by name"):
         Measures(sound, cast(Mapping[str, Metric], [Metric(torch.dist, direction="max")]))

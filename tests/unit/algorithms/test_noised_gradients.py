@@ -1,4 +1,4 @@
-"""Gradients by example: clipped each by itself, summed within a stated error, with noise."""
+"""DP-SGD: each example's gradient is clipped, the sum's error is bounded, and noise is added."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ RULE = NoisedGradients(inner=SGD, example_clip_norm=CLIP, example_noise_multipli
 
 
 def gradients(num_examples: int, *, scale: float = 1.0, seed: int = 0) -> list[Tensor]:
-    """Return gradients of two clients' examples: some within the clip, most beyond."""
+    """Return gradients of two clients' examples: some below the clip norm, most above."""
     generator = torch.Generator().manual_seed(seed)
     sizes = scale * torch.logspace(-3, 1, num_examples)
     return [
@@ -40,13 +40,13 @@ def all_real(grads: list[Tensor]) -> Tensor:
 
 
 def flat(grads: list[Tensor], *, dims: int) -> Tensor:
-    """Return gradients as vectors in float64, behind their first dimensions."""
+    """Concatenate gradients to float64 vectors, keeping their first ``dims`` dimensions."""
     return torch.cat([grad.double().reshape(*grad.shape[:dims], -1) for grad in grads], dim=dims)
 
 
 @pytest.mark.parametrize("num_examples", [1, 5, TOGETHER + 3])
 def test_each_example_is_clipped_before_it_is_summed(num_examples: int) -> None:
-    """By the norm of all parameters together; control: the sum of all, clipped, is another."""
+    """By the norm of all parameters together. Control: clipping the sum gives another result."""
     grads = gradients(num_examples)
     found = flat(RULE.clipped(grads, all_real(grads)), dims=1) * RULE.level
     examples = flat([*grads], dims=2)
@@ -60,7 +60,7 @@ def test_each_example_is_clipped_before_it_is_summed(num_examples: int) -> None:
 
 
 def test_products_of_two_vectors_are_clipped_without_being_written_down() -> None:
-    """As the outer products themselves, and with gradients that are none."""
+    """The same result as with the outer products themselves, next to ordinary gradients."""
     (bias,) = gradients(5)[1:2]
     left, right = torch.randn(2, 6, 5), torch.randn(2, 5, 4)
     written = torch.einsum("kmb,kbn->kbmn", left, right)
@@ -69,7 +69,7 @@ def test_products_of_two_vectors_are_clipped_without_being_written_down() -> Non
     found = RULE.clipped([bias], real, products=[(left, right)])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6 / RULE.level)
-    # Norms of such vectors leave float32, that of their product does not.
+    # The vectors' squared norms leave the range of float32, but their product's does not.
     products = [(left * 1e-24, right * 1e25)]
     expected = RULE.clipped([bias, written * 10.0], real)
     for one, other in zip(RULE.clipped([bias], real, products=products), expected, strict=True):
@@ -80,7 +80,7 @@ def test_products_of_two_vectors_are_clipped_without_being_written_down() -> Non
 
 
 def test_padding_adds_exactly_nothing() -> None:
-    """Whatever stands there; control: an example that counts does."""
+    """Whatever its values. Control: a real example changes the sum."""
     grads, real = gradients(5), torch.tensor([[True] * 4 + [False]] * 2)
     found = RULE.clipped(grads, real)
     others = [grad.clone() for grad in grads]
@@ -93,7 +93,7 @@ def test_padding_adds_exactly_nothing() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 def test_an_example_whose_gradient_has_no_norm_adds_exactly_nothing(value: float) -> None:
-    """It would tell of itself by what it does to all others."""
+    """Otherwise it would reveal itself by its effect on the whole sum."""
     grads = gradients(5)
     expected = RULE.clipped(grads, torch.tensor([[True] * 4 + [False]] * 2))
     grads[0][:, 4, 3, 3] = value
@@ -105,7 +105,7 @@ def test_an_example_whose_gradient_has_no_norm_adds_exactly_nothing(value: float
 def test_no_example_moves_a_sum_on_its_grid_by_more_than_is_accounted_for(
     num_examples: int,
 ) -> None:
-    """In levels, and by all but as much: accounting for two thirds of it would not do."""
+    """The bound is tight: an example moves the sum by more than two thirds of it."""
     size = sum(math.prod(shape) for shape in SHAPES)
     allowed = RULE.sensitivity(num_examples=num_examples, size=size)
     moved = []
@@ -123,13 +123,13 @@ def test_no_example_moves_a_sum_on_its_grid_by_more_than_is_accounted_for(
 
 
 def noised(num_examples: list[int], *, rule: NoisedGradients = RULE) -> list[Tensor]:
-    """Return the noise of as many clients, whose sums are zero."""
+    """Return the noise for one client per batch size; the sums are zero."""
     sums = [torch.zeros(len(num_examples), *shape, dtype=torch.float64) for shape in ((200, 100),)]
     return rule.noised(sums, num_examples, like=[torch.zeros(1)])
 
 
 def test_noise_is_of_the_clip_by_the_size_of_the_batch() -> None:
-    """Its variance, of each client apart; that of 2/3 and of 3/2 as much is told from it."""
+    """Its scale, for each client; the test rejects scales of 2/3 and 3/2 of it."""
     (noise,) = noised([4, 10])
     for row, size in zip(noise.flatten(1), (4, 10), strict=True):
         sigma = 2.0 * CLIP / size
@@ -143,7 +143,7 @@ def test_noise_is_of_the_clip_by_the_size_of_the_batch() -> None:
 def test_all_of_a_block_have_the_noise_of_its_largest_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No client has less than its own batch asks for; control: in levels, they ask for less."""
+    """No client gets less noise than its batch needs. Control: the smaller batches need less."""
     drawn = []
 
     def noted(numbers: NDArray[np.int32], *, sigma: float, source: SecretStream) -> None:
@@ -165,9 +165,9 @@ def test_all_of_a_block_have_the_noise_of_its_largest_batch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("multiplier", [2.0, 1e4])
 def test_noise_is_whole_whatever_integers_it_takes(dtype: torch.dtype, multiplier: float) -> None:
-    """Added to what is there; control: some of it, at 10000 times the clip, leaves 32 bits."""
+    """Noise is added to the sums. Control: at a multiplier of 10,000 it exceeds 32 bits."""
     rule = replace(RULE, example_noise_multiplier=multiplier)
-    sums = torch.full((2, 100, 100), 3.0 * 2**20, dtype=dtype).mT  # no two of a row are neighbours
+    sums = torch.full((2, 100, 100), 3.0 * 2**20, dtype=dtype).mT  # not contiguous
     (found,) = rule.noised([sums], [1, 1], like=[torch.zeros(1)])
     assert found.dtype == torch.float32
     noise, sigma = found.flatten().double() - 3.0 * CLIP, multiplier * CLIP
@@ -180,7 +180,7 @@ def test_noise_is_whole_whatever_integers_it_takes(dtype: torch.dtype, multiplie
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_are_cut_to_whole_levels_before_they_have_noise(dtype: torch.dtype) -> None:
-    """Towards zero; control: they were not on the grid."""
+    """Towards zero. Control: the sums were not whole before."""
     levels = torch.tensor([[0.9, -0.9, 1.0, -2.5, 3.0e6 + 0.5]], dtype=dtype)
     rule = quiet(RULE)
     assert isinstance(rule, NoisedGradients)
@@ -198,7 +198,7 @@ def test_sums_are_cut_to_whole_levels_before_they_have_noise(dtype: torch.dtype)
 def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
     inner: LocalSgd, sizes: list[int]
 ) -> None:
-    """However few passes it takes; control: the step is none of the smallest."""
+    """The fused step agrees with the inner step. Control: the step is not tiny."""
     rule = quiet(replace(RULE, inner=inner))
     assert isinstance(rule, NoisedGradients)
     grads, moment = gradients(5, scale=10.0), Moment(round_num=0, step=0)
@@ -214,7 +214,7 @@ def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
 
 
 def test_noise_is_never_the_same_twice() -> None:
-    """Whatever seeds are set: it is the operating system's."""
+    """Noise comes from the operating system, whatever seeds are set."""
     found = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def test_noise_is_never_the_same_twice() -> None:
 
 
 def test_a_quiet_rule_is_for_trials_alone() -> None:
-    """Its noise rounds to none; other updates are what they are."""
+    """Its noise rounds to zero; other updates are returned unchanged."""
     hushed = quiet(RULE)
     assert isinstance(hushed, NoisedGradients)
     assert float(noised([4], rule=hushed)[0].abs().max()) == 0.0
@@ -232,7 +232,7 @@ def test_a_quiet_rule_is_for_trials_alone() -> None:
 
 
 def test_who_does_not_know_it_does_not_train_without_clip_and_noise() -> None:
-    """Neither a trainer that takes a step with it, nor a rule around it."""
+    """A trainer that calls ``step`` with the batch's gradient gets an error."""
     x, moment = [torch.zeros(1, 3)], Moment(round_num=0, step=0)
     with pytest.raises(ValueError, match="takes each example's gradient, not the batch's"):
         RULE.step(x, x, {}, told={}, moment=moment)
@@ -240,7 +240,7 @@ def test_who_does_not_know_it_does_not_train_without_clip_and_noise() -> None:
 
 @pytest.fixture(params=["all", "CUDA"])
 def _coarse(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Products of less than float32, by either of torch's settings."""
+    """Lowers the precision of matrix products below float32, by either of torch's settings."""
     if request.param == "all":
         torch.set_float32_matmul_precision("high")
         yield
@@ -254,7 +254,7 @@ def _coarse(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_coarse")
 def test_sums_of_less_than_float32_are_refused() -> None:
-    """Their error has no bound that the noise is sized for; control: the other tests."""
+    """The noise does not cover the error of such sums. Control: the other tests."""
     grads = gradients(3)
     with pytest.raises(SettingsRefused, match=r"torch multiplies float32 at '(high|lower)' pre"):
         RULE.clipped(grads, all_real(grads))
@@ -264,7 +264,6 @@ def test_sums_of_less_than_float32_are_refused() -> None:
     ("field", "value"), [("example_clip_norm", 0.0), ("example_noise_multiplier", 0.0)]
 )
 def test_what_is_out_of_range_is_refused(field: str, value: float) -> None:
-    """By name."""
     values = {"example_clip_norm": 1.0, "example_noise_multiplier": 1.0, field: value}
     with pytest.raises(ValueError, match=field):
         NoisedGradients(inner=SGD, **values)

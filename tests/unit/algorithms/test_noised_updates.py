@@ -1,4 +1,4 @@
-"""Updates with noise of their own: what one client can be told by, and nothing else."""
+"""Local differential privacy: a client adds noise to its update and sends nothing else."""
 
 import math
 
@@ -28,7 +28,7 @@ def noised(rows: Tensor, *, clip_norm: float = 0.5, noise_multiplier: float = 2.
 
 
 def test_what_would_leave_without_noise_is_refused() -> None:
-    """Whatever the coordinator asks for beside the update; control: the tests below."""
+    """Any lane in addition to the delta is refused. Control: the tests below."""
     transform = NoisedUpdates(clip_norm=0.5, noise_multiplier=2.0)
     rows = {DELTA.name: torch.ones(1, 2), "control": torch.ones(1, 2)}
     with pytest.raises(UnusableResult, match="lane 'control' would leave this client without"):
@@ -37,7 +37,7 @@ def test_what_would_leave_without_noise_is_refused() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e6])
 def test_the_noise_is_of_the_clip_whatever_the_update(scale: float) -> None:
-    """Its variance, of each client apart; that of 2/3 and of 3/2 as much is told from it."""
+    """Its variance, for each client; the test rejects standard deviations of 2/3 and 3/2 of it."""
     rows = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0)) * scale
     norms = rows.double().norm(dim=1, keepdim=True)
     clipped = rows.double() * (0.5 / norms.clamp(min=0.5))
@@ -53,7 +53,7 @@ def test_the_noise_is_of_the_clip_whatever_the_update(scale: float) -> None:
 
 
 def test_next_to_no_noise_leaves_the_clipped_update() -> None:
-    """One that is within the clip as it is; control: the other is not."""
+    """An update within the clip norm is unchanged. Control: a larger one is scaled down."""
     rows = torch.tensor([[0.3, 0.4], [3.0, 4.0]])
     found = noised(rows, noise_multiplier=1e-6)
     torch.testing.assert_close(found, torch.tensor([[0.3, 0.4], [0.3, 0.4]]), rtol=0, atol=1e-5)
@@ -61,7 +61,7 @@ def test_next_to_no_noise_leaves_the_clipped_update() -> None:
 
 
 def test_noise_is_never_the_same_twice() -> None:
-    """Whatever seeds are set: it is the operating system's."""
+    """Noise comes from the operating system, whatever seeds are set."""
     found = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_noise_is_never_the_same_twice() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_so_for_whoever_checks_it(value: float) -> None:
-    """Of one client; the other's noise is there."""
+    """The other client's update is not affected."""
     found = noised(torch.tensor([[1.0, value], [1.0, 1.0]]))
     assert not bool(torch.isfinite(found[0]).all())
     assert bool(torch.isfinite(found[1]).all())

@@ -26,7 +26,7 @@ def logits(*shape: int) -> Tensor:
 
 
 def test_the_cross_entropy_of_a_batch_is_the_mean_of_its_examples() -> None:
-    """One number an example; the usual loss is their mean."""
+    """There is one loss per example, and torch's loss is their mean."""
     outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     losses = CrossEntropy().losses(outputs, labels)
     assert losses.shape == (6,)
@@ -36,7 +36,7 @@ def test_the_cross_entropy_of_a_batch_is_the_mean_of_its_examples() -> None:
 
 
 def test_a_sequence_counts_as_one_example() -> None:
-    """Its loss and accuracy are means over its positions."""
+    """Its loss and accuracy are means over the positions of the sequence."""
     outputs, labels = logits(3, 4, 5), torch.randint(0, 4, (3, 5))
     losses = CrossEntropy().losses(outputs, labels)
     expected = torch.stack([F.cross_entropy(x.T, y) for x, y in zip(outputs, labels, strict=True)])
@@ -57,7 +57,7 @@ WEIGHTS = (0.5, 2.0, 1.0, 0.0)
 def test_the_loss_of_a_batch_is_torchs(
     shape: tuple[int, ...], weights: tuple[float, ...] | None, smoothing: float, ignored: int
 ) -> None:
-    """Value and gradient, however many classes and positions; its examples' losses make it up."""
+    """In value and gradient; the weighted mean of the examples' losses agrees as well."""
     objective = CrossEntropy(ignore_index=ignored, class_weights=weights, label_smoothing=smoothing)
     outputs = logits(shape[0], 4, *shape[1:]).requires_grad_()
     labels = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(1))
@@ -89,21 +89,21 @@ def test_the_loss_of_a_batch_is_torchs(
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(
     objective: CrossEntropy,
 ) -> None:
-    """Where torch's loss is NaN."""
+    """Torch's loss is NaN for such a batch."""
     outputs, labels = logits(3, 4, 2).requires_grad_(), torch.full((3, 2), -100)
     assert F.cross_entropy(outputs, labels).isnan()
     for loss in (mean_loss(objective, outputs, labels), objective.losses(outputs, labels).sum()):
         assert loss == 0.0
         assert not torch.autograd.grad(loss, outputs, retain_graph=True)[0].any()
     diverged = (outputs * torch.nan).detach()
-    assert mean_loss(objective, diverged, labels.clamp(min=0)).isnan()  # that one is not hidden
+    assert mean_loss(objective, diverged, labels.clamp(min=0)).isnan()  # NaN is not hidden
 
 
 @pytest.mark.parametrize("class_weights", [None, (0.1, 0.1, 0.7)])
 def test_what_a_batch_weighs_depends_on_no_other_batch(
     class_weights: tuple[float, ...] | None,
 ) -> None:
-    """Where all its labels weigh the same as well: blocks of clients are cut anywhere."""
+    """Blocks of clients may be cut anywhere; also if all labels of a batch weigh the same."""
     objective = CrossEntropy(class_weights=class_weights)
     labels = torch.tensor([0, 1, 0, 1, 1, 0, 2, -100])
     rows_TKB = torch.tensor([[[0, 1, 2], [3, 4, 5], [6, 7, 0]]])
@@ -118,7 +118,7 @@ def test_what_a_batch_weighs_depends_on_no_other_batch(
 
 
 def test_ignored_examples_of_two_classes_count_nowhere() -> None:
-    """Loss, accuracy, AUC and F1 are those of the others."""
+    """Loss, accuracy, AUC and F1 equal those of the other examples."""
     outputs, labels = logits(8, 1), torch.tensor([0, 1, -100, 0, 1, -100, 1, 0])
     rest = labels != -100
     loss = BinaryCrossEntropy()
@@ -149,7 +149,7 @@ def test_class_weights_are_one_a_class() -> None:
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
 def test_binary_cross_entropy_takes_one_logit_an_example(shape: tuple[int, ...]) -> None:
-    """Integer labels and a trailing dimension of one are both usual."""
+    """Integer labels and a trailing dimension of size 1 are both common."""
     outputs, labels = logits(*shape), torch.tensor([0, 1, 1, 0, 1, 0])
     losses = BinaryCrossEntropy().losses(outputs, labels)
     targets = labels.to(outputs.dtype)
@@ -161,7 +161,7 @@ def test_binary_cross_entropy_takes_one_logit_an_example(shape: tuple[int, ...])
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 2)])
 def test_squared_errors_are_means_over_an_examples_outputs(shape: tuple[int, ...]) -> None:
-    """Labels may lack the trailing dimension of one."""
+    """Labels may lack a trailing dimension of size 1."""
     outputs, labels = logits(*shape), torch.ones(shape)
     losses = MeanSquaredError().losses(outputs, labels)
     torch.testing.assert_close(losses, (outputs - 1).square().reshape(6, -1).mean(1))
@@ -170,7 +170,7 @@ def test_squared_errors_are_means_over_an_examples_outputs(shape: tuple[int, ...
 
 
 def test_a_custom_loss_must_return_one_value_per_example() -> None:
-    """A mean over the batch is refused with the remedy; per example is the control."""
+    """A mean over the batch is refused, with the fix. Control: one loss per example."""
     outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
 
     def per_example(x: Tensor, y: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def test_a_custom_loss_must_return_one_value_per_example() -> None:
 
 
 def test_a_coupled_loss_must_return_one_value_per_batch() -> None:
-    """Declared as coupled, a vector is refused: its mean over a batch would mean nothing."""
+    """A loss declared as coupled must not return a vector: its mean would have no meaning."""
     outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     coupled = CustomLoss(F.cross_entropy, per_example=False)
     assert coupled.losses(outputs, labels).shape == ()
@@ -193,7 +193,7 @@ def test_a_coupled_loss_must_return_one_value_per_batch() -> None:
 
 
 def test_a_loss_by_example_that_looks_at_the_others_is_found_out() -> None:
-    """It returns one number an example, and each changes with the rest of the batch."""
+    """It returns one loss per example, but each changes with the rest of the batch."""
     outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
 
     def centred(x: Tensor, _: Tensor) -> Tensor:
@@ -213,13 +213,13 @@ def test_a_loss_by_example_that_looks_at_the_others_is_found_out() -> None:
     ids=["per example", "random", "diverged"],
 )
 def test_a_loss_by_example_is_not_suspected(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """The control: one that is, draws random numbers, or has diverged."""
+    """Control: a true per-example loss, one that draws random numbers, and one that diverged."""
     outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     require_fitting(CustomLoss(function), outputs, labels)
 
 
 def test_a_loss_that_writes_to_its_outputs_is_tried_out_on_copies() -> None:
-    """What it does to them is done once, in the step."""
+    """The check must not change the outputs that the training step uses."""
     outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     before = outputs.clone()
     require_fitting(CustomLoss(lambda x, _: x.sigmoid_().sum(1)), outputs, labels)
@@ -244,7 +244,7 @@ def test_a_loss_that_writes_to_its_outputs_is_tried_out_on_copies() -> None:
 def test_labels_that_an_objective_would_misread_are_refused(
     objective: Objective, outputs: Tensor, labels: Tensor, complaint: str
 ) -> None:
-    """On the first batch, and wherever the model is measured."""
+    """Both when the first batch is checked and when metrics are computed."""
     for check in (require_fitting, lambda loss, *batch: loss.metrics(*batch)):
         with pytest.raises(ValueError, match=complaint):
             check(objective, outputs, labels)
@@ -252,5 +252,5 @@ def test_labels_that_an_objective_would_misread_are_refused(
 
 @pytest.mark.parametrize("objective", [MeanSquaredError(), CustomLoss(lambda x, _: x)])
 def test_some_objectives_have_no_metric_but_the_loss(objective: Objective) -> None:
-    """What cannot be measured is absent, not zero."""
+    """A metric that cannot be computed is absent, not zero."""
     assert objective.metrics(logits(3), torch.ones(3)) == {}

@@ -1,4 +1,4 @@
-"""Clients whose trainers are asked for nothing but how much to do."""
+"""OwnTraining: the clients' own trainers decide how to train, the settings only how much."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from fedlearn.errors import SettingsRefused
 
 
 def test_it_is_a_local_update_without_lanes_and_memory() -> None:
-    """The delta alone travels."""
+    """Clients send only the delta."""
     own = OwnTraining()
     assert isinstance(own, LocalUpdate)
     assert (list(own.lanes), dict(own.memory), short_cut(own)) == ([], {}, None)
 
 
 def test_a_trainer_that_honours_nothing_is_asked_for_nothing() -> None:
-    """What is asked beyond the defaults is named."""
+    """A setting that is not at its default must be honoured, and the message names it."""
     require_honoured(settings_of(OwnTraining()), (), who="Mine")
     with pytest.raises(SettingsRefused, match=r"Mine does not honour the setting 'epochs'"):
         require_honoured(settings_of(OwnTraining(epochs=2)), (), who="Mine")
@@ -26,19 +26,18 @@ def test_a_trainer_that_honours_nothing_is_asked_for_nothing() -> None:
 
 
 def test_virtual_time_knows_how_much_it_is() -> None:
-    """Steps of an epoch, as far as the trainer has them."""
+    """Virtual time counts steps by epochs and batch size, as for any update."""
     own = OwnTraining(epochs=2, batch_size=4)
     assert own.work.num_steps(np.asarray([4, 5])).tolist() == [2, 4]
 
 
 def test_a_standard_trainer_does_not_know_how() -> None:
-    """The remedy is in the message."""
+    """The message suggests the fix."""
     x = [torch.zeros(1, 2)]
     with pytest.raises(ValueError, match=r"trainer of their own"):
         OwnTraining().step(x, x, {}, told={}, moment=Moment(round_num=0, step=0))
 
 
 def test_how_much_it_does_is_checked() -> None:
-    """As for every local update."""
     with pytest.raises(ValueError, match="epochs"):
         OwnTraining(epochs=0)

@@ -1,4 +1,4 @@
-"""Clients that are told each what to do: the same model wherever they are, and what is refused."""
+"""Local updates that differ by client: the engine and sessions agree, and misuse is refused."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ def make_model() -> nn.Module:
 
 
 def clients() -> fl.FederatedData:
-    """Clients of some sizes on noise: what they do is told by their deltas."""
+    """Clients of different sizes with random data, so that the model shows how they trained."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(sum(SIZES) + 8, 3)), rng.integers(0, 2, sum(SIZES) + 8)
     own = sum(SIZES)
@@ -36,12 +36,12 @@ def clients() -> fl.FederatedData:
 
 
 def by_parity(client_id: ClientId) -> LocalUpdate:
-    """Odd clients do less, at another rate."""
+    """Odd clients train for one epoch, at a lower rate."""
     return replace(LOCAL, epochs=1, learning_rate=0.05) if client_id % 2 else LOCAL
 
 
 def model_after(folder: Path, **arguments: Any) -> Tensor:
-    """Return the model after two rounds of all clients."""
+    """Return the model after two rounds with all clients."""
     engine = {"num_workers": 1} | arguments.pop("engine", {})
     run = fl.simulate(
         make_model,
@@ -57,7 +57,7 @@ def model_after(folder: Path, **arguments: Any) -> Tensor:
 
 @pytest.mark.slow
 def test_clients_that_differ_train_alike_in_the_engine_and_in_sessions(tmp_path: Path) -> None:
-    """One by one to the last bit, in blocks and in two workers to rounding."""
+    """Bit for bit one by one; in blocks and in two workers up to rounding."""
     memory = model_after(tmp_path / "m", local_of=by_parity, engine={"transport": "memory"})
     single = {"executor": "sequential", "block_size": 1}
     assert torch.equal(model_after(tmp_path / "s", local_of=by_parity, engine=single), memory)
@@ -73,19 +73,19 @@ def test_clients_that_differ_train_alike_in_the_engine_and_in_sessions(tmp_path:
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(fl.LocalWork):
-    """A rule of the user's own."""
+    """A local update defined by the user."""
 
     rate: float
 
     def step(self, x: Tensors, grads: Tensors, memory: Any, *, told: Any, moment: Any) -> None:
-        """Step by the signs."""
+        """Step by the sign of the gradient."""
         for value, grad in zip(x, grads, strict=True):
             value.sub_(grad.sign(), alpha=self.rate)
 
 
 @pytest.mark.slow
 def test_a_rule_of_ones_own_for_some_clients_trains_alike_in_sessions(tmp_path: Path) -> None:
-    """Sessions know the classes of all clients; the control takes SGD in its place."""
+    """Sessions know the user's class. Control: with SGD in its place the model differs."""
     mine = SignSgd(epochs=1, batch_size=4, rate=0.01)
 
     def local_of(client_id: ClientId) -> LocalUpdate:
@@ -98,14 +98,14 @@ def test_a_rule_of_ones_own_for_some_clients_trains_alike_in_sessions(tmp_path: 
 
 
 def test_what_each_is_told_makes_the_difference(tmp_path: Path) -> None:
-    """All told the same is the plain run to the bit; the control is the run above."""
+    """If all clients get the same update, the run equals the plain one bit for bit."""
     plain = model_after(tmp_path / "plain")
     assert torch.equal(model_after(tmp_path / "same", local_of=lambda _: LOCAL), plain)
     assert not torch.allclose(model_after(tmp_path / "each", local_of=by_parity), plain, atol=1e-3)
 
 
 def test_who_does_less_is_done_earlier(tmp_path: Path) -> None:
-    """Virtual time goes by the epochs of each."""
+    """Virtual time depends on each client's own epochs."""
     devices = {"kind": "lognormal", "speed_sigma": 0.0, "round_jitter_sigma": 0.0}
     for transport in ("engine", "memory"):
         run = fl.simulate(
@@ -130,21 +130,21 @@ def test_who_does_less_is_done_earlier(tmp_path: Path) -> None:
     ],
 )
 def test_updates_that_do_not_fit_together_are_refused(local: object, words: str) -> None:
-    """With the client's id; the control stands above."""
+    """The message contains the client's id."""
     given: Any = lambda _: local  # noqa: E731 - a wrong one
     with pytest.raises(ConfigError, match=words):
         PerClient(fl.FedAvg(LOCAL), given).locals_for([ClientId(0)])
 
 
 def test_what_is_no_function_is_refused() -> None:
-    """At once, not in the first round."""
+    """On construction, not in the first round."""
     given: Any = {0: LOCAL}
     with pytest.raises(TypeError, match="give a function"):
         PerClient(fl.FedAvg(LOCAL), given)
 
 
 def test_a_secure_sum_names_one_training_for_all(tmp_path: Path) -> None:
-    """Its terms are the same for all who share secrets."""
+    """All clients that share secrets must agree on the same terms."""
     with pytest.raises(ConfigError, match="name one training for all"):
         model_after(
             tmp_path,

@@ -1,4 +1,4 @@
-"""A proximal step as multiplication and addition is the step itself."""
+"""The affine form of a proximal step equals the step itself."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ PULLED = Proximal(inner=replace(SGD, weight_decay=0.1), proximal=0.3)
     ids=["proximal", "schedule around", "schedule within", "twice"],
 )
 def test_the_short_cut_is_the_step(local: LocalUpdate) -> None:
-    """Executors may take either."""
+    """Executors may use either."""
     affine, moment = short_cut(local), Moment(2, 5)
     assert affine is not None
     taken = affine(moment)
@@ -44,6 +44,6 @@ def test_the_short_cut_is_the_step(local: LocalUpdate) -> None:
     ids=["momentum", "clipped"],
 )
 def test_what_has_no_short_cut_gets_none_by_a_pull(inner: LocalUpdate) -> None:
-    """The inner one's step would be left out."""
+    """An affine form would skip the inner update's own step."""
     affine = short_cut(Proximal(inner=inner, proximal=0.3))
     assert affine is None or affine(Moment(0, 0)) is None

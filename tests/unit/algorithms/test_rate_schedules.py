@@ -1,4 +1,4 @@
-"""A scheduled rate is the inner update at another rate, round by round and step by step."""
+"""ScheduledRate equals the inner update with a rate that changes by round and step."""
 
 import math
 from typing import Any
@@ -19,13 +19,13 @@ def at(round_num: int, step: int = 0) -> Moment:
 
 
 def test_the_rate_decays_by_a_power_of_the_round() -> None:
-    """Not at all in the first one."""
+    """The first round has the full rate."""
     schedule = ScheduledRate(inner=SGD, rate_decay=0.9)
     assert [schedule.factor(at(r)) for r in range(4)] == pytest.approx([1.0, 0.9, 0.81, 0.729])
 
 
 def test_the_cosine_is_that_of_torch_and_stays_at_zero() -> None:
-    """``CosineAnnealingLR`` over the rounds."""
+    """As ``CosineAnnealingLR`` over the rounds."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
@@ -38,7 +38,7 @@ def test_the_cosine_is_that_of_torch_and_stays_at_zero() -> None:
 
 
 def test_a_warm_up_rises_in_every_round() -> None:
-    """To its value in the last of its steps."""
+    """It reaches the full rate in the last warm-up step."""
     schedule = ScheduledRate(inner=SGD, warmup_steps=4, rate_decay=0.5)
     for round_num in range(2):
         found = [schedule.factor(at(round_num, step)) for step in range(6)]
@@ -48,14 +48,14 @@ def test_a_warm_up_rises_in_every_round() -> None:
 
 @pytest.mark.parametrize("inner", [SGD, MOMENTUM], ids=["decay", "momentum"])
 def test_a_scheduled_step_is_that_of_another_rate(inner: LocalSgd) -> None:
-    """Also one whose memory does not know the rate."""
+    """Also with momentum, whose velocity does not contain the rate."""
     schedule = ScheduledRate(inner=inner, rate_decay=0.5)
     ours, theirs = [torch.ones(1, 3)], torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD(
         [theirs], lr=0.5, momentum=inner.momentum, weight_decay=inner.weight_decay
     )
     memory = new_memory(schedule, ours, kept={})
-    for round_num in range(4):  # one step a round, of one memory
+    for round_num in range(4):  # one step per round, with the same memory
         grad = torch.tensor([1.0, -2.0, 0.5]) * (round_num + 1)
         optimizer.param_groups[0]["lr"] = 0.5 * 0.5**round_num
         theirs.grad = grad.clone()
@@ -65,7 +65,7 @@ def test_a_scheduled_step_is_that_of_another_rate(inner: LocalSgd) -> None:
 
 
 def test_schedules_around_schedules_multiply() -> None:
-    """A decay over rounds and a warm-up of another wrapping."""
+    """A cosine over rounds around a warm-up within a round."""
     both = ScheduledRate(inner=ScheduledRate(inner=SGD, warmup_steps=2), cosine_rounds=2)
     affine = short_cut(both)
     assert affine is not None
@@ -75,7 +75,7 @@ def test_schedules_around_schedules_multiply() -> None:
 
 
 def test_the_short_cut_is_the_step() -> None:
-    """Executors may take either."""
+    """Executors may use either."""
     schedule = ScheduledRate(inner=SGD, rate_decay=0.7, warmup_steps=3)
     affine = short_cut(schedule)
     assert affine is not None
@@ -89,10 +89,10 @@ def test_the_short_cut_is_the_step() -> None:
 
 
 class Reversed(LocalSgd):
-    """A rule of the user's own that overrides the step alone."""
+    """A user's local update that overrides only the step."""
 
     def step(self, x: Tensors, grads: Tensors, memory: Any, *, told: Any, moment: Moment) -> None:
-        """Climb."""
+        """Step along the gradient instead of against it."""
         x[0].add_(grads[0], alpha=self.learning_rate * moment.rate)
 
 
@@ -106,7 +106,7 @@ class Reversed(LocalSgd):
     ids=["momentum", "clipped", "own step"],
 )
 def test_what_has_no_short_cut_gets_none_by_a_schedule(inner: Any) -> None:
-    """The inner one's step would be left out."""
+    """An affine form would skip the inner update's own step."""
     affine = short_cut(ScheduledRate(inner=inner, rate_decay=0.9))
     assert affine is None or affine(at(0)) is None
 
@@ -123,6 +123,5 @@ def test_what_has_no_short_cut_gets_none_by_a_schedule(inner: Any) -> None:
     ],
 )
 def test_values_without_meaning_are_refused(changes: dict[str, Any], named: str) -> None:
-    """The message names the field."""
     with pytest.raises(ValueError, match=named):
         ScheduledRate(inner=SGD, **changes)

@@ -1,4 +1,4 @@
-"""Each algorithm is what its paper says: identities over whole rounds."""
+"""Each algorithm satisfies the identities in its paper, over whole rounds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +60,7 @@ def initial(make_model: Callable[[], nn.Module]) -> Params:
 
 
 def population_of(*sizes: int) -> ArrayPopulation:
-    """Clients of these sizes, on as many different examples."""
+    """Clients with these numbers of examples, all of them different."""
     num_examples = sum(sizes)
     generator = torch.Generator().manual_seed(1)
     return ArrayPopulation(
@@ -78,7 +78,7 @@ def after_rounds(
     num_rounds: int,
     make_model: Callable[[], nn.Module] = make_mlp,
 ) -> Params:
-    """Return the model after rounds in which everybody takes part."""
+    """Return the model after rounds in which all clients take part."""
     num_clients = population.num_clients
     policy = StragglerPolicy(
         num_wanted=num_clients,
@@ -174,7 +174,7 @@ def test_fedavg_is_the_mean_of_local_models_weighted_by_examples() -> None:
 
 
 def trained_alone(population: ArrayPopulation, rows: slice) -> Tensor:
-    """Return ``make_mlp`` after local SGD in file order, by torch's own optimiser."""
+    """Train ``make_mlp`` by torch's own SGD, with the examples in order, and return its vector."""
     model = make_mlp()
     initial(make_mlp).load_into(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LOCAL.learning_rate)
@@ -196,7 +196,7 @@ def test_fedavg_with_one_client_is_local_sgd() -> None:
 
 
 def test_equal_clients_make_the_weighted_and_the_plain_mean_the_same() -> None:
-    """The weights n_k / n are 1 / K where all clients have as many examples."""
+    """If all clients have the same number of examples, the weights n_k / n are 1 / K."""
     population = population_of(6, 6, 6)
     weighted = after_rounds(FedAvg(LOCAL), population, num_rounds=2)
     plain = after_rounds(FedAvg(LOCAL, weight_by_examples=False), population, num_rounds=2)
@@ -221,7 +221,7 @@ def test_fedsgd_over_rounds_is_gradient_descent_for_a_linear_model() -> None:
 
 @pytest.mark.parametrize("keep_momentum", [True, False])
 def test_kept_momentum_goes_on_where_the_last_round_stopped(*, keep_momentum: bool) -> None:
-    """Yu et al. 2019: two rounds with kept momentum are one uninterrupted local training."""
+    """Yu et al. 2019: two rounds with kept momentum equal one uninterrupted local training."""
     population = population_of(8)
     local = LocalSgd(
         epochs=3,
@@ -238,7 +238,7 @@ def test_kept_momentum_goes_on_where_the_last_round_stopped(*, keep_momentum: bo
 
 
 def test_the_adaptive_recipes_differ_in_the_second_moment_alone() -> None:
-    """Reddi et al. 2021, algorithm 2: three lines, one for each."""
+    """Reddi et al. 2021, algorithm 2, has one line for each."""
     pieces = [
         FedAdagrad(LOCAL, server_learning_rate=0.1, beta_1=0.9, tau=1e-3),
         FedAdam(LOCAL, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),

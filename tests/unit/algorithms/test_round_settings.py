@@ -1,4 +1,4 @@
-"""Settings of clients by the round: what a function of the user's may return."""
+"""Client settings by round: what the user's function may return."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ NOTHING = FedAvg(OwnTraining())
 def test_a_rate_and_free_form_settings_of_a_round_replace_those_of_the_run(
     strategy: Strategy,
 ) -> None:
-    """All else is told as before, and the strategy combines updates as before."""
+    """All other settings, the aggregation and the lanes are unchanged."""
     made = in_round(strategy, lambda number: {"learning_rate": 0.1 * number, "extra.lr": number}, 3)
     before, after = settings_of(strategy.local), settings_of(made.local)
     assert after == {**before, "learning_rate": pytest.approx(0.3), "extra.lr": 3}
@@ -70,7 +70,7 @@ def test_clients_that_differ_keep_what_differs() -> None:
 )
 def test_what_is_no_setting_of_a_round_is_refused_with_the_round(
     strategy: Strategy,
-    returned: Any,  # Any: that is what is wrong with it
+    returned: Any,  # Any: wrong types are the point
     named: str,
 ) -> None:
     with pytest.raises(ConfigError, match=f"client.by_round, round 3: .*{named}"):

@@ -1,4 +1,4 @@
-"""Cohorts are reproducible, and as random as their sampler claims."""
+"""Cohorts are reproducible, and have the distribution that their sampler claims."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def cohorts(
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_seed_round_and_attempt_give_the_cohort(sampler: CohortSampler) -> None:
-    """The same three give the same cohort, also after a resume; another of them another."""
+    """The same three give the same cohort, also after a resume; changing one changes it."""
 
     def cohort(seed: int, round_num: int, attempt: int) -> tuple[ClientId, ...]:
         return sampler.sample(
@@ -49,14 +49,14 @@ def test_seed_round_and_attempt_give_the_cohort(sampler: CohortSampler) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_nobody_is_asked_twice(sampler: CohortSampler) -> None:
-    """A cohort is a set of clients that are available."""
+    """A cohort is a set of available clients."""
     for cohort in cohorts(sampler, num_rounds=50):
         assert len(set(cohort)) == len(cohort)
         assert set(cohort) <= set(clients(20))
 
 
 def biased(round_num: int) -> tuple[int, ...]:
-    """A control: client 0 is asked in 7 rounds of 20, the others less often than 1 in 4."""
+    """Control: client 0 is asked more often than the others."""
     rng = Seed(5).derive("biased", round_num).numpy()
     chosen = rng.choice(20, 5, replace=False, p=[0.08, *[0.92 / 19] * 19])
     return tuple(chosen.tolist())
@@ -73,18 +73,18 @@ def uniform(round_num: int) -> tuple[int, ...]:
 def test_uniform_sampling_asks_all_clients_alike(
     draw: Callable[[int], tuple[int, ...]], *, is_uniform: bool
 ) -> None:
-    """A chi-square test over 4,000 rounds accepts it, and rejects a biased control."""
+    """A chi-square test over 4,000 rounds accepts the sampler and rejects the biased control."""
     num_rounds = 4000
     counts = np.bincount(np.concatenate([draw(r) for r in range(num_rounds)]), minlength=20)
     rate = 5 / 20
-    # Inclusions of a round are negatively correlated: (n - 1) / n of the independent variance.
+    # The counts have a fixed sum: the factor n / (n - 1) leaves n - 1 degrees of freedom.
     variance = num_rounds * rate * (1 - rate) * 20 / 19
     statistic = float(((counts - num_rounds * rate) ** 2).sum() / variance)
     assert (statistic < 43.8) is is_uniform  # 99.9 % quantile of chi-square with 19 degrees
 
 
 def test_poisson_cohorts_have_the_mean_and_spread_of_a_binomial() -> None:
-    """Sizes vary as those of independent coin flips do, and the cap is far away."""
+    """Sizes vary like sums of independent coin flips; the cap is far away."""
     sampler = PoissonSampler(cap=10.0)
     sizes = np.array([len(c) for c in cohorts(sampler, num_rounds=4000, population=100)])
     assert abs(sizes.mean() - 5.0) < 4 * np.sqrt(4.75 / 4000)
@@ -94,13 +94,13 @@ def test_poisson_cohorts_have_the_mean_and_spread_of_a_binomial() -> None:
 
 
 def test_the_cap_cuts_large_poisson_cohorts() -> None:
-    """No cohort exceeds the cap; without one, some would."""
+    """No cohort exceeds the cap, although without one some would."""
     sizes = [len(c) for c in cohorts(PoissonSampler(cap=1.2), num_rounds=500, population=100)]
     assert max(sizes) == 6
 
 
 def test_cyclic_cohorts_ask_everybody_before_anybody_again() -> None:
-    """In groups of as many as are wanted, or one more; the next attempt asks the next group."""
+    """Groups have the wanted size or one client more. A retry asks the next group."""
     drawn = cohorts(CyclicSampler(), num_rounds=8, population=23)
     assert sorted(client for cohort in drawn[:4] for client in cohort) == clients(23)
     assert drawn[:4] == drawn[4:]
@@ -110,7 +110,7 @@ def test_cyclic_cohorts_ask_everybody_before_anybody_again() -> None:
 
 
 def test_no_group_is_made_of_neighbours() -> None:
-    """Clients are often numbered by what they have: each group has some of all parts."""
+    """Ids often correlate with data, so each group has clients from all parts of the range."""
     first, *_ = cohorts(CyclicSampler(), num_rounds=1, population=1000, num_asked=100)
     assert [client // 10 for client in first] == list(range(100))
     assert {client % 10 for client in first} == set(range(10))
@@ -118,14 +118,14 @@ def test_no_group_is_made_of_neighbours() -> None:
 
 @pytest.mark.parametrize("cap", [1.0, 0.0, float("nan"), float("inf")])
 def test_a_cap_at_or_below_the_expectation_is_refused(cap: float) -> None:
-    """It would bias every round."""
+    """The cap would bias every round."""
     with pytest.raises(ValueError, match="cap"):
         PoissonSampler(cap=cap)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_population_below_the_cohort_is_an_error(sampler: CohortSampler) -> None:
-    """It says how many there are and how many were asked; the control just fits."""
+    """The error contains both numbers. Control: a population of exactly the cohort's size."""
     with pytest.raises(CohortTooSmall, match=r"5 clients are asked .* has 4") as caught:
         cohorts(sampler, num_rounds=1, population=4)
     assert (caught.value.available, caught.value.asked) == (4, 5)
@@ -133,7 +133,7 @@ def test_a_population_below_the_cohort_is_an_error(sampler: CohortSampler) -> No
 
 
 class CountedRange(Sequence[ClientId]):
-    """A population without a table, which counts how often it is looked into."""
+    """A lazy population that counts lookups."""
 
     def __init__(self, count: int) -> None:
         self.size, self.looked_up = count, 0
@@ -148,7 +148,7 @@ class CountedRange(Sequence[ClientId]):
 
 @pytest.mark.parametrize("sampler", SAMPLERS[:2])
 def test_a_million_clients_cost_as_much_as_the_cohort(sampler: CohortSampler) -> None:
-    """Only the chosen are looked up."""
+    """Only the drawn clients are looked up."""
     population = CountedRange(1_000_000)
     cohort = sampler.sample(population, num_asked=100, round_num=0, attempt=0, seed=Seed(0))
     assert population.looked_up == len(cohort) <= 200

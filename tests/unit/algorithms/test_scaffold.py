@@ -1,4 +1,4 @@
-"""SCAFFOLD's identities, and what it refuses."""
+"""Identities that SCAFFOLD satisfies, and settings that it refuses."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,13 +48,13 @@ from fedlearn.training.resident import Precision, ResidentModel
 
 SGD = LocalSgd(epochs=5, batch_size=None, learning_rate=0.1, shuffle=False)
 NUM_CLIENTS = 4
-#: Of the quadratics sum_j a_j (x_j - b_j)^2 / 2: their curvature and minimum, by client.
+#: Curvature and minimum of each client's loss, the quadratic sum_j a_j (x_j - b_j)^2 / 2.
 A = torch.tensor([[1.0, 4.0], [3.0, 0.5], [0.2, 2.0], [5.0, 1.0]], dtype=torch.float64)
 B = torch.tensor([[1.0, 0.0], [-2.0, 3.0], [5.0, 1.0], [0.0, -4.0]], dtype=torch.float64)
 
 
 class Point(nn.Module):
-    """The parameters are the model: each example yields its quadratic at them."""
+    """The model is a point; an example's output is its quadratic at that point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def scaffold(local: LocalSgd = SGD, **changes: Any) -> ScaffoldAveraging:
 
 
 def engine() -> Engine:
-    """Clients of one example each, unless the population says otherwise."""
+    """An engine with clients of one example each."""
     quadratic = CustomLoss(lambda outputs, _: outputs)
     return Engine(
         population=ArrayPopulation(
@@ -101,7 +101,7 @@ def _identity() -> tuple[Any, Any]:
 
 
 def run(strategy: Strategy, *, num_rounds: int, collector: Engine) -> tuple[Params, Any, Kept]:
-    """Return the model, the strategy's state and what clients keep after rounds of all clients."""
+    """Run rounds with all clients; return the model, the strategy's state and the client state."""
     params, kept = Params.of(Point()), dict[int, Any]()
     state = strategy.init(params)
     for round_num in range(num_rounds):
@@ -127,7 +127,7 @@ def _stepped(strategy: Strategy, params: Params, aggregate: Aggregate, state: An
 
 
 def test_the_first_round_is_unweighted_federated_averaging() -> None:
-    """All control variates are zero, so nothing is corrected."""
+    """All control variates are still zero, so there is no correction."""
     ours, _, _ = run(scaffold(), num_rounds=1, collector=engine())
     theirs, _, _ = run(FedAvg(SGD, weight_by_examples=False), num_rounds=1, collector=engine())
     assert torch.equal(ours.vector, theirs.vector)
@@ -135,7 +135,7 @@ def test_the_first_round_is_unweighted_federated_averaging() -> None:
 
 @pytest.mark.slow
 def test_clients_that_differ_do_not_drift() -> None:
-    """It converges to the minimum of the mean; federated averaging to somewhere else."""
+    """SCAFFOLD converges to the minimum of the mean loss; federated averaging does not."""
     minimum = (A * B).sum(0) / A.sum(0)
     ours, _, _ = run(scaffold(), num_rounds=150, collector=engine())
     theirs, _, _ = run(FedAvg(SGD, weight_by_examples=False), num_rounds=150, collector=engine())
@@ -144,7 +144,7 @@ def test_clients_that_differ_do_not_drift() -> None:
 
 
 def test_the_servers_control_is_the_mean_of_the_clients() -> None:
-    """With all clients in each round; and theirs is the mean of the gradients of the round."""
+    """This holds if all clients take part in every round."""
     for num_rounds in (1, 3):
         _, state, own = run(scaffold(), num_rounds=num_rounds, collector=engine())
         kept = stacked(own, range(NUM_CLIENTS))["control"]
@@ -153,7 +153,7 @@ def test_the_servers_control_is_the_mean_of_the_clients() -> None:
 
 
 def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
-    """Option II, whatever the correction was: from the definition."""
+    """Option II, checked from its definition, with a correction that is not zero."""
     local = scaffold().local
     layout = Params.of(Point()).layout
     start = torch.tensor([0.5, -1.0], dtype=torch.float64)
@@ -175,7 +175,7 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
 
 @pytest.mark.parametrize("pull", [None, 0.3])
 def test_the_short_cut_is_the_step(pull: float | None) -> None:
-    """Executors may take either; also with a wrapper around it."""
+    """Executors may use either, also with a wrapper around the update."""
     own: LocalUpdate = scaffold().local
     local = own if pull is None else Proximal(inner=own, proximal=pull)
     x, grad, model, server, client = (
@@ -199,7 +199,7 @@ def test_the_short_cut_is_the_step(pull: float | None) -> None:
 
 @pytest.mark.parametrize("bound", [0.5, 1e6, None])
 def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
-    """A change beyond the bound is scaled down to it in both; control: a wide bound."""
+    """Both the kept and the sent change are scaled down to the bound. Control: a wide bound."""
     local = ControlVariates(inner=SGD, control_bound=bound)
     layout, start = Params.of(Point()).layout, torch.zeros(2).double()
     told = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})
@@ -219,7 +219,7 @@ def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
 
 
 def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
-    """Its control is the mean over all steps, none of which moved it: it does not drift."""
+    """Steps without a gradient count as zero in the mean, so the tensor does not drift."""
     local, layout = scaffold().local, Params.of(Point()).layout
     start, control = torch.zeros(2).double(), torch.tensor([0.3, 0.2]).double()
     told = along_trainable(layout, start, {"control": control})
@@ -234,7 +234,7 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
 
 
 class Halved(Around):
-    """A wrapper of the user's own that changes the rate."""
+    """A user's wrapper that changes the learning rate."""
 
     def step(self, x: Any, grads: Any, memory: Any, *, told: Any, moment: Moment) -> None:
         """Take half a step."""
@@ -243,7 +243,7 @@ class Halved(Around):
 
 
 def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
-    """A schedule when it is made, near or far; a wrapper of one's own in its first step."""
+    """A schedule is refused on construction, at any depth; a user's wrapper in its first step."""
     local = scaffold().local
     for inner in (local, Proximal(inner=local, proximal=0.1)):
         with pytest.raises(ValueError, match="leave the schedule out under SCAFFOLD"):
@@ -258,7 +258,7 @@ def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
 
 
 def test_few_clients_of_many_move_the_servers_control_by_their_share() -> None:
-    """|S| / N of the mean change."""
+    """|It moves by |S| / N of the mean change."""
     strategy, params = scaffold(num_clients=8), Params.of(Point())
     lanes = {
         "delta": torch.zeros(2, dtype=torch.float64),
@@ -270,7 +270,7 @@ def test_few_clients_of_many_move_the_servers_control_by_their_share() -> None:
 
 
 def test_the_servers_step_is_scaled() -> None:
-    """By its learning rate; the control is not."""
+    """The learning rate scales the model's step, not the control variate's."""
     strategy, params = scaffold(server_learning_rate=0.5), Params.of(Point())
     lanes = {
         "delta": torch.ones(2, dtype=torch.float64),
@@ -301,7 +301,7 @@ def test_the_servers_step_is_scaled() -> None:
     ids=["momentum", "weight decay", "clipped", "scheduled", "adam"],
 )
 def test_other_steps_than_those_of_plain_sgd_are_refused(inner: Any) -> None:
-    """Their mean is no gradient; when it is made, not when a client is asked."""
+    """Their mean is not a gradient. Refused on construction, not when a client is asked."""
     with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
         ControlVariates(inner=inner, control_bound=None)
     with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
@@ -318,7 +318,6 @@ def test_other_steps_than_those_of_plain_sgd_are_refused(inner: Any) -> None:
     ],
 )
 def test_values_without_meaning_are_refused(changes: dict[str, Any], named: str) -> None:
-    """When it is made."""
     with pytest.raises(ValueError, match=named):
         scaffold(**changes)
 
@@ -332,7 +331,7 @@ ASKED = (
 
 
 def test_secure_aggregation_needs_a_bound_of_the_control(tmp_path: Path) -> None:
-    """A vector without one does not fit into fixed point."""
+    """The fixed-point encoding needs a bound for every vector."""
     with pytest.raises(ConfigError, match="control"):
         assembly.simulation(load(None, overrides=ASKED), data_dir=tmp_path)
     bounded = (*ASKED, "algorithm.control_bound=10.0")
@@ -340,7 +339,7 @@ def test_secure_aggregation_needs_a_bound_of_the_control(tmp_path: Path) -> None
 
 
 def test_a_trainer_of_ones_own_that_knows_no_control_is_refused() -> None:
-    """It would train as if it had not been asked."""
+    """It would silently train without control variates."""
     settings = settings_of(scaffold().local)
     honours = ("epochs", "batch_size", "learning_rate", "shuffle")
     with pytest.raises(SettingsRefused, match="control"):

@@ -1,4 +1,4 @@
-"""The server's step, against arithmetic in 50 digits and on models with buffers."""
+"""Server optimizers, compared with 50-digit arithmetic, and on models with buffers."""
 
 from decimal import Decimal, localcontext
 
@@ -82,7 +82,7 @@ def test_server_momentum_adds_up_past_deltas() -> None:
     "optimizer", [ServerSgd(learning_rate=0.3, momentum=0.9), adaptive(SecondMoment.ADAM)]
 )
 def test_a_step_writes_to_none_of_its_arguments(optimizer: ServerOptimizer) -> None:
-    """State is a value: a retried or compared round can use the old one again."""
+    """A retried round uses the old state again."""
     params, delta = vector_model(START), torch.tensor(DELTAS[0], dtype=torch.float64)
     state = optimizer.init(params)
     before = {name: value.clone() for name, value in state.items()}
@@ -96,7 +96,7 @@ def test_a_step_writes_to_none_of_its_arguments(optimizer: ServerOptimizer) -> N
 def test_statistics_move_by_their_mean_and_never_turn_negative(
     second_moment: SecondMoment,
 ) -> None:
-    """BatchNorm's running variance is averaged; divided by its own root it could be negative."""
+    """BatchNorm's running variance is averaged; an adaptive step could make it negative."""
     params = Params.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     split = params.layout.num_trainable
     optimizer = ServerAdaptive(
@@ -104,7 +104,7 @@ def test_statistics_move_by_their_mean_and_never_turn_negative(
     )
     variance = params.layout.views(params.vector)["1.running_var"]
     delta = torch.full_like(params.vector, -1e-3)
-    params.layout.views(delta)["1.running_var"].copy_(-0.75 * variance)  # the clients' is 1/4
+    params.layout.views(delta)["1.running_var"].copy_(-0.75 * variance)  # clients have 1/4 of it
     moved, state = optimizer.step(params, delta, optimizer.init(params))
     assert torch.equal(moved.vector[split:], (params.vector + delta)[split:])
     assert moved.named()["1.running_var"].tolist() == [0.25] * 3
@@ -114,7 +114,7 @@ def test_statistics_move_by_their_mean_and_never_turn_negative(
 
 
 def test_parameters_that_nobody_changed_stay_where_they_are() -> None:
-    """A frozen parameter's delta is zero, and no optimiser moves it from there."""
+    """A frozen parameter has a delta of zero, and the optimiser leaves it where it is."""
     params = vector_model(START)
     optimizer = adaptive(SecondMoment.YOGI)
     moved, _ = optimizer.step(params, torch.zeros_like(params.vector), optimizer.init(params))
@@ -134,7 +134,6 @@ def test_parameters_that_nobody_changed_stay_where_they_are() -> None:
 def test_an_adaptive_optimizer_refuses_values_without_meaning(
     changes: dict[str, float], name: str
 ) -> None:
-    """The message names the value that is out of range."""
     values = {"learning_rate": ETA, "beta_1": BETA_1, "beta_2": BETA_2, "tau": TAU} | changes
     with pytest.raises(ValueError, match=name):
         ServerAdaptive(second_moment=SecondMoment.ADAM, **values)
@@ -142,6 +141,6 @@ def test_an_adaptive_optimizer_refuses_values_without_meaning(
 
 @pytest.mark.parametrize(("rate", "momentum"), [(0.0, 0.0), (-1.0, 0.0), (1.0, 1.0), (1.0, -0.1)])
 def test_server_sgd_refuses_values_without_meaning(rate: float, momentum: float) -> None:
-    """A rate is positive, a momentum in [0, 1)."""
+    """The rate must be positive, and the momentum in [0, 1)."""
     with pytest.raises(ValueError, match=r"give a finite number"):
         ServerSgd(learning_rate=rate, momentum=momentum)

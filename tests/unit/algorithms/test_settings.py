@@ -1,4 +1,4 @@
-"""Local updates travel as settings; what a trainer would ignore is refused."""
+"""Local updates are sent as settings; settings that a trainer would ignore are refused."""
 
 from dataclasses import dataclass, replace
 
@@ -41,7 +41,7 @@ ADAM = LocalAdam(
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(LocalWork):
-    """A rule of the user's own."""
+    """A local update defined by the user."""
 
     rate: float
 
@@ -52,7 +52,7 @@ class SignSgd(LocalWork):
 
 @dataclass(frozen=True, kw_only=True)
 class Halved(Around):
-    """A wrapping of the user's own, without a field."""
+    """A wrapper defined by the user, without fields."""
 
 
 UPDATES: dict[str, LocalUpdate] = {
@@ -81,7 +81,7 @@ UPDATES: dict[str, LocalUpdate] = {
 
 @pytest.mark.parametrize("name", list(UPDATES))
 def test_settings_travel_and_come_back(name: str) -> None:
-    """``update_from`` is the inverse of ``settings_of``, whatever is wrapped around what."""
+    """``update_from`` is the inverse of ``settings_of``, for any nesting."""
     local = UPDATES[name]
     settings = settings_of(local, [ClippedUpdates(update_clip_norm=3.0)])
     assert update_from(settings, known=own_classes([local])) == local
@@ -90,7 +90,7 @@ def test_settings_travel_and_come_back(name: str) -> None:
 
 
 def test_whole_numbers_are_reals_too() -> None:
-    """TOML and JSON write 1 for 1.0."""
+    """TOML and JSON may contain 1 for 1.0."""
     local = update_from({**settings_of(SGD), "learning_rate": 1})
     assert isinstance(local, LocalSgd)
     assert local.learning_rate == 1.0
@@ -115,13 +115,13 @@ def test_whole_numbers_are_reals_too() -> None:
 def test_settings_of_other_types_or_names_are_refused(
     changes: dict[str, Scalar], words: str
 ) -> None:
-    """A request from another version is an error, not a different training."""
+    """A request from another version is an error; it must not change the training silently."""
     with pytest.raises(SettingsRefused, match=words):
         update_from({**settings_of(SGD), **changes})
 
 
 def test_missing_settings_are_refused() -> None:
-    """Nothing is filled in, and settings without pieces are no update."""
+    """A field without default is required, and so is the list of updates."""
     settings = dict(settings_of(Proximal(inner=SGD, proximal=0.5)))
     del settings["proximal"]
     with pytest.raises(SettingsRefused, match="proximal"):
@@ -132,20 +132,20 @@ def test_missing_settings_are_refused() -> None:
 
 @pytest.mark.parametrize("pieces", ["proximal sgd", "sgd sgd", "sgd adam"])
 def test_pieces_in_another_order_are_refused(pieces: str) -> None:
-    """One update, then what is around it."""
+    """One update comes first, then its wrappers."""
     settings = {**settings_of(ADAM), **settings_of(Proximal(inner=SGD, proximal=0.5))}
     with pytest.raises(SettingsRefused, match="names one update first"):
         update_from({**settings, "update": pieces})
 
 
 def test_an_update_that_the_client_does_not_know_is_named() -> None:
-    """Known by its class, it is made: the control stands above."""
+    """Control: ``test_settings_travel_and_come_back`` passes its class."""
     with pytest.raises(SettingsRefused, match="'SignSgd', which this client does not know"):
         update_from(settings_of(UPDATES["a rule of one's own"]))
 
 
 def test_a_setting_that_cannot_travel_is_refused_at_the_coordinator() -> None:
-    """And so are two pieces of one kind: they would be one at the client."""
+    """Two updates of the same class are refused too: the client could not tell them apart."""
 
     @dataclass(frozen=True, kw_only=True)
     class Listing(SignSgd):
@@ -180,7 +180,7 @@ BASIC = ("epochs", "batch_size", "learning_rate")
 def test_a_setting_that_a_trainer_would_ignore_is_refused(
     local: LocalUpdate, honoured: tuple[str, ...], refused: str | None
 ) -> None:
-    """By its name and value; one that changes nothing need not be honoured."""
+    """The message has its name and value. A setting at its default need not be honoured."""
     if refused is None:
         require_honoured(settings_of(local), honoured, who="Mine")
     else:
@@ -189,20 +189,20 @@ def test_a_setting_that_a_trainer_would_ignore_is_refused(
 
 
 def test_transforms_are_the_sessions_to_honour() -> None:
-    """Whatever trains, its update is clipped."""
+    """The session clips the update, whichever trainer made it."""
     settings = settings_of(SGD, [ClippedUpdates(update_clip_norm=3.0)])
     require_honoured(settings, BASIC, who="Mine")
 
 
 def test_our_own_trainer_honours_all_that_it_knows() -> None:
-    """Its own classes with their fields, and nothing that is unknown."""
+    """The standard updates' fields, and those of the classes that it was given."""
     names = settings_names([SignSgd])
     assert {"rate", "SignSgd", "momentum", "beta_1", "proximal", "warmup_steps"} <= names
     assert "rate" not in settings_names()
 
 
 def test_classes_that_cannot_be_told_apart_by_their_names_are_refused() -> None:
-    """Two of one name, and one of a standard name; the same class twice is the control."""
+    """Two classes with one name, or a standard name. Control: the same class twice."""
     mine = UPDATES["a rule of one's own"]
     other = type("SignSgd", (LocalSgd,), {})(epochs=1, batch_size=2, learning_rate=0.1)
     with pytest.raises(ConfigError, match="two local updates are called 'SignSgd'"):

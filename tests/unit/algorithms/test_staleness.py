@@ -1,4 +1,4 @@
-"""What staleness makes of an update, and which algorithms it makes nothing of."""
+"""Weights of stale updates, and algorithms that cannot be asynchronous."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 def test_weights_are_those_of_the_paper(
     weight: str, exponent: float, hinge: int, expected: list[float]
 ) -> None:
-    """Of staleness 0, 1, 5 and 8."""
+    """For staleness 0, 1, 5 and 8."""
     rule = Staleness(
         max_staleness=9,
         staleness_weight=StalenessWeight(weight),
@@ -36,7 +36,7 @@ def test_weights_are_those_of_the_paper(
 
 @pytest.mark.parametrize("weight", ["polynomial", "hinge"])
 def test_an_update_that_would_count_for_nothing_is_refused_beforehand(weight: str) -> None:
-    """A mean of such updates would have no weight; a bound that keeps them away will do."""
+    """A mean would divide by almost zero. A lower max_staleness makes the same weight valid."""
 
     def rule(*, exponent: float, max_staleness: int) -> Staleness:
         return Staleness(
@@ -53,14 +53,14 @@ def test_an_update_that_would_count_for_nothing_is_refused_beforehand(weight: st
 
 
 def test_fedasync_is_fedbuff_with_a_buffer_of_one() -> None:
-    """The same asynchrony, and the same step."""
+    """Both have the same asynchrony and the same server step."""
     one = FedAsync(SGD, mixing=0.6, concurrency=5, max_staleness=9)
     other = FedBuff(SGD, buffer_size=1, concurrency=5, max_staleness=9, server_learning_rate=0.6)
     assert one == other
 
 
 def test_what_is_told_by_the_model_of_a_round_cannot_be_asynchronous() -> None:
-    """SCAFFOLD, whatever is around it; FedAvg can."""
+    """SCAFFOLD is refused, also inside a wrapper. Control: FedAvg is accepted."""
     scaffold = Scaffold(SGD, num_clients=4, server_learning_rate=1.0)
     limits = FedBuff(SGD, buffer_size=1, concurrency=1, max_staleness=0).asynchrony
     assert isinstance(limits, Asynchrony)

@@ -1,4 +1,4 @@
-"""The straggler policy as one value: what it asks, and what it refuses."""
+"""The straggler policy: the number of clients to ask, and values that it refuses."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ GOOD: Mapping[str, Any] = {  # Any: the fields' types differ
 def test_the_number_asked_is_rounded_up(
     num_wanted: int, over_selection: float, num_asked: int
 ) -> None:
-    """Rounded up, but not by the representation of 1.3 or 1.1."""
+    """Rounding up must not count the float error of 1.3 or 1.1."""
     changes = {"num_wanted": num_wanted, "over_selection": over_selection, "min_reports": 1}
     assert StragglerPolicy(**{**GOOD, **changes}).num_asked == num_asked
 
@@ -45,12 +45,12 @@ def test_the_number_asked_is_rounded_up(
     ],
 )
 def test_values_without_meaning_are_refused(name: str, value: float) -> None:
-    """The message names the field and its range; the unchanged policy is the control."""
+    """The message names the field. Control: the unchanged policy is valid."""
     StragglerPolicy(**GOOD)
     with pytest.raises(ValueError, match=name):
         StragglerPolicy(**{**GOOD, name: value})
 
 
 def test_a_round_may_wait_for_ever() -> None:
-    """An infinite deadline is one."""
+    """The deadline may be infinite."""
     assert StragglerPolicy(**{**GOOD, "deadline_s": math.inf}).deadline_s == math.inf

@@ -1,4 +1,4 @@
-"""Losses of torch as objectives: they train on torch's own mean."""
+"""Torch's losses as objectives, with the same mean as in torch."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ _BITS = (torch.rand(6, 3, generator=_GENERATOR) > 0.5).float()
 def test_the_loss_of_a_batch_is_torchs_own(
     module: nn.Module, outputs: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    """So is that of each example alone."""
+    """The same holds for each example alone."""
     objective = as_objective(module)
     torch.testing.assert_close(mean_loss(objective, outputs, labels), module(outputs, labels))
     alone = torch.stack([module(outputs[i : i + 1], labels[i : i + 1]) for i in range(6)])
@@ -41,7 +41,7 @@ def test_the_loss_of_a_batch_is_torchs_own(
 
 
 def test_cross_entropy_keeps_its_options() -> None:
-    """Ignored labels, class weights and smoothing; accuracy is measured as well."""
+    """Ignored labels, class weights and smoothing are kept; accuracy is measured as well."""
     module = nn.CrossEntropyLoss(
         weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=7, label_smoothing=0.1
     )
@@ -52,7 +52,7 @@ def test_cross_entropy_keeps_its_options() -> None:
 
 
 def test_labels_are_never_broadcast() -> None:
-    """Torch takes [n, 1] against [n] for [n, n], with a warning alone."""
+    """Torch broadcasts [n, 1] and [n] to [n, n], with only a warning."""
     objective = as_objective(nn.L1Loss())
     column, row = _OUTPUTS[:, :1], _REAL[:, 0]
     expected = (column[:, 0] - row).abs()
@@ -62,13 +62,13 @@ def test_labels_are_never_broadcast() -> None:
 
 
 def test_integer_labels_of_a_binary_loss_are_taken() -> None:
-    """The module of torch refuses them."""
+    """Torch's module refuses them."""
     objective = as_objective(nn.BCEWithLogitsLoss())
     assert torch.equal(objective.losses(_OUTPUTS, _BITS.long()), objective.losses(_OUTPUTS, _BITS))
 
 
 def test_an_objective_is_returned_as_it_is() -> None:
-    """Of fedlearn or of one's own."""
+    """The argument is returned itself, not a copy."""
     objective = MeanSquaredError()
     assert as_objective(objective) is objective
 
@@ -90,6 +90,6 @@ class _Focal(nn.Module):
     ],
 )
 def test_what_is_no_objective_is_refused_with_what_to_give(given: object, says: str) -> None:
-    """By its kind."""
+    """The message depends on the kind of argument."""
     with pytest.raises(ConfigError, match=says):
         as_objective(given)

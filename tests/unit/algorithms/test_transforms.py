@@ -1,4 +1,4 @@
-"""Clipped updates: their norm is bounded, whoever they are beside."""
+"""Clipping of updates, each independent of the other clients' updates."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def updates(rows: torch.Tensor, *, apart: bool = False) -> Updates:
 
 
 def rows() -> torch.Tensor:
-    """Deltas of norm .5, 2 and 50."""
+    """Return deltas with norms 0.5, 2 and 50."""
     directions = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     norms = torch.linalg.vector_norm(directions, dim=1, keepdim=True)
     scaled: torch.Tensor = directions / norms * torch.tensor([[0.5], [2.0], [50.0]])
@@ -29,7 +29,7 @@ def rows() -> torch.Tensor:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["a matrix", "rows apart"])
 def test_updates_are_scaled_to_the_bound_and_no_further(*, apart: bool) -> None:
-    """Each by itself; a smaller one to the last bit as it is; other lanes are left alone."""
+    """A smaller update is unchanged bit for bit, and so are other lanes."""
     found = CLIP(updates(rows(), apart=apart))
     delta = torch.as_tensor(found.lanes["delta"])
     torch.testing.assert_close(delta.norm(dim=1), torch.tensor([0.5, 2.0, 2.0]))
@@ -41,24 +41,24 @@ def test_updates_are_scaled_to_the_bound_and_no_further(*, apart: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_dtype_stays(dtype: torch.dtype) -> None:
-    """Norms are taken in double precision, values are not."""
+    """Only norms are computed in float64."""
     assert clipped_rows(rows().to(dtype), bound=1.0).dtype is dtype
 
 
 def test_no_update_is_no_update() -> None:
-    """Zero over zero is not reached."""
+    """Scaling by bound / 0 must not give NaN."""
     assert torch.equal(clipped_rows(torch.zeros(2, 3), bound=1.0), torch.zeros(2, 3))
 
 
 def test_the_norm_of_large_numbers_does_not_overflow() -> None:
-    """Their squares would, in single precision."""
+    """Their squares would overflow float32."""
     found = clipped_rows(torch.full((1, 4), 1e30), bound=2.0)
     torch.testing.assert_close(found, torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_not_hidden(value: float) -> None:
-    """Whoever checks it finds it; the others are as they were."""
+    """A later check must see it; the other updates are not affected."""
     values = rows()
     values[1, 3] = value
     found = clipped_rows(values, bound=2.0)
@@ -68,6 +68,5 @@ def test_what_is_not_finite_is_not_hidden(value: float) -> None:
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
 def test_a_bound_without_meaning_is_refused(bound: float) -> None:
-    """It is positive."""
     with pytest.raises(ValueError, match="update_clip_norm"):
         ClippedUpdates(update_clip_norm=bound)

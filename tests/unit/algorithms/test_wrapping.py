@@ -1,4 +1,4 @@
-"""Every order of wrapping trains as a loop written by hand with torch.autograd and torch.optim."""
+"""Wrapped updates, in every order, equal a loop written by hand with torch.optim."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -45,12 +45,12 @@ AROUND: Mapping[str, Callable[[LocalUpdate], Around]] = {
     "scheduled": lambda inner: ScheduledRate(inner=inner, rate_decay=0.8, warmup_steps=3),
     "control": lambda inner: ControlVariates(inner=inner, control_bound=None),
 }
-#: The outer one, the one within it, and the update.
+#: Outer wrapper, inner wrapper, and update.
 ORDERS = list(product(AROUND, AROUND, INNER))
 
 
 def makes_sense(outer: str, middle: str, inner: str) -> bool:
-    """Whether a wrapping means something: control variates are around nothing but plain SGD."""
+    """Whether a combination is valid: control variates may only wrap plain SGD."""
     if outer == "control":
         return False
     return middle != "control" or (inner == "sgd" and outer != "scheduled")
@@ -70,7 +70,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def vectors(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return control variates of the server and of the client, [Q]."""
+    """Return control variates of the server and the client: [Q] each."""
     size, generator = sum(p.numel() for p in module.parameters()), torch.Generator().manual_seed(9)
     server, client = 0.1 * torch.randn(2, size, generator=generator).double()
     return server, client
@@ -87,7 +87,7 @@ def optimizer_of(inner: str, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_hand(wrappers: tuple[str, ...], inner: str) -> tuple[Tensor, Tensor]:
-    """Return the model after the steps, and the client's control variate."""
+    """Run the loop by hand; return the model and the client's control variate."""
     module = make_model()
     start = [p.detach().clone() for p in module.parameters()]
     parameters, optimizer = list(module.parameters()), optimizer_of(inner, module)
@@ -124,7 +124,7 @@ def by_hand(wrappers: tuple[str, ...], inner: str) -> tuple[Tensor, Tensor]:
 
 
 def ours(local: LocalUpdate) -> tuple[Tensor, Tensor]:
-    """Return the same as :func:`by_hand`."""
+    """Train with fedlearn; return the same as :func:`by_hand`."""
     model = ResidentModel(
         make_model, CrossEntropy(), device=torch.device("cpu"), precision=Precision.FLOAT32
     )
@@ -144,7 +144,7 @@ def ours(local: LocalUpdate) -> tuple[Tensor, Tensor]:
     ("outer", "middle", "inner"), [each for each in ORDERS if makes_sense(*each)]
 )
 def test_every_order_of_wrapping_is_the_loop_by_hand(outer: str, middle: str, inner: str) -> None:
-    """The outermost acts first on the gradient; torch divides by the clipped norm plus 1e-6."""
+    """The outermost wrapper acts first. Torch divides by norm + 1e-6, hence the tolerance."""
     found, control = ours(AROUND[outer](AROUND[middle](INNER[inner])))
     expected, expected_control = by_hand((outer, middle), inner)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -155,13 +155,13 @@ def test_every_order_of_wrapping_is_the_loop_by_hand(outer: str, middle: str, in
     ("outer", "middle", "inner"), [each for each in ORDERS if not makes_sense(*each)]
 )
 def test_wrapping_without_meaning_is_refused(outer: str, middle: str, inner: str) -> None:
-    """When it is made, whichever is the outer one."""
+    """Refused on construction, in every order."""
     with pytest.raises(ValueError, match="SCAFFOLD"):
         AROUND[outer](AROUND[middle](INNER[inner]))
 
 
 def test_the_order_of_a_pull_and_a_clip_makes_a_difference() -> None:
-    """The control: references of the wrong order are told apart."""
+    """Control: the comparison above would notice a wrong order."""
     one, other = (
         by_hand(pair, "sgd")[0] for pair in (("proximal", "clipped"), ("clipped", "proximal"))
     )
