@@ -1,1 +1,1 @@
-"""Secure aggregation: the coordinator learns the sum of updates and nothing else about any."""
+"""Secure aggregation: the coordinator learns the sum of the updates and nothing else about them."""

@@ -1,24 +1,27 @@
-r"""How few signatures a client has to see of many, so that enough of them are real.
+r"""Audit of signatures: how a client checks that a quorum signed, from a sample of the signatures.
 
-Against an active server in a sparse graph a client must know that at least q clients signed the
-survivors, but not each signature. The server commits to all of them: it names the q' that signed,
-and sends the root of a tree over their signatures. Root, session, survivors and names then draw s
-places, without replacement, and those alone are opened: signature, and who signed.
+Against an active server, a client must know that at least q clients signed the set of survivors. In
+a sparse graph it does not need to see every signature. The server commits to all of them: it names
+the q' clients that signed, and sends the root of a Merkle tree over their signatures. A hash of the
+session, the survivors, these names and the root then selects s places without replacement. Only
+those are opened: the server shows the signature and its signer.
 
-If only v of the q' signatures are real, all s are so with P = C(v, s) / C(q', s), which grows with
-v; v = q - 1 is the most that must not pass. A server may try other roots and names for a sample
-that suits it, so that s is the least with::
+If only v of the q' signatures are real, all s opened ones are real with P = C(v, s) / C(q', s),
+which grows with v; v = q - 1 is the largest v that must be detected. A server may try other roots
+and names until it gets a sample that suits it, so s is the smallest number with::
 
     C(q - 1, s) / C(q', s) <= 2^-(sigma + 2 + 64)
 
-(:func:`~fedlearn.secagg.parameters.risk_bits`, :func:`~fedlearn.secagg.parameters.num_audited`). It
-is few where nearly all signed, and q where hardly enough did: then nothing is left to chance.
+(:func:`~fedlearn.secagg.parameters.risk_bits`, :func:`~fedlearn.secagg.parameters.num_audited`).
+This is a small number if nearly all clients signed. If only q signed, all of them are opened.
 
-*Why a root?* A sample that is drawn from the names alone, or by each client beforehand, is known
-before the signatures are there: who has only half of them names the sampled among its half, or
-gets just these to sign. With the root, signatures are fixed before it is known which are asked for.
+*Why a root?* A sample that is drawn from the names alone, or by each client in advance, is known
+before the signatures exist. A server with only half of the signatures could then name the signers
+so that the sample falls into its half, or get signatures from the sampled clients only. The root
+fixes the signatures before the sample is known.
 
-In the complete graph all are opened: a client has all adverts there, and nothing is drawn.
+In the complete graph q signatures are sent and all of them are opened. A client has all adverts
+there, so it needs no proof of who the signers are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +42,7 @@ _NO_PROOF = Proof(hashes=b"", splits=b"")
 
 
 def sample(num_signed: int, *, num_audited: int, seed: bytes) -> NDArray[np.int64]:
-    """Return which of the signatures are opened, ascending: shape [s]."""
+    """Select the signatures to open: their places, ascending, of shape [s]."""
     return np.sort(shuffled(num_signed, seed=seed)[:num_audited])
 
 
@@ -50,14 +53,13 @@ def show(
     survivors: bytes,
     tree: MerkleTree,
 ) -> Signatures:
-    """Return what shows clients that a quorum signed the survivors: the coordinator's part.
+    """Build the evidence for clients that a quorum signed the survivors (coordinator's side).
 
     Args:
-        signatures: By signer; in the complete graph a quorum of them is shown, else a sample of
-            all.
-        session: Its own.
-        survivors: What was signed.
-        tree: Over the roster.
+        signatures: By signer. In the complete graph q of them are sent, else a sample of all.
+        session: The coordinator's own view of the session.
+        survivors: The bitmap that was signed.
+        tree: The Merkle tree over the roster.
     """
     terms, signers = session.terms, sorted(signatures)
     if is_complete := terms.topology is Topology.COMPLETE:
@@ -84,20 +86,21 @@ def check(
     survivors: bytes,
     directory: Mapping[ClientId, bytes],
 ) -> None:
-    """Check that a quorum signed the survivors: a client's part.
+    """Check the evidence that a quorum signed the survivors (client's side).
 
     Args:
-        shown: What it was told.
-        session: As the client sees it.
-        survivors: What it signed itself.
-        directory: The identity keys of the signers as the session began.
+        shown: The evidence that the client received.
+        session: The session as this client sees it.
+        survivors: The bitmap that this client signed itself.
+        directory: Identity keys of the signers when the session began.
 
     Raises:
-        ProtocolError: It was not shown.
+        ProtocolError: The evidence does not show it.
     """
     terms = session.terms
     ranks = session.ranks_in(shown.signed, what="who signed the survivors")
     alive = session.ranks_in(survivors, what="the survivors")
+    # The quorum is a lower bound on the size of the sum only if all signers are part of the sum.
     if strangers := sorted(set(ranks.tolist()) - set(alive.tolist())):
         raise ProtocolError(f"a signature of position {strangers[0]} in the roster, no survivor")
     if len(ranks) < terms.quorum:
@@ -126,7 +129,7 @@ def _signers(
     opened: Sequence[int],
     directory: Mapping[ClientId, bytes],
 ) -> Sequence[ClientId]:
-    """Return who stands at the positions that are opened; ProtocolError if that is not shown."""
+    """Return the clients at the opened positions; ProtocolError if the roster does not prove it."""
     if session.terms.topology is Topology.COMPLETE:
         if shown.signers or shown.of_signers != _NO_PROOF:
             raise ProtocolError("signers are told that are known")
@@ -148,11 +151,12 @@ def _signers(
 def _places(
     session: Session, survivors: bytes, signed: bytes, *, root: bytes, num_signed: int
 ) -> NDArray[np.int64]:
-    """Return which of those that signed are looked at, by their order."""
+    """Return the places, among those that signed, of the signatures to open."""
     terms = session.terms
     if terms.topology is Topology.COMPLETE:
         return np.arange(num_signed)
     risk = risk_bits(terms.sigma_bits, adversary=terms.adversary)
     audited = num_audited(num_signed, quorum=terms.quorum, risk_bits=risk)
+    # The root is hashed in as well, so that the server cannot know the sample before it commits.
     seed = keys.digest(b"audit", session.id, survivors, signed, root)
     return sample(num_signed, num_audited=audited, seed=seed)

@@ -1,4 +1,4 @@
-"""Sets of positions in a roster as bits: the least that says who, in the order of the roster."""
+"""Sets of clients as bitmaps: one bit for each position in the roster."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from fedlearn.errors import ProtocolError
 
 
 def bitmap(places: Iterable[int], *, size: int) -> bytes:
-    """Return a set of places among ``size``, one bit each, the first in the lowest bit.
+    """Pack a set of places among ``size`` into bits: one each, the first in the lowest bit.
 
     Example:
         >>> bitmap([0, 3, 9], size=10).hex()
@@ -24,7 +24,7 @@ def places_in(data: bytes, *, size: int, what: str) -> NDArray[np.int64]:
     """Return the places in a bitmap, ascending.
 
     Raises:
-        ProtocolError: It is not as long as ``size`` places need, or has bits beyond them.
+        ProtocolError: It is longer or shorter than ``size`` places need, or has bits beyond them.
     """
     if len(data) != -(-size // 8):
         raise ProtocolError(f"{what} has {len(data)} bytes, not the {-(-size // 8)} of {size} bits")

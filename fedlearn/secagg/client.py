@@ -1,15 +1,16 @@
-"""A client in secure aggregation: a message and a state in, a reply and the next state out.
+"""A client in secure aggregation: takes a message and a state, returns a reply and the next state.
 
 Guarantees:
-    Against an honest-but-curious server with at most gamma n colluding clients, what the
-    coordinator learns of this client's values is in the sum of all survivors. Against an
-    active server the same, for a sum of at least ``Terms.num_assured`` clients of the pinned
-    directory. Assumed: the primitives of :mod:`fedlearn.secagg.keys`, and the policy's gamma.
-    In a sparse graph this fails with at most 2^-sigma, whoever drops out and though the server
-    tries 2^64 rosters for one whose ring suits it, and as many samples of signatures.
-    Where it holds a roster, who is in the cohort was drawn (:mod:`fedlearn.secagg.draw`).
-    Not given: integrity (a client may send what it likes); protection from sums over cohorts that
-    differ in one client, or, without a roster, from a coordinator that invites its accomplices.
+    Against an honest-but-curious server with at most gamma n colluding clients, all that the
+    coordinator learns about this client's values is the sum over all survivors. Against an
+    active server the same holds, for a sum of at least ``Terms.num_assured`` clients of the pinned
+    directory. This assumes the primitives of :mod:`fedlearn.secagg.keys`, and the policy's gamma.
+    In a sparse graph the guarantee fails with probability at most 2^-sigma, whichever clients drop
+    out, and even if the server tries 2^64 rosters to find a ring that suits it, and as many samples
+    of signatures.
+    If the client holds a roster, the cohort was drawn from it (:mod:`fedlearn.secagg.draw`).
+    Not guaranteed: integrity (a client may send any vector); protection from sums over cohorts that
+    differ in one client; without a roster, protection from a coordinator that invites accomplices.
 
 References:
     Bonawitz et al., 2017, figure 4; Bell et al., 2020.
@@ -61,20 +62,20 @@ from fedlearn.secagg.session import (
 )
 from fedlearn.secagg.terms import Contribution, Terms, to_words
 
-#: Masks that are expanded between two looks at whether to go on; fewer take longer in sum.
+#: Masks that are expanded between two calls of ``check``; smaller batches take longer in total.
 _FOLDED_TOGETHER = 32
 
-#: Masks of a step that were expanded ahead; ``None``: there are none, and they are expanded now.
+#: Returns the masks that were expanded ahead for a step; ``None``: expand them now.
 Expanded: TypeAlias = Callable[[Shared], tuple[Words, ...] | None]
 
 
 def nothing_expanded(_step: Shared) -> None:
-    """Return no masks: none were expanded ahead."""
+    """Return ``None``: no masks were expanded ahead."""
 
 
 @contextmanager
 def _ending_at(stage: Stage) -> Iterator[None]:
-    """Let a breach of the protocol end the session at ``stage``."""
+    """Turn a breach of the protocol into an abort of the session at ``stage``."""
     try:
         yield
     except ProtocolError as error:
@@ -85,18 +86,18 @@ def _ending_at(stage: Stage) -> Iterator[None]:
 class SecureClient:
     """A client's side of every session.
 
-    Every method raises :class:`fedlearn.errors.AggregationAborted` where the coordinator, or a
-    peer, does not keep to the protocol: the session is over.
+    The method of each stage raises :class:`fedlearn.errors.AggregationAborted` if the coordinator
+    or a peer breaks the protocol: the session is then over.
 
     Attributes:
-        client_id: Its own id.
+        client_id: This client's id.
         signer: Its identity key.
         coordinator_key: The coordinator's Ed25519 key, pinned at enrolment.
-        directory: Identity keys of all clients, pinned; whoever is not in it does not exist.
-        policy: What it accepts.
-        num_threads: Threads to expand masks on.
-        draw: Who may be asked by the roster that it holds; ``None``: it holds none, and whoever
-            has a key in the directory may.
+        directory: Pinned identity keys of all clients; a client that is not in it is refused.
+        policy: The terms that this client accepts.
+        num_threads: Number of threads that expand masks.
+        draw: The roster that this client holds, which draws the clients that may be invited;
+            ``None``: it holds none, and any client in the directory may be invited.
     """
 
     client_id: ClientId
@@ -117,24 +118,25 @@ class SecureClient:
     ) -> tuple[messages.Up, ClientState]:
         """Answer one message of the coordinator.
 
-        The returned state must be durable before the reply is sent, and no state may be answered
-        from twice: two replies from one state share their keys, so their difference shows the
-        difference of the updates, and another set of survivors could be signed. After an exception
-        the session is over for this client; go on with ``state.at(None)``.
+        Make the returned state durable before the reply is sent, and never answer twice from the
+        same state: two replies from one state use the same keys, so their difference reveals the
+        difference of the updates, and a second set of survivors could be signed. After an exception
+        the session is over for this client; continue with ``state.at(None)``.
 
         Args:
-            message: What it sent.
-            state: After the previous message, or between sessions.
-            contribute: Called once, at R2: what to add to the sum, trained under these terms.
-            expanded: Called once after that: what :meth:`expand` returned for this step, if it was
-                called.
+            message: The coordinator's message.
+            state: The state after the previous message, or between sessions.
+            contribute: Called once, at R2, to train under these terms; returns what to add to the
+                sum.
+            expanded: Called once after ``contribute``; returns the masks that :meth:`expand`
+                computed for this step, if any.
 
         Raises:
-            ProtocolError: The message does not follow on the last one.
+            ProtocolError: The message does not follow the previous one.
             PolicyViolation: The terms break this client's policy.
         """
         match message, state.step:
-            case SignedTerms(), _:  # a new session; an unfinished one is forgotten
+            case SignedTerms(), _:  # starts a new session; an unfinished one is dropped
                 return self.advertise(message, state)
             case Roster(), Advertised() as step:
                 return self.share(message, state, step)
@@ -158,10 +160,10 @@ class SecureClient:
 
     @_ending_at(Stage.ADVERTISE)
     def advertise(self, message: SignedTerms, state: ClientState) -> tuple[Advert, ClientState]:
-        """R0: agree to terms of the coordinator's and of this run, and publish fresh keys.
+        """R0: accept the coordinator's terms for this run, and publish fresh keys.
 
         Raises:
-            PolicyViolation: They break the policy, or ask for a second release.
+            PolicyViolation: The terms break the policy, or ask for a second release.
         """
         terms = message.terms
         if not keys.verify(self.coordinator_key, message.signature, terms_text(terms)):
@@ -188,11 +190,11 @@ class SecureClient:
     def share(
         self, message: Roster, state: ClientState, step: Advertised
     ) -> tuple[Shares, ClientState]:
-        """R1: check the roster, share the self-seed and the mask key among the holders.
+        """R1: check the roster, then share the self-seed and the mask key among the holders.
 
         Raises:
-            PolicyViolation: Of those invited so few are in the roster that the terms are not safe,
-                or one of them is not drawn.
+            PolicyViolation: So few of the invited clients are in the roster that the terms are not
+                safe, one of them was not drawn, or a client of this round's last sum is missing.
         """
         own = self.client_id
         session = Session.opened(step.terms, message, directory=self.directory)
@@ -242,9 +244,10 @@ class SecureClient:
 
     @_ending_at(Stage.MASK)
     def expand(self, step: Shared, *, check: Callable[[], None]) -> tuple[Words, ...]:
-        """Return the masks with all neighbours: to be computed while the network waits.
+        """Expand all masks of this step ahead of time, while the client waits for the network.
 
-        ``check`` is called every few masks; what it raises ends the work.
+        These are its own mask and those with all neighbours. ``check`` is called every few masks;
+        an exception from it stops the work.
         """
         words = masking.zeros(step.session.terms.lanes)
         every = self._mask_keys(step, step.session.neighbours(self.client_id))
@@ -263,9 +266,9 @@ class SecureClient:
         contribution: Contribution,
         expanded: tuple[Words, ...] | None = None,
     ) -> tuple[MaskedVector, ClientState]:
-        """R2: keep the packets, mask the contribution, forget the own secrets.
+        """R2: store the packets, mask the contribution, forget this client's own secrets.
 
-        ``expanded`` is what :meth:`expand` returned for this step, if it was called; it is used up.
+        ``expanded`` has the masks that :meth:`expand` returned for this step, if it was called.
         """
         session, terms = step.session, step.session.terms
         if contribution.request_hash != terms.request_hash:
@@ -279,6 +282,7 @@ class SecureClient:
         else:
             for total, mask in zip(words, expanded, strict=True):
                 np.add(total, mask, out=total)
+            # Masks with neighbours that sent no packet were expanded too: take them out again.
             absent = sorted(set(session.neighbours(self.client_id)) - set(partners))
             agreement = keys.KeyAgreement(step.mask_secret)
             folded = pair_keys(agreement, self.client_id, absent, session=session).inverse()
@@ -318,7 +322,7 @@ class SecureClient:
     def confirm(
         self, message: Survivors, state: ClientState, step: Masked
     ) -> tuple[SurvivorSignature, ClientState]:
-        """R3: sign one set of survivors, and no other."""
+        """R3: sign this set of survivors, and never another one in this session."""
         survivors = self._checked(message, step, state)
         text = step.session.survivors_text(survivors, self.client_id)
         after = Confirmed(step.session, step.held, survivors)
@@ -326,11 +330,12 @@ class SecureClient:
 
     @_ending_at(Stage.CONFIRM)
     def _checked(self, message: Survivors, step: Masked, state: ClientState) -> bytes:
-        """Return the survivors, as they were told, if they can be the honest ones.
+        """Return the received bitmap of survivors, if an honest server could have sent it.
 
-        A neighbour whose packet never came cannot have survived: it would be masked with us. And at
-        least t of our own holders survive, as our self-seed takes so many shares. That the graph
-        does not fall into parts does not follow from this alone, but from k and t as well
+        A neighbour whose packet never arrived cannot have survived: this client does not mask with
+        it, so the mask of the two would not cancel. And at least t of this client's own holders
+        must survive, since it takes t shares to recover its self-seed. These checks alone do not
+        keep the graph of masks connected; together with the choice of k and t they do
         (:mod:`fedlearn.secagg.parameters`).
         """
         session, terms = step.session, step.session.terms
@@ -359,7 +364,7 @@ class SecureClient:
         """R4: release one share of every owner, if a quorum signed the same survivors.
 
         Raises:
-            PolicyViolation: Another sum was opened since that forbids this one.
+            PolicyViolation: A sum that was opened in the meantime forbids this one.
         """
         self._audit(message, step)
         return self._release(step, step.survivors, state)
@@ -367,11 +372,12 @@ class SecureClient:
     def _release(
         self, step: Masked | Confirmed, survivors: bytes, state: ClientState
     ) -> tuple[Release, ClientState]:
-        """Release the self-seed's share of each survivor, the mask key's of each that dropped."""
+        """Release the self-seed share of each survivor, and the mask-key share of each dropout."""
         session, half, shares = step.session, shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
         alive = set(session.among(session.ranks_in(survivors, what="the survivors").tolist()))
         for owner, pair in step.held.items():
             data = pair.reveal()
+            # Never both halves: with both secrets of a client its vector could be unmasked.
             shares[owner] = SecretBytes(data[:half] if owner in alive else data[half:])
         most = self.policy.max_releases_per_round
         after = state.released(Released(session, survivors, shares), most=most)
@@ -381,7 +387,7 @@ class SecureClient:
     def repeat(
         self, message: Signatures | Survivors, state: ClientState, step: Released
     ) -> tuple[Release, ClientState]:
-        """R4 once more: the shares that were released, if the same is asked; nothing changes."""
+        """R4 again: release the same shares if the same is asked; the state does not change."""
         if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
             if not isinstance(message, Signatures):
                 raise ProtocolError("this client has released its shares")
@@ -395,7 +401,8 @@ class SecureClient:
         if self.draw is not None:
             self.policy.judge_drawn(session.terms, signers, draw=self.draw)
         known = {each: self.directory[each] for each in signers if each in self.directory}
-        directory = {**known, **session.identity_keys}  # of old keys, where they were replaced
+        # Keys of the session come last: a client may have replaced its key since it began.
+        directory = {**known, **session.identity_keys}
         audit.check(message, session, survivors=step.survivors, directory=directory)
 
 
@@ -403,7 +410,7 @@ def check_advert(advert: Advert, terms: Terms, *, directory: Mapping[ClientId, b
     """Check that a client of the directory signed an advert for these terms.
 
     Raises:
-        ProtocolError: It did not.
+        ProtocolError: The client is not in the directory, or did not sign the advert.
     """
     known = directory.get(advert.client_id)
     if known is None:
@@ -423,7 +430,7 @@ def pair_keys(
 ) -> masking.MaskKeys:
     """Return the keys of the masks that ``client_id`` shares with ``partners``.
 
-    Of two clients the one with the lower id adds their mask and the other subtracts it.
+    The client with the lower id adds the mask and the other subtracts it, so they cancel in a sum.
 
     Raises:
         ProtocolError: A partner's key is of low order.

@@ -1,8 +1,8 @@
-"""What a client keeps between two messages of a session, and its bytes.
+"""The state that a client keeps between two messages of a session, and its encoding.
 
-Some transports answer each message in a fresh process, so a state is a value with a byte
-form. The bytes hold secret keys: whoever stores them does so for their owner alone (mode
-0600), before the reply is sent, and replaces them once the session is over.
+Some transports answer each message in a fresh process, so the state is a value that can be encoded
+as bytes. These hold secret keys. A store must keep them readable by their owner only (mode 0600),
+write them before the reply is sent, and replace them once the session is over.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _Held: TypeAlias = Annotated[Mapping[ClientId, SecretBytes], octets.secret_table
 
 @dataclass(frozen=True, eq=False)
 class Advertised:
-    """R0 is answered: terms are agreed to, and the private halves of both keys kept."""
+    """R0 is answered: the terms are accepted, and the private halves of both keys are kept."""
 
     terms: OwnTerms
     advert: Advert
@@ -39,13 +39,13 @@ class Advertised:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """R1 is answered.
+    """R1 is answered: the client has shared its secrets.
 
     Attributes:
-        opening: Keys of the packets to this client, by their sender.
-        mask_secret: Agrees on masks.
-        seed: Of the client's own mask.
-        own: Its own shares of its own secrets; None in a sparse graph.
+        opening: Keys that open the packets to this client, by sender.
+        mask_secret: Private key of the client's pairwise masks.
+        seed: Seed of the client's own mask.
+        own: The client's share of each of its secrets; ``None`` in a sparse graph.
     """
 
     session: Session
@@ -63,7 +63,7 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """R2 is answered; of its own secrets the client has only its shares, by owner, in ``held``."""
+    """R2 is answered: the client's secrets are forgotten; ``held`` has the shares, by owner."""
 
     session: Session
     held: _Held
@@ -80,10 +80,10 @@ class Confirmed:
 
 @dataclass(frozen=True, eq=False)
 class Released:
-    """R4 is answered: what has left may leave again, to the same survivors, and nothing else.
+    """R4 is answered: the same shares may be released again, for the same survivors, and no others.
 
-    So a coordinator that crashed with the sum still masked goes on with it, and needs no second
-    one. The other half of each pair of shares is forgotten.
+    So a coordinator that crashed before it unmasked the sum can resume, and needs no second sum.
+    The other half of each pair of shares is forgotten.
     """
 
     session: Session
@@ -96,12 +96,12 @@ Step: TypeAlias = Advertised | Shared | Masked | Confirmed | Released
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClientState:
-    """A client's part in the sessions of one run.
+    """A client's state in the sessions of one run.
 
     Attributes:
-        run_id: Of the run, 16 bytes.
-        releases: Which sums it has helped to open, of this run and of others.
-        step: Where it is in the present session; None between sessions.
+        run_id: The run's id, 16 bytes.
+        releases: The sums that the client has helped to open, in this run and in others.
+        step: The client's step in the current session; ``None`` between sessions.
 
     Example:
         >>> state = ClientState.fresh(bytes(16))
@@ -118,42 +118,42 @@ class ClientState:
 
     @classmethod
     def fresh(cls, run_id: bytes) -> "ClientState":
-        """Return the state of a client that has taken part in nothing."""
+        """Return the state of a client that has not taken part in any session."""
         return cls(run_id=run_id, releases=PastReleases(), step=None)
 
     def at(self, step: Step | None) -> "ClientState":
-        """Return the state at ``step``; None ends the session and forgets its secrets."""
+        """Return the state at ``step``; ``None`` ends the session and forgets its secrets."""
         return replace(self, step=step)
 
     def released(self, step: Released, *, most: int) -> "ClientState":
         """Return the state after shares were released.
 
         Args:
-            step: What is released.
-            most: Attempts at one round in which to help.
+            step: The release.
+            most: Most attempts at one round in which the client helps.
 
         Raises:
-            PolicyViolation: As :meth:`~fedlearn.secagg.releases.PastReleases.after`.
+            PolicyViolation: See :meth:`~fedlearn.secagg.releases.PastReleases.after`.
         """
         session = step.session
         ranks = session.ranks_in(step.survivors, what="the survivors")
-        # In a sparse graph it knows its neighbours alone, which tells nothing of a second sum.
+        # In a sparse graph the client sees only its neighbours, too few to compare two sums.
         survivors = session.among(ranks) if session.is_whole else ()
         releases = self.releases.after(session.terms, survivors, session=session.id, most=most)
         return replace(self, releases=releases, step=step)
 
     @property
     def is_in_session(self) -> bool:
-        """Whether a session is under way: secrets are kept that would be lost with it."""
+        """Whether a session is under way, so that the state holds secrets that are still needed."""
         return self.step is not None and not isinstance(self.step, Released)
 
     def to_bytes(self) -> bytes:
-        """Return the state with its secrets, for a store that its owner alone reads."""
+        """Encode the state with its secrets, for a store that only its owner can read."""
         return _HEADER + _STATE.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "ClientState":
-        """Return what :meth:`to_bytes` wrote; ProtocolError if ``data`` is of another version."""
+        """Decode the output of :meth:`to_bytes`; ProtocolError if damaged or of another version."""
         if data[: len(_HEADER)] != _HEADER:
             raise ProtocolError("this is no state of secure aggregation of this version")
         return _STATE.from_bytes(data[len(_HEADER) :], what="the state of a client")

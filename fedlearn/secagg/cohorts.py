@@ -1,6 +1,7 @@
-"""How few clients a sum may be of: the number by which clients and coordinators are warned."""
+"""The cohort size below which clients and coordinators warn that a sum hides too little."""
 
-#: Accomplices of the coordinator take their own part off a sum. In a cohort of up to ten one is
-#: always assumed (A): beside it there are three honest clients, each hidden behind two others, and
-#: with two accomplices still behind one. Of three, two accomplices leave the update itself.
+#: Accomplices of the coordinator can subtract their own updates from a sum, and at least one is
+#: always assumed (A >= 1). In a cohort of four that leaves three honest clients, each hidden behind
+#: two others; even with two accomplices each is hidden behind one. In a cohort of three, two
+#: accomplices would expose the third client's update.
 USUAL_MIN_COHORT = 4

@@ -1,29 +1,31 @@
-r"""Who of a roster may be asked in a round: drawn by a hash that nobody chooses alone.
+r"""Drawing the cohort from a roster, by a hash that no party can choose alone.
 
-A coordinator that invites whom it likes invites its accomplices, and a fraction gamma of the cohort
-that is corrupted says nothing about the fraction of all clients. Where clients hold the same
-roster, a round asks only whom the roster itself draws::
+A coordinator that is free to invite any clients can invite its accomplices: the fraction gamma that
+is corrupted in the cohort is then unrelated to the fraction among all clients. If clients hold the
+same roster, a round may invite only clients that the roster itself draws::
 
     u = SHA-256(SHA-256(label, digest of the roster, round), client) as a fraction in [0, 1)
     drawn: u < p = min(1, f n / N)
 
-with N clients in the roster, n asked and a factor f >= 1, since some of the drawn are not there.
-Every client finds out by itself who is drawn, from n and the round in the signed terms. A larger
-f draws those of a smaller one, so that a coordinator may draw fewer than its clients would allow.
+with N clients in the roster, n invited, and a factor f >= 1, since some of the drawn clients are
+offline. Every client computes by itself which clients are drawn, from n and the round in the signed
+terms. The clients drawn with a smaller f are among those drawn with a larger one, so a coordinator
+may draw fewer than its clients would allow.
 
 Guarantees:
-    Among the accomplices in a roster, r of them, the drawn are Bin(r, p): a coordinator can leave
-    honest clients out, but bring no accomplice in that is not drawn. Assumed: SHA-256 is a random
-    function. The digest covers each client's identity key, so it is known to nobody before the last
-    client has joined; whoever joins last, or exports the roster, may try keys and rosters, and a
-    coordinator may choose which round it runs. These tries are those of
-    :data:`~fedlearn.secagg.parameters.GRINDING_BITS`.
-    Not given: that the cohort is unknown before its round.
+    Of r accomplices in a roster, Bin(r, p) are drawn: a coordinator can leave out honest clients,
+    but cannot bring in an accomplice that is not drawn. This assumes that SHA-256 is a random
+    function. The digest covers each client's identity key, so it cannot be known before the last
+    client has joined. The client that joins last, or the party that exports the roster, may try
+    several keys and rosters, and a coordinator may choose which round it runs. All these tries are
+    covered by :data:`~fedlearn.secagg.parameters.GRINDING_BITS`.
+    Not guaranteed: that the cohort is unknown before its round.
 
 References:
     Jiang et al., 2024, `Lotto: Secure Participant Selection against Adversarial Servers in
     Federated Learning <https://arxiv.org/abs/2401.02880>`_, where each client draws itself by a
-    verifiable random function. An Ed25519 signature is none: who holds the key can make many.
+    verifiable random function. An Ed25519 signature is not such a function: the holder of the key
+    can make many signatures of one text.
 """
 
 import hashlib
@@ -45,9 +47,9 @@ class Draw:
     """A roster that draws clients.
 
     Attributes:
-        roster: Digest of the roster, as text: the same for all that hold it.
-        client_ids: Of all in it.
-        factor: f: clients drawn for each that is asked, >= 1.
+        roster: Digest of the roster, as text: the same for all parties that hold it.
+        client_ids: Ids of all clients in the roster.
+        factor: f: clients drawn for each client that is invited, >= 1.
 
     Example:
         >>> draw = Draw(roster="9f…", client_ids=range(1000), factor=2.0)
@@ -60,15 +62,16 @@ class Draw:
     factor: float
 
     def chance(self, num_asked: int) -> float:
-        """Return p: how likely a client of the roster is drawn where so many are asked."""
+        """Return p, the probability that a client is drawn if ``num_asked`` are invited."""
         return min(1.0, self.factor * num_asked / max(1, len(self.client_ids)))
 
     def drawn(
         self, client_ids: Iterable[ClientId], *, round_num: int, num_asked: int
     ) -> list[ClientId]:
-        """Return those that are in the roster and drawn for a round that asks so many, in order."""
+        """Keep the clients that are in the roster and drawn for the round, in their order."""
         place = round_num.to_bytes(8, "little")
         seed = keys.digest(b"draw", self.roster.encode(), place)
+        # u < p, with both sides multiplied by 2**64.
         below = self.chance(num_asked) * 2.0 ** (8 * _TICKET_BYTES)
         listed = (each for each in client_ids if each in self.client_ids)
         return [each for each in listed if _ticket(seed, each) < below]
@@ -96,19 +99,20 @@ def _ticket(seed: bytes, client_id: ClientId) -> int:
 
 
 def tolerated(num_listed: int, *, chance: float, num_corrupted: int, log2_risk: float) -> int:
-    """Return the most accomplices in a roster of whom more than so many are hardly ever drawn.
+    """Find the most accomplices that a roster may hold so that rarely more than A are drawn.
 
     Args:
-        num_listed: N.
+        num_listed: N, clients in the roster.
         chance: p.
-        num_corrupted: A, how many a cohort stands.
-        log2_risk: P[more are drawn] in one try, as a logarithm.
+        num_corrupted: A, the most accomplices that a cohort withstands.
+        log2_risk: log2 of the largest P[more than A are drawn] in one try.
 
     Example:
         >>> tolerated(100, chance=1.0, num_corrupted=3, log2_risk=-40.0)
         3
     """
-    low, high = num_corrupted, num_listed  # of so many never more, of more than all none
+    # Of A accomplices never more than A are drawn, and N is the size of the roster.
+    low, high = num_corrupted, num_listed
     while low < high:
         middle = (low + high + 1) // 2
         if _log2_more(middle, chance, num_corrupted) <= log2_risk:

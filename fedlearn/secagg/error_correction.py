@@ -1,9 +1,10 @@
-"""Which shares of a secret are false: shares are a Reed-Solomon code word, and decode as one.
+"""Finds false shares of a secret: shares are a Reed-Solomon code word and are decoded as one.
 
-The shares of one limb are the values of a polynomial of degree below t at M points. Whatever at
-most (M - t) / 2 holders say instead, there is one such polynomial that all others lie on, and Gao's
-algorithm finds it in O(M²). The limbs of a share are false together, so one random combination of
-them is decoded: a false share is on the polynomial of the combination with probability 1 / p.
+The shares of one limb are the values of a polynomial of degree below t at M points. If at most
+(M - t) / 2 holders send other values, there is exactly one such polynomial that passes through all
+the rest, and Gao's algorithm finds it in O(M²). A share counts as false if any of its limbs is, so
+it is enough to decode one random combination of the limbs: a false share lies on the polynomial of
+the combination, and goes unnoticed, with probability 1 / p.
 
 References:
     Gao, 2003, `A New Algorithm for Decoding Reed-Solomon Codes
@@ -23,10 +24,10 @@ _P = np.uint64(PRIME)
 def false_shares(
     points: Sequence[int], shares_ML: NDArray[np.uint32], *, threshold: int
 ) -> list[int] | None:
-    """Return the places of the shares that are false; ``None``: they are too many to tell.
+    """Find the places of the false shares; ``None`` if there are too many to tell.
 
     Args:
-        points: Where each was evaluated, M of them, distinct and in [1, p).
+        points: Evaluation points of the shares: M of them, distinct and in [1, p).
         shares_ML: The shares, each of L limbs below p.
         threshold: t.
 
@@ -50,14 +51,14 @@ def false_shares(
 
 
 def _decoded(x_M: Field, y_M: Field, *, threshold: int) -> Field | None:
-    """Return the polynomial of degree below t on which all but (M - t) / 2 values lie, if any.
+    """Return the polynomial of degree below t through all but (M - t) / 2 values, if there is one.
 
-    Coefficients here and below are from the constant on, without zeros at the end.
+    Here and below, coefficients start with the constant and have no zeros at the end.
     """
     master = _vanishing_on(x_M)
     before, now = master, _interpolated(x_M, y_M, master)
     u_before, u_now = np.zeros(0, np.uint64), np.ones(1, np.uint64)
-    # The extended Euclidean algorithm, ended halfway: where now = u * interpolated (mod master).
+    # The extended Euclidean algorithm, stopped halfway; now = u_now * interpolated (mod master).
     while 2 * (len(now) - 1) >= len(x_M) + threshold:
         quotient, rest = _divided(before, now)
         before, now = now, rest
@@ -79,7 +80,7 @@ def _vanishing_on(x_M: Field) -> Field:
 def _interpolated(x_M: Field, y_M: Field, master: Field) -> Field:
     """Return the polynomial of degree below M through all values.
 
-    By Lagrange: the sum of y / master'(x) times master / (X - x), which Horner's rule divides for
+    By Lagrange it is the sum of y / master'(x) times master / (X - x). Horner's rule divides for
     all x at once.
     """
     quotients_M, slopes_M = np.zeros_like(x_M), np.zeros_like(x_M)
@@ -101,7 +102,7 @@ def _values(polynomial: Field, x_M: Field) -> Field:
 
 
 def _divided(numerator: Field, denominator: Field) -> tuple[Field, Field]:
-    """Return quotient and remainder; the denominator is not zero."""
+    """Return quotient and remainder; the denominator must not be zero."""
     rest, size = numerator.copy(), len(denominator)
     quotient = np.zeros(max(len(numerator) - size + 1, 0), np.uint64)
     lead = inverse(denominator[-1:])
@@ -127,7 +128,7 @@ def _minus(a: Field, b: Field) -> Field:
 
 
 def _trimmed(polynomial: Field) -> Field:
-    """Return the polynomial without zeros above its degree; that of zero is empty."""
+    """Drop zero coefficients above the polynomial's degree; the zero polynomial is empty."""
     return (
         polynomial[: int(np.flatnonzero(polynomial)[-1]) + 1]
         if polynomial.any()

@@ -1,8 +1,8 @@
-"""What an evaluation asks of secure aggregation: the clients' mean of each measure, and no more.
+"""Secure evaluation: the coordinator learns the mean of each measure over clients, and no more.
 
-Each measure has a lane of two numbers: a client's value, cut off at a bound, and 1; or twice 0
-where it has no value. So the sum over all, by how many had one, is the mean over clients that a
-coordinator would otherwise compute from values in the clear.
+Each measure has a lane of two numbers: the client's value, cut off at a bound, and 1; or two zeros
+if the client has no value. So the summed values divided by the number of clients that have one give
+the same mean that a coordinator would otherwise compute from values in the clear.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from fedlearn.secagg.fixed_point import METRIC_SIZE, Lane, LaneRole, vector_lane
 from fedlearn.secagg.parameters import Parameters
 from fedlearn.secagg.terms import Terms, Total, propose
 
-#: Width of a lane: it costs nothing that it is precise.
+#: Width of a lane in bits: such a lane has two numbers, so high precision costs nothing.
 _BITS = 40
-#: Of a mean, relative to its bound, over what rounding makes of it.
+#: Relative excess over its bound at which a mean is refused, on top of the rounding error.
 _TOLERANCE = 1e-3
 
 
 class ClientMean(NamedTuple):
-    """The mean of one measure over the clients that have a value of it.
+    """The mean of one measure over the clients that have a value for it.
 
     Attributes:
-        num_clients: How many have one, >= 1.
+        num_clients: Number of clients that have a value, >= 1.
     """
 
     value: float
@@ -34,15 +34,15 @@ class ClientMean(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """What one evaluation sums.
+    """The lanes and terms of one evaluation.
 
     Attributes:
-        parameters: n, k, t, q and what they rest on.
-        measures: Their names; clients may measure others, which they keep to themselves.
-        max_loss: A client's value, of whatever measure, is cut off here, > 0.
+        parameters: n, k, t, q and their assumptions.
+        measures: Their names; clients may compute others, which they keep to themselves.
+        max_loss: A client's value, of any measure, is cut off here, > 0.
 
     Raises:
-        ConfigError: The bound is out of range; from its methods: a name is no lane's.
+        ConfigError: The bound is out of range; from its methods: a name cannot be that of a lane.
     """
 
     parameters: Parameters
@@ -55,12 +55,12 @@ class EvaluationPlan:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """What is summed, a lane a measure."""
+        """The lanes of the sum, one per measure."""
         return tuple(
             vector_lane(
                 name,
                 size=METRIC_SIZE,
-                bound=max(self.max_loss, 1.0),  # whether there is a value has room as well
+                bound=max(self.max_loss, 1.0),  # the second number of the lane is 0 or 1
                 modulus_bits=_BITS,
                 num_clients=self.parameters.num_clients,
                 weighted=False,
@@ -70,7 +70,7 @@ class EvaluationPlan:
         )
 
     def terms(self, *, run_id: bytes, round_num: int, request_hash: bytes) -> Terms:
-        """Return the terms of the one session that evaluates after ``round_num`` rounds."""
+        """Return the terms of the session that evaluates the model after ``round_num`` rounds."""
         return propose(
             self.parameters,
             run_id=run_id,
@@ -82,9 +82,9 @@ class EvaluationPlan:
         )
 
     def means(self, total: Total) -> dict[str, ClientMean]:
-        """Return the mean of each measure over the clients that have a value of it.
+        """Compute the mean of each measure over the clients that have a value for it.
 
-        A measure of which no client has a value is absent.
+        A measure for which no client has a value is left out.
 
         Raises:
             ValueError: The sum cannot be that of honest clients.

@@ -1,9 +1,9 @@
-"""Real numbers as integers of a fixed width, so that a sum of them is exact.
+"""Fixed-point encoding: real numbers as integers of a fixed width, so that their sum is exact.
 
 A *lane* is a run of numbers that share a step and a modulus: a model delta, a metric, the
-weights. A value y becomes the level round(y / step) by stochastic rounding, a level is an
-integer in [-M, M], and levels are added modulo 2**b. With n clients the sum lies in
-[-nM, nM]; a lane is refused unless nM < 2**(b - 1), so it cannot wrap.
+weights. Stochastic rounding turns a value y into the level round(y / step), an integer in
+[-M, M], and levels are added modulo 2**b. With n clients the sum lies in [-nM, nM]; a lane is
+refused unless nM < 2**(b - 1), so the sum cannot wrap.
 
 ========== ==============
 b          modulus_bits
@@ -31,31 +31,31 @@ from fedlearn.secagg import octets
 #: A lane's levels modulo 2**b, in the smallest numpy word that holds b bits.
 Words: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
 
-#: Moduli on offer, as bits: whole bytes, so that packing is a copy.
+#: Widths that a modulus may have, in bits: whole bytes, so that packing is a copy.
 MODULUS_BITS = (16, 24, 32, 40, 64)
 
 #: Levels are computed in float64, where integers up to 2**53 are exact.
 MAX_LEVEL = (1 << 51) - 1
 
-#: How far above its bound a value may lie: what float32 loses when a norm is clipped.
+#: Relative excess over its bound that a value may have: the float32 error of clipping a norm.
 BOUND_TOLERANCE = 1e-4
 
-#: The least noise of one client, in levels: with less, a sum of noises is not what one is.
+#: Least noise of one client, in levels: below it, a sum of discrete Gaussians is not close to one.
 MIN_NOISE = 4.0
 
 MAX_NAME_BYTES = 64
 MAX_LANE_SIZE = 1 << 36
-#: A measure of one client, and whether it has one.
+#: Numbers in the lane of a metric, at most: the client's value, and whether it has one.
 METRIC_SIZE = 2
 
 _CHUNK = 1 << 15  # float64 elements that stay in the cache
-_FEWEST_LEVELS = 8.0  # of a norm, by what rounding may add to it
+_FEWEST_LEVELS = 8.0  # smallest ratio of a clipped norm to what rounding may add to it
 _TAIL = 14.0  # standard deviations that a sum's noise may reach
-_LINE_BYTES = 64  # of the cache: a vector register that straddles two lines costs twice
+_LINE_BYTES = 64  # a cache line: loading a vector register across two lines costs twice
 
 
 class LaneRole(IntEnum):
-    """What a lane's numbers are; more than one number is a vector, which a policy bounds."""
+    """Kind of numbers in a lane; a long lane must be a vector, whose bound a policy limits."""
 
     VECTOR = 0
     METRIC = 1
@@ -64,18 +64,18 @@ class LaneRole(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Numbers with one step and one modulus.
+    """A run of numbers with one step and one modulus.
 
     Attributes:
-        name: What they are; unique in a round.
+        name: Name of the lane, unique in the terms.
         role: A vector (bounded by the clip), a metric, or the weight.
-        size: How many there are, >= 1.
-        step: Distance of two levels, > 0, finite.
+        size: How many numbers there are, >= 1.
+        step: Distance between two levels, > 0, finite.
         max_level: The largest level M of one client, in [1, 2**51).
         modulus_bits: b, one of :data:`MODULUS_BITS`.
         weighted: Whether each client multiplies its values by w / W before it sends them.
-        noise: Standard deviation, in levels, of the noise that each client adds; 0: none, or at
-            least ``MIN_NOISE``.
+        noise: Standard deviation, in levels, of the noise that each client adds; 0 for none, else
+            at least ``MIN_NOISE``.
 
     Example:
         >>> lane = vector_lane(
@@ -101,6 +101,7 @@ class Lane:
             )
         if not 1 <= self.size <= MAX_LANE_SIZE:
             raise ConfigError(f"lane {self.name!r} has {self.size} numbers, not 1 to 2**36")
+        # Otherwise a coordinator could call a vector a metric and evade the policy's ``max_clip``.
         most = {LaneRole.METRIC: METRIC_SIZE, LaneRole.WEIGHT: 1}.get(self.role, MAX_LANE_SIZE)
         if self.size > most:
             raise ConfigError(f"lane {self.name!r} has {self.size} numbers, so it is a vector")
@@ -135,7 +136,7 @@ class Lane:
     def sensitivity(self) -> float:
         """The largest L2 distance, in levels, between two contributions of one client.
 
-        A metric of two numbers is a value in [-M, M], and whether there is one, in [0, M]:
+        The two numbers of a metric are a value in [-M, M] and whether there is one, in [0, M]:
         sqrt(5) M.
         """
         match self.role:
@@ -153,31 +154,31 @@ class Lane:
 
     @property
     def num_bytes(self) -> int:
-        """What the lane takes in an upload."""
+        """Bytes that the lane takes in an upload."""
         return self.size * self.modulus_bits // 8
 
     @property
     def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32] | np.dtype[np.uint64]:
-        """The word its levels are added in, little-endian; bits above b are ignored."""
+        """The word in which levels are added, little-endian; bits above b are ignored."""
         if self.modulus_bits == 16:  # noqa: PLR2004 - the width of the word
             return np.dtype("<u2")
         return np.dtype("<u4") if self.modulus_bits <= 32 else np.dtype("<u8")  # noqa: PLR2004
 
     def reach(self, num_clients: int) -> int:
-        """Return the largest level of a sum, noise included."""
+        """Return the largest level that a sum can reach, noise included."""
         noise = math.ceil(_TAIL * self.noise * math.sqrt(num_clients))
         return num_clients * self.max_level + noise
 
     def largest_error(self, num_clients: int) -> float:
-        """Return the bound of the rounding error of one element of a sum; its rms is lower.
+        """Return a bound on the rounding error of one element of a sum; its rms is lower.
 
         Each value is rounded by less than one step, without bias and with a variance of at most
-        step**2 / 4: an rms of at most sqrt(n) step / 2.
+        step**2 / 4. So the rms error of the sum is at most sqrt(n) step / 2.
         """
         return num_clients * self.step
 
     def require_room(self, num_clients: int) -> None:
-        """Raise ConfigError if the sum over ``num_clients`` could wrap: above 2**(b - 1)."""
+        """Raise ConfigError if the sum over ``num_clients`` could reach 2**(b - 1) and wrap."""
         if self.reach(num_clients) >= 1 << (self.modulus_bits - 1):
             raise ConfigError(
                 f"lane {self.name!r}: {num_clients} clients with levels up to {self.max_level} "
@@ -195,7 +196,7 @@ def vector_lane(
     weighted: bool,
     role: LaneRole = LaneRole.VECTOR,
 ) -> Lane:
-    """Return a lane for values in [-bound, bound], with all bits that the sum of n leaves.
+    """Build a lane for values in [-bound, bound], with all levels that a sum of n leaves room for.
 
     A clip of the L2 norm to C bounds every element by C. A level and its sign have
     b - ceil(log2 n) bits.
@@ -226,22 +227,23 @@ def vector_lane(
 def noisy_lane(
     name: str, *, size: int, bound: float, modulus_bits: int, num_clients: int, noise_share: float
 ) -> Lane:
-    """Return a lane for vectors of an L2 norm up to ``bound``, to which clients add noise.
+    """Build a lane for vectors of an L2 norm up to ``bound``, to which each client adds noise.
 
     Args:
-        name: What they are.
+        name: Name of the lane.
         size: Numbers in a vector, d.
         bound: Largest norm, > 0.
         modulus_bits: b.
         num_clients: n.
-        noise_share: Standard deviation of one client's noise by the norm of its levels, > 0.
+        noise_share: Standard deviation of one client's noise, divided by the norm of its levels,
+            > 0.
 
     Raises:
-        ConfigError: The modulus is too narrow: what rounding adds to a norm (sqrt(d)) would need
-            more than an eighth of the noise.
+        ConfigError: The modulus is too narrow: rounding could add more than an eighth to a norm
+            (sqrt(d) levels), or one client's noise would be below ``MIN_NOISE``.
     """
     tail, rounding = _TAIL * noise_share * math.sqrt(num_clients), math.sqrt(size)
-    # n M + tail (M + sqrt(d)) < 2**(b - 1)
+    # Solve n M + tail (M + sqrt(d)) < 2**(b - 1) for M.
     room = (1 << (modulus_bits - 1)) - 2 - tail * rounding
     max_level = min(math.floor(room / (num_clients + tail)), MAX_LEVEL)
     if max_level < _FEWEST_LEVELS * rounding or noise_share * max_level < MIN_NOISE:
@@ -265,7 +267,7 @@ def noisy_lane(
 
 
 def weight_lane(*, max_weight: int, num_clients: int) -> Lane:
-    """Return the lane of the weights: whole numbers in [0, W], 8 bytes; their sum must fit."""
+    """Build the lane of the weights: whole numbers in [0, W], 8 bytes; their sum must fit."""
     lane = Lane(
         name="weight",
         role=LaneRole.WEIGHT,
@@ -280,7 +282,7 @@ def weight_lane(*, max_weight: int, num_clients: int) -> Lane:
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Return zeros that begin on a cache line, to be viewed as words."""
+    """Allocate zeros that start on a cache line, to be viewed as words."""
     raw = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
     begin = -raw.ctypes.data % _LINE_BYTES
     return raw[begin : begin + num_bytes]
@@ -289,17 +291,17 @@ def aligned(num_bytes: int) -> NDArray[np.uint8]:
 def encode(
     lane: Lane, values: NDArray[np.floating], *, factor: float, noise: NDArray[np.uint32]
 ) -> Words:
-    """Return the levels of ``factor * values``, rounded up or down at random.
+    """Quantize ``factor * values`` to levels, rounded up or down at random.
 
     Guarantees:
         The expected level is factor * value / step (to 2**-32), the error is below one step,
         and every level lies in [-M, M].
 
     Args:
-        lane: What they are.
+        lane: The lane of the values.
         values: Shape [lane.size].
         factor: In [0, 1]: w / W, or 1.
-        noise: Uniform and independent 32-bit numbers, one a value.
+        noise: Uniform and independent 32-bit numbers, one per value, which decide the rounding.
 
     Raises:
         ValueError: A value is not finite or above the bound, or shapes differ.
@@ -324,9 +326,11 @@ def encode(
                 f"lane {lane.name!r} holds a value that is not finite or above its bound "
                 f"{lane.bound:g}; clip it first"
             )
+        # floor(y + u) with u uniform in [0, 1) rounds y stochastically.
         np.multiply(part, factor / lane.step, out=level, dtype=np.float64)
         np.multiply(noise[begin : begin + _CHUNK], 2.0**-32, out=up, dtype=np.float64)
         np.floor(np.add(level, up, out=level), out=level)
+        # A value at its bound may be rounded up beyond M.
         np.clip(level, -lane.max_level, lane.max_level, out=level)
         np.copyto(signed[begin : begin + _CHUNK], level, casting="unsafe")
     return words
@@ -341,15 +345,16 @@ def add_noise(lane: Lane, words: Words, *, source: SecretStream) -> None:
 
 
 def levels_of(lane: Lane, words: Words) -> NDArray[np.int64]:
-    """Return a sum modulo 2**b as the signed number it stands for: int64, shape [size]."""
+    """Read sums modulo 2**b as signed integers: int64, shape [size]."""
     unused = np.uint64(64 - lane.modulus_bits)
+    # Shift the sign to the top bit, then back: the second shift is arithmetic and extends it.
     shifted = (words.astype(np.uint64) << unused).view(np.int64)
     levels: NDArray[np.int64] = shifted >> np.int64(unused)
     return levels
 
 
 def decode(lane: Lane, words: Words, *, num_clients: int) -> NDArray[np.float64]:
-    """Return the sum of clients' values, shape [size]; ValueError if they cannot reach it."""
+    """Decode the sum of clients' values, shape [size]; ValueError if they cannot reach it."""
     reach = lane.reach(num_clients)
     values = np.empty(lane.size)
     for begin in range(0, lane.size, _CHUNK):

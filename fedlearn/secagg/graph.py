@@ -1,8 +1,9 @@
-"""Who masks with whom: everybody, or k neighbours on a ring in an order nobody chose.
+"""The graph of pairwise masks: complete, or k neighbours each on a ring in a random order.
 
-The ring's order is drawn from the hash of the roster, so every party computes the same graph
-and none of them sends it. A client's *holders*, who keep shares of its secrets, are its
-neighbours; in the complete graph it is one itself, which spares small cohorts a dropout.
+The order of the ring is drawn from the hash of the roster, so every party computes the same graph
+and no party sends it or chooses it. The *holders* of a client keep shares of its secrets: they are
+its neighbours, and in the complete graph also the client itself, which lets a small cohort lose one
+more client.
 
 References:
     Bell et al., 2020, `Secure Single-Server Aggregation with (Poly)Logarithmic Overhead
@@ -26,7 +27,7 @@ class Topology(IntEnum):
 
 
 def shuffled(size: int, *, seed: bytes) -> NDArray[np.int64]:
-    """Return 0 … ``size`` - 1 in the order that ``seed`` draws: shape [size]."""
+    """Return 0 … ``size`` - 1 in the pseudorandom order given by ``seed``: shape [size]."""
     drawn = np.frombuffer(hashlib.shake_256(seed).digest(8 * size), "<u8")
     return np.argsort(drawn, kind="stable")
 
@@ -36,11 +37,11 @@ class Ring:
     """Clients on a ring, by their positions in the roster.
 
     Attributes:
-        order: Who is at each place of the ring: shape [n].
-        num_neighbours: k: the nearest, half of them on each side.
+        order: The client at each place of the ring: shape [n].
+        num_neighbours: k: the number of nearest clients that are neighbours, half on each side.
 
     Raises:
-        ValueError: k is odd, or not from 2 to n - 1.
+        ValueError: k is odd, or not in [2, n - 1].
 
     Example:
         >>> Ring.drawn(3, num_neighbours=2, seed=b"").near(1).tolist()
@@ -59,7 +60,7 @@ class Ring:
 
     @classmethod
     def drawn(cls, num_clients: int, *, num_neighbours: int, seed: bytes) -> "Ring":
-        """Return a ring in the order of ``seed``."""
+        """Return a ring in the pseudorandom order given by ``seed``."""
         return cls(shuffled(num_clients, seed=seed), num_neighbours)
 
     @cached_property
@@ -74,7 +75,7 @@ class Ring:
         return np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
 
     def near(self, client: int) -> NDArray[np.int64]:
-        """Return the neighbours of one, ascending: shape [k]."""
+        """Return the neighbours of one client, ascending: shape [k]."""
         found: NDArray[np.int64] = self.order[
             (self._places[client] + self._steps) % len(self.order)
         ]

@@ -1,9 +1,9 @@
-"""Keys, packets and signatures: each primitive from ``cryptography``, named once.
+"""Cryptographic primitives of the protocol: key agreement, key derivation, packets, signatures.
 
 ======================== ==========================================================
 agreement                X25519 (RFC 7748)
 derivation               HKDF-SHA256 (RFC 5869): salt = session, info = label and ids
-packets                  AES-256-GCM (NIST SP 800-38D), one key a packet and direction
+packets                  AES-256-GCM (NIST SP 800-38D), one key per packet and direction
 identities               Ed25519 (RFC 8032)
 session, commitment      SHA-256 over length-prefixed parts, each use with its own label
 ======================== ==========================================================
@@ -29,31 +29,31 @@ SIGNATURE_BYTES = 64
 TAG_BYTES = 16
 
 _VERSION = b"fedlearn.v1 secagg "
-#: Every packet has a key of its own, so its nonce may be constant.
+#: Every packet is sealed with its own key, so the nonce may be constant.
 _NONCE = bytes(12)
 
 
 class Signer(Protocol):
-    """Who signs: a client's or the coordinator's identity."""
+    """An identity that signs: that of a client or of the coordinator."""
 
     def sign(self, data: bytes) -> bytes:
         """Return the Ed25519 signature of ``data``, 64 bytes."""
 
 
 def fresh_signer() -> tuple[Signer, bytes]:
-    """Return a new Ed25519 identity and its public key."""
+    """Create a new Ed25519 identity and return it with its public key."""
     return identity_of(SecretBytes.generate(KEY_BYTES), label=b"fresh identity", ids=())
 
 
 def identity_of(secret: SecretBytes, *, label: bytes, ids: tuple[int, ...]) -> tuple[Signer, bytes]:
-    """Return the Ed25519 identity that a secret gives, for parties of one process, and its key."""
+    """Derive an Ed25519 identity from a secret, for parties in one process; return its key too."""
     seed = derive(secret, session=b"", label=label, ids=ids)
     key = Ed25519PrivateKey.from_private_bytes(seed.reveal())
     return key, key.public_key().public_bytes_raw()
 
 
 class KeyAgreement:
-    """One side of X25519 agreements.
+    """One party's X25519 key, to agree on secrets with others.
 
     Example:
         >>> ours, theirs = KeyAgreement(SecretBytes.generate(32)), KeyAgreement(
@@ -72,9 +72,9 @@ class KeyAgreement:
         return self._key.public_key().public_bytes_raw()
 
     def agree(self, public_key: bytes, *, owner: ClientId) -> SecretBytes:
-        """Return the secret shared with the owner of ``public_key``; ProtocolError if that is weak.
+        """Return the secret shared with the owner of ``public_key``; ProtocolError if it is weak.
 
-        With a key of low order the secret would be known to all.
+        With a key of low order every party could compute the secret.
         """
         try:
             return SecretBytes(self._key.exchange(X25519PublicKey.from_public_bytes(public_key)))
@@ -86,7 +86,7 @@ class KeyAgreement:
 
 
 def digest(label: bytes, *parts: bytes) -> bytes:
-    """Return SHA-256 of a label and parts, each with its length before it."""
+    """Hash a label and parts with SHA-256, each part prefixed by its length."""
     hasher = hashlib.sha256(_VERSION + label)
     for part in parts:
         hasher.update(struct.pack("<Q", len(part)))
@@ -95,12 +95,12 @@ def digest(label: bytes, *parts: bytes) -> bytes:
 
 
 def signed(label: bytes, *parts: bytes) -> bytes:
-    """Return what is signed for one purpose: no signature serves two."""
+    """Build the text to sign for one purpose; the label keeps a signature from serving two."""
     return _VERSION + label + b"\x00" + digest(label, *parts)
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Return whether ``signature`` is that of ``data`` by the key's owner."""
+    """Return whether the owner of the key signed ``data``."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -111,7 +111,7 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 def derive(
     secret: SecretBytes, *, session: bytes, label: bytes, ids: tuple[int, ...]
 ) -> SecretBytes:
-    """Return the 32-byte key of one purpose in one session."""
+    """Derive the 32-byte key for one purpose in one session."""
     info = _VERSION + label + b"\x00" + struct.pack(f"<{len(ids)}Q", *ids)
     hkdf = HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=session, info=info)
     return SecretBytes(hkdf.derive(secret.reveal()))
@@ -120,7 +120,7 @@ def derive(
 def pair_mask_key(
     agreement: KeyAgreement, public_key: bytes, *, session: bytes, pair: tuple[ClientId, ClientId]
 ) -> SecretBytes:
-    """Return the key of the mask that two clients share, the same on both sides.
+    """Derive the key of the mask that two clients share, the same on both sides.
 
     ``public_key`` is that of ``pair[1]``.
     """
@@ -129,28 +129,28 @@ def pair_mask_key(
 
 
 def self_mask_key(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> SecretBytes:
-    """Return the key of a client's own mask."""
+    """Derive the key of a client's own mask."""
     return derive(seed, session=session, label=b"self mask", ids=(client_id,))
 
 
 def packet_key(
     agreed: SecretBytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> SecretBytes:
-    """Return the key of the one packet from ``way[0]`` to ``way[1]``, whose packet keys agreed."""
+    """Derive the key of the one packet from ``way[0]`` to ``way[1]``, whose packet keys agreed."""
     return derive(agreed, session=session, label=b"packet", ids=way)
 
 
 def seal(
     key: SecretBytes, plain: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> bytes:
-    """Return ``plain`` encrypted and bound to its session and way; ``key`` must seal no other."""
+    """Encrypt ``plain``, bound to its session and way; ``key`` must seal nothing else."""
     return AESGCM(key.reveal()).encrypt(_NONCE, plain, struct.pack("<QQ", *way) + session)
 
 
 def unseal(
     key: SecretBytes, packet: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> bytes:
-    """Return what was sealed; ProtocolError if it was altered or is of another session or way."""
+    """Decrypt a packet; ProtocolError if it was altered or is of another session or way."""
     try:
         return AESGCM(key.reveal()).decrypt(_NONCE, packet, struct.pack("<QQ", *way) + session)
     except InvalidTag as error:
@@ -158,5 +158,5 @@ def unseal(
 
 
 def commitment(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> bytes:
-    """Return what binds a client to its self-seed and hides it: the seed has 256 random bits."""
+    """Commit a client to its self-seed without revealing it: the seed has 256 random bits."""
     return digest(b"self-seed", session, struct.pack("<Q", client_id), seed.reveal())

@@ -1,16 +1,16 @@
-"""Masks: pseudorandom words added to a client's levels and taken out of the sum.
+"""Masks: pseudorandom words that are added to a client's levels and removed from the sum.
 
 A mask is the AES-256 counter-mode keystream of a key used for one mask in one session. Lanes
-lie end to end in it, each from a cipher block on, and it is cut into *spans* of 4 MiB; span s
+lie end to end in it, each starting at a cipher block, and it is cut into *spans* of 4 MiB; span s
 starts at the counter block ``s ‖ 00000002`` (s in 12 bytes, little-endian). Spans can be
 expanded in any order, so several threads share a vector without a copy of it.
 
-That is how AES-GCM counts for the nonce s, so there are two ways to the same stream: plain CTR,
-and GCM, whose tag is never used. Which is faster depends on the processor: with AVX-512
-OpenSSL's GCM, twice as fast, else its CTR, three times. So a process tries both once, for some
-milliseconds, and takes the faster one; the masks are the same bit for bit.
+AES-GCM counts in the same way for the nonce s, so the stream can be computed in two ways: with
+plain CTR, or with GCM, whose tag is ignored. Which one is faster depends on the processor: with
+AVX-512 OpenSSL's GCM is twice as fast, otherwise its CTR is three times as fast. So each process
+times both once, for some milliseconds, and uses the faster one. Both give the same bits.
 
-Words are added modulo their own width: unsigned wrap-around, no remainder.
+Words are added modulo their own width: unsigned wrap-around, without a modulo operation.
 
 References:
     NIST SP 800-38A (counter mode), SP 800-38D (the counter blocks of GCM).
@@ -32,19 +32,19 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.fixed_point import Lane, Words, aligned
 
-#: A cipher is set up anew for each: long enough that this does not show.
+#: Each span needs its own cipher; spans are so long that the setup does not matter.
 SPAN_BYTES = 1 << 22
-#: What is expanded and folded at a time: source, keystream and words stay in the L2 cache.
+#: Bytes expanded and folded at a time: source, keystream and words stay in the L2 cache.
 _BLOCK_BYTES = 1 << 18
-#: Ciphers kept open at a time: their key schedules stay in the cache as well.
+#: Most ciphers open at a time: their key schedules stay in the cache as well.
 _STREAMS = 128
-#: Bytes of a block of AES; a cipher may write up to one more than it is asked for.
+#: Size of an AES block. ``update_into`` requires a buffer that is one byte short of a block longer.
 _AES_BYTES = 16
 _ZEROS = aligned(_BLOCK_BYTES).data
 _NONCE_BYTES = 12
-#: What GCM counts from for the text: 1 is the tag's.
+#: Counter of GCM's first block of text: 1 is used for the tag.
 _FIRST_BLOCK = (2).to_bytes(4, "big")
-#: Blocks that each way to a stream is timed on: the best of so many is hardly disturbed.
+#: How often each way to a stream is timed: other load hardly disturbs the best of so many.
 _PROBES = 12
 
 #: Returns the cipher whose output on zeros is one span of a key's mask.
@@ -53,7 +53,7 @@ Stream: TypeAlias = Callable[[SecretBytes, int], CipherContext]
 
 @dataclass(frozen=True, eq=False)
 class MaskKeys:
-    """The keys of the masks to add and of those to subtract."""
+    """The keys of the masks to add and of the masks to subtract."""
 
     plus: Sequence[SecretBytes]
     minus: Sequence[SecretBytes]
@@ -62,16 +62,16 @@ class MaskKeys:
         return len(self.plus) + len(self.minus)
 
     def inverse(self) -> "MaskKeys":
-        """Return what takes these masks out again."""
+        """Return the keys that remove these masks again."""
         return MaskKeys(plus=self.minus, minus=self.plus)
 
     def split(self, num: int) -> list["MaskKeys"]:
-        """Return the same masks dealt out to ``num``."""
+        """Deal these masks out to ``num`` parts."""
         return [MaskKeys(self.plus[i::num], self.minus[i::num]) for i in range(num)]
 
 
 def keystream(key: SecretBytes, num_bytes: int) -> NDArray[np.uint8]:
-    """Return the beginning of a key's mask."""
+    """Expand the first ``num_bytes`` of a key's mask."""
     out = aligned(_whole_blocks(num_bytes) + _AES_BYTES)
     for number, begin in enumerate(range(0, num_bytes, SPAN_BYTES)):
         expand = mask_stream(key, number).update_into
@@ -83,7 +83,7 @@ def keystream(key: SecretBytes, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
-    """Add masks to contiguous lanes and subtract others, in place, on so many threads.
+    """Add masks to contiguous lanes and subtract others, in place, on ``num_threads`` threads.
 
     No part of a mask serves two lanes. Ciphers and additions release the interpreter lock.
     """
@@ -92,7 +92,7 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
         for number, parts in enumerate(spans):
             _fold_span(parts, number, keys)
         return
-    # Fewer spans than threads: the masks are dealt out too, each share with a sum of its own.
+    # With fewer spans than threads, deal out the masks too: each further share has its own sum.
     shares = keys.split(min(-(-num_threads // max(len(spans), 1)), max(len(keys), 1)))
     with ThreadPoolExecutor(num_threads) as pool:
         first = [pool.submit(_fold_span, parts, s, shares[0]) for s, parts in enumerate(spans)]
@@ -109,7 +109,7 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
 
 
 def _spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
-    """Yield what each span covers of the lanes."""
+    """Yield the parts of the lanes that each span covers."""
     parts: list[Words] = []
     room = SPAN_BYTES
     for words in lanes:
@@ -129,7 +129,7 @@ def _spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
 
 
 def _masks(parts: Sequence[Words], number: int, keys: MaskKeys) -> list[Words]:
-    """Return the sum of masks over one span."""
+    """Sum masks over one span into new words."""
     sums: list[Words] = [aligned(words.nbytes).view(words.dtype) for words in parts]
     _fold_span(sums, number, keys)
     return sums
@@ -143,6 +143,7 @@ def _fold_span(parts: Sequence[Words], number: int, keys: MaskKeys) -> None:
             (mask_stream(key, number).update_into, fold_into)
             for key, fold_into in signed[first : first + _STREAMS]
         ]
+        # Streams in the inner loop: a block of words stays in the cache for all its masks.
         for words in parts:
             step = _BLOCK_BYTES // words.itemsize
             for begin in range(0, words.size, step):
@@ -165,25 +166,25 @@ def mask_stream(key: SecretBytes, span: int) -> CipherContext:
 
 
 def gcm_stream(key: SecretBytes, span: int) -> CipherContext:
-    """Return the cipher of :func:`mask_stream` by way of GCM."""
+    """Return the cipher of :func:`mask_stream`, computed with GCM."""
     nonce = span.to_bytes(_NONCE_BYTES, "little")
     return Cipher(algorithms.AES256(key.reveal()), modes.GCM(nonce)).encryptor()
 
 
 def ctr_stream(key: SecretBytes, span: int) -> CipherContext:
-    """Return the cipher of :func:`mask_stream` by way of plain CTR."""
+    """Return the cipher of :func:`mask_stream`, computed with plain CTR."""
     first = span.to_bytes(_NONCE_BYTES, "little") + _FIRST_BLOCK
     return Cipher(algorithms.AES256(key.reveal()), modes.CTR(first)).encryptor()
 
 
 @cache
 def fastest_stream() -> Stream:
-    """Return the way to masks that is faster here, found once a process in some milliseconds."""
+    """Return the faster way to expand masks here, timed once per process in some milliseconds."""
     return faster(STREAMS, clock=SystemClock())
 
 
 def faster(streams: Sequence[Stream], *, clock: Clock) -> Stream:
-    """Return of several ways to one stream the one with the best time; they take turns."""
+    """Time several ways to the same stream, in turns, and return the fastest."""
     out, key = aligned(_BLOCK_BYTES + _AES_BYTES).data[:-1], SecretBytes(bytes(32))
     best_s = dict.fromkeys(streams, math.inf)
     for _ in range(_PROBES):
@@ -200,7 +201,7 @@ STREAMS: Sequence[Stream] = (gcm_stream, ctr_stream)
 
 
 def pack(lanes: Sequence[Lane], words: Sequence[Words]) -> bytes:
-    """Return the low b bits of every word, lane after lane, little-endian."""
+    """Pack the low b bits of every word, lane after lane, little-endian."""
     parts = []
     for lane, values in zip(lanes, words, strict=True):
         wide = values.view(np.uint8).reshape(lane.size, lane.dtype.itemsize)
@@ -209,7 +210,7 @@ def pack(lanes: Sequence[Lane], words: Sequence[Words]) -> bytes:
 
 
 def add_packed(sums: Sequence[Words], data: bytes | memoryview, *, lanes: Sequence[Lane]) -> None:
-    """Add what :func:`pack` returned, in place; ProtocolError if its length is another."""
+    """Add the output of :func:`pack` to ``sums``, in place; ProtocolError if its length differs."""
     expected = sum(lane.num_bytes for lane in lanes)
     if len(data) != expected:
         raise ProtocolError(f"a masked vector of {len(data)} bytes, {expected} were asked for")
@@ -232,5 +233,5 @@ def _words(data: bytes | memoryview, begin: int, *, lane: Lane) -> Words:
 
 
 def zeros(lanes: Sequence[Lane]) -> tuple[Words, ...]:
-    """Return the empty sum."""
+    """Return zero words for all lanes: the sum of no vectors."""
     return tuple(aligned(lane.size * lane.dtype.itemsize).view(lane.dtype) for lane in lanes)

@@ -1,20 +1,21 @@
-r"""A list under one hash, and a few of its entries told apart from the rest.
+r"""A Merkle tree: one hash over a list, against which a few of its entries can be opened.
 
-The tree has the shape of RFC 6962: nodes are paired level by level, and an odd last one moves up as
-it is. ``0x00`` and ``0x01`` begin what is hashed for a leaf and for a node::
+The tree has the shape of RFC 6962: nodes are paired level by level, and an odd last node moves up
+unchanged. The hash input starts with ``0x00`` for a leaf and with ``0x01`` for a node::
 
     leaf = SHA-256(0x00 ‖ entry)
     node = SHA-256(0x01 ‖ split ‖ left ‖ right)
 
-In a tree whose entries have ascending keys, ``split`` is the smallest key on the right, eight
-bytes; in one without keys it is left out. Whoever opens an entry checks on its way up that its key
-is below each split that it is left of, and not below one that it is right of. Therefore two entries
-at different places that open, be it to two parties, have different keys: where their ways part, one
-is below the split and the other is not. Nothing else is believed of entries that are not opened.
+In a tree whose entries have ascending keys, ``split`` is the smallest key on the right, in eight
+bytes; a tree without keys leaves it out. To verify an opened entry, a party checks on the path to
+the root that the entry's key is below each split that it is left of, and not below any that it is
+right of. Therefore two entries that open at different places have different keys, even if they are
+opened to different parties: where their paths part, one key is below the split and the other is
+not. Nothing else is assumed about entries that are not opened.
 
 Guarantees:
-    Under one root, of a list of one size, each place opens to one leaf, and no key opens at two
-    places. Assumed: SHA-256 has no collisions.
+    Under one root and for one list size, each place opens to one leaf only, and no key opens at two
+    places. This assumes that SHA-256 has no collisions.
 
 References:
     Laurie, Langley and Kasper, 2013, `RFC 6962: Certificate Transparency
@@ -39,14 +40,14 @@ _KEY_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What leads from opened entries to the root, level by level and in order of place.
+    """Hashes and splits that lead from opened entries to the root, level by level, by place.
 
-    Both lists are as long as sizes and places say; of what follows from the opened entries nothing
-    is repeated.
+    The size and the places determine how long both lists are. They repeat nothing that follows from
+    the opened entries.
 
     Attributes:
-        hashes: Of the nodes beside the way, 32 bytes each.
-        splits: Of the nodes on the way where the split is not an opened key, 8 bytes each.
+        hashes: Hashes of the siblings of nodes on the paths, 32 bytes each.
+        splits: Splits of nodes on the paths, where the split is not an opened key, 8 bytes each.
     """
 
     hashes: Annotated[bytes, octets.sized(4, most=HASH_BYTES * MAX_CLIENTS)]
@@ -54,7 +55,7 @@ class Proof:
 
 
 def leaf_of(entry: bytes) -> bytes:
-    """Return the hash of an entry."""
+    """Hash an entry to its leaf."""
     return hashlib.sha256(b"\x00" + entry).digest()
 
 
@@ -64,11 +65,11 @@ def _node_of(split: bytes, left: bytes, right: bytes) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class MerkleTree:
-    """All of a tree: for whoever made it.
+    """The whole tree, for the party that builds it.
 
     Attributes:
         levels: Hashes from the leaves to the root: shape [nodes, 32] each.
-        keys: Of the leaves, ascending; ``None``: they have none.
+        keys: Keys of the leaves, ascending; ``None``: they have none.
 
     Example:
         >>> entries = [b"a", b"b", b"c"]
@@ -83,12 +84,13 @@ class MerkleTree:
 
     @classmethod
     def of(cls, leaves: Sequence[bytes], *, keys: Sequence[int] | None) -> "MerkleTree":
-        """Return the tree over one leaf or more."""
+        """Build the tree over one or more leaves."""
         below, level = list(leaves), 0
         splits = None if keys is None else np.array(keys, "<u8")
         levels = [_rows(below)]
         while len(below) > 1:
             above = [
+                # The split of a node is the key of the first leaf below its right child.
                 _node_of(
                     b"" if splits is None else splits[(2 * at + 1) << level].tobytes(),
                     below[2 * at],
@@ -102,11 +104,11 @@ class MerkleTree:
 
     @property
     def root(self) -> bytes:
-        """The hash over all, 32 bytes."""
+        """The hash over the whole list, 32 bytes."""
         return self.levels[-1].tobytes()
 
     def proof(self, places: Sequence[int] | NDArray[np.int64]) -> Proof:
-        """Return what opens the leaves at ``places``, which ascend strictly."""
+        """Return the proof that opens the leaves at ``places``, which must ascend strictly."""
         at = np.asarray(places, np.int64)
         is_opened = np.zeros(len(self.levels[0]), bool)
         is_opened[at] = True
@@ -128,17 +130,17 @@ class MerkleTree:
 def root_of(
     size: int, leaves: Mapping[int, bytes], *, keys: Sequence[int] | None, proof: Proof
 ) -> bytes:
-    """Return the root of a list of ``size`` entries in which these are opened.
+    """Compute the root of a list of ``size`` entries from the opened ones and their proof.
 
     Args:
         size: Entries of the list, >= 1.
-        leaves: By place, ascending; at least one.
-        keys: Of the opened entries, in order; ``None``: the tree has none.
-        proof: Leads to the root.
+        leaves: Opened leaves by place, ascending; at least one.
+        keys: Keys of the opened entries, in order; ``None``: the tree has none.
+        proof: Hashes and splits that lead to the root.
 
     Raises:
-        ProtocolError: The proof is longer or shorter than it has to be, or a key does not stand
-            where the splits say.
+        ProtocolError: The proof is longer or shorter than it has to be, or a key is on the wrong
+            side of a split.
     """
     known = dict(zip(leaves, keys, strict=True)) if keys is not None else {}
     hashes = octets.Reader(proof.hashes, what="a proof")
@@ -152,7 +154,7 @@ def root_of(
             found = [spans[each] for each in (left, right) if each in spans]
             if found:
                 wider[parent] = found[0][0], found[-1][1]
-            if right == size:  # an odd last one moves up
+            if right == size:  # an odd last node moves up unchanged
                 above[parent] = nodes[left]
                 continue
             split = b""
@@ -172,7 +174,7 @@ def _split(opened: int | None, splits: octets.Reader) -> bytes:
 
 
 def _check_split(split: bytes, left: tuple[int, int] | None, right: tuple[int, int] | None) -> None:
-    """Check the least and the largest of the keys that are opened on either side."""
+    """Check the split against the least and the largest opened key on either side."""
     border = int.from_bytes(split, "little")
     if (left is not None and left[1] >= border) or (right is not None and right[0] < border):
         raise ProtocolError("a key does not stand where the tree says")

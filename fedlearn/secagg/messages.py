@@ -1,4 +1,4 @@
-"""What the parties of secure aggregation say to each other, and its bytes.
+"""The messages of secure aggregation, and their encoding.
 
 ===== ================ ====================================== =========================
 step  down             up                                     bytes up
@@ -10,14 +10,14 @@ R3    Survivors        SurvivorSignature (active server)      64
 R4    Signatures       Release                                32 + 44 (k + 1)
 ===== ================ ====================================== =========================
 
-Of a roster a client is sent what it needs, and a proof that it is of that roster
-(:mod:`fedlearn.secagg.merkle`): of m clients its own advert and those of its k neighbours, and of
-those that signed the survivors a sample (:mod:`fedlearn.secagg.audit`). In the complete graph these
-are all, and nothing is left to prove.
+A client receives only the part of the roster that it needs, with a proof that it belongs to the
+roster (:mod:`fedlearn.secagg.merkle`): of m clients, its own advert and those of its k neighbours,
+and later a sample of the clients that signed the survivors (:mod:`fedlearn.secagg.audit`). In the
+complete graph that part is the whole roster, and nothing is left to prove.
 
 Against an honest-but-curious server R3 is left out: Release answers Survivors. Each message
-begins with ``FLSA``, a version byte and a byte that tells its kind; lists have a count and
-strictly ascending ids. Nothing else is accepted: any message has one encoding.
+begins with ``FLSA``, a version byte and a byte for its kind; lists have a count and strictly
+ascending ids. Decoding refuses everything else: each message has exactly one encoding.
 """
 
 from collections.abc import Mapping
@@ -67,11 +67,11 @@ class Advert:
     """R0 up: a client's public keys for this session, signed by its identity.
 
     Attributes:
-        client_id: Who.
-        packet_key: X25519, for the packets to it.
-        mask_key: X25519, for the masks it shares.
-        nonce: Fresh: no two sessions have one roster.
-        signature: Of the rest and the terms.
+        client_id: The client.
+        packet_key: X25519 key for the packets to it.
+        mask_key: X25519 key for the masks it shares.
+        nonce: Fresh random bytes, so that no two sessions have the same roster.
+        signature: Over all the rest, and the terms.
     """
 
     client_id: ClientId
@@ -81,7 +81,7 @@ class Advert:
     signature: _Signature
 
     def unsigned(self) -> bytes:
-        """Return what is signed, 88 bytes."""
+        """Return the part of the advert that is signed, 88 bytes."""
         return ADVERT.to_bytes(self)[: ADVERT.num_bytes - keys.SIGNATURE_BYTES]
 
 
@@ -94,14 +94,14 @@ Adverts: TypeAlias = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Roster:
-    """R1 down: the roster of all that take part, opened where a client looks at it.
+    """R1 down: one client's view of the roster: its own advert, its neighbours', and a proof.
 
     Attributes:
-        root: Of the tree over the roster: all that are in one session have the same.
-        size: m, how many are in it.
-        rank: The position of the client that is told, from 0; those of its neighbours follow.
+        root: Root of the tree over the roster: the same for all clients of a session.
+        size: m, the number of clients in the roster.
+        rank: Position of the receiving client, from 0; it determines those of its neighbours.
         adverts: Its own and those of its neighbours, by ascending id.
-        proof: That they are of this roster.
+        proof: Proof that these adverts belong to the roster.
     """
 
     root: _Hash
@@ -117,8 +117,8 @@ class Shares:
 
     Attributes:
         session: The hash of terms and roster.
-        commitment: To the self-seed.
-        packets: One a neighbour, by ascending id; 92 bytes each.
+        commitment: Commitment to the self-seed.
+        packets: One per neighbour, by ascending id; 92 bytes each.
     """
 
     session: _Session
@@ -145,10 +145,12 @@ class MaskedVector:
 
 @dataclass(frozen=True, kw_only=True)
 class Survivors:
-    """R3 down: whose vectors are in the sum. Everyone else dropped: there is no second list.
+    """R3 down: the clients whose vectors are in the sum.
+
+    All other clients dropped: there is no second list.
 
     Attributes:
-        ranks: By position in the roster, one bit each.
+        ranks: Bitmap of their positions in the roster.
     """
 
     ranks: Bitmap
@@ -156,18 +158,18 @@ class Survivors:
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivorSignature:
-    """R3 up: a client's signature of the survivors it was told."""
+    """R3 up: a client's signature over the survivors that it received."""
 
     signature: _Signature
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A client of the roster of whom only the signature matters.
+    """A client of the roster, reduced to what is needed to verify its signature.
 
     Attributes:
-        client_id: Who; its identity key is in the directory.
-        advert_hash: Of the rest of its advert.
+        client_id: The client; its identity key is in the directory.
+        advert_hash: SHA-256 of the rest of its advert.
     """
 
     client_id: ClientId
@@ -176,15 +178,15 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Signatures:
-    """R4 down: who signed the survivors, and a sample of their signatures; the same for all.
+    """R4 down: which clients signed the survivors, with a sample of signatures; the same for all.
 
     Attributes:
-        signed: By position in the roster, one bit each; all are survivors.
-        root: Of the tree over their signatures.
-        signatures: Those of the sample, in order.
-        signers: Who they are of; none in the complete graph, where that is known.
-        of_signatures: That the signatures are of the tree.
-        of_signers: That the signers are of the roster.
+        signed: Bitmap of the signers' positions in the roster; all are survivors.
+        root: Root of the tree over their signatures.
+        signatures: The signatures of the sample, in order.
+        signers: The signers of the sample; empty in the complete graph, where clients know them.
+        of_signatures: Proof that the signatures belong to the tree.
+        of_signers: Proof that the signers belong to the roster.
     """
 
     signed: Bitmap
@@ -202,9 +204,9 @@ class Signatures:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """R4 up: one share for each owner: of a survivor's self-seed, of a dropped one's mask key.
+    """R4 up: one share per owner: of a survivor's self-seed, or of a dropped client's mask key.
 
-    Which of the two it is follows from the survivors; there is no field that could ask for both.
+    Which of the two it is follows from the survivors; no field could ask for both.
     """
 
     session: _Session
@@ -230,7 +232,7 @@ _MESSAGE: octets.Form[Message] = octets.one_of(
 
 
 def encode(message: Message) -> bytes:
-    r"""Return the one encoding of ``message``.
+    r"""Encode ``message``; each message has exactly one encoding.
 
     Example:
         >>> decode(encode(Survivors(ranks=b"\x05")))
@@ -240,11 +242,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message in ``data``.
+    """Decode the message in ``data``.
 
     Guarantees:
-        For any bytes whatever this returns a message or raises :class:`ProtocolError`; what it
-        returns encodes to ``data`` again. Memory is bounded by the size of ``data``.
+        For any bytes at all this returns a message or raises :class:`ProtocolError`; a returned
+        message encodes to ``data`` again. Memory is bounded by the size of ``data``.
 
     Raises:
         ProtocolError: ``data`` is truncated, too long, of another version or no message.
@@ -263,12 +265,12 @@ def decode(data: bytes) -> Message:
 
 
 def packet_of(point: int, pair: SecretBytes) -> bytes:
-    """Return the plain text of a packet: where the shares were evaluated, and the shares."""
+    """Build the plaintext of a packet: the holder's evaluation point, and its shares."""
     return point.to_bytes(_POINT_BYTES, "little") + pair.reveal()
 
 
 def open_packet(plain: bytes, *, point: int, sender: ClientId) -> SecretBytes:
-    """Return the shares in a packet; ProtocolError if they are none, or not those at ``point``."""
+    """Return the shares in a packet; ProtocolError if they are malformed or not for ``point``."""
     reader = octets.Reader(plain, what=f"the packet of client {sender}")
     if reader.integer(_POINT_BYTES) != point:
         raise ProtocolError(f"the packet of client {sender} holds another holder's shares")

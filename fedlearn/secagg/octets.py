@@ -1,7 +1,8 @@
-"""Values as bytes and back: little-endian, and never more is read than is there.
+"""Encoding of values as little-endian bytes; decoding never reads past the end.
 
-A :class:`Form` writes and reads the values of one type. A dataclass has that of each field in its
-annotation, so each layout of secure aggregation stands once: :func:`record` reads it off the class.
+A :class:`Form` writes and reads the values of one type. A dataclass declares the form of each field
+in its annotation, so each layout of secure aggregation is defined once: :func:`record` reads it off
+the class.
 """
 
 import struct
@@ -25,7 +26,7 @@ _MAX_ID = (1 << 63) - 1
 
 
 class Reader:
-    r"""Takes fields off the front of bytes from a peer; too few are a :class:`ProtocolError`.
+    r"""Reads fields from the front of a peer's bytes; too few bytes are a :class:`ProtocolError`.
 
     Example:
         >>> reader = Reader(b"\x07\x00ab", what="a note")
@@ -39,11 +40,11 @@ class Reader:
 
     @property
     def left(self) -> int:
-        """Bytes not taken yet."""
+        """Number of bytes not read yet."""
         return len(self._data)
 
     def rest(self) -> memoryview:
-        """Return all that is left, without a copy."""
+        """Return all bytes that are left, without a copy."""
         taken, self._data = self._data, self._data[:0]
         return taken
 
@@ -62,19 +63,19 @@ class Reader:
         return value
 
     def finish(self) -> None:
-        """Raise ProtocolError if something is left."""
+        """Raise ProtocolError if bytes are left."""
         if self.left:
             raise ProtocolError(f"{self.what} has {self.left} bytes too many")
 
 
 @dataclass(frozen=True)
 class Form(Generic[T]):
-    """How values of one type become bytes, and back: a ProtocolError where they are none.
+    """How to encode and decode values of one type; malformed bytes are a ProtocolError.
 
     Attributes:
         parts: Returns a value's bytes in pieces, so that large ones are copied once.
-        read: Takes a value off a reader.
-        num_bytes: Of every value; 0: they differ.
+        read: Reads a value from a reader.
+        num_bytes: Size of every value; 0 if sizes differ.
     """
 
     parts: Callable[[T], Iterable[Buffer]]
@@ -82,18 +83,18 @@ class Form(Generic[T]):
     num_bytes: int = 0
 
     def to_bytes(self, value: T) -> bytes:
-        """Return the one encoding of ``value``."""
+        """Encode ``value``; each value has exactly one encoding."""
         return b"".join(self.parts(value))
 
     def from_bytes(self, data: Buffer, *, what: str) -> T:
-        """Return the value whose encoding ``data`` is; ``what`` it is called in errors."""
+        """Decode ``data``, which errors call ``what``."""
         reader = Reader(data, what=what)
         value = self.read(reader)
         reader.finish()
         return value
 
     def mapped(self, to: Callable[[U], T], back: Callable[[T], U]) -> "Form[U]":
-        """Return the form of values that are written as these."""
+        """Return the form of another type: convert with ``to`` to write, with ``back`` to read."""
         return Form(
             lambda value: self.parts(to(value)),
             lambda reader: back(self.read(reader)),
@@ -111,17 +112,17 @@ def integer(num_bytes: int, *, largest: int | None = None) -> Form[int]:
 
 
 def fixed(num_bytes: int) -> Form[bytes]:
-    """Return the form of so many bytes as they are."""
+    """Return the form of ``num_bytes`` raw bytes."""
     return Form(lambda value: (value,), lambda reader: reader.take(num_bytes), num_bytes)
 
 
 def secret(num_bytes: int) -> Form[SecretBytes]:
-    """Return the form of so many bytes that are never shown."""
+    """Return the form of ``num_bytes`` bytes that are never printed."""
     return fixed(num_bytes).mapped(SecretBytes.reveal, SecretBytes)
 
 
 def sized(length_bytes: int, *, most: int | None = None) -> Form[bytes]:
-    """Return the form of at most so many bytes, their number before them."""
+    """Return the form of at most ``most`` bytes, prefixed by their length."""
     return Form(
         lambda value: (len(value).to_bytes(length_bytes, "little"), value),
         lambda reader: reader.take(reader.integer(length_bytes, largest=most)),
@@ -129,7 +130,7 @@ def sized(length_bytes: int, *, most: int | None = None) -> Form[bytes]:
 
 
 def text(length_bytes: int, *, most: int) -> Form[str]:
-    """Return the form of text of at most so many bytes in UTF-8, their number before them."""
+    """Return the form of text of at most ``most`` bytes in UTF-8, prefixed by their length."""
 
     def decoded(data: bytes) -> str:
         try:
@@ -143,9 +144,9 @@ def text(length_bytes: int, *, most: int) -> Form[str]:
 def listed(
     item: Form[T], *, most: int, count_bytes: int = 4, by: Callable[[T], int] | None = None
 ) -> Form[tuple[T, ...]]:
-    """Return the form of a list, its length before it, of items that strictly ascend ``by``.
+    """Return the form of a list, prefixed by its length, whose items strictly ascend ``by`` a key.
 
-    Of a fixed size there are never more than there are bytes for.
+    If items have a fixed size, the length is checked against the bytes that are left.
     """
 
     def read(reader: Reader) -> tuple[T, ...]:
@@ -160,7 +161,7 @@ def listed(
 
 
 def table(num_bytes: int) -> Form[Mapping[ClientId, bytes]]:
-    """Return the form of so many bytes for each of some clients, by ascending id."""
+    """Return the form of a table of ``num_bytes`` bytes per client, by ascending id."""
     row = struct.Struct(f"<Q{num_bytes}s")
 
     def parts(rows: Mapping[ClientId, bytes]) -> Iterable[Buffer]:
@@ -169,7 +170,7 @@ def table(num_bytes: int) -> Form[Mapping[ClientId, bytes]]:
 
     def read(reader: Reader) -> Mapping[ClientId, bytes]:
         size = _read_count(reader, 4, most=MAX_CLIENTS, item_bytes=row.size)
-        # At once: a coordinator reads a row for each client and each of its neighbours.
+        # All rows in one call: a coordinator reads one per client and neighbour.
         found = list(row.iter_unpack(reader.take(size * row.size)))
         _require_ascending((each for each, _ in found), what=reader.what)
         if found and found[-1][0] > _MAX_ID:
@@ -180,7 +181,7 @@ def table(num_bytes: int) -> Form[Mapping[ClientId, bytes]]:
 
 
 def secret_table(num_bytes: int) -> Form[Mapping[ClientId, SecretBytes]]:
-    """Return the form of such a table whose values are never shown."""
+    """Return the form of such a table whose values are never printed."""
     return table(num_bytes).mapped(
         lambda rows: {each: value.reveal() for each, value in rows.items()},
         lambda rows: {each: SecretBytes(data) for each, data in rows.items()},
@@ -190,7 +191,8 @@ def secret_table(num_bytes: int) -> Form[Mapping[ClientId, SecretBytes]]:
 def record(kind: type[T]) -> Form[T]:
     """Return the form of a dataclass: its fields end to end, each in the form in its annotation.
 
-    Without one an int has four bytes, and a dataclass or an enumeration the form of its type.
+    Without one, an int takes four bytes, and a dataclass or an enumeration has the form of its
+    type.
     """
     hints = get_type_hints(kind, include_extras=True)
     fields = {name: _form_in(hint) for name, hint in hints.items()}
@@ -212,9 +214,9 @@ def _form_in(hint: Any) -> Form[Any]:  # Any, here and below: each field and kin
 
 
 def one_of(*kinds: type) -> Form[Any]:
-    """Return the form of values of several dataclasses: one byte, its place here, and the value.
+    """Return the form of a value of one of ``kinds``: one byte for its place there, then the value.
 
-    Kinds may only be appended.
+    Kinds may only be appended, since their places are part of the encoding.
     """
     forms: list[Form[Any]] = [record(kind) for kind in kinds]
     place = integer(1, largest=len(kinds) - 1)
@@ -227,7 +229,7 @@ def one_of(*kinds: type) -> Form[Any]:
 
 
 CLIENT_ID = integer(8, largest=_MAX_ID).mapped(int, ClientId)
-#: All that is left, without a copy.
+#: All bytes that are left, without a copy.
 REST: Form[Buffer] = Form(lambda value: (value,), Reader.rest)
 FLAG = integer(1, largest=1).mapped(int, bool)
 _OF_TYPES: Mapping[object, Form[Any]] = {
@@ -239,7 +241,7 @@ _OF_TYPES: Mapping[object, Form[Any]] = {
 
 
 def _read_count(reader: Reader, count_bytes: int, *, most: int, item_bytes: int) -> int:
-    """Return how many items follow, no more than there are bytes for."""
+    """Read the number of items that follow; refuse more than the bytes left can hold."""
     fitting = min(most, reader.left // item_bytes) if item_bytes else most
     return reader.integer(count_bytes, largest=fitting)
 

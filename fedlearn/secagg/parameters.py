@@ -1,4 +1,4 @@
-r"""How many neighbours, and how many shares give a secret away: k and t from what is assumed.
+r"""Derives k, t and q from assumptions: how many neighbours, shares and signatures are needed.
 
 ====== ====================== =========================================================
 paper  here                   meaning
@@ -8,56 +8,57 @@ gamma  corruption             largest fraction of them that the adversary contro
 delta  dropout                largest fraction of them that may drop out
 A, D   num_corrupted, …       max(1, ⌈gamma n⌉), ⌊delta n⌋
 k      num_neighbours         n - 1 in the complete graph
-h      num_holders            who keeps shares of a client's secrets
-t      threshold              shares that give a client's secret
+h      num_holders            clients that keep shares of one client's secrets
+t      threshold              shares needed to recover a client's secret
 q      quorum                 signatures over the survivors before a client releases
-sigma  sigma_bits             privacy fails with at most 2^-sigma
-eta    eta_bits               a round fails with at most 2^-eta
+sigma  sigma_bits             privacy fails with probability at most 2^-sigma
+eta    eta_bits               a round fails with probability at most 2^-eta
 ====== ====================== =========================================================
 
-A client's secrets are held by its k neighbours, and in the complete graph by itself as well
-(one more dropout for small cohorts): h = k in a sparse graph, h = m in the complete one. Let a
-be the most of its neighbours that are corrupted: A in the complete graph; in a sparse one the
-tail of the hypergeometric distribution, P[more than a] <= 2^-r / n, where r bits are what each of
-the ways in which it may fail has to hold with (:func:`risk_bits`).
+The k neighbours of a client hold shares of its secrets; in the complete graph the client holds one
+as well (so that small cohorts survive one more dropout). So h = k in a sparse graph, and h = m in
+the complete graph of m clients. Let a be the largest number of corrupted neighbours of one client:
+A in the complete graph; in a sparse one it follows from the tail of the hypergeometric
+distribution, P[more than a] <= 2^-r / n, where r is the number of bits with which each single way
+to fail must be ruled out (:func:`risk_bits`).
 
-* *Honest but curious*: corrupted holders alone must not suffice: t > a.
-* *Active server*: it may tell each holder another story, and get one share from every honest
-  holder and two from a corrupted one; both secrets of a client cost it 2t of those h + a:
-  2t > h + a.
-* One set of survivors: every honest client signs one, so two sets with q signatures each
-  need 2q <= n + A: 2q > n + A.
-* Recovery: t <= survivors among the holders: n - D in the complete graph, in a sparse one
-  P[fewer] <= 2^-eta / n.
-* A sparse graph stays connected without corrupted and dropped clients, except with
-  P <= 2^-r: the ring falls apart only if two runs of k/2 neighbours are all gone.
+* *Honest but curious*: the corrupted holders alone must not be enough: t > a.
+* *Active server*: it may show different survivors to different holders, and so get one share from
+  every honest holder and two from a corrupted one. Both secrets of a client cost it 2t of these
+  h + a shares: 2t > h + a.
+* One set of survivors: every honest client signs only one set, so two sets with q signatures each
+  need 2q <= n + A. This is ruled out by 2q > n + A.
+* Recovery: t holders must survive. In the complete graph n - D do; in a sparse one
+  P[fewer than t] <= 2^-eta / n.
+* A sparse graph stays connected without the corrupted and dropped clients, except with
+  P <= 2^-r: the ring only falls apart if two runs of k/2 neighbours are gone completely.
 
-The lowest t that is safe is taken: it tolerates the most dropouts.
+The lowest safe t is used, since it tolerates the most dropouts.
 
-An *active server* has more ways where the graph is sparse, and the numbers allow for all:
+In a sparse graph an *active server* has more ways to attack, and the numbers allow for all of them:
 
-* *A shrunk roster.* It shows m of the n clients, all of the corrupted among them, so that a is that
-  of A among m. Clients take no roster of fewer than q, and judge t again by the m that they see;
-  ``derive`` finds k and t that hold for each m down to n - D.
-* *Chosen dropouts.* Knowing the ring, it chooses whose vectors and signatures it will have had, so
-  that the survivors fall into parts that share no mask. Let a *releasing* client be an honest one
-  that releases shares. It has the packet of each survivor that neighbours it, so two of them
-  within k/2 places share a mask; and each honest survivor neighbours some of them, since t > a.
-  So where there are two parts, the ring has two disjoint runs of k/2 places without a releasing
-  client, each after a releasing client of the one part and before the next of the other. Of that
-  client t shares are released only if, beside the k/2 holders on its other side, c = t - k/2
-  corrupted ones are in the run. Counts in disjoint runs are negatively associated, so
-  P[two runs with c or more] <= n²/2 P[c or more in one]², and where 2c > A there are no two.
-* *Leaves of nobody.* A client sees the root of a tree over m positions, and itself and k others.
-  Of the m at most A open to corrupted clients, since no id opens at two
-  (:mod:`fedlearn.secagg.merkle`), and which do is fixed before the ring is. One that opens to
-  nobody holds no share, signs nothing, and ends the session of each honest neighbour before it
-  shares; counted among the honest above, it is of no help. So nothing above changes, for the m that
-  is claimed.
-* *Signatures of nobody.* Of q' that are claimed s are opened (:mod:`fedlearn.secagg.audit`).
-* *Grinding.* The ring follows from the hash of the roster, and each roster that it tries is another
-  ring; each root of signatures is another sample: sigma must be left of 2^64 tries at each
-  (:data:`GRINDING_BITS`). So r is sigma + 2 + 64.
+* *A smaller roster.* The server shows only m of the n clients, with all corrupted ones among them,
+  so a is computed for A of m. Clients refuse a roster of fewer than q, and check t again for the m
+  that they see; ``derive`` finds k and t that hold for each m down to n - D.
+* *Chosen dropouts.* The server knows the ring, and chooses whose vectors and signatures it claims
+  to have received, so that the survivors fall into parts that share no mask. Call an honest client
+  that releases shares *releasing*. It has the packet of each survivor next to it, so two releasing
+  clients within k/2 places share a mask; and each honest survivor has a releasing neighbour, since
+  t > a. So if there are two parts, the ring has two disjoint runs of k/2 places without a releasing
+  client, each after a releasing client of one part and before the next one of the other. For that
+  client t shares are released only if, in addition to the k/2 holders on its other side, at least
+  c = t - k/2 corrupted ones are in the run. Counts in disjoint runs are negatively associated, so
+  P[two runs with c or more] <= n²/2 P[c or more in one]², and if 2c > A there are no two.
+* *Made-up members.* A client sees the root of a tree over m positions, but only its own entry and
+  k others. At most A of the m positions open to corrupted clients, since no id opens at two
+  (:mod:`fedlearn.secagg.merkle`), and they are fixed before the ring is. A position that opens to
+  no client holds no share, signs nothing, and ends the session of each honest neighbour before that
+  shares anything. The analysis above counts it as honest, and it does not help the server. So
+  nothing above changes, for the claimed m.
+* *Made-up signatures.* Of q' claimed signatures s are opened (:mod:`fedlearn.secagg.audit`).
+* *Grinding.* The ring follows from the hash of the roster, so each roster that the server tries
+  gives another ring, and each root of signatures another sample. Privacy must hold with sigma bits
+  after 2^64 tries at each (:data:`GRINDING_BITS`). So r is sigma + 2 + 64.
 
 References:
     Bonawitz et al., 2017, `Practical Secure Aggregation for Privacy-Preserving Machine
@@ -82,19 +83,19 @@ from fedlearn.errors import ConfigError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.shamir import MAX_THRESHOLD
 
-#: Largest n. What grows with n is little at a client: 8 n bytes of SHAKE-256 and a sort for the
-#: ring, twice n / 8 bytes of bitmaps. A coordinator keeps the packets of all clients in memory, of
-#: each 20 kB with k = 222: that is what ends first.
+#: Largest n. Little grows with n at a client: 8 n bytes of SHAKE-256 and a sort for the ring, and
+#: two bitmaps of n / 8 bytes. A coordinator keeps the packets of all clients in memory, 20 kB per
+#: client with k = 222: that is the limit reached first.
 MAX_CLIENTS = 1 << 17
 
-#: Rings that an active server may try for one that suits it, as a power of two. A try costs it a
-#: hash of the roster, 8 n bytes of SHAKE-256 and a sort, before it knows whether the ring is one.
+#: log2 of how many rings an active server may try until one suits it. Each try costs it a hash of
+#: the roster, 8 n bytes of SHAKE-256 and a sort, before it knows whether the ring does.
 GRINDING_BITS = 64
 
-#: Digits after the point of a probability, beyond those that are compared.
+#: Fractional bits of a fixed-point probability, in addition to those that are compared.
 _GUARD_BITS = 64
 
-#: One share must never be a secret.
+#: One share alone must never reveal a secret.
 _MIN_THRESHOLD = 2
 
 #: Fractions such as 0.1 * 30 must not lose a client to rounding.
@@ -102,7 +103,7 @@ _TINY = 1e-9
 
 
 class Adversary(IntEnum):
-    """Whom the protocol holds against; a higher one includes the lower."""
+    """The adversary that the protocol withstands; a higher value includes the lower ones."""
 
     HONEST_BUT_CURIOUS = 0
     ACTIVE_SERVER = 1
@@ -110,7 +111,7 @@ class Adversary(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What a choice of k and t rests on."""
+    """The assumptions from which k, t and q are derived."""
 
     adversary: Annotated[Adversary, doc("Whom it must hold against.")]
     topology: Annotated[Topology, doc("Complete, or sparse.")]
@@ -142,18 +143,20 @@ class Assumptions:
 
     @property
     def log2_risk(self) -> float:
-        """How likely privacy may fail in one way and one try, as a logarithm."""
+        """log2 of the largest probability that privacy fails in one way, in one try."""
         return -float(risk_bits(self.sigma_bits, adversary=self.adversary))
 
 
 def risk_bits(sigma_bits: int, *, adversary: Adversary) -> int:
-    """Return r: in each way by itself privacy fails in one try with at most 2^-r.
+    """Return r: privacy may fail in each single way, in one try, with probability at most 2^-r.
 
-    A curious server sees one ring, which may be bad in two ways: corrupted neighbours, and that it
-    falls apart. Of an active one there are four, with 2^64 tries at each: corrupted neighbours,
-    gaps in the ring, signatures that nobody looks at (:mod:`fedlearn.secagg.audit`), and
-    accomplices that a roster draws (:mod:`fedlearn.secagg.draw`).
+    A curious server sees one ring, which may fail in two ways: too many corrupted neighbours, or a
+    disconnected graph. An active server has four ways, with 2^64 tries at each: corrupted
+    neighbours, gaps in the ring, made-up signatures that no client checks
+    (:mod:`fedlearn.secagg.audit`), and accomplices that a roster draws
+    (:mod:`fedlearn.secagg.draw`).
     """
+    # A union bound: 2 bits for the four ways (1 for two), GRINDING_BITS for the tries.
     if adversary is Adversary.ACTIVE_SERVER:
         return sigma_bits + 2 + GRINDING_BITS
     return sigma_bits + 1
@@ -161,7 +164,7 @@ def risk_bits(sigma_bits: int, *, adversary: Adversary) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """The numbers of a session, and what they were derived from.
+    """The numbers of a session, with the assumptions that they were derived from.
 
     Attributes:
         assumptions: gamma, delta and the rest.
@@ -181,17 +184,17 @@ class Parameters:
 
     @property
     def num_corrupted(self) -> int:
-        """A: how many of the clients the adversary controls at the most."""
+        """A, the largest number of clients that the adversary controls."""
         return num_corrupted(self.num_clients, corruption=self.assumptions.corruption)
 
     def num_audited(self, num_signed: int) -> int:
-        """Return how many of so many signatures are opened in a sparse graph."""
+        """Return the number of signatures, out of ``num_signed``, to open in a sparse graph."""
         given = self.assumptions
         risk = risk_bits(given.sigma_bits, adversary=given.adversary)
         return num_audited(num_signed, quorum=self.quorum, risk_bits=risk)
 
     def explain(self) -> list[tuple[str, str]]:
-        """Return the choices with their formulas: what each is called, and its text.
+        """Explain the choices with their formulas, as pairs of a label and a text.
 
         Example:
             >>> for label, text in derive(100, assumptions=Assumptions(
@@ -252,10 +255,10 @@ class Parameters:
 
 
 def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
-    """Return k, t and q for ``num_clients`` under ``assumptions``.
+    """Derive k, t and q for ``num_clients`` under ``assumptions``.
 
     Raises:
-        ConfigError: Nothing satisfies them.
+        ConfigError: No choice satisfies them.
 
     Example:
         >>> curious = Assumptions(
@@ -284,15 +287,15 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
 def lowest_threshold(
     num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
-    """Return the least t that is safe: what a client checks, whoever chose it.
+    """Return the least safe t, which a client compares with the t that the coordinator chose.
 
-    It may be more than there are holders: then so few neighbours are not safe with any t.
+    It may exceed the number of holders: then no t is safe with so few neighbours.
 
     Args:
-        num_clients: n, how many were invited.
-        num_neighbours: k, with n of them in the roster.
-        roster_size: m, how many are in the roster, all of the corrupted among them.
-        assumptions: What is feared; of those dropout and eta do not matter here.
+        num_clients: n, the number of invited clients.
+        num_neighbours: k, chosen for a roster of all n clients.
+        roster_size: m, the number of clients in the roster; all corrupted ones may be among them.
+        assumptions: The adversary to withstand; dropout and eta are not used.
     """
     corrupted = corrupted_neighbours(
         num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions
@@ -307,17 +310,17 @@ def lowest_threshold(
 
 
 def num_holders(num_clients: int, num_neighbours: int) -> int:
-    """Return h: how many clients keep shares of one client's secrets."""
+    """Return h, the number of clients that keep shares of one client's secrets."""
     return num_clients if num_neighbours >= num_clients - 1 else num_neighbours
 
 
 def num_assured(
     adversary: Adversary, topology: Topology, *, quorum: int, min_survivors: int
 ) -> int:
-    """Return how many clients are in a released sum at the least, whatever the server says.
+    """Return the least number of clients in a released sum, even if the server lies.
 
-    In a sparse graph a client knows few of those that are said to have survived. What an active
-    server cannot feign are q signatures, of clients that are in the sum.
+    In a sparse graph a client knows only few of the claimed survivors. An active server can make up
+    the others, but not q signatures, and all signers are in the sum.
     """
     is_feigned = adversary is Adversary.ACTIVE_SERVER and topology is Topology.SPARSE
     return quorum if is_feigned else min_survivors
@@ -331,37 +334,39 @@ def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
 def corrupted_neighbours(
     num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
-    """Return a: the most neighbours of any honest client that are corrupted.
+    """Return a, the largest number of corrupted neighbours of any honest client.
 
-    Arguments are those of :func:`lowest_threshold`.
+    In a sparse graph more are possible with P <= 2^-r. For the arguments see
+    :func:`lowest_threshold`.
     """
     corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
     if num_neighbours >= roster_size - 1:
         return corrupted
     allowed = assumptions.log2_risk - math.log2(num_clients)
-    # A client does not neighbour itself, and is honest.
+    # Of size - 1: an honest client is neither its own neighbour nor one of the corrupted.
     return _upper_quantile(roster_size - 1, corrupted, num_neighbours, log2_tail=allowed)
 
 
 def _uncut(
     num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
-    """Return c: so many corrupted are not in each of two disjoint runs of k/2 on the ring."""
+    """Return c such that no two disjoint runs of k/2 places hold c corrupted clients each."""
     corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
+    # n²/2 P² <= 2^-r, solved for log2 P.
     allowed = (assumptions.log2_risk + 1.0) / 2.0 - math.log2(num_clients)
     most = _upper_quantile(roster_size, corrupted, num_neighbours // 2, log2_tail=allowed)
     return min(most, corrupted // 2) + 1
 
 
 def num_audited(num_signed: int, *, quorum: int, risk_bits: int) -> int:
-    """Return s: how many of ``num_signed`` signatures show that ``quorum`` of them are real.
+    """Return s, the number of signatures to open to show that ``quorum`` of them are real.
 
-    In whole numbers, each step rounded up, so that both sides find the same.
+    Computed in whole numbers, each step rounded up, so that both sides get the same result.
 
     Args:
         num_signed: q', at least ``quorum``.
         quorum: q.
-        risk_bits: r: with fewer real ones all that are looked at are real with P <= 2^-r.
+        risk_bits: r: with fewer real ones, all opened ones are real with P <= 2^-r.
 
     Example:
         >>> [num_audited(signed, quorum=5501, risk_bits=106) for signed in (10_000, 9_000, 5_501)]
@@ -376,17 +381,19 @@ def num_audited(num_signed: int, *, quorum: int, risk_bits: int) -> int:
 
 
 def _fewest_listed(num_clients: int, *, assumptions: Assumptions) -> int:
-    """Return how few clients of a roster k and t must hold for: n - D against an active server."""
+    """Return the smallest roster size that k and t must allow: n - D against an active server."""
     is_active = assumptions.adversary is Adversary.ACTIVE_SERVER
     return num_clients - (part_of(assumptions.dropout, num_clients) if is_active else 0)
 
 
 def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> bool:
-    """Return whether random dropouts cut the ring with at most 2^-(sigma+1)."""
+    """Return whether random dropouts cut the ring with probability at most 2^-(sigma+1)."""
     n, k = num_clients, num_neighbours
     gone = num_corrupted(n, corruption=assumptions.corruption) + part_of(assumptions.dropout, n)
     if k >= n - 1 or k > gone:
         return True
+    # A union bound over the n (n - k - 1) / 2 pairs of runs with k clients in total: all of them
+    # are gone with probability C(gone, k) / C(n, k).
     places = math.log(n * (n - k - 1) / 2)
     chance = places + math.lgamma(gone + 1) + math.lgamma(n - k + 1)
     chance -= math.lgamma(n + 1) + math.lgamma(gone - k + 1)
@@ -403,18 +410,18 @@ def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
         return n - 1, threshold
     allowed, k = -assumptions.eta_bits - math.log2(n), 2
     while k < fewest - 1:
-        # Whom an active server calls dropped is in the threshold below.
+        # The dropouts that an active server chooses are covered by the threshold below.
         is_curious = assumptions.adversary is Adversary.HONEST_BUT_CURIOUS
         if is_curious and not is_connected(n, k, assumptions=assumptions):
             k += 2
             continue
-        # As many neighbours drop as in the tail of P; the others answer.
+        # Neighbours that answer; fewer do with P <= 2^-eta / n.
         answering = k - _upper_quantile(n - 1, dropped, k, log2_tail=allowed)
         threshold = lowest_threshold(n, k, roster_size=fewest, assumptions=assumptions)
         missing = threshold - min(answering, MAX_THRESHOLD)
         if missing <= 0:
             return k, threshold
-        # A neighbour more is one that answers more at the most, and t never falls with k.
+        # One more neighbour adds at most one answer, and t never falls with k.
         k += missing + missing % 2
     raise ConfigError(
         f"secure aggregation: no sparse graph on {n} clients holds with corruption "
@@ -432,7 +439,7 @@ def _impossible(n: int, assumptions: Assumptions, need: str) -> ConfigError:
 
 
 def num_corrupted(num_clients: int, *, corruption: float) -> int:
-    """Return A = max(1, ⌈gamma n⌉): a fraction of a small cohort is still somebody.
+    """Return A = max(1, ⌈gamma n⌉): even in a small cohort at least one client is assumed corrupt.
 
     Example:
         >>> [num_corrupted(n, corruption=0.1) for n in (3, 10, 11)]
@@ -449,7 +456,7 @@ def part_of(fraction: float, n: int) -> int:
 def _upper_quantile(population: int, marked: int, drawn: int, *, log2_tail: float) -> int:
     """Return the least x with P[X > x] <= 2**log2_tail.
 
-    X counts the marked among ``drawn`` of a population.
+    X counts the marked items among ``drawn`` from a population.
     """
     pmf = _hypergeometric(population, min(marked, population), drawn)
     tails = np.cumsum(pmf[::-1])[::-1]  # tails[x] = P[X >= x]
@@ -459,7 +466,7 @@ def _upper_quantile(population: int, marked: int, drawn: int, *, log2_tail: floa
 
 @cache
 def _log_factorials() -> NDArray[np.float64]:
-    """Return log x! for x = 0 … MAX_CLIENTS; not to be written to."""
+    """Return log x! for x = 0 … MAX_CLIENTS. The array is cached: do not write to it."""
     return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, MAX_CLIENTS + 1)))])
 
 

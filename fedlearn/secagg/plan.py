@@ -1,8 +1,8 @@
-"""What a run asks of secure aggregation, round after round: from its settings to terms.
+"""The plan of a run's secure aggregation: turns its settings into the terms of every session.
 
-A model delta travels in two lanes, so that parameters and statistics have a clip each, and each
-further lane of the strategy in one of its own; what a coordinator would otherwise read in the clear
-(examples, loss) travels beside them:
+A model delta travels in two lanes, so that parameters and statistics each have a clip, and each
+further lane of the strategy travels in its own. Values that a coordinator would otherwise read in
+the clear (examples, loss) travel next to them:
 
 ============ =============================== =============== ==============================
 lane         one client's value              bound           weighted by examples
@@ -13,11 +13,11 @@ statistics   delta of the statistics         statistics_norm as the algorithm sa
 loss         mean training loss, or 0        max_loss        as the algorithm says
 has_loss     1 if the client measured one    1               as the algorithm says
 weight       examples                        max_examples    where the algorithm weighs
-num_examples examples                        max_examples    where it does not
+num_examples examples                        max_examples    where it does not weigh
 ============ =============================== =============== ==============================
 
-With differential privacy each client adds noise to what it sends, and sends nothing that has none:
-the delta in one lane (parameters), and the further lanes.
+With differential privacy each client adds noise to all that it sends, so it sends only what can
+have noise: the delta in one lane (parameters), and the further lanes.
 """
 
 import json
@@ -55,18 +55,18 @@ HAS_LOSS = "has_loss"
 NUM_EXAMPLES = "num_examples"
 WEIGHT = "weight"
 
-#: Width of the lanes of one number: it costs nothing that they are precise.
+#: Width of the lanes of one number, in bits: high precision costs nothing there.
 _METRIC_BITS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecurePlan:
-    """What is the same in every session of a run.
+    """The settings that all sessions of a run share.
 
     Raises:
-        ConfigError: A number is out of range, weights do not go together with noise, or a further
-            lane has no bound, or a name of those above; from its methods: a lane could overflow, or
-            has no room for a level.
+        ConfigError: A number is out of range, weights are combined with noise, or a further lane
+            has no bound or one of the names above. Methods raise it if a lane could overflow or has
+            no room for a level.
     """
 
     parameters: Annotated[Parameters, doc("N, k, t, q and what they rest on.")]
@@ -131,7 +131,7 @@ class SecurePlan:
             )
 
     def require_same_mean(self, aggregation: object) -> None:
-        """Check the rule of one round: a strategy may have another in each.
+        """Check the aggregation of one round, since a strategy may use another one in each.
 
         Raises:
             RoundError: It is not the weighted mean that the sessions compute.
@@ -148,10 +148,10 @@ class SecurePlan:
 
     @property
     def session(self) -> Parameters:
-        """The numbers of its sessions.
+        """The parameters of all sessions of the run.
 
-        What is promised of noise rests on how many clients are in a sum, so that where clients
-        cannot count survivors so many have to sign.
+        The guarantee of the noise depends on how many clients are in a sum. Where clients cannot
+        count the survivors, that many must sign instead.
         """
         quorum, least = self.parameters.quorum, self.min_survivors
         if self.noise_multiplier is not None and self._assured(quorum) < least:
@@ -160,7 +160,7 @@ class SecurePlan:
 
     @property
     def num_assured(self) -> int:
-        """Clients in a released sum at the least, whatever a coordinator of this plan says."""
+        """Least number of clients in a released sum, even if the coordinator of this plan lies."""
         return self._assured(self.session.quorum)
 
     def _assured(self, quorum: int) -> int:
@@ -171,22 +171,22 @@ class SecurePlan:
 
     @property
     def num_noisy(self) -> int:
-        """Clients in a released sum, at the least, whose noise the coordinator does not know.
+        """Least number of clients in a released sum whose noise the coordinator does not know.
 
-        There is one, since more than A shares are needed for a sum.
+        It is at least one, since opening a sum takes more than A shares.
         """
         return self.min_survivors - self.parameters.num_corrupted
 
     @property
     def noise_share(self) -> float:
-        """Standard deviation of one client's noise by its largest norm, lane by lane; 0: none."""
+        """Standard deviation of one client's noise, divided by its norm, per lane; 0: no noise."""
         if self.noise_multiplier is None:
             return 0.0
-        # All lanes together are as long as the root of their number, in norms of one.
+        # With each lane scaled to norm 1, all lanes together have the root of their number.
         return self.noise_multiplier * math.sqrt((1 + len(self.further)) / self.num_noisy)
 
     def vector_lanes(self, layout: Layout) -> dict[str, tuple[Lane, ...]]:
-        """Return by lane of the strategy those of the session that it goes into, end to end."""
+        """Return, for each lane of the strategy, the session's lanes that carry it end to end."""
         num_statistics = layout.size - layout.num_trainable
         if self.noise_multiplier is not None:
             delta = [self._lane(PARAMETERS, layout.size, self.clip_norm)]
@@ -202,7 +202,7 @@ class SecurePlan:
         return lanes
 
     def lanes(self, layout: Layout) -> tuple[Lane, ...]:
-        """Return what is summed."""
+        """Return all lanes of a session."""
         lanes = [lane for parts in self.vector_lanes(layout).values() for lane in parts]
         if self.noise_multiplier is not None:
             return tuple(lanes)
@@ -230,7 +230,7 @@ class SecurePlan:
         )
 
     def explain(self) -> list[tuple[str, str]]:
-        """Return all choices with their formulas: what each is called, and its text.
+        """Explain all choices with their formulas, as pairs of a label and a text.
 
         Raises:
             ConfigError: A sum could overflow.
@@ -262,7 +262,7 @@ class SecurePlan:
 
     @property
     def _hides(self) -> str:
-        """Against whom a sum of so many hides an update."""
+        """Describe how many other updates hide a client's update in a sum."""
         corrupted = self.parameters.num_corrupted
         others = self.num_assured - corrupted - 1
         words = (
@@ -309,9 +309,9 @@ class SecurePlan:
 
 
 def clip(values: Tensor, bound: float) -> tuple[Tensor, bool]:
-    """Return ``values`` in float64, with an L2 norm of at most ``bound``, and whether it was more.
+    """Clip ``values`` to an L2 norm of ``bound``, in float64; also return whether it was larger.
 
-    A value that is not finite stays so, for fixed point to refuse.
+    Values that are not finite stay so, for :func:`~fedlearn.secagg.fixed_point.encode` to refuse.
 
     Example:
         >>> values, was_longer = clip(torch.tensor([3.0, 4.0]), 2.5)
@@ -324,12 +324,12 @@ def clip(values: Tensor, bound: float) -> tuple[Tensor, bool]:
 
 
 def request_hash(work: TrainRequest | EvaluateRequest) -> bytes:
-    """Return the hash by which terms name what is worked on, whatever else is sent with it."""
+    """Return the hash by which the terms of a session identify a request."""
     return noticed_hash(notice_of(work))
 
 
 def noticed_hash(notice: TrainingNotice | EvaluationNotice) -> bytes:
-    """Return :func:`request_hash` of the request that a notice is about."""
+    """Return the :func:`request_hash` of the request that a notice announces."""
     if isinstance(notice, EvaluationNotice):
         return digest(b"evaluation", notice.rest_hash)
     settings = json.dumps(dict(notice.settings), sort_keys=True).encode()
@@ -337,8 +337,8 @@ def noticed_hash(notice: TrainingNotice | EvaluationNotice) -> bytes:
 
 
 def notice_of(work: TrainRequest | EvaluateRequest) -> TrainingNotice | EvaluationNotice:
-    """Return what clients are told of a request before they are sent the model."""
-    # By name, since those that were sent apart come last at a client.
+    """Build the notice of a request, which clients receive before the model."""
+    # Sorted by name: at a client, tensors that were sent separately come last.
     tensors = dict(sorted(work.tensors.items()))
     if isinstance(work, EvaluateRequest):
         rest = encode(replace(work, tensors=tensors))

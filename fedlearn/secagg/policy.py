@@ -1,4 +1,4 @@
-"""What a client demands of a session, whoever proposes it: configuration on its own side."""
+"""A client's policy: the limits on safety and effort within which it joins a session."""
 
 import math
 from collections.abc import Iterable
@@ -25,10 +25,10 @@ class NoiseFloor:
     """The least noise that a client accepts.
 
     Attributes:
-        min_share: Smallest standard deviation of its own noise by its largest norm, lane by lane.
-        max_epsilon: Largest ε of what it takes part in within 24 hours; ``None``: any.
-        target_delta: δ of that.
-        spent: Squared distances of the last 24 hours, added up (:func:`squared_distance`).
+        min_share: Smallest standard deviation of the client's noise, divided by its norm, per lane.
+        max_epsilon: Largest ε of all sessions that it joins within 24 hours; ``None``: no limit.
+        target_delta: The δ of that ε.
+        spent: Sum of the squared distances of the last 24 hours (:func:`squared_distance`).
     """
 
     min_share: float
@@ -40,13 +40,13 @@ class NoiseFloor:
         """Raise PolicyViolation if there is too little noise.
 
         Args:
-            share: Standard deviation of the client's own noise by its largest norm.
-            squared: The squared distance of what it is asked to take part in.
+            share: Standard deviation of the client's own noise, divided by its norm.
+            squared: Squared distance of the session that it is asked to join.
         """
         _at_least("privacy.min_noise_share", share * (1.0 + 1e-9), self.min_share)
         if self.max_epsilon is None:
             return
-        # Only where it is asked: it takes scipy.
+        # Imported only if there is a limit: it loads scipy.
         from fedlearn.privacy.gaussian import gaussian_epsilon  # noqa: PLC0415
 
         epsilon = gaussian_epsilon(math.sqrt(self.spent + squared), self.target_delta)
@@ -54,20 +54,20 @@ class NoiseFloor:
 
 
 def squared_distance_of(share: float) -> float:
-    """Return the squared distance of one lane with so much noise by its norm: (2 / share)²."""
+    """Return the squared distance of one lane whose noise is ``share`` times its norm."""
     return (2.0 / share) ** 2
 
 
 def squared_distance(terms: Terms, *, corruption: float) -> float:
     """Return how far one client's data move a sum, in standard deviations of its noise, squared.
 
-    Replacing them moves each lane by its sensitivity at most. The noise that counts is what the
-    fewest clients in a sum add, without those that collude with the coordinator; a client trusts
-    itself.
+    Replacing the data moves each lane by at most its sensitivity. Only the noise of the fewest
+    clients that may be in a sum counts, without those that collude with the coordinator; a client
+    trusts itself, so at least its own noise counts.
 
     Args:
-        terms: Of the session; infinite where a lane has no noise.
-        corruption: Largest fraction of the clients asked that are corrupted, [0, 1).
+        terms: Terms of the session; the result is infinite if a lane has no noise.
+        corruption: Largest fraction of the invited clients that is corrupted, [0, 1).
     """
     corrupted = num_corrupted(terms.num_clients, corruption=corruption)
     num_noisy = max(1, terms.num_assured - corrupted)
@@ -81,19 +81,19 @@ class TermsPolicy:
     """The least that a client accepts.
 
     Attributes:
-        adversary: Whom a session must at least hold against.
-        allow_sparse: Whether a sparse graph will do.
-        corruption: gamma: the largest fraction of those invited that it believes corrupted.
+        adversary: Adversary that a session must withstand, or a stronger one.
+        allow_sparse: Whether a sparse graph is accepted.
+        corruption: gamma: the largest fraction of the invited clients that it assumes corrupted.
         sigma_bits: sigma of a sparse graph.
         min_cohort: Fewest clients in a sum that contains this client's values.
-        max_cohort: Most clients it works for: its own cost grows with them.
-        max_clip: Largest bound of a vector: what one client may contribute.
+        max_cohort: Most invited clients: this client's own cost grows with them.
+        max_clip: Largest bound of a vector, which limits what one client may contribute.
         max_weight: Largest W.
         max_upload_bytes: Largest masked vector.
-        max_releases_per_round: In how many attempts of one round it releases shares.
-        max_draw_factor: Where there is a roster, most clients drawn from it for each that is asked
+        max_releases_per_round: Most attempts at one round in which it releases shares.
+        max_draw_factor: With a roster, most clients drawn from it per invited client
             (:mod:`fedlearn.secagg.draw`).
-        noise: The least noise; ``None``: a sum needs none.
+        noise: The least noise; ``None``: a sum needs no noise.
     """
 
     adversary: Adversary
@@ -110,9 +110,9 @@ class TermsPolicy:
     noise: NoiseFloor | None = None
 
     def judge(self, terms: Terms) -> None:
-        """Raise PolicyViolation if terms ask for less safety, or more effort, than this allows.
+        """Raise PolicyViolation if terms offer less safety, or ask for more effort, than allowed.
 
-        It names the rule, what was asked and the limit.
+        The error names the rule, the value in the terms and the limit.
         """
         if terms.adversary < self.adversary:
             asked, limit = _words(terms.adversary), _words(self.adversary)
@@ -132,13 +132,13 @@ class TermsPolicy:
         self.judge_noise(terms)
 
     def judge_roster(self, terms: Terms, *, size: int) -> None:
-        """Raise PolicyViolation if terms that :meth:`judge` allows are not safe in a small roster.
+        """Raise PolicyViolation if terms that :meth:`judge` accepts are unsafe in a small roster.
 
-        Only an active server shows a roster that it has chosen.
+        Only an active server can choose the roster that it shows.
 
         Args:
-            terms: Of the session.
-            size: Clients in the roster: the corrupted may all be among them, however few it has.
+            terms: Terms of the session.
+            size: Clients in the roster. All corrupted ones may be among them, however small it is.
         """
         if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
             return
@@ -156,12 +156,12 @@ class TermsPolicy:
             )
 
     def judge_drawn(self, terms: Terms, client_ids: Iterable[ClientId], *, draw: Draw) -> None:
-        """Raise PolicyViolation if an active server asks a client that the roster did not draw.
+        """Raise PolicyViolation if an active server invites a client that the roster did not draw.
 
         Args:
-            terms: Of the session.
-            client_ids: Who is asked, as far as it is known.
-            draw: From this client's own roster.
+            terms: Terms of the session.
+            client_ids: The invited clients, as far as they are known.
+            draw: The draw of this client's own roster.
         """
         if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
             return
@@ -176,7 +176,7 @@ class TermsPolicy:
             )
 
     def judge_noise(self, terms: Terms) -> None:
-        """Raise PolicyViolation if a lane has less noise than this demands, or ε has no room."""
+        """Raise PolicyViolation if a lane has too little noise, or if ε would exceed its limit."""
         if self.noise is None:
             return
         for lane in terms.lanes:
@@ -201,7 +201,7 @@ class TermsPolicy:
                 _at_least("sigma_bits", terms.sigma_bits, self.sigma_bits)
 
     def _feared(self, terms: Terms) -> Assumptions:
-        """Return what t, q and k must hold against; dropout and eta are the coordinator's."""
+        """Return what t, q and k must withstand; dropout and eta are the coordinator's concern."""
         return Assumptions(
             adversary=terms.adversary,
             topology=terms.topology,

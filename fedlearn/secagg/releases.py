@@ -1,11 +1,11 @@
-"""Which sums a client has helped to open: of one round, those over one set of clients alone.
+"""The sums that a client has helped to open: for each round, only sums over one set of clients.
 
-Two sums of one round are of the same model, data and training, so they differ by who is in them:
-over cohorts that differ in one client, their difference is that client's update, to the last digit
-of fixed point. So a client that helped to open a sum helps with no other of its round, unless the
-same clients are in it: then the second tells nothing new. It remembers that for each run by itself,
-for as long as it knows the coordinator, so that naming another run in between makes nothing
-forgotten.
+Two sums of one round are over the same model, data and training, so they differ only by the clients
+that are in them. If the cohorts differ in one client, the difference of the sums is that client's
+update, to the last digit of fixed point. So a client that helped to open a sum helps with another
+one of the same round only if exactly the same clients are in it: the second sum then reveals
+nothing new. The client remembers this separately for each run, for as long as it knows the
+coordinator, so that naming another run in between does not make it forget.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,14 +30,14 @@ class PastRelease:
     """The last sum of a run that a client helped to open.
 
     Attributes:
-        run_id: Of the run, 16 bytes.
-        evaluates: Whether it was of evaluations; those and trainings are remembered apart.
-        round_num: Its round.
-        attempt: Its attempt at the round.
-        session: The id of its session, 32 bytes.
-        num_releases: In how many attempts at the round it has helped so far.
-        survivors: Who was in it, in all of them; empty where it does not know, which is in a sparse
-            graph.
+        run_id: Id of the run, 16 bytes.
+        evaluates: Whether it was a sum of evaluations, which are remembered separately.
+        round_num: Round of the sum.
+        attempt: Attempt at the round.
+        session: Id of the session, 32 bytes.
+        num_releases: Number of attempts at the round in which the client has helped so far.
+        survivors: Clients in the sum, the same in all these attempts; empty if they are not known,
+            as in a sparse graph.
     """
 
     run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
@@ -50,13 +50,13 @@ class PastRelease:
 
     @property
     def place(self) -> tuple[bytes, bool]:
-        """Of what it is the last."""
+        """The run and the kind of sum: one release is remembered for each."""
         return self.run_id, self.evaluates
 
 
 @dataclass(frozen=True)
 class PastReleases:
-    """By run the last sum that a client helped to open."""
+    """For each run, the last sum that a client helped to open."""
 
     last: Annotated[
         tuple[PastRelease, ...],
@@ -64,20 +64,20 @@ class PastReleases:
     ] = ()
 
     def of(self, terms: Terms) -> PastRelease | None:
-        """Return the last one of what the terms are of; ``None``: there was none."""
+        """Return the last release of the run and kind of these terms, if there is one."""
         place = terms.run_id, terms.evaluates
         return next((each for each in self.last if each.place == place), None)
 
     def require_open(self, terms: Terms, *, most: int) -> None:
-        """Check terms before anything is agreed to.
+        """Check terms before the client accepts them.
 
         Args:
-            terms: Of a session.
-            most: Attempts at one round in which to help.
+            terms: Terms of a session.
+            most: Most attempts at one round in which the client helps.
 
         Raises:
-            PolicyViolation: They are of a session that is over, of an attempt too many, or of one
-                in which it could not tell whether the same clients are in the sum.
+            PolicyViolation: The session is over, it is one attempt too many, or the client could
+                not tell whether the same clients are in its sum.
         """
         last = self.of(terms)
         if last is None:
@@ -104,10 +104,10 @@ class PastReleases:
             )
 
     def require_all_invited(self, terms: Terms, members: Iterable[ClientId]) -> None:
-        """Check a roster: who was in the round's sum before can be in this one.
+        """Check that all clients of the round's previous sum are in the roster.
 
         Raises:
-            PolicyViolation: Somebody cannot, so that the sum would be over others.
+            PolicyViolation: One is missing, so the sum would be over another set of clients.
         """
         last = self._of_round(terms)
         if last is not None and (missing := sorted(set(last.survivors) - set(members))):
@@ -117,7 +117,7 @@ class PastReleases:
         """Check survivors before they are confirmed.
 
         Raises:
-            PolicyViolation: They are others than were in a sum of this round before.
+            PolicyViolation: They differ from the clients of this round's previous sum.
         """
         last = self._of_round(terms)
         if last is not None and tuple(survivors) != last.survivors:
@@ -129,19 +129,19 @@ class PastReleases:
     def after(
         self, terms: Terms, survivors: Sequence[ClientId], *, session: bytes, most: int
     ) -> "PastReleases":
-        """Return what is remembered once a sum is opened; one session counts once.
+        """Return the record after a sum was opened; a session counts only once.
 
-        Several sessions can be under way at once, under names of other runs. So what was checked
-        as each began, and as its survivors were confirmed, is checked here once more.
+        Several sessions can be under way at once, under the names of other runs. So what was
+        checked when each began, and when its survivors were confirmed, is checked again here.
 
         Args:
-            terms: Of the session.
-            survivors: Who is in the sum; none where that is not known.
-            session: Its id.
-            most: Attempts at one round in which to help.
+            terms: Terms of the session.
+            survivors: Clients in the sum; empty if they are not known.
+            session: Id of the session.
+            most: Most attempts at one round in which the client helps.
 
         Raises:
-            PolicyViolation: Another sum was opened since that forbids this one.
+            PolicyViolation: A sum that was opened in the meantime forbids this one.
         """
         before = self._of_round(terms)
         if before is not None and before.session == session:

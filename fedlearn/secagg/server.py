@@ -1,15 +1,15 @@
-"""The coordinator in secure aggregation: one value a stage, no I/O and no clock.
+"""The coordinator in secure aggregation: one object per stage, without I/O and without a clock.
 
 ``open_session`` -> :class:`Advertising` -> :class:`Sharing` -> :class:`Masking` ->
-(:class:`Confirming` ->) :class:`Unmasking`. Each stage takes messages with ``receive`` until
-its owner finds that it is time to ``close`` it; closing returns what to send to whom and the
-next stage. What comes after that has no stage left that would take it: a late vector stays
-masked for ever.
+(:class:`Confirming` ->) :class:`Unmasking`. Each stage takes messages with ``receive`` until its
+owner decides to ``close`` it; closing returns the messages to send, by client, and the next stage.
+A message that arrives later finds no stage that accepts it: a late vector stays masked forever.
 
-Every ``receive`` raises :class:`fedlearn.errors.ProtocolError` for a message that is of another
-session or of no member of the stage, comes twice, or is false: it is that client's failure and
-changes nothing. Every ``close`` raises :class:`fedlearn.errors.AggregationAborted` where too
-little is left, and nothing has been released.
+Every ``receive`` raises :class:`fedlearn.errors.ProtocolError` if the message is of another
+session, comes from a client that is not in the stage, is a duplicate, or is false. That is the
+client's failure and changes nothing. Every ``close`` raises
+:class:`fedlearn.errors.AggregationAborted` if too few clients are left; nothing has been released
+then.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ from fedlearn.secagg.unmasking import Recovered, ShareBox, leftover_masks
 T = TypeVar("T")
 
 
-#: What ends a session: survivors, or their signatures.
+#: The message that asks for shares: the survivors, or their signatures.
 Final: TypeAlias = Survivors | Signatures
 
 #: Magic and version of a masked sum.
@@ -58,15 +58,15 @@ _Commitments: TypeAlias = Annotated[Mapping[ClientId, bytes], octets.table(keys.
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedSum:
-    """A sum that only its survivors' shares will open, as it outlives the coordinator's process.
+    """A masked sum that can outlive the coordinator's process; only shares of survivors open it.
 
     Attributes:
         session: Terms and roster.
-        commitments: To the self-seeds of all that shared.
-        survivors: Whose vectors are in it.
-        asked: Who is asked for shares.
-        final: What they are asked with, encoded.
-        packed: The sum, lane after lane as its words lie in memory.
+        commitments: Commitments to the self-seeds of all clients that shared.
+        survivors: Clients whose vectors are in the sum.
+        asked: Clients that are asked for shares.
+        final: The message that asks them, encoded.
+        packed: The sum, lane after lane, as its words lie in memory.
     """
 
     session: Session
@@ -78,7 +78,7 @@ class MaskedSum:
 
     @classmethod
     def of(cls, unmasking: "Unmasking", *, asked: Sequence[ClientId], final: Final) -> "MaskedSum":
-        """Return the sum of a session whose last stage is about to begin."""
+        """Capture the sum of a session whose last stage is about to begin."""
         return cls(
             session=unmasking.session,
             commitments=unmasking.commitments,
@@ -89,27 +89,27 @@ class MaskedSum:
         )
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes; they hold no secret that the coordinator does not have."""
+        """Encode the sum; the bytes hold no secret that the coordinator does not have."""
         return _HEADER + _MASKED_SUM.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "MaskedSum":
-        """Return what :meth:`to_bytes` wrote; ProtocolError if damaged or of another version."""
+        """Decode the output of :meth:`to_bytes`; ProtocolError if damaged or of another version."""
         if data[: len(_HEADER)] != _HEADER:
             raise ProtocolError("this is no masked sum of this version")
         return _MASKED_SUM.from_bytes(data[len(_HEADER) :], what="a masked sum")
 
     @property
     def message(self) -> Final:
-        """What survivors are asked with; ProtocolError if it is damaged."""
+        """The message that asks survivors for shares; ProtocolError if it is damaged."""
         final = messages.decode(self.final)
         if not isinstance(final, Survivors | Signatures):
             raise ProtocolError(f"{type(final).__name__} opens no sum")
         return final
 
     def unmasking(self) -> "Unmasking":
-        """Return the stage that asks for shares once more; ProtocolError if it is damaged."""
-        _ = self.message
+        """Return the stage that asks for shares again; ProtocolError if the sum is damaged."""
+        _ = self.message  # raises if it is damaged
         sums, begin = masking.zeros(self.session.terms.lanes), 0
         if sum(words.nbytes for words in sums) != len(self.packed):
             raise ProtocolError("a masked sum is not as long as its terms say")
@@ -124,11 +124,11 @@ _MASKED_SUM = octets.record(MaskedSum)
 
 @dataclass(frozen=True, eq=False)
 class SessionOutcome:
-    """What a session released.
+    """The result of a session.
 
     Attributes:
-        total: The sum.
-        survivors: Whose values are in it, ascending.
+        total: The released sum.
+        survivors: Clients whose values are in it, ascending.
         suspects: Those of :class:`~fedlearn.secagg.unmasking.Recovered`.
     """
 
@@ -140,10 +140,10 @@ class SessionOutcome:
 def open_session(
     terms: Terms, *, signer: keys.Signer, directory: Mapping[ClientId, bytes]
 ) -> tuple[SignedTerms, "Advertising"]:
-    """Begin a session: what to send to the cohort, and the first stage.
+    """Begin a session: return the message to send to the cohort, and the first stage.
 
-    A retry has its own attempt in its terms, hence its own keys. ``directory`` has the identity
-    keys of all clients.
+    A retry has another attempt number in its terms, hence other keys. ``directory`` has the
+    identity keys of all clients.
     """
     signed = SignedTerms(terms=terms, signature=signer.sign(terms_text(terms)))
     return signed, Advertising(terms, directory)
@@ -151,17 +151,17 @@ def open_session(
 
 @dataclass(eq=False)
 class _Stage(Generic[T]):
-    """What a stage has received, by client."""
+    """The messages that a stage has received, by client."""
 
     _received: dict[ClientId, T] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_received(self) -> int:
-        """Usable messages so far."""
+        """Number of valid messages so far."""
         return len(self._received)
 
     def _require_awaited(self, client_id: ClientId, members: Collection[ClientId]) -> None:
-        """Refuse a message of who takes no part in this stage, or has had its say."""
+        """Refuse a message from a client that is not in this stage or has already answered it."""
         if client_id not in members:
             raise ProtocolError(f"client {client_id} does not take part in this stage")
         if client_id in self._received:
@@ -183,13 +183,14 @@ class Advertising(_Stage[Advert]):
         if advert.client_id != client_id:
             raise ProtocolError(f"client {client_id} sent the advert of {advert.client_id}")
         check_advert(advert, self.terms, directory=self.directory)
+        # Agree with a throwaway key: a key of low order fails here, as this client's own fault.
         probe = keys.KeyAgreement(SecretBytes.generate(keys.KEY_BYTES))
         for public_key in (advert.packet_key, advert.mask_key):
             probe.agree(public_key, owner=client_id)
         self._received[client_id] = advert
 
     def close(self) -> tuple[Mapping[ClientId, Roster], "Sharing"]:
-        """Return what each client in the roster is told of it, and the next stage."""
+        """Return each client's view of the roster, and the next stage."""
         adverts = [self._received[client_id] for client_id in sorted(self._received)]
         if short := shortage(self.terms, len(adverts)):
             raise AggregationAborted(stage=Stage.ADVERTISE, reason=short)
@@ -199,7 +200,7 @@ class Advertising(_Stage[Advert]):
 
 @dataclass(frozen=True, eq=False)
 class _Rosters(Mapping[ClientId, Roster]):
-    """What each client is told of the roster, made as it is looked at: proofs are large."""
+    """Each client's view of the roster, built only when it is read: proofs are large."""
 
     session: Session
     tree: MerkleTree
@@ -223,7 +224,7 @@ class Sharing(_Stage[Shares]):
     directory: Mapping[ClientId, bytes]
 
     def receive(self, client_id: ClientId, shares: Shares) -> None:
-        """Take a client's packets, one a neighbour."""
+        """Take a client's packets, one per neighbour."""
         self._require_awaited(client_id, self.session.points)
         _require_session(shares.session, self.session)
         expected = len(self.session.neighbours(client_id))
@@ -249,7 +250,7 @@ class Sharing(_Stage[Shares]):
 
 @dataclass(eq=False)
 class Masking(_Stage[None]):
-    """R2: adds up masked vectors as they come; none is kept."""
+    """R2: adds up masked vectors as they arrive, and stores none of them."""
 
     session: Session
     tree: MerkleTree
@@ -268,9 +269,9 @@ class Masking(_Stage[None]):
         self._received[client_id] = None
 
     def close(self) -> tuple[Survivors, "Confirming | Unmasking"]:
-        """Return the survivors, for each of them, and the next stage.
+        """Return the survivors, to send to each of them, and the next stage.
 
-        It aborts also where too few holders of one client's shares survive.
+        This also aborts if too few holders of any one client's shares survive.
         """
         terms = self.session.terms
         _require_enough(Stage.MASK, len(self._received), terms)
@@ -292,7 +293,7 @@ class Masking(_Stage[None]):
 
 @dataclass(eq=False)
 class Confirming(_Stage[bytes]):
-    """R3: collects signatures over the survivors; only against an active server."""
+    """R3: collects signatures over the survivors; used only against an active server."""
 
     unmasking: "Unmasking"
     tree: MerkleTree
@@ -309,16 +310,16 @@ class Confirming(_Stage[bytes]):
 
     @property
     def survivors(self) -> tuple[ClientId, ...]:
-        """Whose vectors are in the sum: whom to ask for signatures."""
+        """Clients whose vectors are in the sum, and that are asked for signatures."""
         return self.unmasking.survivors
 
     @property
     def confirmed(self) -> tuple[ClientId, ...]:
-        """Who signed, ascending: whom to ask for shares."""
+        """Clients that signed, ascending, and that are asked for shares."""
         return tuple(sorted(self._received))
 
     def close(self) -> tuple[Signatures, "Unmasking"]:
-        """Return what shows that a quorum signed, for all that did, and the next stage."""
+        """Return the evidence that a quorum signed, for all that signed, and the next stage."""
         session = self.unmasking.session
         if len(self._received) < (quorum := session.terms.quorum):
             raise AggregationAborted(
@@ -336,7 +337,7 @@ class Confirming(_Stage[bytes]):
 
 @dataclass(eq=False)
 class Unmasking(_Stage[None]):
-    """R4: collects shares, until every client that shared has t of them."""
+    """R4: collects shares, until there are t for each client that shared its secrets."""
 
     session: Session
     commitments: Mapping[ClientId, bytes]
@@ -350,10 +351,10 @@ class Unmasking(_Stage[None]):
 
     @property
     def is_enough(self) -> bool:
-        """Whether the stage can close: nobody else need be waited for.
+        """Whether the stage can close without waiting for more clients.
 
-        Where a share is false there may be t of every client and still no secret: one more holder
-        tells which it is.
+        If a share is false, there may be t of every client and still no secret: one more holder
+        shows which share it is.
         """
         if self._recovered is None and self._box.shortest >= self.session.terms.threshold:
             with suppress(AggregationAborted):
@@ -361,10 +362,10 @@ class Unmasking(_Stage[None]):
         return self._recovered is not None
 
     def receive(self, client_id: ClientId, release: Release) -> None:
-        """Take the shares that a survivor releases: one of each client that it holds any of."""
+        """Take the shares that a survivor releases: one per client that it holds shares of."""
         self._require_awaited(client_id, self.survivors)
         _require_session(release.session, self.session)
-        # Neighbours hold each other's shares, so who holds ours is whose we hold.
+        # Holding is mutual: a client holds shares of the same clients that hold shares of it.
         expected = {o for o in self.session.holders(client_id) if o in self.commitments}
         if release.shares.keys() != expected:
             raise ProtocolError(
@@ -377,7 +378,7 @@ class Unmasking(_Stage[None]):
         self._received[client_id] = None
 
     def close(self, *, num_threads: int) -> SessionOutcome:
-        """Take the masks out of the sum, on so many threads; the stage is used up."""
+        """Remove the masks from the sum, in place, on ``num_threads`` threads; call this once."""
         recovered = self._recovered or self._box.recover()
         leftover = leftover_masks(recovered, session=self.session)
         masking.fold(self.sums, leftover, num_threads=num_threads)

@@ -1,4 +1,4 @@
-"""What both sides derive from the terms and the roster: ids, points, neighbours."""
+"""A session as both sides derive it from terms and roster: its id, points and neighbours."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +21,12 @@ from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, num_holders
 from fedlearn.secagg.terms import Terms
 
 _ID_BYTES = 8
-#: Terms among what a client keeps, where more follows.
+#: Terms within a longer record: prefixed by their length.
 OwnTerms: TypeAlias = Annotated[Terms, octets.sized(4).mapped(Terms.to_bytes, Terms.from_bytes)]
 
 
 class Stage(StrEnum):
-    """A step of the protocol."""
+    """A stage of the protocol."""
 
     ADVERTISE = "advertise"
     SHARE = "share"
@@ -37,19 +37,19 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A roster under terms, opened as far as one party sees it.
+    """The terms and roster of a session, as far as one party sees the roster.
 
-    The coordinator sees all of it, and so do clients in the complete graph. In a sparse one a
-    client sees itself and its neighbours; what is said below of other clients is then unknown.
+    The coordinator sees all of it, and so do clients in the complete graph. In a sparse graph a
+    client sees only itself and its neighbours, and the methods below know no other clients.
 
     Attributes:
-        terms: Of the session.
-        root: Of the tree over the roster.
+        terms: Terms of the session.
+        root: Root of the tree over the roster.
         size: m: clients in the roster.
-        ranks: Positions in the roster, from 0, of those that are seen.
-        adverts: Theirs.
-        identity_keys: Theirs as the session began: whoever replaces its key signs with the new one
-            from the next session on.
+        ranks: Positions in the roster of the visible clients, from 0.
+        adverts: Adverts of the visible clients.
+        identity_keys: Their identity keys when the session began: a client that replaces its key
+            signs with the new one from the next session on.
     """
 
     terms: OwnTerms
@@ -66,11 +66,11 @@ class Session:
     def of(
         cls, terms: Terms, adverts: Sequence[Advert], *, directory: Mapping[ClientId, bytes]
     ) -> tuple["Session", MerkleTree]:
-        """Return the session of a whole roster, and the tree over it.
+        """Build the session of a whole roster, and the tree over it.
 
         Args:
-            terms: Of the session.
-            adverts: Of all in the roster, by ascending id.
+            terms: Terms of the session.
+            adverts: Adverts of all clients in the roster, by ascending id.
             directory: Their identity keys.
         """
         ids = [advert.client_id for advert in adverts]
@@ -83,16 +83,16 @@ class Session:
     def opened(
         cls, terms: Terms, roster: Roster, *, directory: Mapping[ClientId, bytes]
     ) -> "Session":
-        """Return the session of a client as it was told, with nothing checked but its form.
+        """Build a client's session from the roster that it received; only its form is checked.
 
         Args:
-            terms: Of the session.
-            roster: What it was told.
+            terms: Terms of the session.
+            roster: The roster as received.
             directory: The identity keys of all clients.
 
         Raises:
-            ProtocolError: The roster is too small or too large for the terms, or the adverts are
-                not as many as a client has neighbours, and its own.
+            ProtocolError: The roster is too small or too large for the terms, the client's position
+                is outside it, or there are not as many adverts as a client and its neighbours have.
         """
         size, rank = roster.size, roster.rank
         if size > terms.num_clients:
@@ -112,7 +112,7 @@ class Session:
         return cls(terms, roster.root, size, seen, roster.adverts, known)
 
     def roster_for(self, client_id: ClientId, *, tree: MerkleTree) -> Roster:
-        """Return what a client is told of a whole roster."""
+        """Return a client's view of the whole roster."""
         rank = self.points[client_id] - 1
         seen = sorted([rank, *self._near(rank)])
         return Roster(
@@ -125,22 +125,22 @@ class Session:
 
     @cached_property
     def id(self) -> bytes:
-        """The hash of terms and roster: salt of every key, part of every signature."""
+        """The hash of terms and roster: the salt of every key, and part of later signatures."""
         return _session_id(self.terms, root=self.root, size=self.size)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the roster is seen."""
+        """Whether the whole roster is visible."""
         return len(self.ranks) == self.size
 
     @cached_property
     def by_id(self) -> Mapping[ClientId, Advert]:
-        """The adverts by client."""
+        """The visible adverts, by client."""
         return {advert.client_id: advert for advert in self.adverts}
 
     @cached_property
     def points(self) -> Mapping[ClientId, int]:
-        """Where each client's shares are evaluated: its position in the roster, from 1."""
+        """Evaluation points of the clients' shares: their positions in the roster, from 1."""
         seen = zip(self.adverts, self.ranks, strict=True)
         return {advert.client_id: rank + 1 for advert, rank in seen}
 
@@ -159,36 +159,36 @@ class Session:
         return near
 
     def neighbours(self, client_id: ClientId) -> list[ClientId]:
-        """Return who masks with a client, by ascending id."""
+        """Return the clients that share masks with a client, by ascending id."""
         return [self._ids[each] for each in self._near(self.points[client_id] - 1)]
 
     def holders(self, client_id: ClientId) -> list[ClientId]:
-        """Return who keeps shares of a client's secrets, by ascending id."""
+        """Return the clients that keep shares of a client's secrets, by ascending id."""
         complete = self.terms.topology is Topology.COMPLETE
         return list(self.points) if complete else self.neighbours(client_id)
 
     def bitmap(self, client_ids: Iterable[ClientId]) -> bytes:
-        """Return clients by their positions, one bit each."""
+        """Return the positions of clients as a bitmap."""
         return bitmap((self.points[each] - 1 for each in client_ids), size=self.size)
 
     def ranks_in(self, ranks: bytes, *, what: str) -> NDArray[np.int64]:
-        """Return the positions in a bitmap, ascending; ProtocolError if it is none of the roster's.
+        """Return the positions in a bitmap, ascending; ProtocolError if it does not fit the roster.
 
-        ``what`` it is called in errors.
+        Errors call the bitmap ``what``.
         """
         return places_in(ranks, size=self.size, what=what)
 
     def among(self, ranks: Iterable[int]) -> list[ClientId]:
-        """Return those of the clients that are seen who stand at these positions, ascending."""
+        """Return the visible clients among those at these positions, in the same order."""
         return [self._ids[each] for each in ranks if each in self._ids]
 
     def survivors_text(self, ranks: bytes, client_id: ClientId) -> bytes:
-        """Return what one client signs to confirm who survived, a bitmap."""
+        """Build the text that one client signs to confirm the survivors, a bitmap."""
         return keys.signed(b"survivors", self.id, ranks, client_id.to_bytes(8, "little"))
 
 
 def shortage(terms: Terms, size: int) -> str | None:
-    """Return why a roster is too small for the terms; None if it is not."""
+    """Explain why a roster is too small for the terms; ``None`` if it is not."""
     if size < terms.min_survivors:
         return f"{size} clients in the roster, the least is {terms.min_survivors}"
     if terms.adversary is Adversary.ACTIVE_SERVER and size < terms.quorum:
@@ -202,7 +202,7 @@ def shortage(terms: Terms, size: int) -> str | None:
 
 
 def member_of(advert: Advert) -> Member:
-    """Return what stands for an advert where only who sent it matters."""
+    """Reduce an advert to its sender and a hash of the rest."""
     rest = ADVERT.to_bytes(advert)[_ID_BYTES:]
     return Member(client_id=advert.client_id, advert_hash=hashlib.sha256(rest).digest())
 
@@ -210,7 +210,8 @@ def member_of(advert: Advert) -> Member:
 def leaf(member: Member, identity_key: bytes) -> bytes:
     """Return a client's leaf in the tree over the roster.
 
-    With the identity key in it no two clients are told two keys of one client in one session.
+    It includes the identity key, so that within one session all clients see the same key of a
+    client.
     """
     client_id = member.client_id.to_bytes(_ID_BYTES, "little")
     return leaf_of(client_id + identity_key + member.advert_hash)
@@ -221,7 +222,7 @@ def _session_id(terms: Terms, *, root: bytes, size: int) -> bytes:
 
 
 def _ring(terms: Terms, session_id: bytes, size: int) -> Ring:
-    """Return the sparse graph; whoever tries rosters tries seeds of it."""
+    """Build the sparse graph, seeded by the session's id: another ring takes another roster."""
     seed, k = keys.digest(b"graph", session_id), terms.num_neighbours
     return Ring.drawn(size, num_neighbours=k, seed=seed)
 
@@ -235,10 +236,10 @@ def _seen_from(rank: int, terms: Terms, *, root: bytes, size: int) -> tuple[int,
 
 
 def advert_text(terms: Terms, body: bytes) -> bytes:
-    """Return what a client signs of its advert."""
+    """Build the text that a client signs for its advert."""
     return keys.signed(b"advert", terms.session, body)
 
 
 def terms_text(terms: Terms) -> bytes:
-    """Return what the coordinator signs of its terms."""
+    """Build the text that the coordinator signs for its terms."""
     return keys.signed(b"terms", terms.to_bytes())

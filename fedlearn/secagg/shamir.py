@@ -1,8 +1,8 @@
 """Shamir's secret sharing over GF(p), p = 2**31 - 1.
 
-A secret of 32 bytes is cut into nine limbs of 30 bits, and each limb is shared on its own:
-any t shares give the secret, and t - 1 shares are independent of it (for any number of
-holders below p). All secrets and holders are one exact matrix product.
+A secret of 32 bytes is cut into nine limbs of 30 bits, and each limb is shared separately: any
+t shares give the secret, and t - 1 shares are independent of it (for any number of holders
+below p). The shares of all secrets for all holders are one exact matrix product.
 
 References:
     Shamir, 1979, `How to share a secret <https://doi.org/10.1145/359168.359176>`_.
@@ -22,7 +22,7 @@ NUM_LIMBS = -(-SECRET_BYTES * 8 // LIMB_BITS)
 #: One holder's share of one secret.
 SHARE_BYTES = 4 * NUM_LIMBS
 
-#: Shares that may meet in one product: 2**16 terms below 2**32 stay below 2**53.
+#: Largest t: a product sums t terms below 2**32, and float64 is exact up to 2**53.
 MAX_THRESHOLD = 1 << 16
 
 _P = np.uint64(PRIME)
@@ -35,7 +35,7 @@ Field = NDArray[np.uint64]
 def share(
     secrets: Sequence[SecretBytes], *, threshold: int, points: Sequence[int]
 ) -> NDArray[np.uint32]:
-    """Return every holder's shares of every secret of 32 bytes: shape [holders, secrets, limbs].
+    """Compute every holder's shares of every 32-byte secret: shape [holders, secrets, limbs].
 
     Raises:
         ValueError: The threshold is not 1 to the number of holders, or their points are not
@@ -52,7 +52,7 @@ def share(
 
 
 def evaluate(limbs: Field, coefficients: Field, *, points: Sequence[int]) -> NDArray[np.uint32]:
-    """Return the polynomials with constants ``limbs``, shape [secrets, limbs], at ``points``.
+    """Evaluate the polynomials with constants ``limbs``, shape [secrets, limbs], at ``points``.
 
     ``coefficients`` are those of x, x**2, …: shape [t - 1, secrets * limbs], below p.
     """
@@ -67,11 +67,12 @@ def evaluate(limbs: Field, coefficients: Field, *, points: Sequence[int]) -> NDA
 def combine(
     points_MT: NDArray[np.int64], shares_MTL: NDArray[np.uint32]
 ) -> list[SecretBytes | None]:
-    """Return the secret that the shares of t holders give at their points, for each of M rows.
+    """Recover, for each of M rows, the secret that the shares of t holders give at their points.
 
-    The shares are canonical: below p. None where they are of no 32 bytes, so that one of them is
-    false.
+    The shares must be canonical: below p. A secret is ``None`` if it does not fit 32 bytes, which
+    shows that one of its shares is false.
     """
+    # Many rows have the same holders: compute the weights of each distinct row only once.
     rows, which = np.unique(points_MT, axis=0, return_inverse=True)
     weights = _lagrange_at_zero(rows)[which.reshape(-1)]
     terms = reduce(weights[:, :, None] * shares_MTL.astype(np.uint64))
@@ -79,22 +80,22 @@ def combine(
 
 
 def to_bytes(shares: NDArray[np.uint32]) -> bytes:
-    """Return limbs as little-endian bytes."""
+    """Encode limbs as little-endian bytes."""
     return shares.astype("<u4").tobytes()
 
 
 def from_bytes(data: bytes) -> NDArray[np.uint32]:
-    """Return the limbs in ``data``; they may be of no secret at all."""
+    """Decode the limbs in ``data``; they need not be shares of any secret."""
     return np.frombuffer(data, "<u4").astype(np.uint32)
 
 
 def is_canonical(data: bytes) -> bool:
-    """Return whether the limbs in ``data`` are elements of the field, each below p."""
+    """Return whether all limbs in ``data`` are elements of the field, below p."""
     return bool((np.frombuffer(data, "<u4") < PRIME).all())
 
 
 def uniform_field(shape: tuple[int, ...]) -> Field:
-    """Return secret uniform elements of the field, by rejection."""
+    """Draw secret uniform elements of the field, by rejection sampling."""
     size = int(np.prod(shape))
     found = np.empty(0, np.uint32)
     while found.size < size:
@@ -128,6 +129,7 @@ def _from_limbs(limbs: Field) -> SecretBytes | None:
 
 def reduce(x: Field) -> Field:
     """Return x mod p for x < 2**64."""
+    # 2**31 = 1 (mod p), so the high bits are added to the low ones; twice leaves less than 2 p.
     x = (x & _P) + (x >> _31)
     x = (x & _P) + (x >> _31)
     return np.where(x >= _P, x - _P, x)
@@ -144,7 +146,7 @@ def _matmul(a: Field, b: Field) -> Field:
 
 
 def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
-    """Return the coefficients that give each row's polynomial at 0: shape [M, T]."""
+    """Return the Lagrange weights that give each row's polynomial at 0: shape [M, T]."""
     x = x_MT.astype(np.uint64)
     numerator, denominator = np.ones_like(x), np.ones_like(x)
     for j in range(x.shape[1]):
@@ -157,7 +159,7 @@ def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
 
 
 def inverse(x: Field) -> Field:
-    """Return x**(p - 2), by Fermat."""
+    """Return 1 / x mod p, computed as x**(p - 2) by Fermat's little theorem."""
     result, square, exponent = np.ones_like(x), x, PRIME - 2
     while exponent:
         if exponent & 1:

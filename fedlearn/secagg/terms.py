@@ -1,8 +1,8 @@
-"""What a session of secure aggregation is about: the round's configuration, signed.
+"""The terms of a session of secure aggregation: the round's configuration, signed.
 
-The coordinator signs it, a client's policy judges it, and its hash is part of every key and
-signature that follows: two clients that were told different terms do not understand each
-other, and their session ends before anything is sent.
+The coordinator signs the terms, a client's policy judges them, and their hash is part of every key
+and signature that follows. Two clients that received different terms reject each other's adverts,
+so their session ends before any update is sent.
 """
 
 from collections.abc import Mapping
@@ -40,20 +40,20 @@ class Terms:
     """The configuration of one session.
 
     Attributes:
-        run_id: Of the run, 16 bytes.
-        request_hash: SHA-256 of the training request that this session aggregates.
+        run_id: Id of the run, 16 bytes.
+        request_hash: SHA-256 of the request whose replies this session aggregates.
         round_num: Round index, from 0.
-        attempt: How often this round was tried before.
-        adversary: Whom it holds against.
+        attempt: Number of earlier attempts at this round.
+        adversary: The adversary that the session withstands.
         topology: The mask graph.
-        num_clients: n, how many were invited.
+        num_clients: n, the number of invited clients.
         num_neighbours: k.
         threshold: t.
         quorum: q.
         min_survivors: Fewest clients in a released sum.
-        sigma_bits: sigma of a sparse graph: what k, t and the signatures that are opened hold with.
-        max_weight: W; 0 if clients count the same and no weights are sent.
-        lanes: What is summed, in this order.
+        sigma_bits: sigma of a sparse graph, for which k, t and the opened signatures were chosen.
+        max_weight: W; 0 if all clients count the same and no weights are sent.
+        lanes: The lanes of the sum, in this order.
     """
 
     run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
@@ -111,12 +111,12 @@ class Terms:
 
     @property
     def num_bytes(self) -> int:
-        """Size of one client's masked vector."""
+        """Size of one client's masked vector, in bytes."""
         return sum(lane.num_bytes for lane in self.lanes)
 
     @property
     def num_assured(self) -> int:
-        """Clients in a released sum at the least, whatever the coordinator says."""
+        """Least number of clients in a released sum, even if the coordinator lies."""
         return num_assured(
             self.adversary,
             self.topology,
@@ -126,21 +126,21 @@ class Terms:
 
     @property
     def evaluates(self) -> bool:
-        """Whether nothing is trained: what is summed are metrics alone."""
+        """Whether the session sums only metrics, as in an evaluation, where nothing is trained."""
         return all(lane.role is LaneRole.METRIC for lane in self.lanes)
 
     @cached_property
     def session(self) -> bytes:
-        """The hash that every advert is signed under."""
+        """The hash under which every advert is signed."""
         return keys.digest(b"terms", self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Return the one encoding of these terms."""
+        """Encode these terms; each value has exactly one encoding."""
         return _TERMS.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: octets.Buffer) -> "Terms":
-        """Return the terms in ``data``; ProtocolError if truncated, out of range, inconsistent."""
+        """Decode terms; ProtocolError if they are truncated, out of range or inconsistent."""
         try:
             return _TERMS.from_bytes(data, what="the terms")
         except ConfigError as error:
@@ -157,7 +157,7 @@ def propose(
     max_weight: int,
     lanes: tuple[Lane, ...],
 ) -> Terms:
-    """Return terms with the k, t and q that were derived; ConfigError if something does not fit."""
+    """Build terms with the derived k, t and q; ConfigError if something does not fit."""
     return Terms(
         run_id=run_id,
         round_num=round_num,
@@ -181,12 +181,12 @@ _TERMS = octets.record(Terms)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contribution:
-    """What one client adds to the sum, in the clear: it stays with the client.
+    """One client's addition to the sum, in the clear: it never leaves the client.
 
     Attributes:
-        values: By lane; all but the weight.
+        values: Values by lane, except for the weight.
         weight: w in [0, W]; ignored if no weights are sent.
-        request_hash: SHA-256 of the training request that it answers.
+        request_hash: SHA-256 of the request that it answers.
         clipped: Lanes whose vector was scaled down to its bound.
         capped: Numbers that were cut off at their bound: ``weight``, and lanes of metrics.
     """
@@ -199,15 +199,15 @@ class Contribution:
 
 
 def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -> tuple[Words, ...]:
-    """Return a contribution in fixed point, lane by lane, with the noise that the terms ask for.
+    """Encode a contribution in fixed point, lane by lane, with the noise that the terms require.
 
-    The noise is secret, whatever the rounding comes from.
+    The noise is secret even if ``rounding_key`` is not.
 
     Args:
-        terms: Of the session.
-        contribution: Clipped: no value above its lane's bound.
+        terms: Terms of the session.
+        contribution: Already clipped: no value is above its lane's bound.
         rounding_key: 32 bytes that seed stochastic rounding. A client draws them
-            (``SecretBytes``); a simulation that must repeat hashes them from its seed.
+            (``SecretBytes``); a simulation that must be reproducible hashes them from its seed.
 
     Raises:
         ValueError: Lanes are missing or unknown, or a value or the weight is out of bounds.
@@ -240,7 +240,7 @@ class Total:
     """The released sum.
 
     Attributes:
-        sums: By lane: Σ x w/W where the lane is weighted, Σ x where not; the weight apart.
+        sums: By lane: Σ x w/W if the lane is weighted, else Σ x; without the weight.
         weight: Σ w, or the number of clients if no weights are sent.
         max_weight: W, or 1.
     """
@@ -250,12 +250,12 @@ class Total:
     max_weight: int
 
     def weighted_sum(self, lane: Lane) -> NDArray[np.float64]:
-        """Return Σ x w of a lane where it is weighted, Σ x where not."""
+        """Return Σ x w of a lane if it is weighted, else Σ x."""
         return self.sums[lane.name] * (self.max_weight if lane.weighted else 1)
 
 
 def from_words(terms: Terms, words: tuple[Words, ...], *, num_clients: int) -> Total:
-    """Return the sum of ``num_clients`` contributions; ValueError if a mask is left in it."""
+    """Decode the sum of ``num_clients`` contributions; ValueError if a mask is left in it."""
     sums, weight = {}, num_clients
     for lane, values in zip(terms.lanes, words, strict=True):
         decoded = decode(lane, values, num_clients=num_clients)

@@ -1,8 +1,8 @@
-"""From released shares to secrets, each checked against what its owner published.
+"""Recovers secrets from released shares, and checks each against what its owner published.
 
-Masking gives no integrity, so nothing is believed: a self-seed must open its commitment, a
-mask key must have the advertised public half. Where one does not, false shares are found by
-decoding: up to (M - t) / 2 among M. While nobody lies, that costs nothing.
+Masking gives no integrity, so no share is trusted: a self-seed must open its commitment, and a
+mask key must have the advertised public half. If one does not, decoding finds the false shares, up
+to (M - t) / 2 of M. If no client lies, that costs nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,20 @@ from fedlearn.secagg.client import pair_keys
 from fedlearn.secagg.error_correction import false_shares
 from fedlearn.secagg.session import Session, Stage
 
-#: Owners whose shares are decoded until false ones are found: who lies about one lies about many,
-#: and nobody's lies shall keep the coordinator busy.
+#: Most owners whose shares are decoded before false ones must be found. A holder that lies about
+#: one owner usually lies about many, and liars must not keep the coordinator busy.
 _MOST_DECODED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """The secrets of all that shared.
+    """The secrets of all clients that shared them.
 
     Attributes:
         seeds: Self-seeds of the survivors.
-        mask_keys: Mask keys of those that dropped after they shared.
-        suspects: Holders with a false share: they lied, or its owner dealt it. None of their
-            shares is used.
+        mask_keys: Mask keys of the clients that dropped after they shared.
+        suspects: Holders with a false share: either they lied, or its owner sent it to them. None
+            of their shares is used.
     """
 
     seeds: Mapping[ClientId, SecretBytes]
@@ -47,8 +47,8 @@ class ShareBox:
 
     Attributes:
         session: Terms and roster.
-        commitments: To their self-seeds, of all that shared: the owners.
-        survivors: Those of them whose self-seed is to be recovered; of the others the mask key.
+        commitments: Commitments to the self-seeds of all clients that shared: the owners.
+        survivors: Owners whose self-seed is to be recovered; of the others, it is the mask key.
     """
 
     session: Session
@@ -60,20 +60,21 @@ class ShareBox:
         self._shares = {owner: {} for owner in sorted(self.commitments)}
 
     def put(self, holder: ClientId, shares: Mapping[ClientId, SecretBytes]) -> None:
-        """Keep what a holder released; it is expected to hold shares of each of these owners."""
+        """Store the shares that a holder released; it must hold shares of each of these owners."""
         for owner, share in shares.items():
             self._shares[owner][holder] = share
 
     @property
     def shortest(self) -> int:
-        """The number of shares of the owner that has the fewest."""
+        """Number of shares of the owner that has the fewest."""
         return min(len(of_owner) for of_owner in self._shares.values())
 
     def recover(self) -> Recovered:
-        """Return the secrets; abort if they are not what their owners published.
+        """Recover all secrets; abort if they are not what their owners published.
 
-        That is so where an owner has fewer than t shares, or more false ones than can be told. If
-        others' secrets come out, it is the owner who is named: it dealt them, or published another.
+        That happens if an owner has fewer than t shares, or too many false ones to identify. If the
+        secrets of other owners were recovered, the owner is the culprit: it sent false shares, or
+        published another secret.
         """
         found: dict[ClientId, SecretBytes] = {}
         suspects: set[ClientId] = set()
@@ -107,7 +108,7 @@ class ShareBox:
         return keys.KeyAgreement(secret).public_key == self.session.by_id[owner].mask_key
 
     def _holders(self, owner: ClientId, without: AbstractSet[ClientId]) -> list[ClientId]:
-        """Return t holders of an owner's shares."""
+        """Return the first t holders of an owner's shares, leaving out ``without``."""
         threshold = self.session.terms.threshold
         held = sorted(self._shares[owner].keys() - without)
         if len(held) < threshold:
@@ -119,13 +120,14 @@ class ShareBox:
         return held[:threshold]
 
     def _false_holders(self, owner: ClientId, suspects: AbstractSet[ClientId]) -> set[ClientId]:
-        """Return whose shares of an owner's secret are false; empty: that cannot be told."""
+        """Return the holders with a false share of an owner's secret; empty if it is unclear."""
         threshold = self.session.terms.threshold
         held = sorted(self._shares[owner].keys() - suspects)
         points = [self.session.points[holder] for holder in held]
         if found := false_shares(points, self._limbs(owner, held), threshold=threshold):
             return {held[place] for place in found}
-        if len(held) == threshold + 1:  # too few to decode; but what is published tells as well
+        # One share more than t is too few to decode, but the published value tells which to drop.
+        if len(held) == threshold + 1:
             trials = [[each for each in held if each != holder] for holder in held]
             secrets = self._combine([owner] * len(trials), trials)
             for holder, secret in zip(held, secrets, strict=True):
@@ -134,7 +136,7 @@ class ShareBox:
         return set()
 
     def _abortion(self, failed: Sequence[ClientId], *, is_alone: bool) -> AggregationAborted:
-        """Return why nothing is released; the owners' fault ``is_alone`` where others' came out."""
+        """Build the error; the owners are at fault if ``is_alone``: other secrets came out."""
         owners = ", ".join(map(str, failed))
         received = min(len(self._shares[owner]) for owner in failed)
         most = (received - self.session.terms.threshold) // 2
@@ -160,10 +162,10 @@ class ShareBox:
 
 
 def leftover_masks(recovered: Recovered, *, session: Session) -> masking.MaskKeys:
-    """Return the masks that take those out of the sum that are still in it.
+    """Return the keys of the masks to fold into the sum so that none are left in it.
 
-    The self-masks of the survivors are subtracted. For each dropped client the masks are
-    added that it would have added itself: they cancel those of its surviving neighbours.
+    The self-masks of the survivors are subtracted. For each dropped client, its pairwise masks are
+    folded in as it would have done itself: they cancel those of its surviving neighbours.
     """
     plus: list[SecretBytes] = []
     minus = [
