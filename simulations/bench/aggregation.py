@@ -1,10 +1,10 @@
-"""How fast does a coordinator aggregate updates, beside Flower's function and numpy?
+"""How fast does a coordinator aggregate updates, compared with Flower's function and numpy?
 
     python simulations/bench/aggregation.py --flower-python PYTHON
 
-Encoded updates reach a collector one after another, which decodes, validates and adds them up.
-Flower's own function runs in its own process, on records that are already in its memory. Beside the
-times stands the share of the machine's read bandwidth: an update must be read once.
+A collector receives encoded updates one after another, decodes and validates them, and adds them
+up. Flower's function runs in its own process, on records that are already in memory. The limit is
+the machine's read bandwidth, since each update must be read once.
 """
 
 import argparse
@@ -47,12 +47,12 @@ from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.base import Arrival, as_reply
 
-#: Different updates; the cohort sends them again and again.
+#: Number of different updates, which the cohort sends repeatedly.
 NUM_DISTINCT = 4
 MEAN = WeightedMean(by_examples=True)
 STRATEGY = FedAvg(LocalSgd(epochs=1, batch_size=10, learning_rate=0.1))
 
-#: Reads a line, aggregates, writes its seconds; ends with its standard input.
+#: Program that aggregates once for each input line and writes the seconds that it took.
 FLOWER_PEER = """
 import sys
 from time import perf_counter
@@ -82,8 +82,8 @@ class Replay:
     """A channel on which encoded updates arrive, decoded one by one.
 
     Attributes:
-        updates: Encoded replies; a client sends that of its id, modulo their number.
-        num_clients: Who there is.
+        updates: Encoded replies; a client sends the one at its id modulo their number.
+        num_clients: Number of clients.
     """
 
     updates: Sequence[bytes]
@@ -94,17 +94,17 @@ class Replay:
         return [ClientId(i) for i in range(self.num_clients)]
 
     def open(self, *, deadline_s: float) -> "Replaying":
-        """Open an exchange in which everyone has answered already."""
+        """Open an exchange in which every reply is ready."""
         return Replaying(self.updates)
 
 
 @dataclass(frozen=True)
 class Replaying:
-    """An exchange in which everyone has answered already.
+    """An exchange in which every reply is ready.
 
     Attributes:
-        updates: As of :class:`Replay`.
-        asked: Who is still to be read.
+        updates: See :class:`Replay`.
+        asked: Clients whose reply has not been read.
     """
 
     updates: Sequence[bytes]
@@ -116,15 +116,15 @@ class Replaying:
         *,
         number: int | None = None,
     ) -> None:
-        """Note who is asked."""
+        """Note which clients are asked."""
         self.asked.extend(requests)
 
     def elapsed_s(self) -> float:
-        """Return 0: nothing takes time."""
+        """Return 0, since nothing takes time."""
         return 0.0
 
     def grace_until_s(self) -> float:
-        """Return 0: there was no restart."""
+        """Return 0, since there was no restart."""
         return 0.0
 
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
@@ -141,24 +141,24 @@ class Replaying:
         return Arrival(client_id, as_reply(data), min(until_s, 0.0))
 
     def close(self) -> None:
-        """Forget who was asked."""
+        """Forget all clients that were asked."""
         self.asked.clear()
 
 
 def model(size: int, *, tensors: int) -> Params:
-    """Return a model of zeros with so many elements in so many tensors."""
+    """Build a model of zeros, with ``size`` elements in ``tensors`` tensors."""
     parts = [nn.Parameter(torch.zeros(size // tensors)) for _ in range(tensors)]
     return Params.of(nn.ParameterList(parts))
 
 
 def encoded(params: Params, num_examples: int) -> bytes:
-    """Return an update of random numbers as a client sends it."""
+    """Encode an update of random numbers as a client does."""
     lanes = {DELTA.name: torch.randn(params.layout.size)}
     return encode(TrainReply(round_num=0, lanes=lanes, num_examples=num_examples, metrics={}))
 
 
 def collector_of(channel: Replay, *, slab_bytes: int) -> PlainCollector:
-    """Return what a coordinator collects with, when it wants everybody."""
+    """Build a coordinator's collector that waits for all clients."""
     policy = StragglerPolicy(
         num_wanted=channel.num_clients,
         over_selection=1.0,
@@ -174,7 +174,7 @@ def collect(collector: PlainCollector, params: Params) -> None:
     """Run the collection of one round.
 
     Raises:
-        SystemExit: A reply was not accepted, so the figure would mean nothing.
+        SystemExit: A reply was not accepted, so the figure is meaningless.
     """
     request = RoundRequest(
         round_num=0, attempt=0, params=params, strategy=STRATEGY, told={}, seed=0
@@ -185,7 +185,7 @@ def collect(collector: PlainCollector, params: Params) -> None:
 
 
 def reduce_slabs(slab_RP: torch.Tensor, params: Params, *, updates: int) -> None:
-    """Aggregate so many rows, a slab at a time, as a collector does."""
+    """Aggregate ``updates`` rows, a slab at a time, as a collector does."""
     state = MEAN.init([DELTA], params.layout, device=slab_RP.device)
     for start in range(0, updates, len(slab_RP)):
         rows_BP = list(slab_RP[: updates - start])
@@ -198,7 +198,7 @@ def reduce_slabs(slab_RP: torch.Tensor, params: Params, *, updates: int) -> None
 
 
 def numpy_mean(slab_RP: torch.Tensor, *, updates: int) -> None:
-    """Compute the weighted mean as one would write it down."""
+    """Compute the weighted mean in the straightforward way."""
     rows = slab_RP.numpy()
     total = np.zeros(rows.shape[1], np.float32)
     for i in range(updates):
@@ -207,12 +207,12 @@ def numpy_mean(slab_RP: torch.Tensor, *, updates: int) -> None:
 
 
 def resident_mb() -> float:
-    """Return the highest resident memory of this process so far."""
+    """Return the peak resident memory of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def rows(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Row]:
-    """Run everyone in turn."""
+    """Measure our collector, numpy, Flower and reading memory, in turn."""
     params = model(arguments.size, tensors=arguments.tensors)
     slab_bytes, num_bytes = arguments.slab_mb << 20, 4 * params.layout.size * arguments.updates
     updates = [encoded(params, i + 1) for i in range(NUM_DISTINCT)]

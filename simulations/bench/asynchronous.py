@@ -1,9 +1,9 @@
-"""How fast are asynchronous rounds, beside synchronous ones, and with a million clients?
+"""How fast are asynchronous rounds, compared with synchronous ones and with a million clients?
 
     python simulations/bench/asynchronous.py
 
-simulated  clients a second of FedBuff and of synchronous FedAvg on a small MLP, in one process
-million    the same of a million clients: their speed and the memory of the process
+simulated  clients per second of FedBuff and of synchronous FedAvg on a small MLP, in one process
+million    FedBuff with a million clients: speed and memory of the process
 """
 
 import argparse
@@ -26,7 +26,7 @@ import fedlearn as fl
 def clients_per_s(
     arguments: argparse.Namespace, *, num_clients: int, is_asynchronous: bool
 ) -> float:
-    """Simulate, and return how many clients a second are trained."""
+    """Simulate rounds and return clients trained per second."""
     algorithm: fl.Strategy | fl.Buffered = fl.FedAvg(LOCAL)
     settings: dict[str, Any] = {"cohort": {"num_wanted": arguments.cohort}}
     if is_asynchronous:
@@ -60,13 +60,13 @@ def simulated(arguments: argparse.Namespace) -> Iterator[Row]:
     )
     for name, rates in found.items():
         yield Row("simulated", f"{name}, clients/s", statistics.median(rates))
-    # A buffer holds clients of several models, and events are played one by one.
+    # FedBuff is slower: a buffer mixes clients of several models, and events run one by one.
     times = ratio(found["FedBuff"], found["FedAvg"])
     yield Row("simulated", "FedBuff, times FedAvg", times, at_least=0.5)
 
 
 def million(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Simulate a million clients in a process of their own, whose memory is measured."""
+    """Simulate a million clients in a separate process, whose memory is measured."""
     sizes = ("--rounds", str(arguments.rounds), "--cohort", str(arguments.cohort))
     done = subprocess.run(
         [sys.executable, __file__, "--alone", *sizes],
@@ -81,7 +81,7 @@ def million(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure the parts that are asked for."""
+    """Measure the selected parts."""
     measures = {"simulated": simulated, "million": million}
     parser = options(__doc__, turns=5)
     parser.add_argument("--parts", nargs="+", choices=measures, default=list(measures))

@@ -2,11 +2,11 @@
 
     python simulations/bench/compare.py --peers-dir ../shared/peers
 
-Every competitor runs the same clients, model, seeds and arithmetic, in whole programs by turns. The
-weights after one round are compared as well: who computes something else does not count. (Over many
-rounds, kinks of ReLU and max-pool make roundings grow.) The scripts that drive the peers are not
-part of this repository. With ``--private``, rounds have central differential privacy, ours and
-pfl-research's.
+Every competitor runs the same clients, model, seeds and arithmetic, as a whole program, in turn.
+The weights after one round are compared as well, to make sure that all compute the same. (Over many
+rounds, kinks of ReLU and max-pool amplify rounding errors.) The scripts that drive the peers are
+not part of this repository. ``--private`` compares rounds with central differential privacy, ours
+and pfl-research's.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from harness import HERE, Row, in_turn, options, parse, part, ratio, report, tim
 from parts.ours import load_workload
 from torch.utils.flop_counter import FlopCounterMode
 
-#: Largest difference of the weights after a round, relative to the largest weight, that still
-#: is the same arithmetic in another order.
+#: Largest difference of the weights after a round, relative to the largest weight, that another
+#: order of the same arithmetic explains.
 TOLERANCE = 1e-5
 _REQUIREMENTS = {"flower": "flwr[simulation]==1.41.*", "pfl": "pfl[pytorch]==0.6.0"}
 _LIMIT = "matmul limit"
@@ -40,9 +40,9 @@ class Competitor:
     """One way to run the workload.
 
     Attributes:
-        name: As printed.
+        name: Name in the table.
         command: Program and its own arguments.
-        has_our_cohorts: Whether it trains the same clients; Flower draws its own.
+        has_our_cohorts: Whether it trains the same clients as we do; Flower draws its own.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Competitor:
 
 
 def competitors(arguments: argparse.Namespace) -> list[Competitor]:
-    """Return who runs, ours first."""
+    """List the competitors, ours first."""
     peers, procs = arguments.peers_dir, ("--procs", str(arguments.procs))
     ours, one = (*part("ours"), *procs), ("--threads", "1")
     if arguments.private:
@@ -73,7 +73,7 @@ def competitors(arguments: argparse.Namespace) -> list[Competitor]:
 
 
 def peer_python(name: str, arguments: argparse.Namespace) -> str:
-    """Return the interpreter of a peer's own environment; make it if there is none."""
+    """Return the interpreter of a peer's environment, which is created if it does not exist."""
     given = getattr(arguments, f"{name}_python")
     if given or name in arguments.without:
         return given or ""
@@ -93,7 +93,7 @@ def clients_per_s(
     """Run one competitor once and return its rate.
 
     Raises:
-        SystemExit: It failed; its standard error is shown.
+        SystemExit: It failed; its output is shown.
     """
     completed = subprocess.run(
         [*competitor.command, *workload, "--save", str(weights)],
@@ -118,7 +118,7 @@ def peak_flop_per_s() -> float:
 
 
 def flop_per_client(model: str, arguments: argparse.Namespace) -> float:
-    """Return the operations of forward and backward passes over a client's examples."""
+    """Count the operations of forward and backward passes over a client's examples."""
     workload = load_workload(arguments.peers_dir)
     net = workload.make_model(model, 0)
     features = torch.zeros(arguments.samples, *workload.SHAPE[model])
@@ -130,7 +130,7 @@ def flop_per_client(model: str, arguments: argparse.Namespace) -> float:
 def distance(left: Path, right: Path) -> float:
     """Return the largest difference of two models' weights, relative to the largest weight.
 
-    Linear weights may be stored either way round, so shapes are not compared.
+    A peer may store linear weights in another shape, so shapes are not compared.
     """
     a, b = np.load(left), np.load(right)
     flat = [np.concatenate([each[name].ravel() for name in each.files]) for each in (a, b)]
@@ -138,7 +138,7 @@ def distance(left: Path, right: Path) -> float:
 
 
 def compare(model: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    """Run everyone in turn on one model."""
+    """Run all competitors in turn on one model."""
     everyone = competitors(arguments)
     workload = _workload(model, arguments.rounds, arguments.warmup, arguments)
     rates = in_turn(
@@ -158,7 +158,7 @@ def compare(model: str, arguments: argparse.Namespace, folder: Path) -> Iterator
         for other in ("flower", "pfl", "bare loop"):
             if name.startswith("fedlearn") and other in rates:
                 yield Row(model, f"  times {other}", ratio(found, rates[other]))
-    if arguments.private:  # everyone has noise of its own
+    if arguments.private:  # each draws its own noise, so weights differ
         return
     workload = _workload(model, 1, 0, arguments)
     first, *others = [each for each in everyone if each.has_our_cohorts]

@@ -2,8 +2,8 @@
 
     python simulations/bench/data_parallel.py
 
-Whole programs by turns, on the same model and batches. Each tells the rate of its steps after the
-first few. The plain program, ``parts/plain_ddp.py``, shares no code with ours but the model.
+Both run as whole programs, in turn, on the same model and batches. Each reports the rate of its
+steps after a warm-up. The plain program, ``parts/plain_ddp.py``, shares only the model with ours.
 """
 
 import argparse
@@ -32,13 +32,14 @@ from fedlearn.parallel.task import Progress, Task
 from fedlearn.training.local_data import TensorData
 from fedlearn.training.trainer import UNATTENDED
 
-#: Steps of one figure, and figures that do not count: memory is touched for the first time.
+#: Steps per figure, and warm-up figures that do not count, since they touch memory for the first
+#: time.
 _EVERY, _WARMUP = 20, 2
 _EXAMPLES, _INPUTS, _WIDTH, _OUTPUTS = 4096, 256, 1024, 10
 
 
 def network() -> nn.Module:
-    """Return the model, in both programs."""
+    """Build the model of both programs."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(_INPUTS, _WIDTH),
@@ -52,7 +53,7 @@ def network() -> nn.Module:
 
 
 def task_of(processes: int, batch_size: int, num_steps: int) -> Task:
-    """Return our training; the ranks make it by this function's name."""
+    """Build our training task; each rank calls this function by its name."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(_EXAMPLES, _INPUTS, generator=generator)
     labels = torch.randint(0, _OUTPUTS, (_EXAMPLES,), generator=generator)
@@ -71,7 +72,7 @@ def task_of(processes: int, batch_size: int, num_steps: int) -> Task:
 
 
 def ours(arguments: argparse.Namespace) -> float:
-    """Return our examples a second."""
+    """Run our training and return examples per second."""
     told = list[float]()
 
     def tell(progress: Progress) -> None:
@@ -97,7 +98,7 @@ def ours(arguments: argparse.Namespace) -> float:
 
 
 def plain(arguments: argparse.Namespace) -> float:
-    """Return the examples a second of DDP under torchrun."""
+    """Run DDP under torchrun and return examples per second."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={arguments.processes}", "-m", "parts.plain_ddp"),

@@ -1,16 +1,16 @@
-"""What can one coordinator hold: clients, messages, memory and bytes?
+"""How many clients, messages and bytes can one coordinator handle, and with how much memory?
 
     python simulations/bench/door.py
 
-The coordinator is a process of its own with the real door; this process is its clients, over
+The coordinator is a separate process with the real door; this process runs its clients, over
 mutual TLS on the loopback, so both share the machine. Four parts:
 
-connected  many clients: what one costs while idle, and a round in which all take part
-messages   small rounds with a few clients, beside a stock Flower SuperLink with as many nodes
-memory     a large model and many uploads in one round: the coordinator's highest memory
-upload     bytes a second through the door, beside a plain gRPC stream, in turn
+connected  many clients: the cost of an idle one, and a round in which all take part
+messages   small rounds with a few clients, compared with a stock Flower SuperLink and as many nodes
+memory     a large model and many uploads in one round: the coordinator's peak memory
+upload     bytes per second through the door, compared with a plain gRPC stream, in turn
 
-Needs Linux (it reads /proc), and the disk for a round of large updates (``--memory-clients``
+Needs Linux (it reads /proc), and enough disk for a round of large updates (``--memory-clients``
 times ``--memory-mb``).
 """
 
@@ -60,7 +60,7 @@ async def in_rounds(process: Process, *, num: int, cohort: int) -> list[float]:
     """Run rounds and return the seconds of each.
 
     Raises:
-        SystemExit: A reply was missing, so the figures would mean nothing.
+        SystemExit: A reply was missing, so the figures are meaningless.
     """
     answer = await asyncio.to_thread(process.ask, "rounds", num=num, cohort=cohort)
     if answer["reported"] != num * cohort:
@@ -113,7 +113,7 @@ async def measure_messages(folder: Path, arguments: argparse.Namespace) -> Async
     yield Row("messages", f"answers a second, {num} clients", ours)
     if (python := flower_python(arguments)) is None:
         return
-    # The first round is a warm-up, which needs some seconds more.
+    # The first round is a warm-up; it takes some seconds longer.
     _, *theirs_s = await asyncio.to_thread(
         Flower(python.parent, folder).seconds,
         nodes=num,
@@ -126,10 +126,10 @@ async def measure_messages(folder: Path, arguments: argparse.Namespace) -> Async
 
 
 async def measure_memory(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Row]:
-    """Have many clients send an update of a large model in one round."""
+    """Let many clients send an update of a large model in one round."""
     size, num = arguments.memory_mb * 250_000, arguments.memory_clients
     clients = enrol(num, folder)
-    # Whoever is not first in the round uploads while others are folded in.
+    # All but the first client upload while updates of others are being aggregated.
     update = encoded_update(size, tensors=_LARGE_TENSORS, round_num=0)
     answer = bulky(folder, update, at_once=arguments.at_once, downloads=True)
     with coordinator(folder, arguments) as (process, address, pid):
@@ -150,7 +150,7 @@ async def measure_memory(folder: Path, arguments: argparse.Namespace) -> AsyncIt
 
 
 def bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bulky:
-    """Return clients that upload ``content``."""
+    """Write ``content`` to a file, and return the behaviour of clients that upload it."""
     path = folder / "update"
     path.write_bytes(content)
     return Bulky(
@@ -177,12 +177,12 @@ async def measure_upload(folder: Path, arguments: argparse.Namespace) -> AsyncIt
         async with connected([client], address, answer):
             await asyncio.to_thread(process.ask, "wait", num=1)
             for _ in range(1 + arguments.turns):
-                # A reply may be twice its request.
+                # The request has half the size of the update: a reply may be twice its request.
                 await asyncio.to_thread(process.ask, "receive", num=1, size=num_bytes // 8)
                 door.append(num_bytes / 1e6 / await answer.upload_s.get())
                 seconds = await plain_stream.upload(elsewhere, ca_pem=ca_pem, num_bytes=num_bytes)
                 plain.append(num_bytes / 1e6 / seconds)
-    # The first turn was to warm up.
+    # The first turn was a warm-up.
     yield Row("upload", "the door, MB/s", statistics.median(door[1:]))
     yield Row("upload", "a plain gRPC stream, MB/s", statistics.median(plain[1:]))
     percent = 100 * ratio(door[1:], plain[1:])

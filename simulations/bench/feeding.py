@@ -1,14 +1,14 @@
-"""How fast is a training, and a round of a simulation, fed from Parquet?
+"""How fast can Parquet files feed a training and the rounds of a simulation?
 
     python simulations/bench/feeding.py
 
-stream  examples a second of our stream, shuffled and in batches, without and with processes that
-        read ahead, beside pyarrow's bare scan of the same file
-rounds  a simulated round of ten clients of 200 examples, beside the same from memory; each client
-        was asked once before the rounds that are timed
+stream  examples per second of our shuffled, batched stream, with and without prefetching processes,
+        compared with pyarrow's bare scan of the same file
+rounds  a simulated round of ten clients with 200 examples each, compared with the same from memory;
+        each client is asked once before the timed rounds
 
-Examples have a kilobyte; they are written in row groups of 10,000. Other programs cost processes
-more than threads, so the ratio of processor times is printed as well.
+Examples have one kilobyte; they are written in row groups of 10,000. Other programs on the machine
+slow processes more than threads, so the ratio of processor times is printed as well.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _PER_CLIENT, _COHORT = 200, 10
 
 
 def write(path: Path, num_examples: int) -> None:
-    """Write examples, clients one after another."""
+    """Write examples to a file, one client after another."""
     with pq.ParquetWriter(path, _table(1, first=0).schema) as file:
         for first in range(0, num_examples, _ROW_GROUP):
             size = min(_ROW_GROUP, num_examples - first)
@@ -67,13 +67,13 @@ def _table(num_examples: int, *, first: int) -> pa.Table:
 
 
 def scan(path: Path) -> int:
-    """Read the columns as they are, and return how many rows there were."""
+    """Read the columns without shuffling or batching, and return the number of rows."""
     table = pyarrow.dataset.dataset(path)
     return sum(batch.num_rows for batch in table.to_batches(columns=["x", "y"]))
 
 
 def scanned_per_s(path: Path) -> float:
-    """Return the examples a second of some bare scans."""
+    """Run some bare scans and return examples per second."""
     num_read = 0
 
     def read() -> None:
@@ -85,7 +85,10 @@ def scanned_per_s(path: Path) -> float:
 
 
 def read_per_s(files: TableFiles, *, num_workers: int) -> float:
-    """Read passes and return examples a second, after a quarter: processes have started then."""
+    """Read some passes and return examples per second.
+
+    The first quarter is not timed: until then the processes may still be starting.
+    """
     stream, clock = files.stream(seed=Seed(0)), SystemClock()
     num_steps = _PASSES * len(stream) // _BATCH
     with read_ahead(
@@ -104,7 +107,7 @@ def read_per_s(files: TableFiles, *, num_workers: int) -> float:
 
 
 def processor_ratio(path: Path, files: TableFiles) -> float:
-    """Return the processor time of a scan over that of reading as many examples in batches."""
+    """Return the processor time of a bare scan divided by that of reading the same in batches."""
     before = os.times()
     stream = files.stream(seed=Seed(0))
     for start in range(0, len(stream), _BATCH):
@@ -120,14 +123,14 @@ def processor_ratio(path: Path, files: TableFiles) -> float:
 
 
 def stream(path: Path, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Read the file in turn."""
+    """Measure the stream with each number of processes, and the bare scan, in turn."""
     files = TableFiles(
         path=path,
         label_column="y",
         feature_columns=("x",),
         window_bytes=arguments.window_mb << 20,
     )
-    scan(path)  # the file is in the system's memory from here on
+    scan(path)  # so that the file is in the page cache for all of them
     names = {f"{num_workers} workers": num_workers for num_workers in arguments.workers}
     found = in_turn(
         {
@@ -151,7 +154,7 @@ def stream(path: Path, arguments: argparse.Namespace) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class OnceThenAtRandom:
-    """Asks each client once, in order, and then any."""
+    """A sampler that draws each client once, in order, and then at random."""
 
     def sample(
         self,
@@ -162,7 +165,7 @@ class OnceThenAtRandom:
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        """Return the next ones, or any."""
+        """Draw the next clients in order, or random ones after the first pass."""
         first = round_num * num_asked
         if first < len(available):
             return tuple(available[first : first + num_asked])
@@ -171,7 +174,7 @@ class OnceThenAtRandom:
 
 
 def in_memory(path: Path, test_path: Path) -> fl.FederatedData:
-    """Return the same clients, read at once."""
+    """Read the same clients into memory."""
 
     def arrays(table: pa.Table) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         flat = table["x"].combine_chunks().values.to_numpy()
@@ -190,7 +193,7 @@ def in_memory(path: Path, test_path: Path) -> fl.FederatedData:
 
 
 def round_s(data: fl.FederatedData, runs_dir: Path, *, num_timed: int) -> float:
-    """Return the median seconds of a round after each client was asked once."""
+    """Return the median seconds of a round, after each client was asked once."""
     first_pass = -(-data.population.num_clients // _COHORT)
     run = fl.simulate(
         lambda: nn.Linear(_WIDTH, 10),
@@ -209,7 +212,7 @@ def round_s(data: fl.FederatedData, runs_dir: Path, *, num_timed: int) -> float:
 
 
 def rounds(path: Path, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Simulate in turn."""
+    """Simulate rounds from Parquet and from memory, in turn."""
     test_path = path.with_name("test.parquet")
     write(test_path, 1000)
     sources = {
@@ -233,7 +236,7 @@ def rounds(path: Path, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Write, and measure the parts that are asked for."""
+    """Write the file, and measure the selected parts."""
     measures = {"stream": stream, "rounds": rounds}
     parser = options(__doc__, turns=5)
     parser.add_argument("--parts", nargs="+", choices=measures, default=list(measures))

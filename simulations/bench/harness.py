@@ -1,7 +1,7 @@
-"""What the benchmarks share: options, turns, ratios, the table, and processes that answer lines.
+"""Shared by the benchmarks: options, turns, ratios, the table, and processes that answer lines.
 
-Each script measures its subjects in turn, so that a machine that slows down slows all of them. A
-ratio compares figures of the same turn, and the median over the turns is printed.
+Each script measures its subjects in turn, so that a slow phase of the machine slows all of them.
+Ratios compare figures of the same turn; the median over the turns is printed.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from typing import Any
 from fedlearn.core.clock import SystemClock
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
-# gRPC reads this when it is imported, which is later: or each client that leaves writes a line.
+# gRPC reads this on import, so it must come first. Otherwise each client that leaves logs a line.
 prepare_for_grpc(os.environ, verbosity="ERROR")
 
 HERE = Path(__file__).parent
 
 Action = Callable[[], float]
-#: By action its figures, one a turn.
+#: Figures by name of the action, one per turn.
 Figures = dict[str, list[float]]
 
 
@@ -36,11 +36,11 @@ Figures = dict[str, list[float]]
 
 
 def options(doc: str, *, turns: int = 0) -> argparse.ArgumentParser:
-    """Return a parser with the options of every script.
+    """Build a parser with the options that all scripts have.
 
     Args:
         doc: The docstring of the script.
-        turns: Default of ``--turns``; 0: the script has no turns.
+        turns: Default of ``--turns``; 0 if the script has no turns.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,13 +60,13 @@ def parse(parser: argparse.ArgumentParser, *, check: Mapping[str, object]) -> ar
 
 
 def add_flower(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where Flower is."""
+    """Add the options that locate Flower."""
     parser.add_argument("--flower-python", type=Path, help="of an environment with flwr 1.41")
     parser.add_argument("--without-flower", action="store_true")
 
 
 def flower_python(arguments: argparse.Namespace) -> Path | None:
-    """Return the interpreter that has Flower; ``None``: it is to be left out, or missing."""
+    """Return the interpreter that has Flower; ``None`` if it is left out or missing."""
     if arguments.without_flower:
         return None
     if arguments.flower_python or importlib.util.find_spec("flwr"):
@@ -91,7 +91,7 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Run all actions in every turn, and return the figures of each by turn.
 
-    Who begins alternates, and the turns of the warm-up do not count.
+    The order is reversed every other turn. Warm-up turns do not count.
     """
     figures: Figures = {name: [] for name in actions}
     for turn in range(-warmup, turns):
@@ -113,11 +113,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        part: Which part measured it.
-        what: What was measured, with its unit.
+        part: Part of the benchmark that measured it.
+        what: Name of the figure, with its unit.
         value: The figure.
-        at_most: Its target, if it is to be small.
-        at_least: Its target, if it is to be large.
+        at_most: Target that it must not exceed, if any.
+        at_least: Target that it must reach, if any.
     """
 
     part: str
@@ -127,7 +127,7 @@ class Row:
     at_least: float | None = None
 
     def text(self) -> str:
-        """Return the line."""
+        """Format the line."""
         target, verdict = "", ""
         if self.at_most is not None:
             target, verdict = f"<= {self.at_most:g}", _verdict(met=self.value <= self.at_most)
@@ -141,10 +141,12 @@ def _verdict(*, met: bool) -> str:
 
 
 def report(rows: Iterable[Row], arguments: argparse.Namespace) -> None:
-    """Print each row as soon as it is there; with ``--check``, sizes are too small for targets.
+    """Print each row as soon as it is measured.
+
+    With ``--check``, targets are left out, since the sizes are too small for them.
 
     Raises:
-        SystemExit: Nothing was measured, or a figure is not a number of zero or more.
+        SystemExit: Nothing was measured, or a figure is negative or not finite.
     """
     found = list[Row]()
     for measured in rows:
@@ -170,10 +172,10 @@ class Process:
     popen: "subprocess.Popen[str]"
 
     def ask(self, do: str, **arguments: object) -> dict[str, Any]:  # Any: JSON of a script of ours
-        """Tell it what to do and return its answer.
+        """Send a command and return the answer.
 
         Raises:
-            SystemExit: It has ended; what it wrote stands on standard error.
+            SystemExit: The process has ended; its output is on standard error.
         """
         assert self.popen.stdin is not None
         self.popen.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -181,10 +183,10 @@ class Process:
         return self.hear()
 
     def hear(self) -> dict[str, Any]:
-        """Return the next line that it says.
+        """Return the next line that it writes.
 
         Raises:
-            SystemExit: It has ended.
+            SystemExit: The process has ended.
         """
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
@@ -215,16 +217,16 @@ def started(command: Sequence[str | Path]) -> Iterator[Process]:
 
 
 def part(name: str, *words: str) -> list[str]:
-    """Return the command of a module in ``parts``, in this environment."""
+    """Return the command that runs a module of ``parts`` in this environment."""
     return [sys.executable, "-m", f"parts.{name}", *words]
 
 
 def _environ() -> dict[str, str]:
-    # As in the files in ``server/``, threads share their free memory.
+    # As in the service files in ``server/``: fewer malloc arenas, so that threads share memory.
     return os.environ | {"MALLOC_ARENA_MAX": "2", "PYTHONPATH": str(HERE)}
 
 
 def raise_file_limit() -> None:
-    """Allow this process and its children as many open files as the system lets them have."""
+    """Allow this process and its children as many open files as the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,11 +1,11 @@
-"""What does a round cost beside the work that a bare loop does too?
+"""How much does a round cost beyond the work that a bare loop would do too?
 
     python simulations/bench/overhead.py
 
-That is the round loop, sampling, the devices' behaviour, validation, the server's step, the store
-and progress, beside fetching a block's examples, training it and adding up its deltas. A stopwatch
-around the executor times the small MLP, 50 of 1,000 clients a round, once with ideal devices and
-once with stragglers. One worker, so that nothing hides behind another process.
+The work is fetching a block's examples, training it and adding up its deltas. The overhead is the
+round loop, sampling, the devices' behaviour, validation, the server's step, the store and progress.
+Stopwatches time the work for a small MLP with 50 of 1,000 clients a round, once with ideal devices
+and once with stragglers. There is one worker, so that no overhead hides behind another process.
 """
 
 import os
@@ -44,14 +44,14 @@ from fedlearn.store.runs import Database, sqlite_url
 
 @dataclass
 class Stopwatches:
-    """Times each block from the fetching of its examples to its deltas, and their sum.
+    """Wraps population, executor and aggregation to time the work on each block.
 
     Attributes:
-        population: Who has the examples.
-        executor: What trains.
-        aggregation: What adds up.
+        population: Loads the examples.
+        executor: Trains.
+        aggregation: Adds up the deltas.
         clock: Real time.
-        work_s: The sum so far.
+        work_s: Seconds of work so far.
     """
 
     population: Population
@@ -63,11 +63,11 @@ class Stopwatches:
 
     @property
     def num_clients(self) -> int:
-        """The population's."""
+        """Number of clients in the population."""
         return self.population.num_clients
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The population's."""
+        """Delegate to the population."""
         return self.population.num_examples(client_ids)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
@@ -82,22 +82,22 @@ class Stopwatches:
         return trained
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
-        """The aggregation's."""
+        """Delegate to the aggregation."""
         return self.aggregation.weigh(num_examples_B)
 
     def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
-        """The aggregation's."""
+        """Delegate to the aggregation."""
         return self.aggregation.init(lanes, layout, device=device)
 
     def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
-        """The aggregation's, under the watch."""
+        """Delegate to the aggregation, and time it."""
         started_s = self.clock.now_s()
         state = self.aggregation.accumulate(state, updates)
         self.work_s += self.clock.now_s() - started_s
         return state
 
     def finalize(self, state: LaneSums) -> Aggregate:
-        """The aggregation's."""
+        """Delegate to the aggregation."""
         return self.aggregation.finalize(state)
 
 
@@ -115,7 +115,7 @@ DEVICES: Mapping[str, Mapping[str, object]] = {
 
 
 def pieces(num_rounds: int, devices: str) -> Simulation:
-    """Return the small MLP on 1,000 clients of 50 examples."""
+    """Build a simulation of the small MLP on 1,000 clients with 50 examples each."""
     make_model, shape = MODELS["mlp"]
     settings = {
         "num_rounds": num_rounds,
@@ -135,7 +135,7 @@ def pieces(num_rounds: int, devices: str) -> Simulation:
 
 
 def measure(num_rounds: int, devices: str) -> Iterator[Row]:
-    """Run once, and tell how much of a round is not work."""
+    """Run once, and yield how much of a round is overhead."""
     clock, progress = SystemClock(), Stopwatch()
     with tempfile.TemporaryDirectory() as folder, one_thread():
         runs_dir = Path(folder)

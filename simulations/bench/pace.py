@@ -1,12 +1,12 @@
-"""At which rate do clients check in with a coordinator after a restart, steered and not?
+"""At which rate do clients check in with a coordinator after a restart, with and without steering?
 
     python simulations/bench/pace.py
 
-All clients come at once, and again whenever they are told to; few may stay. The coordinator is a
-process of its own with the real door, behind mutual TLS; the clients are another one
-(``parts/pace_clients.py``), which costs so little that the coordinator is what all wait for: two
-cores must be free. This process calls the door meanwhile, as a client that stays would. Without
-steering, everybody is let in and comes back within half to one and a half times ``--come-back-s``.
+All clients connect at once, and again when the coordinator tells them to; only a few may stay. The
+coordinator is a separate process with the real door behind mutual TLS. The clients are another
+process (``parts/pace_clients.py``) and cost so little that the coordinator is the bottleneck; two
+cores must be free. Meanwhile this process calls the door as a client that stays would. Without
+steering, all clients are admitted, and come back within 0.5 to 1.5 times ``--come-back-s``.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from parts.watch import cpu_s
 from fedlearn.core.files import write_private
 
 _LOOK_S = 0.1
-#: After the first rush: what is steered is when clients come again.
+#: Seconds of the first rush, which are not measured: steering only affects when clients return.
 _RUSH_S = 5.0
 _KINDS = ("unsteered", "steered")
 
 
 def write_keys(clients: Sequence[Client], folder: Path) -> None:
-    """Leave what each client shows where ``parts/pace_clients.py`` looks for it."""
+    """Write each client's keys and certificates where ``parts/pace_clients.py`` reads them."""
     for client in clients:
         write_private(folder / f"{client.name}.key", client.credentials.tls_key_pem)
         (folder / f"{client.name}.pem").write_bytes(client.credentials.certificate_pem)
@@ -41,7 +41,7 @@ def write_keys(clients: Sequence[Client], folder: Path) -> None:
 
 
 async def calls(plan: Plan, number: int) -> list[float]:
-    """Call the door again and again until cancelled; return how long each call took."""
+    """Call the door repeatedly until cancelled; return the seconds of each call."""
     loop, took_s, stream = asyncio.get_running_loop(), list[float](), 1
     connection = await connect(plan.address, b"", tls(plan.keys, number))
     with suppress(asyncio.CancelledError):
@@ -54,7 +54,7 @@ async def calls(plan: Plan, number: int) -> list[float]:
 
 
 async def watched(coordinator: Process, plan: Plan) -> dict[str, Any]:  # Any: JSON of the parts
-    """Have all clients come; return what they and the coordinator say, and how long calls took."""
+    """Let all clients connect; return their report, the coordinator's status and call times."""
     looks, loop = list[dict[str, Any]](), asyncio.get_running_loop()
     calling = asyncio.create_task(calls(plan, plan.clients))
     await asyncio.sleep(2 * _LOOK_S)
@@ -69,7 +69,7 @@ async def watched(coordinator: Process, plan: Plan) -> dict[str, Any]:  # Any: J
 
 
 def measure(kind: str, folder: Path, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Run once, and return what came of it."""
+    """Run one kind and yield its figures."""
     write_keys(enrol(arguments.clients + 1, folder), folder)
     words = [f"--folder={folder}", f"--stay={arguments.stay}", f"--share={arguments.share}"]
     words += [f"--come-back-s={arguments.come_back_s}"]

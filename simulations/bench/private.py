@@ -1,14 +1,14 @@
-"""What does differential privacy cost in time?
+"""How much time does differential privacy take?
 
     python simulations/bench/private.py
 
-client   rounds with central privacy of each client, beside plain ones: clip, noise and ledger
-example  the same with privacy of each example, whose gradients are clipped one by one, with noise
-         and without: all is done but drawing it
-noise    millions of samples a second of the discrete Gaussian on one core, beside numpy's normal
-         and beside the cipher that they are drawn from
+client   rounds with central privacy for each client, compared with plain ones: clip, noise, ledger
+example  the same with privacy for each example, whose gradients are clipped one by one; also
+         without drawing the noise
+noise    millions of samples per second of the discrete Gaussian on one core, compared with numpy's
+         normal and with the cipher that supplies the randomness
 
-``compare.py --private`` sets private rounds beside pfl-research's.
+``compare.py --private`` compares private rounds with pfl-research's.
 """
 
 import argparse
@@ -35,13 +35,13 @@ _SIGMAS = (1.0, 1e3, 1e6, 1e9)
 def no_noise(
     numbers: NDArray[np.int32] | NDArray[np.int64], *, sigma: float, source: SecretStream
 ) -> None:
-    """Leave numbers as they are, which else had samples added."""
+    """Add no samples; replaces the function that adds noise to ``numbers``."""
 
 
 def round_s(
     model: str, mode: str, arguments: argparse.Namespace, *, is_noised: bool = True
 ) -> float:
-    """Simulate, and return the median seconds of a round."""
+    """Simulate rounds and return the median seconds of one."""
     silent = mock.patch.object(noised_gradients, "add_discrete_gaussian", no_noise)
     with nullcontext() if is_noised else silent:
         seconds = round_seconds(
@@ -58,7 +58,7 @@ def round_s(
 
 
 def client(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Set rounds that are private by client beside plain ones."""
+    """Compare rounds with privacy for each client to plain ones."""
     for model in arguments.models:
         rounds = {mode: partial(round_s, model, mode, arguments) for mode in ("none", "central")}
         found = in_turn(rounds, turns=arguments.turns)
@@ -68,7 +68,7 @@ def client(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def example(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Set rounds that are private by example beside plain ones of the same executor."""
+    """Compare rounds with privacy for each example to plain ones of the same executor."""
     for model in arguments.models:
         found = in_turn(
             {
@@ -85,7 +85,7 @@ def example(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 class Counted(SecretStream):
-    """A stream that counts what is taken from it."""
+    """A stream that counts the bytes taken from it."""
 
     num_bytes = 0
 
@@ -96,19 +96,22 @@ class Counted(SecretStream):
 
 
 def draw(sigma: float, size: int) -> None:
-    """Draw samples."""
+    """Draw samples of the discrete Gaussian."""
     discrete_gaussian(sigma, size, source=SecretStream.fresh())
 
 
 def read(num_bytes: int) -> None:
-    """Read the source alone, some at a time, as sampling does."""
+    """Read only the source, in pieces as sampling does."""
     source, num = SecretStream.fresh(), 1 << 12
     for _ in range(num_bytes // (8 * num)):
         source.words(np.uint64, num)
 
 
 def noise(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Draw noise, read as many bytes of its source, and draw numpy's, which can be predicted."""
+    """Compare drawing noise to reading as many bytes of its source, and to numpy's normal.
+
+    Numpy's generator is predictable, so it is no alternative.
+    """
     size, numbers = arguments.samples, np.random.default_rng(0)
     for sigma in _SIGMAS:
         counted = Counted(SecretBytes(bytes(32)))
@@ -127,7 +130,7 @@ def noise(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure the parts that are asked for."""
+    """Measure the selected parts."""
     measures = {"client": client, "example": example, "noise": noise}
     parser = options(__doc__, turns=5)
     parser.add_argument("--parts", nargs="+", choices=measures, default=list(measures))

@@ -1,16 +1,18 @@
-"""What does secure aggregation cost, beside Flower's SecAgg+ and beside what the machine could do?
+"""What does secure aggregation cost, compared with Flower's SecAgg+ and the limit of the machine?
 
     python simulations/bench/secagg.py
 
-fold    the masks of all neighbours, added to a vector: on one thread, and on all by the clock
-client  all that one client does in a round, keys and signatures included
-server  all that the coordinator does in a round in which a tenth drops out after sharing
+fold    adding the masks of all neighbours to a vector: processor time on one thread, and wall-clock
+        time on all threads
+client  all work of one client in a round, including keys and signatures
+server  all work of the coordinator in a round in which a tenth drops out after sharing keys
 upload  bytes that a client sends
 
 Figures are seconds of processor time on one thread, so that other programs on the machine hardly
-count; of a client it is the mean over all of them. All parties are real, and the sum is checked.
-The bound is the machine's fastest keystream into a buffer and additions from it, both in the cache.
-Flower's functions run in a process of their own (``parts/secagg_flower.py``), its server once.
+matter; a client's figure is the mean over all clients. All parties are real, and the sum is
+checked. The bound is the machine's fastest keystream into a buffer and additions from it, both in
+the cache. Flower's functions run in a separate process (``parts/secagg_flower.py``), its server
+once.
 
     python simulations/bench/secagg.py --curves
 
@@ -48,9 +50,9 @@ from fedlearn.secagg.fixed_point import aligned
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
 
-#: What the bound expands and adds at a time; as the product does.
+#: Block that the bound expands and adds at a time, the same as in the product.
 _BLOCK_BYTES = 1 << 18
-#: At least so many times as fast as Flower.
+#: How many times faster than Flower each figure must be.
 _TARGETS = {"fold": 10.0, "fold by the clock": 10.0, "client": 25.0, "server": 100.0}
 
 
@@ -72,7 +74,7 @@ class Fold:
     """The masks of a client's neighbours and a vector to fold them into.
 
     Attributes:
-        keys: Of the masks.
+        keys: Keys of the masks.
         words: The vector.
     """
 
@@ -81,7 +83,7 @@ class Fold:
 
     @classmethod
     def of(cls, num_masks: int, size: int) -> "Fold":
-        """Return as many masks to add as to subtract."""
+        """Generate masks, half of them to add and half to subtract."""
         drawn = [SecretBytes.generate(32) for _ in range(num_masks)]
         half = num_masks // 2
         words = aligned(4 * size).view(np.uint32)
@@ -89,17 +91,17 @@ class Fold:
 
     @property
     def num_bytes(self) -> int:
-        """Of all masks."""
+        """Size of all masks together."""
         return self.words.nbytes * len(self.keys)
 
     def run(self, num_threads: int) -> None:
-        """Fold them."""
+        """Fold the masks into the vector."""
         masking.fold([self.words], self.keys, num_threads=num_threads)
 
     def bound_s(self) -> float:
-        """Return the seconds of as much keystream and as many additions, in the cache.
+        """Return the seconds for as much keystream and as many additions, in the cache.
 
-        The keystream is the fastest one that the machine has, whichever the fold takes.
+        The keystream is the machine's fastest, even if the fold uses another.
         """
         source, buffer = aligned(_BLOCK_BYTES).data, aligned(_BLOCK_BYTES + 16)
         sink, mask = aligned(_BLOCK_BYTES).view(np.uint32), buffer[:_BLOCK_BYTES].view(np.uint32)
@@ -113,7 +115,7 @@ class Fold:
         before_s = cpu_s()
         for _ in blocks:
             np.add(sink, mask, sink)
-        # Whole blocks: a little more than was asked for.
+        # Whole blocks were timed, a little more than the masks have.
         share = self.num_bytes / (len(blocks) * _BLOCK_BYTES)
         return (min(streams_s) + cpu_s() - before_s) * share
 
@@ -124,7 +126,7 @@ def one_session(terms: Terms, *, num_dropped: int) -> Measured:
 
 
 def rows(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Row]:
-    """Run everyone in turn."""
+    """Measure the bound, our session and Flower's functions in turn."""
     terms = terms_for(arguments.clients, arguments.size)
     fold, sessions = Fold.of(arguments.clients - 1, arguments.size), list[Measured]()
 

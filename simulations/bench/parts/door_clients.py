@@ -1,4 +1,4 @@
-"""Many clients in one process: enrolled in bulk, connected at once, answering at once."""
+"""Many clients in one process, which enrol in bulk, connect at once and answer at once."""
 
 import asyncio
 import json
@@ -28,10 +28,10 @@ class Client:
     """One enrolled client.
 
     Attributes:
-        client_id: Its number.
-        name: What it is called.
+        client_id: Its id.
+        name: Its name.
         identity: Its keys.
-        credentials: For mutual TLS.
+        credentials: Its credentials for mutual TLS.
     """
 
     client_id: int
@@ -42,7 +42,7 @@ class Client:
     def envelope(
         self, key: wire_pb2.TaskKey, *, digest: bytes, num_bytes: int
     ) -> wire_pb2.Envelope:
-        """Return the signed description of a reply."""
+        """Sign and return the description of a reply."""
         signed = signed_bytes(key, client_id=self.client_id, digest=digest)
         return wire_pb2.Envelope(
             key=key, digest=digest, num_bytes=num_bytes, signature=self.identity.sign(signed)
@@ -50,9 +50,9 @@ class Client:
 
 
 def enrol(num: int, folder: Path) -> list[Client]:
-    """Make an authority and so many clients, as an operator would one by one.
+    """Create an authority and ``num`` clients, as an operator would one by one.
 
-    The coordinator finds both in ``folder``.
+    Both are written to ``folder`` for the coordinator.
     """
     authority = Authority(folder / AUTHORITY, host_names=())
     clients, listed = list[Client](), list[dict[str, str]]()
@@ -84,10 +84,10 @@ class Call:
     """A client with a task.
 
     Attributes:
-        client: Whose.
-        connection: To the door.
-        session: Its stream.
-        task: What is asked.
+        client: The client.
+        connection: Its connection to the door.
+        session: Its stream on that connection.
+        task: The task.
     """
 
     client: Client
@@ -96,7 +96,7 @@ class Call:
     task: wire_pb2.Task
 
 
-#: What clients do with a task.
+#: How clients answer a task.
 Answer = Callable[[Call], Awaitable[None]]
 
 
@@ -122,7 +122,7 @@ class Inline:
         await call.session.send(wire_pb2.FromClient(result=result))
 
     def _reply(self, round_num: int) -> tuple[bytes, bytes]:
-        """Return the update of a round and its hash; all clients send the same."""
+        """Return the update of a round and its digest; all clients send the same."""
         if round_num not in self._replies:
             data = encoded_update(self.size, tensors=self.tensors, round_num=round_num)
             self._replies[round_num] = data, digest_of(data)
@@ -134,12 +134,12 @@ class Bulky:
     """Downloads the model and uploads an update of its size, a few clients at a time.
 
     Attributes:
-        path: The update, a file.
-        digest: Of its bytes.
-        at_once: Clients that move bytes at the same time.
-        downloads: Whether the model is fetched first, as a client that trains would.
+        path: File of the update.
+        digest: Digest of its bytes.
+        at_once: Limits the clients that transfer at the same time.
+        downloads: Whether the model is downloaded first, as a client that trains would.
         clock: Real time.
-        upload_s: The seconds of each upload until its receipt.
+        upload_s: Seconds of each upload until its receipt.
     """
 
     path: Path
@@ -150,10 +150,10 @@ class Bulky:
     upload_s: asyncio.Queue[float] = field(default_factory=asyncio.Queue)
 
     async def __call__(self, call: Call) -> None:
-        """Download, and upload.
+        """Download the model if asked to, and upload the update.
 
         Raises:
-            SystemExit: The update was not accepted, so the figures would mean nothing.
+            SystemExit: The update was not accepted, so the figures are meaningless.
         """
         task, num_bytes = call.task, self.path.stat().st_size
         envelope = call.client.envelope(task.key, digest=self.digest, num_bytes=num_bytes)
@@ -171,7 +171,7 @@ class Bulky:
 
 @asynccontextmanager
 async def connected(clients: Sequence[Client], address: str, answer: Answer) -> AsyncIterator[None]:
-    """Connect all clients and have them answer until the context is left.
+    """Connect all clients and let them answer until the context is left.
 
     Raises:
         BaseExceptionGroup: A client has failed.
@@ -202,7 +202,7 @@ async def connected(clients: Sequence[Client], address: str, answer: Answer) -> 
 
 
 def encoded_update(size: int, *, tensors: int, round_num: int) -> bytes:
-    """Return an update of fixed numbers as a client sends it."""
+    """Encode an update of constant numbers as a client does."""
     delta = torch.full((model(size, tensors=tensors).layout.size,), 1e-3)
     return encode(
         TrainReply(round_num=round_num, lanes={"delta": delta}, num_examples=10, metrics={})

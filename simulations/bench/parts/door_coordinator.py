@@ -1,7 +1,7 @@
-"""A coordinator in a process of its own, told on standard input what to do.
+"""The coordinator process that ``door.py`` and ``pace.py`` measure.
 
-The process under measurement of ``door.py`` and ``pace.py``: the real door, channel, collector and
-round, and nothing else. It reads one JSON object a line and answers each with one.
+It has the real door, channel, collector and round loop, and nothing else. It reads commands from
+standard input, one JSON object per line, and answers each with one.
 """
 
 import argparse
@@ -37,18 +37,18 @@ from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport.base import ask_once
 
-#: Where ``enrol`` leaves the certificate authority and the list of clients.
+#: Where ``enrol`` writes the certificate authority and the list of clients.
 AUTHORITY, CLIENTS = "authority", "clients.json"
 
 
 def model(size: int, *, tensors: int) -> Params:
-    """Return a model of zeros with about so many elements in so many tensors."""
+    """Build a model of zeros, with about ``size`` elements in ``tensors`` tensors."""
     parts = [nn.Parameter(torch.zeros(size // tensors)) for _ in range(tensors)]
     return Params.of(nn.ParameterList(parts))
 
 
 def registry_of(clients: Sequence[Mapping[str, str]], clock: SystemClock) -> FreshRegistry:
-    """Return a registry of clients that have their certificates already."""
+    """Build a registry of clients that already have their certificates."""
     registry = FreshRegistry(clock)
     for client in clients:
         signed = (b"", client["fingerprint"], "2999-01-01T00:00:00Z")
@@ -66,7 +66,7 @@ def _certified(signed: tuple[bytes, str, str], _: ClientId) -> tuple[bytes, str,
 
 
 def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan:
-    """Return rounds that ask so many clients and wait for all of them."""
+    """Build the plan of rounds that ask ``cohort`` clients and wait for all of them."""
     policy = StragglerPolicy(
         num_wanted=cohort,
         over_selection=1.0,
@@ -89,11 +89,11 @@ def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan:
 
 @dataclass(kw_only=True)
 class Coordinator:
-    """What the process can be told to do.
+    """The commands of the process.
 
     Attributes:
-        door: The real one.
-        channel: To the clients.
+        door: The real door.
+        channel: Its channel to the clients.
         clock: Real time.
     """
 
@@ -104,21 +104,21 @@ class Coordinator:
     _next_round: int = field(default=0, init=False)
 
     def wait(self, *, num: int) -> dict[str, object]:
-        """Wait until so many clients are connected."""
+        """Wait until ``num`` clients are connected."""
         self.channel.wait_for(num, lambda: None)
         return {"available": len(self.channel.available())}
 
     def load(self, *, size: int, tensors: int) -> dict[str, object]:
-        """Make the model that a coordinator holds between rounds."""
+        """Create the model that the coordinator holds between rounds."""
         self._params = model(size, tensors=tensors)
         return {"num_bytes": self._params.num_bytes}
 
     def rounds(self, *, num: int, cohort: int) -> dict[str, object]:
-        """Run rounds; return the seconds of each and how many clients have reported."""
+        """Run rounds; return the seconds of each and the number of reports."""
         assert self._params is not None
         plan = round_plan(self.channel, cohort=cohort)
         state: ServerState = replace(plan.init(self._params), round_num=self._next_round)
-        self._params = None  # the state's from here on
+        self._params = None  # only the state holds it now, so that it is not kept twice
         seconds, reported = list[float](), 0
         for _ in range(num):
             started_s = self.clock.now_s()
@@ -130,7 +130,7 @@ class Coordinator:
         return {"seconds": seconds, "reported": reported}
 
     def receive(self, *, num: int, size: int) -> dict[str, object]:
-        """Ask clients with a request of so many elements; take what they send and drop it."""
+        """Send clients a request of ``size`` elements; receive their replies and drop them."""
         params = model(size, tensors=1)
         request = TrainRequest(
             round_num=self._next_round,
@@ -148,7 +148,7 @@ class Coordinator:
         return {"received": received}
 
     def look(self) -> dict[str, object]:
-        """Return what the door says of itself, and how long it took to say so."""
+        """Return the door's status, and the seconds that it took to get it."""
         begin_s = self.clock.now_s()
         status = self.door.status()
         took_s = self.clock.now_s() - begin_s
@@ -159,19 +159,19 @@ class Coordinator:
 
 @dataclass(eq=False)
 class Unsteered(Pace):
-    """Lets everybody in, and has them come back as they like."""
+    """Pace without steering: admits all clients, and returns random absences."""
 
     def admits(self) -> bool:
-        """Return that it may."""
+        """Admit every client."""
         return True
 
     def after_s(self, least_s: float, *, client_id: ClientId | None = None) -> float:
-        """Return half to one and a half times that."""
+        """Return 0.5 to 1.5 times ``least_s``."""
         return least_s * (0.5 + self.jitter.random())
 
 
 def serve(coordinator: Coordinator) -> None:
-    """Do what standard input says until it ends."""
+    """Answer commands until standard input ends."""
     commands: Mapping[str, Callable[..., dict[str, object]]] = {
         "wait": coordinator.wait,
         "load": coordinator.load,
@@ -185,7 +185,7 @@ def serve(coordinator: Coordinator) -> None:
 
 
 def main() -> None:
-    """Open the door, say where it is, and serve."""
+    """Open the door, print its address, and answer commands."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)

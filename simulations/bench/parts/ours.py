@@ -1,7 +1,7 @@
-"""fedlearn on the benchmark's workload: whole rounds, with store, validation and progress.
+"""Run fedlearn on the benchmark's workload: whole rounds, with store, validation and progress.
 
-Takes the same arguments and prints the same JSON line as the peers, so that
-``compare.py`` can run them in turn.
+It takes the same arguments and prints the same JSON line as the peers, so that ``compare.py`` can
+run them in turn.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from fedlearn.simulation.population import ArrayPopulation
 
 @dataclass(frozen=True)
 class PeersSampler:
-    """The cohorts of the peers' own sampling function, so that all train the same clients.
+    """Draws cohorts with the peers' sampling function, so that all train the same clients.
 
     Attributes:
-        workload: The peers' common block.
+        workload: The peers' common module.
         arguments: Its arguments.
     """
 
@@ -59,7 +59,7 @@ class PeersSampler:
 
 
 def load_workload(peers_dir: Path) -> ModuleType:
-    """Return the common block of the peers: data, models, cohorts, report."""
+    """Import the peers' common module: data, models, cohorts, report."""
     spec = importlib.util.spec_from_file_location("peer_naive", peers_dir / "peer_naive.py")
     if spec is None or spec.loader is None or not (peers_dir / "peer_naive.py").exists():
         raise SystemExit(f"{peers_dir} has no peer_naive.py; pass --peers-dir")
@@ -100,7 +100,7 @@ def main() -> None:
         "evaluation": {"every_rounds": 0, "clients": 0},
         "engine": {"executor": arguments.executor, "num_workers": arguments.procs},
     }
-    if arguments.private:  # the cohorts are the peers': what is measured is clip, noise and ledger
+    if arguments.private:  # cohorts stay the peers'; this measures clip, noise and ledger
         settings["privacy"] = {
             "mode": "central",
             "clip_norm": 1.0,

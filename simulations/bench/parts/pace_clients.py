@@ -1,9 +1,9 @@
-"""Clients that check in again and again and cost next to nothing: their words are made beforehand.
+"""Clients that check in repeatedly and cost almost nothing, since their messages are prepared.
 
-They share no code with the product: HTTP/2, gRPC and protobuf are written here by hand, as far as a
-client needs them that says hello, hears a welcome, and comes back when it is told. So they are also
-a second reading of ``docs/reference/wire.md``. Run as a module, they take what to do as a JSON line
-on standard input and print what came of it.
+They share no code with the product. HTTP/2, gRPC and protobuf are written by hand, just enough to
+send a hello, receive a welcome, and come back when told to. This makes them a second implementation
+of ``docs/reference/wire.md``. As a module, they read a plan as a JSON line from standard input and
+print their figures.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _literal(name: str, value: str) -> bytes:
-    """Return a header field that no table knows and none is to keep; HPACK, RFC 7541, 6.2.2."""
+    """Encode a header field as a literal without indexing: HPACK, RFC 7541, section 6.2.2."""
     assert max(len(name), len(value)) < 127
     return b"".join((b"\0", bytes([len(name)]), name.encode(), bytes([len(value)]), value.encode()))
 
 
 def call(method: str, message: bytes, *, stream: int, ends: bool) -> bytes:
-    """Return the frames of a call of the door with its first message.
+    """Return the HTTP/2 frames of a call to the door with its first message.
 
     Args:
-        method: Of the door.
-        message: Serialised.
-        stream: Odd, higher than the last one of the connection.
-        ends: Whether no further message comes.
+        method: The method of the door's gRPC service.
+        message: The serialised message.
+        stream: Id of the stream: odd, and higher than the connection's last one.
+        ends: Whether no further message follows.
     """
     headers = {
         ":method": "POST",
@@ -67,23 +67,23 @@ def call(method: str, message: bytes, *, stream: int, ends: bool) -> bytes:
 
 
 def opening() -> bytes:
-    """Return what every connection begins with."""
+    """Return the bytes that every connection begins with: the preface and empty settings."""
     return _PREFACE + _frame(_SETTINGS, 0, 0, b"")
 
 
-#: FromClient with a Hello that says nothing but its protocol.
+#: FromClient with a Hello that has only the protocol.
 HELLO = bytes((0x0A, 2, 0x08, PROTOCOL))
-#: DownloadRequest of a digest that nobody is asked.
+#: DownloadRequest for a digest that does not exist.
 NO_DOWNLOAD = bytes((0x0A, 32)) + bytes(32)
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and what came on it.
+    """One HTTP/2 connection, and what the coordinator answered.
 
     Attributes:
-        come_back_s: What the coordinator has asked.
-        answered_s: When it first was heard: a welcome, or that; of the monotonic clock.
-        closed: Set when it is, or has asked to come back.
+        come_back_s: Seconds after which the coordinator asked the client to come back, if it did.
+        answered_s: Time of its first answer, a welcome or that request, by the monotonic clock.
+        closed: Set when the connection has closed, or the client was asked to come back.
     """
 
     def __init__(self, first: bytes) -> None:
@@ -94,17 +94,17 @@ class Connection(asyncio.Protocol):
         self.closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say all that there is to say."""
+        """Send the prepared messages."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         transport.write(self._first)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Note it."""
+        """Note that the connection has closed."""
         self._close()
 
     def data_received(self, data: bytes) -> None:
-        """Take frames."""
+        """Parse frames, acknowledge settings and pings, and note answers."""
         self._buffer += data
         for kind, flags, stream, payload in self._frames():
             if self.transport.is_closing():
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
                 self._close()
 
     async def ask(self, method: str, message: bytes, *, stream: int) -> None:
-        """Make a call and wait until it has ended, however it ends."""
+        """Make a call and wait until it ends, with or without an error."""
         ended = self._asked[stream] = asyncio.Event()
         self.transport.write(call(method, message, stream=stream, ends=True))
         await ended.wait()
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
             yield kind, flags, stream, payload
 
     def _hear(self) -> None:
-        """Take the messages of the session; they are short."""
+        """Parse the messages of the session, whose lengths fit in one byte."""
         while len(self._messages) >= 5:
             end = 5 + int.from_bytes(self._messages[1:5], "big")
             if len(self._messages) < end:
@@ -166,7 +166,7 @@ class Connection(asyncio.Protocol):
 
 
 def _come_back_metadata(block: bytes) -> float:
-    """Return the value of the field, which is as long as its length says, in plain characters."""
+    """Return the value of the come-back field, which must not be Huffman-coded."""
     _, _, rest = block.partition(_COME_BACK_METADATA)
     assert rest[0] < 128, "coded by Huffman"
     return float(rest[1 : 1 + rest[0]])
@@ -174,13 +174,13 @@ def _come_back_metadata(block: bytes) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a process of clients does.
+    """Instructions for a process of clients.
 
     Attributes:
-        address: Of the coordinator.
-        clients: How many they are.
-        seconds: For so long.
-        keys: The folder of their certificates and keys.
+        address: Address of the coordinator.
+        clients: Number of clients.
+        seconds: Duration of the run.
+        keys: Folder of their certificates and keys.
     """
 
     address: str
@@ -190,7 +190,7 @@ class Plan:
 
 
 def tls(keys: str, number: int) -> ssl.SSLContext:
-    """Return what a client shows, and whom it believes."""
+    """Build the TLS context of a client: its certificate and key, and the trusted authority."""
     context = ssl.create_default_context(cafile=f"{keys}/ca.pem")
     context.load_cert_chain(f"{keys}/client-{number}.pem", f"{keys}/client-{number}.key")
     context.set_alpn_protocols(["h2"])
@@ -198,7 +198,7 @@ def tls(keys: str, number: int) -> ssl.SSLContext:
 
 
 async def connect(address: str, first: bytes, context: ssl.SSLContext) -> Connection:
-    """Connect and send what is said first."""
+    """Connect and send the opening and ``first``."""
     host, _, port = address.rpartition(":")
     _, connection = await asyncio.get_running_loop().create_connection(
         lambda: Connection(opening() + first),
@@ -212,13 +212,13 @@ async def connect(address: str, first: bytes, context: ssl.SSLContext) -> Connec
 
 @dataclass
 class Found:
-    """What came of it; times are of the monotonic clock.
+    """Figures of a run; times are by the monotonic clock.
 
     Attributes:
-        begin_s: When the first came.
-        came: How many began to connect, by second since then.
-        in_vain: Of them, who heard nothing, likewise.
-        answer_s: How long each waited for a welcome or for being sent away.
+        begin_s: Start of the first connections.
+        came: Number of connections started, by second since then.
+        in_vain: Number of those that got no answer, by second of their start.
+        answer_s: Seconds that each waited until it was welcomed or sent away.
     """
 
     begin_s: float = 0.0
@@ -228,14 +228,14 @@ class Found:
 
 
 class Crowd:
-    """The clients of a process."""
+    """All clients of this process."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self.found = plan, Found()
         self._jitter = np.random.default_rng(0)
 
     async def run(self) -> None:
-        """Have all of them come at once, and then as they are told."""
+        """Connect all clients at once, and then whenever each is told to come back."""
         contexts = [tls(self._plan.keys, number) for number in range(self._plan.clients)]
         self.found.begin_s = asyncio.get_running_loop().time()
         tasks = [asyncio.create_task(self._keep_coming(context)) for context in contexts]
@@ -274,7 +274,7 @@ class Crowd:
 
 
 def main() -> None:
-    """Do what standard input says."""
+    """Read a plan from standard input, run it, and print the figures."""
     words = json.loads(sys.stdin.readline())
     assert words.pop("do") == "come"
     crowd = Crowd(Plan(**words))

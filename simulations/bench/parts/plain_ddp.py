@@ -1,7 +1,7 @@
-"""Plain DDP under torchrun, as its tutorial has it: the program that `data_parallel.py` times.
+"""Plain DDP under torchrun, written like its tutorial; `data_parallel.py` times it.
 
-Arguments: examples of a batch over all processes, steps, steps of one figure. Rank 0 prints
-examples a second, a line each.
+Arguments: examples of a batch over all processes, number of steps, steps per figure. Rank 0 prints
+one line of examples per second for each figure.
 """
 # ruff: noqa: TID251 (a program of torch's own kind, without fedlearn)
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    """Train, and print how fast."""
+    """Train, and print examples per second."""
     batch_size, num_steps, every = (int(each) for each in sys.argv[1:])
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -43,7 +43,7 @@ def main() -> None:
                 print(batch_size * every / (now_s - began_s), flush=True)
             began_s = now_s
     dist.destroy_process_group()
-    # A thread of gloo that is still at work while the interpreter ends would abort the process.
+    # A gloo thread that still runs while the interpreter exits would abort the process.
     os._exit(0)
 
 

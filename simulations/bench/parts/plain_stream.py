@@ -1,6 +1,6 @@
-"""A plain gRPC stream over TLS on the loopback: what the machine and the library allow for uploads.
+"""A plain gRPC stream over TLS on the loopback, as the upper bound for upload speed.
 
-Run as a module it is the server, which drops what it gets.
+Run as a module it is the server, which drops the data that it receives.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _METHOD = "/bench.Plain/Upload"
 
 
 async def upload(address: str, *, ca_pem: bytes, num_bytes: int) -> float:
-    """Send so many bytes in the door's chunks; return the seconds until all have arrived."""
+    """Send ``num_bytes`` in chunks like the door's; return the seconds until all have arrived."""
     clock, chunk = SystemClock(), bytes(wire.CHUNK_BYTES)
     num_chunks = num_bytes // wire.CHUNK_BYTES
 

@@ -1,7 +1,8 @@
-"""pfl-research on the benchmark's workload with its central Gaussian mechanism, as ours has it.
+"""Run pfl-research on the benchmark's workload with its central Gaussian mechanism.
 
-Runs in an environment with pfl; takes the arguments of the peer's script, which it runs as it is
-but for one more postprocessor: clip to a norm of 1, noise of a standard deviation of 1 on the sum.
+Runs in an environment with pfl, and takes the arguments of the peer's script. It runs that script
+with one more postprocessor, which clips to norm 1 and adds noise of standard deviation 1 to the
+sum, as in our private rounds.
 """
 
 import importlib

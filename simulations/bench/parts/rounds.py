@@ -1,4 +1,4 @@
-"""Whole rounds of small models on made-up clients, with store and progress, timed."""
+"""Time whole rounds of small models on synthetic clients, with store and progress."""
 
 import os
 import tempfile
@@ -19,19 +19,19 @@ from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import BootstrapPopulation
 
-#: Rounds before those that count: memory is touched for the first time.
+#: Warm-up rounds, which are slower because they touch memory for the first time.
 WARMUP = 5
 EXAMPLES, CLASSES = 50, 10
 LOCAL = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.05)
 
 
 def mlp() -> nn.Module:
-    """Return an MLP for digits of 8 x 8 pixels."""
+    """Build an MLP for digits of 8 x 8 pixels."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, CLASSES))
 
 
 def cnn() -> nn.Module:
-    """Return a CNN for images of 28 x 28 pixels, of 215,000 parameters."""
+    """Build a CNN with 215,000 parameters for images of 28 x 28 pixels."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
@@ -39,7 +39,7 @@ def cnn() -> nn.Module:
     )
 
 
-#: By name a model and the shape of its examples.
+#: Models by name, each with the shape of its examples.
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (1, 8, 8)),
     "cnn": (cnn, (1, 28, 28)),
@@ -47,7 +47,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Stopwatch:
-    """A progress that notes when each round ended, and writes the lines a log would get."""
+    """A progress display that notes when each round ended, and formats log lines as usual."""
 
     def __init__(self) -> None:
         self._clock = SystemClock()
@@ -71,7 +71,7 @@ class Stopwatch:
 
 
 def federated(num_clients: int, *, shape: tuple[int, ...]) -> FederatedData:
-    """Return clients of 50 examples each, drawn from a pool: they need no table."""
+    """Build clients of 50 examples each, drawn from a pool, so that no table of rows is needed."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(10_000, *shape, generator=generator)
     labels = torch.randint(0, CLASSES, (10_000,), generator=generator)
@@ -97,7 +97,7 @@ def round_seconds(
     num_rounds: int,
     **settings: Any,  # Any: tables of a configuration
 ) -> list[float]:
-    """Simulate, and return the seconds of each round after the warm-up."""
+    """Run a simulation and return the seconds of each round after the warm-up."""
     make_model, shape = MODELS[model]
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
 """The work of one client and of the server in Flower's SecAgg+, with Flower's own functions.
 
-Run by ``secagg.py`` in an interpreter that has flwr 1.41: it reads a JSON line, does the part that
-it names, and answers with one: seconds of processor time, and bytes of upload. The
-functions are called in the order of ``secaggplus_mod`` and ``SecAggPlusWorkflow``, whose messages
-and records are left out. Who is not measured is not computed: the one client's shares stand for
-everybody's, which costs the server the same.
+``secagg.py`` runs this in an interpreter that has flwr 1.41. It reads JSON lines, does the work
+that each names, and answers with seconds of processor time and of wall-clock time, and bytes of
+upload. The functions are called in the order of ``secaggplus_mod`` and ``SecAggPlusWorkflow``,
+without their messages and records. Only the measured client is computed: its shares stand in for
+those of all clients, which costs the server the same.
 """
 
 import json
@@ -54,18 +54,18 @@ Vectors = list[NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Cohort:
-    """A cohort in which all are neighbours; the client that is measured has the middle id.
+    """A cohort in which all clients are neighbours; the measured client has the middle id.
 
     Attributes:
         size: n.
         threshold: t.
         dimension: d.
-        dropped: How many are lost before they send their vector.
-        peers: By id, the public key for masks, that for packets, and a packet to the client.
-        private: The client's two private keys.
-        shares: Of the client's self-seed and mask key.
-        secrets: These two.
-        update: What it adds.
+        dropped: Number of clients that drop out before sending their vector.
+        peers: By id, the public key for masks, the one for packets, and a packet to the client.
+        private: The client's two private keys, for masks and packets.
+        shares: Shares of the client's self-mask seed and of its mask key.
+        secrets: The client's self-mask seed and its mask key.
+        update: The client's update.
     """
 
     size: int
@@ -80,7 +80,7 @@ class Cohort:
 
     @classmethod
     def of(cls, size: int, threshold: int, dimension: int, dropped: int) -> "Cohort":
-        """Return a cohort with fresh keys."""
+        """Create a cohort with fresh keys."""
         mask_key, _ = generate_key_pairs()
         packet_key, packet_public = generate_key_pairs()
         secrets = os.urandom(32), private_key_to_bytes(mask_key)
@@ -107,7 +107,7 @@ class Cohort:
 
     @property
     def own(self) -> int:
-        """The id of the client that is measured."""
+        """Id of the measured client."""
         return self.size // 2
 
     def fold(self) -> int:
@@ -121,7 +121,7 @@ class Cohort:
         return 0
 
     def client(self) -> int:
-        """Do all that a client does in a round, and return the bytes that it uploads."""
+        """Do all work of a client in a round, and return the bytes that it uploads."""
         keys = [generate_key_pairs() for _ in range(2)]
         up = sum(len(public_key_to_bytes(public)) for _, public in keys)
         for private, _ in keys:
@@ -141,7 +141,7 @@ class Cohort:
         for peer, (_, _, packet) in self.peers.items():
             _, _, *held[peer] = share_keys_plaintext_separate(decrypt(shared[peer], packet))
         up += sum(map(len, self._masked_vector(seed)))
-        # Every neighbour's seed, or its key: one share of either.
+        # For each neighbour one share: of its key if it dropped out, else of its seed.
         return up + sum(len(held[peer][peer < self.dropped]) for peer in held)
 
     def _masked_vector(self, seed: bytes) -> list[bytes]:
@@ -159,7 +159,7 @@ class Cohort:
         return [ndarray_to_bytes(each) for each in parameters_mod(vector, _MODULUS)]
 
     def server(self) -> int:
-        """Add the survivors' vectors, recover all secrets, take the masks out, dequantise."""
+        """Add the survivors' vectors, recover all secrets, remove the masks, dequantise."""
         survivors = self.size - self.dropped
         sent = [ndarray_to_bytes(np.ones(1, np.int64)), self._levels]
         total = [bytes_to_ndarray(data) for data in sent]
@@ -189,7 +189,7 @@ class Cohort:
 
 
 def main() -> None:
-    """Answer one line after the other until the standard input ends."""
+    """Answer lines until standard input ends."""
     cohort = Cohort.of(*map(int, sys.argv[1:]))
     parts: dict[str, Callable[[], int]] = {
         "fold": cohort.fold,

@@ -1,4 +1,4 @@
-"""One session of secure aggregation among real parties, with a watch for each side."""
+"""One session of secure aggregation among real parties, with the time of each side."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ from fedlearn.secagg.server import Confirming, SessionOutcome, open_session
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms, propose
 
-#: Up to so many clients the graph is complete.
+#: Up to this number of clients the graph is complete.
 MOST_COMPLETE = 100
 
 _MAX_WEIGHT, _MODULUS_BITS, _HASH = 1000, 32, bytes(32)
@@ -34,7 +34,7 @@ MessageT = TypeVar("MessageT", bound=messages.Message)
 
 
 def terms_for(num_clients: int, size: int) -> Terms:
-    """Return terms against an active server, with one vector of ``size`` and a weight.
+    """Propose terms against an active server, with one vector of ``size`` and a weight.
 
     A third of a complete graph may be corrupted (t = 67 of 100), a tenth of a sparse one.
     """
@@ -71,14 +71,14 @@ def terms_for(num_clients: int, size: int) -> Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a session cost.
+    """The cost of a session.
 
     Attributes:
-        client_s: Of a client, by stage; the mean over those that took part in it.
-        server_s: Of the coordinator, by stage, for all clients.
-        down_bytes: Likewise what a client is sent, by stage; without what is told of keys beside.
-        up_bytes: And what it sends.
-        packed_bytes: Its packed vector alone.
+        client_s: Seconds of a client, by stage; the mean over those that took part in it.
+        server_s: Seconds of the coordinator for all clients, by stage.
+        down_bytes: Bytes sent to a client, by stage; without the directory of identity keys.
+        up_bytes: Bytes that a client sends, by stage.
+        packed_bytes: Size of a packed vector.
     """
 
     client_s: Mapping[Stage, float]
@@ -89,27 +89,27 @@ class Measured:
 
     @property
     def upload_bytes(self) -> float:
-        """All that a client sends."""
+        """Bytes that a client sends in all stages."""
         return sum(self.up_bytes.values())
 
 
 def session(terms: Terms, *, num_dropped: int, now_s: NowS) -> Measured:
-    """Run one session on one thread and return what it cost.
+    """Run one session on one thread and return its cost.
 
     Args:
-        terms: Of the session.
-        num_dropped: How many share their keys and then send no vector.
-        now_s: The watch.
+        terms: Terms of the session.
+        num_dropped: Number of clients that share their keys and then send no vector.
+        now_s: The clock.
 
     Raises:
-        SystemExit: The sum is wrong, so the figures would mean nothing.
+        SystemExit: The sum is wrong, so the figures are meaningless.
     """
     return _Session.of(terms, now_s).run(num_dropped)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Session:
-    """The parties, and what each side has cost so far."""
+    """The parties, and the cost of each side so far."""
 
     terms: Terms
     now_s: NowS
@@ -125,7 +125,7 @@ class _Session:
 
     @classmethod
     def of(cls, terms: Terms, now_s: NowS) -> "_Session":
-        """Return parties with fresh keys."""
+        """Create parties with fresh keys."""
         identities = {ClientId(i): keys.fresh_signer() for i in range(terms.num_clients)}
         directory = {i: public for i, (_, public) in identities.items()}
         signer, coordinator_key = keys.fresh_signer()
@@ -151,7 +151,7 @@ class _Session:
         )
 
     def run(self, num_dropped: int) -> Measured:
-        """Go through all stages, once."""
+        """Run all stages once."""
         everyone = list(self.clients)
         survivors = everyone[num_dropped:]
         signed, advertising = self._serve(
@@ -190,7 +190,7 @@ class _Session:
         kind: type[MessageT],
         receive: Callable[[ClientId, MessageT], None],
     ) -> None:
-        """Have each client answer what it is told, and the coordinator take the answer."""
+        """Let each client answer its message, and the coordinator receive the answer."""
         costs = list[tuple[float, int, int]]()
         for client_id, message in told:
             data = self._serve(stage, partial(messages.encode, message))
@@ -215,7 +215,7 @@ class _Session:
             into[stage] = float(np.mean(values))
 
     def _serve(self, stage: Stage, action: Callable[[], T]) -> T:
-        """Have the coordinator do something."""
+        """Run an action of the coordinator and time it."""
         started_s = self.now_s()
         result = action()
         self.server_s[stage] += self.now_s() - started_s
@@ -232,7 +232,7 @@ class _Session:
 
 
 def _policy(terms: Terms) -> TermsPolicy:
-    """Return what these terms satisfy, and no more."""
+    """Build the strictest policy that these terms satisfy."""
     sparse = terms.topology is Topology.SPARSE
     return TermsPolicy(
         adversary=terms.adversary,
@@ -245,12 +245,12 @@ def _policy(terms: Terms) -> TermsPolicy:
         max_weight=_MAX_WEIGHT,
         max_upload_bytes=terms.num_bytes,
         max_releases_per_round=1,
-        max_draw_factor=1.0,  # of no effect, as there is no roster
+        max_draw_factor=1.0,  # has no effect without a roster
     )
 
 
 def _contribution(terms: Terms) -> Contribution:
-    """Return uniform values at half of the largest weight."""
+    """Draw uniform values, with half of the largest weight."""
     lane = terms.lanes[0]
     drawn = Seed(0).numpy().random(lane.size)
     return Contribution(

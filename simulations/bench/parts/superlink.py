@@ -1,4 +1,4 @@
-"""A stock SuperLink with stock SuperNodes, run and stopped by the benchmark."""
+"""Run rounds on a stock Flower SuperLink with stock SuperNodes, and time them."""
 
 import json
 import os
@@ -18,11 +18,11 @@ _RUN_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class Flower:
-    """Where Flower's programs are, and where a federation may write.
+    """A Flower installation, and a folder for a federation's files.
 
     Attributes:
         bin: Folder of its environment's programs.
-        folder: For logs, state and results.
+        folder: Folder for logs, state and results.
     """
 
     bin: Path
@@ -30,7 +30,7 @@ class Flower:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """Environment of all its processes: nothing is asked of the network."""
+        """Environment of all its processes, in which Flower makes no network requests."""
         return os.environ | {
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -40,10 +40,10 @@ class Flower:
         }
 
     def seconds(self, *, nodes: int, rounds: int, size: int) -> list[float]:
-        """Return how long each of so many rounds took, in which every node answers at once.
+        """Run rounds in which every node answers at once, and return the seconds of each.
 
         Raises:
-            SystemExit: A process of Flower failed; what it wrote is shown.
+            SystemExit: A process of Flower failed; its output is shown.
         """
         result = self.folder / "seconds.json"
         port = _free_port()
@@ -113,10 +113,10 @@ def _free_port() -> int:
 
 
 def _wait_for(port: int) -> None:
-    """Return once something listens.
+    """Wait until a process listens on the port.
 
     Raises:
-        SystemExit: Nothing does.
+        SystemExit: None did in time.
     """
     clock = SystemClock()
     end_s = clock.now_s() + _START_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Memory and processor time of another process, as Linux tells them in /proc."""
+"""Memory and processor time of another process, read from Linux's /proc."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-#: Seconds between two looks at a process whose highest memory is wanted.
+#: Seconds between two samples of the memory of a watched process.
 _LOOK_S = 0.02
 
 
@@ -17,9 +17,9 @@ class Memory:
     """Memory of a process, MB.
 
     Attributes:
-        rss: Resident, all of it.
-        anon: Of it, what is in no file.
-        file: Of it, pages of files; the kernel can drop them.
+        rss: All resident memory.
+        anon: The part that no file backs.
+        file: The part that is pages of files, which the kernel can drop, or shared memory.
     """
 
     rss: float
@@ -28,7 +28,7 @@ class Memory:
 
     @classmethod
     def of(cls, pid: int) -> "Memory":
-        """Return what a process uses now."""
+        """Read the memory that a process uses now."""
         status = Path(f"/proc/{pid}/status").read_text()
         rss, anon, file, shared = (
             _mb(status, name) for name in ("VmRSS", "RssAnon", "RssFile", "RssShmem")
@@ -41,16 +41,16 @@ class Memory:
 
 @dataclass
 class Peak:
-    """The highest memory of a process while it is watched; each figure has its own time.
+    """The peak memory of a process while it is watched; each figure may peak at another time.
 
     Attributes:
-        memory: So far.
+        memory: The peak so far.
     """
 
     memory: Memory = field(default_factory=lambda: Memory(0.0, 0.0, 0.0))
 
     def see(self, now: Memory) -> None:
-        """Note the memory of a moment."""
+        """Raise the peak to a sample, where that is higher."""
         seen = self.memory
         self.memory = Memory(
             max(seen.rss, now.rss), max(seen.anon, now.anon), max(seen.file, now.file)
@@ -66,7 +66,7 @@ def watched(pid: int) -> Iterator[Peak]:
         while not is_over.wait(_LOOK_S):
             peak.see(Memory.of(pid))
 
-    # The kernel's own peak misses nothing; what it is made of has to be looked at.
+    # Writing 5 resets VmHWM, the kernel's exact peak. It has no split by kind, so that is sampled.
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -80,7 +80,7 @@ def watched(pid: int) -> Iterator[Peak]:
 
 def cpu_s(pid: int) -> float:
     """Return the processor time that a process has used, in seconds."""
-    # The name in parentheses may hold spaces.
+    # The process name in parentheses may contain spaces.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
 

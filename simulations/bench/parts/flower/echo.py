@@ -1,4 +1,4 @@
-"""A Flower app whose nodes answer each message at once: all time is Flower's own."""
+"""A Flower app whose nodes answer each message at once, so all time spent is Flower's own."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ server = ServerApp()
 
 @client.train()
 def answer(message: Message, _: Context) -> Message:
-    """Send back what came."""
+    """Send the message's content back."""
     return Message(message.content, reply_to=message)
 
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the rounds and write how long each took."""
+    """Run the rounds and write the seconds of each."""
     config = context.run_config
     nodes = _nodes(grid, int(config["num-nodes"]))
     weights = np.zeros(int(config["size"]), np.float32)
@@ -38,14 +38,14 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _nodes(grid: Grid, num: int) -> list[int]:
-    """Wait for so many nodes."""
+    """Wait until ``num`` nodes are connected, and return their ids."""
     while len(nodes := list(grid.get_node_ids())) < num:
         sleep(_PULL_S)
     return nodes[:num]
 
 
 def _exchange(grid: Grid, messages: list[Message]) -> None:
-    """Push all, and pull until all are answered."""
+    """Push all messages, and pull until all are answered."""
     missing = set(grid.push_messages(messages))
     while missing:
         replies = list(grid.pull_messages(missing))
