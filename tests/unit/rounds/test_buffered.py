@@ -1,4 +1,4 @@
-"""Buffers over a channel: what clients in flight are sent ahead, and what they make of it."""
+"""Buffered rounds over a channel: models sent ahead, clients that keep failing, and restarts."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -35,7 +35,7 @@ LIMITS = Asynchrony(
 
 @dataclass
 class SentAhead:
-    """Remembers what was sent ahead."""
+    """Records what was sent ahead."""
 
     sent: list[tuple[list[int], int, int]] = field(default_factory=list)
     num_calls_off: int = 0
@@ -50,7 +50,7 @@ class SentAhead:
 
 
 def client(age: int) -> Handler:
-    """A handler that has trained a model so many rounds older than it is asked about."""
+    """Create a client that trains a model ``age`` rounds older than the one it is asked for."""
 
     def answer(data: bytes, state: bytes) -> tuple[bytes, bytes]:
         request = decode(data)
@@ -65,14 +65,14 @@ def client(age: int) -> Handler:
 
 
 def failing(data: bytes, state: bytes) -> tuple[bytes, bytes]:
-    """A handler whose training fails."""
+    """A client whose training fails."""
     return encode(Failure("RuntimeError")), state
 
 
 def collector(
     ages: Mapping[int, int], *, limits: Asynchrony = LIMITS, num_there: int = 3
 ) -> PlainCollector:
-    """Return what collects from clients of which each takes as many seconds as its number."""
+    """Create a collector whose client k takes 1 + k seconds."""
     handlers = {ClientId(each): client(ages.get(each, 0)) for each in range(num_there)}
 
     def latency(clients: Sequence[ClientId], _: Request) -> NDArray[np.float64]:
@@ -95,7 +95,7 @@ def sent(collecting: PlainCollector) -> list[tuple[list[int], int, int]]:
 
 
 def collect(collecting: PlainCollector, *in_flight: int) -> Collected:
-    """Fill the buffer of a round into which some are in flight on the model before."""
+    """Collect a buffered round that begins with clients in flight on the previous model."""
 
     def draw(
         num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
@@ -110,7 +110,7 @@ def collect(collecting: PlainCollector, *in_flight: int) -> Collected:
 
 
 def test_who_works_on_an_older_model_is_sent_the_newest_ahead() -> None:
-    """Once a round, with the last round whose question may be answered with it."""
+    """Once per round, with the last round whose request may be answered with that model."""
     collecting = collector({})
     collect(collecting, 1, 2)
     assert sent(collecting) == [([1, 2, 0], ROUND, ROUND + LIMITS.max_staleness - 1)]
@@ -119,22 +119,22 @@ def test_who_works_on_an_older_model_is_sent_the_newest_ahead() -> None:
 @pytest.mark.parametrize(
     ("in_flight", "num_there", "limits"),
     [
-        ((), 3, LIMITS),  # all have the newest
-        ((1, 2), 4, LIMITS),  # another one's turn comes first
-        ((1, 2), 3, replace(LIMITS, max_staleness=1)),  # it would be too old
+        ((), 3, LIMITS),  # no client works on an older model
+        ((1, 2), 4, LIMITS),  # client 3 would be asked first
+        ((1, 2), 3, replace(LIMITS, max_staleness=1)),  # the update would be too stale by then
     ],
 )
 def test_nobody_is_sent_ahead_what_it_is_not_asked_about_next(
     in_flight: Sequence[int], num_there: int, limits: Asynchrony
 ) -> None:
-    """Nor what it has: a synchronous round is as it was."""
+    """The same holds for a synchronous round, and for a client that has the model already."""
     collecting = collector({}, limits=limits, num_there=num_there)
     collect(collecting, *in_flight)
     assert sent(collecting) == []
 
 
 def test_an_update_that_was_begun_ahead_counts_as_old_as_it_is() -> None:
-    """Client 0 was asked about this round's model, and had begun on the one of two rounds ago."""
+    """Client 0 was asked to train this round's model, but had begun on one of two rounds ago."""
     collected = collect(collector({0: 2}), 1)
     assert collected.staleness == {1: 1, 2: 1}
     assert collected.aggregate is not None
@@ -143,7 +143,7 @@ def test_an_update_that_was_begun_ahead_counts_as_old_as_it_is() -> None:
 
 @pytest.mark.parametrize(("age", "status"), [(3, Status.REPORTED), (4, Status.STALE)])
 def test_one_that_is_too_old_by_then_does_not_count(age: int, status: Status) -> None:
-    """Its client is told so, and may be asked again."""
+    """Its client is notified and may be asked again."""
     collecting = collector({1: age - 1})
     collected = collect(collecting, 1)
     told = [each.status for each in collected.participations if each.client_id == 1]
@@ -152,7 +152,7 @@ def test_one_that_is_too_old_by_then_does_not_count(age: int, status: Status) ->
 
 
 def test_no_client_may_say_that_its_model_is_newer_than_what_it_was_asked() -> None:
-    """Nor older than any that counts: it fails, as one that answers another round does."""
+    """Nor one older than the limit: it fails, like a client that answers another round."""
     for age in (-1, LIMITS.max_staleness + 1):
         collected = collect(collector({0: age}), 1)
         failed = [each for each in collected.participations if each.client_id == 0]
@@ -161,7 +161,7 @@ def test_no_client_may_say_that_its_model_is_newer_than_what_it_was_asked() -> N
 
 
 def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
-    """Who sent what is of no use is not asked again; with another client it would be full."""
+    """A client with an unusable update is not asked again; a third client would fill the buffer."""
     collected = collect(collector({0: -1}, num_there=2))
     told = [(each.client_id, each.status) for each in collected.participations]
     assert told == [(0, Status.FAILED), (1, Status.REPORTED)]
@@ -176,7 +176,7 @@ def num_calls_off(collecting: PlainCollector) -> int:
 
 
 def test_what_was_sent_ahead_is_called_off_where_another_ones_turn_comes_first() -> None:
-    """Somebody has come: who was told would be asked at any time, and answer with what is old."""
+    """Client 3 is available, so the others may be asked much later, when their update is stale."""
     collecting = collector({}, num_there=4)
     collect(collecting, 1, 2)
     assert num_calls_off(collecting) == 1
@@ -186,7 +186,7 @@ def test_what_was_sent_ahead_is_called_off_where_another_ones_turn_comes_first()
 def test_what_was_sent_ahead_is_called_off_where_fewer_may_be_in_flight(
     most: int, expected: int
 ) -> None:
-    """Who lands is not asked next."""
+    """A client that lands is then not the next to be asked."""
     collecting = collector({})
     collecting.congestion = InFlightLimit(most, 2, num_waiting=lambda: 0)
     collect(collecting, 0, 1, 2)
@@ -195,7 +195,7 @@ def test_what_was_sent_ahead_is_called_off_where_fewer_may_be_in_flight(
 
 
 def test_a_client_that_fails_whenever_it_is_asked_does_not_end_the_round() -> None:
-    """It is asked again as often as a round may be tried again; the others fill the buffer."""
+    """It is asked again up to ``max_retries`` times, and the others fill the buffer."""
     collecting = collector({}, limits=replace(LIMITS, buffer_size=3), num_there=3)
     collecting.policy = replace(POLICY, max_retries=2)
     assert isinstance(collecting.channel, MemoryChannel)
@@ -215,7 +215,7 @@ def test_a_client_that_fails_whenever_it_is_asked_does_not_end_the_round() -> No
 
 
 def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
-    """Nobody will ask about it."""
+    """No later round will ask for it."""
     collecting = collector({})
     collect(collecting, 1, 2)
     before = collecting.ahead
@@ -226,7 +226,7 @@ def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
 
 
 def failing_at_once(*failing: int) -> tuple[PlainCollector, VirtualClock]:
-    """Return what collects from three clients that take seconds, or fail within a moment."""
+    """Create a collector of three clients that take 5 s, or fail at once."""
     handlers = {ClientId(each): client(0) for each in range(3)}
     handlers |= dict.fromkeys(map(ClientId, failing), no_number)
 
@@ -249,7 +249,7 @@ def no_number(_: bytes, state: bytes) -> tuple[bytes, bytes]:
 
 
 def test_a_client_that_always_fails_is_asked_once_while_others_work() -> None:
-    """Else the round would be given up for its sake, in a second."""
+    """Otherwise its failures alone would end the round within a second."""
     collecting, clock = failing_at_once(0)
     collected = collect(collecting)
     assert collected.aggregate is not None
@@ -258,7 +258,7 @@ def test_a_client_that_always_fails_is_asked_once_while_others_work() -> None:
 
 
 def test_where_all_fail_the_round_is_given_up() -> None:
-    """Each has been tried as often as a round may be; that others may come is not waited for."""
+    """Each has been retried ``max_retries`` times, and the round does not wait for new clients."""
     collecting, clock = failing_at_once(0, 1, 2)
     collecting.policy = replace(POLICY, max_retries=2)
     collecting.wait = pytest.fail
@@ -272,7 +272,7 @@ def test_where_all_fail_the_round_is_given_up() -> None:
 def test_a_client_in_flight_has_time_to_return_after_a_restart(
     grace_s: float, num_late: int
 ) -> None:
-    """It answers 2 s after the restart, and 3 s after it was asked; the deadline is 1.5 s."""
+    """It answers 2 s after the restart and 3 s after it was asked; the deadline is 1.5 s."""
     collecting = collector({}, num_there=2)
     collecting.policy = replace(POLICY, deadline_s=1.5)
     channel = collecting.channel
@@ -286,7 +286,7 @@ def test_a_client_in_flight_has_time_to_return_after_a_restart(
 
 
 def test_who_sends_what_does_not_count_is_not_waited_for_without_end() -> None:
-    """As one that was late: after a deadline the round closes with the others."""
+    """As for a client that was late, the round closes with the others after a deadline."""
     collecting = collector({0: -1}, limits=replace(LIMITS, buffer_size=3))
     num_waits = 0
 
@@ -294,7 +294,7 @@ def test_who_sends_what_does_not_count_is_not_waited_for_without_end() -> None:
         nonlocal num_waits
         num_waits += 1
         assert num_waits < 1000
-        exchange = collecting._exchange  # noqa: SLF001 - whose seconds are to pass
+        exchange = collecting._exchange  # noqa: SLF001 - to let time pass on its clock
         assert isinstance(exchange, MemoryExchange)
         exchange._pass_to(exchange.elapsed_s() + 1.0)  # noqa: SLF001
 

@@ -1,4 +1,4 @@
-"""How many clients are in flight, by how many replies wait."""
+"""The limit of clients in flight follows the number of replies that wait."""
 
 import heapq
 from collections import deque
@@ -16,7 +16,7 @@ from tests.unit.rounds.test_buffered import LIMITS, collect, collector
 
 
 def limits(waiting: Iterable[int], *, most: int = 16, least: int = 2) -> list[int]:
-    """Return the limit after each that landed, where so many waited; all of it is made use of."""
+    """Return the limit after each reply, given the queue length then; it is always used up."""
     queue, in_flight = deque(waiting), most
     limit, found = InFlightLimit(most, least, num_waiting=queue.popleft), list[int]()
     while queue:
@@ -31,7 +31,7 @@ def test_it_is_the_concurrency_where_no_more_than_a_buffers_worth_waits() -> Non
 
 
 def test_it_falls_by_those_beyond_a_buffers_worth_that_waited_while_all_in_flight_landed() -> None:
-    """By the fewest: nine of the sixteen were of no use."""
+    """By the shortest queue: nine of the sixteen clients in flight were of no use."""
     found = limits([13, 12, 11, *[12] * 13])
     assert found == [16] * 15 + [7]
 
@@ -41,25 +41,25 @@ def test_replies_that_come_together_and_are_folded_in_before_the_next_change_not
 
 
 def test_what_it_does_is_seen_once_all_that_were_in_flight_have_landed() -> None:
-    """Those that are beyond it at first are no sign that it is still too high."""
+    """Replies that were queued before the drop do not show that the limit is still too high."""
     found = limits([*[12] * 16, *range(12, 2, -1), *[3] * 6, *[2] * 20])
     assert found[15:31] == [6] * 16
-    assert found[31:] == [5] * 21  # of what waited then one was of no use
+    assert found[31:] == [5] * 21  # then one of the waiting replies was of no use
 
 
 def test_it_grows_by_one_with_each_that_is_waited_for() -> None:
-    """To the concurrency again, and not more."""
+    """Up to the concurrency, and no further."""
     found = limits([*[16] * 16, *[0] * 20])
     assert found[15:] == [2, *range(3, 17), *[16] * 6]
 
 
 def test_a_buffer_that_is_more_than_the_concurrency_bounds_nothing() -> None:
-    """A round may be filled by the same few, one after the other."""
+    """The same few clients can fill a buffer, one after another."""
     assert limits([50] * 99, most=4, least=10) == [4] * 99
 
 
 def test_whoever_watches_is_told_of_changes_alone() -> None:
-    """And of the limit at the beginning; the log says how low it came, and that it is over."""
+    """Also of the initial limit. The log has each new low, and the end of the congestion."""
     told, waiting = list[int](), iter([*[6] * 8, 0, 0, *[4] * 6, 0, 0, 0, 0])
     limit = InFlightLimit(8, 2, num_waiting=lambda: next(waiting), told=told.append)
     with structlog.testing.capture_logs() as logs:
@@ -87,7 +87,7 @@ def test_the_log_says_when_all_may_be_in_flight_again() -> None:
 
 
 class Unlimited(InFlightLimit):
-    """The control: never falls."""
+    """Control: a limit that never drops."""
 
     def landed(self, *, num_in_flight: int) -> int:
         """Return the concurrency."""
@@ -95,12 +95,12 @@ class Unlimited(InFlightLimit):
 
 
 class Halving(InFlightLimit):
-    """Another rule: falls to a half whenever a buffer's worth waits, once for as many landings."""
+    """Another rule: halve the limit for a standing queue, once per as many replies."""
 
     num_landed = 0
 
     def landed(self, *, num_in_flight: int) -> int:
-        """Return how many may be in flight."""
+        """Update and return the limit."""
         self.num_landed += 1
         if self._found >= self.least and self.num_landed >= self.limit:
             self.limit, self.num_landed = max(self.least, self.limit // 2), 0
@@ -111,12 +111,12 @@ class Halving(InFlightLimit):
 
 @dataclass(frozen=True)
 class Course:
-    """What came of some time.
+    """Statistics of a simulated run.
 
     Attributes:
-        updates_per_s: That were folded in.
-        staleness: Of these, the mean.
-        limits: After each that landed.
+        updates_per_s: Aggregated updates per second.
+        staleness: Mean staleness of these updates.
+        limits: The limit after each reply.
     """
 
     updates_per_s: float
@@ -133,7 +133,7 @@ def course(
     commit_s: float,
     until_s: float,
 ) -> Course:
-    """Fold replies in one after the other, and commit each full buffer, with clients to spare."""
+    """Simulate a coordinator that aggregates replies one by one and commits each full buffer."""
     rng, numbers = Seed(0).derive("trainings").numpy(), count()
     flying, waiting = list[tuple[float, int, int]](), deque[int]()
     ages, landed = list[int](), list[int]()
@@ -159,12 +159,12 @@ def course(
 
 
 def around(mean_s: float) -> Callable[[float, Generator], float]:
-    """Return trainings of a half to one and a half times ``mean_s``."""
+    """Training times distributed uniformly between half and one and a half times ``mean_s``."""
     return lambda _, rng: rng.uniform(0.5, 1.5) * mean_s
 
 
 def chance(mean_s: float) -> Callable[[float, Generator], float]:
-    """Return trainings of exponential length."""
+    """Training times with an exponential distribution."""
     return lambda _, rng: rng.exponential(mean_s)
 
 
@@ -202,7 +202,7 @@ def test_to_halve_the_limit_would_leave_the_coordinator_idle(
 def test_a_slow_commit_limits_nobody_where_clients_are_slower(
     training_s: Callable[[float, Generator], float],
 ) -> None:
-    """Also if all of them come together."""
+    """Also if all clients reply at the same time."""
     found = course(
         InFlightLimit,
         concurrency=20,
@@ -215,7 +215,7 @@ def test_a_slow_commit_limits_nobody_where_clients_are_slower(
 
 
 def test_it_grows_back_when_the_load_ends() -> None:
-    """It doubles within each training of those that may be in flight."""
+    """It doubles in each time that a client trains."""
 
     def ebbing(now_s: float, rng: Generator) -> float:
         return rng.uniform(0.5, 1.5) * (0.2 if now_s < 100.0 else 30.0)
@@ -234,12 +234,12 @@ def test_it_grows_back_when_the_load_ends() -> None:
 
 @pytest.mark.parametrize(("num_waiting", "num_in_flight"), [(0, 2), (9, 1)])
 def test_a_round_asks_nobody_beyond_the_limit(num_waiting: int, num_in_flight: int) -> None:
-    """Of five that are there, three are asked at first, and nobody follows where replies wait."""
+    """Three of five clients are asked at first, and no further ones while replies wait."""
     collecting = collector({}, num_there=5)
     collecting.congestion = limit = InFlightLimit(
         LIMITS.concurrency, LIMITS.buffer_size, num_waiting=lambda: num_waiting
     )
-    for _ in range(LIMITS.concurrency - 1):  # in an earlier round
+    for _ in range(LIMITS.concurrency - 1):  # an earlier round
         limit.look()
         limit.landed(num_in_flight=LIMITS.concurrency)
     assert len(collect(collecting).flight) == num_in_flight

@@ -1,4 +1,4 @@
-"""The release of a sum that has its clients' noise in it."""
+"""A mean is released from a sum that contains its clients' noise."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def plan(*, by_examples: bool = False) -> SecurePlan:
 
 
 class Ones:
-    """Noise that is its scale."""
+    """A noise source that returns the standard deviation itself."""
 
     def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
         assert labels == ("parameters", 3, 1)
@@ -50,7 +50,7 @@ class Ones:
 
 @pytest.mark.parametrize("simulated", [None, Ones()])
 def test_the_sum_is_divided_by_who_was_expected_and_not_by_who_came(simulated: Ones | None) -> None:
-    """Of 7 that came where 10 are expected; simulated noise is that of 7 shares."""
+    """Seven of ten expected clients reported; simulated noise is that of seven shares."""
     mean = DistributedMean(plan(), expected=10, simulated=simulated)
     (lane,) = plan().vector_lanes(LAYOUT)[DELTA.name]
     levels = torch.full((LAYOUT.size,), 1e6, dtype=torch.float64)
@@ -70,10 +70,10 @@ def test_the_sum_is_divided_by_who_was_expected_and_not_by_who_came(simulated: O
 
 
 def test_the_fewest_honest_shares_are_the_noise_that_was_asked() -> None:
-    """Of 10 three may drop out and one may tell: 6 shares are z times the norm."""
+    """Of ten clients, three may drop out and one be corrupt: six shares make z times the norm."""
     (lane,) = plan().vector_lanes(LAYOUT)[DELTA.name]
     assert lane.noise * 6**0.5 == pytest.approx(2.0 * lane.norm)
-    assert plan().lanes(LAYOUT) == (lane,)  # and nothing else is sent
+    assert plan().lanes(LAYOUT) == (lane,)  # clients send no other lane
 
 
 def test_weights_have_no_noise_and_are_refused() -> None:

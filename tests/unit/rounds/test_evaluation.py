@@ -20,7 +20,7 @@ CLIENTS = [ClientId(i) for i in range(10)]
 
 
 def measuring(client_id: int) -> Handler:
-    """A client whose loss is its id plus the first weight of the model it was sent."""
+    """Create a client whose loss is its id plus the first weight of the model that it was sent."""
 
     def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
         request = decode(data)
@@ -46,7 +46,7 @@ def evaluator(deadline_s: float) -> ChannelEvaluator:
 
 
 def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None:
-    """Means, quantiles and the worst tenth, whichever direction is worse."""
+    """Mean, quantiles and worst decile, whichever direction is worse."""
     params = PARAMS.with_vector(torch.tensor([100.0, 0.0]))
     metrics = evaluator(deadline_s=10.0).evaluate(params, round_num=3)
     assert metrics["clients/loss_mean"] == pytest.approx(104.5)
@@ -57,26 +57,26 @@ def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None
 
 @pytest.mark.parametrize(("deadline_s", "expected"), [(4.0, 2.0), (3.9, 1.5), (9.0, 4.5)])
 def test_only_those_count_that_answer_in_time(deadline_s: float, expected: float) -> None:
-    """At the deadline is in time."""
+    """A reply exactly at the deadline is in time."""
     params = PARAMS.with_vector(torch.zeros(2))
     metrics = evaluator(deadline_s).evaluate(params, round_num=0)
     assert metrics["clients/loss_mean"] == expected
 
 
 def test_when_nobody_answers_there_are_no_metrics() -> None:
-    """Not a zero, and not an error."""
+    """Neither a zero nor an error."""
     assert evaluator(deadline_s=-1.0).evaluate(PARAMS, round_num=0) == {}
 
 
 def counting(num_examples: int, loss: float) -> Handler:
-    """A client that says that it has so many examples."""
+    """Create a client that claims ``num_examples`` examples."""
     reply = EvaluateReply(round_num=1, num_examples=num_examples, metrics={"loss": loss})
     return lambda _, state: (encode(reply), state)
 
 
 @pytest.mark.parametrize("claimed", [0, 10**9 + 1, 2**63 - 1])
 def test_means_by_examples_weigh_clients_and_none_that_claims_too_much(claimed: int) -> None:
-    """It is told so; without means by examples its count decides nothing, and it counts."""
+    """Its reply is refused. Without means by examples its claim has no effect, and it counts."""
     handlers = {CLIENTS[0]: counting(30, 1.0), CLIENTS[1]: counting(10, 2.0)}
     handlers[CLIENTS[2]] = counting(claimed, 9.0)
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
@@ -93,7 +93,7 @@ def test_means_by_examples_weigh_clients_and_none_that_claims_too_much(claimed: 
 
 
 class Constant:
-    """An evaluator of one metric."""
+    """An evaluator with one metric."""
 
     def __init__(self, name: str, value: float) -> None:
         self.metric = {name: value}
@@ -103,6 +103,6 @@ class Constant:
 
 
 def test_several_evaluators_are_one() -> None:
-    """Their metrics stand side by side."""
+    """Their metrics are merged."""
     both = Evaluators([Constant("loss", 0.5), Constant("accuracy", 0.25)])
     assert both.evaluate(PARAMS, round_num=1) == {"loss": 1.5, "accuracy": 1.25}

@@ -1,4 +1,4 @@
-"""A round that was opened is opened once, whoever restarts."""
+"""A round is opened only once, even if another coordinator takes over."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ OPENED = OpenRound(
 
 @pytest.fixture
 def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """A store with one run, once of each kind."""
+    """A store with one run, for each kind of database."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         database.create(RUN)
         yield database
@@ -29,12 +29,12 @@ def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def journal(database: Database) -> RoundJournal:
-    """Its empty journal."""
+    """The run's journal, which is empty."""
     return StoredJournal(database, RUN.name, guard=unguarded)
 
 
 def test_an_open_round_comes_back_as_it_was_opened(journal: RoundJournal) -> None:
-    """By round and attempt, and as the last."""
+    """By round and attempt, and as the last one."""
     assert (journal.find(3, 1), journal.last()) == (None, None)
     journal.open(OPENED)
     assert (journal.find(3, 1), journal.last()) == (OPENED, OPENED)
@@ -51,7 +51,7 @@ def test_the_last_is_the_latest_attempt_of_the_latest_round(journal: RoundJourna
 
 
 def test_a_round_may_be_opened_again_with_the_same_cohort_only(journal: RoundJournal) -> None:
-    """The answer to the first time may have been lost; two cohorts would count two."""
+    """The response to the first call may have been lost, but a second cohort would count twice."""
     journal.open(OPENED)
     journal.open(OPENED)
     with pytest.raises(StoreError, match="round 3, attempt 1, is open with another cohort"):
@@ -60,7 +60,7 @@ def test_a_round_may_be_opened_again_with_the_same_cohort_only(journal: RoundJou
 
 
 def test_committed_rounds_are_forgotten(journal: RoundJournal) -> None:
-    """Those before the one named, all their attempts."""
+    """All attempts of the rounds before the given one."""
     for round_num, attempt in ((1, 0), (1, 1), (2, 0)):
         journal.open(replace(OPENED, round_num=round_num, attempt=attempt))
     journal.forget(before_round=2)
@@ -70,7 +70,7 @@ def test_committed_rounds_are_forgotten(journal: RoundJournal) -> None:
 
 
 def test_journals_of_two_runs_are_apart(database: Database) -> None:
-    """In one database."""
+    """Both are in one database."""
     database.create(replace(RUN, name="quick-yak-42"))
     one, two = (
         StoredJournal(database, name, guard=unguarded) for name in (RUN.name, "quick-yak-42")
@@ -82,7 +82,7 @@ def test_journals_of_two_runs_are_apart(database: Database) -> None:
 
 
 def test_a_run_that_failed_runs_again_with_the_round_that_is_opened(database: Database) -> None:
-    """Not before: a stop until then leaves no attempt that the next start would go on among."""
+    """Not before: if it stops before that, the next start finds no attempt to continue."""
     run = database.run(RUN.name)
     run.finish(RunStatus.FAILED, error="3 reports, minimum 5")
     journal = StoredJournal(database, RUN.name, guard=unguarded)
@@ -93,6 +93,6 @@ def test_a_run_that_failed_runs_again_with_the_round_that_is_opened(database: Da
 
 
 def test_a_journal_of_no_run_is_an_error(database: Database) -> None:
-    """Which suggests the nearest name."""
+    """The error suggests the nearest name."""
     with pytest.raises(StoreError, match="did you mean 'calm-otter-17'"):
         StoredJournal(database, "calm-otter", guard=unguarded)

@@ -1,4 +1,4 @@
-"""Collecting over a channel: who is in the aggregate, who is late, who failed."""
+"""Plaintext collection over a channel: which clients are in the aggregate, late, or failed."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ REQUEST = RoundRequest(
 
 
 def client(client_id: int, *, num_examples: int = 1) -> Handler:
-    """A handler whose delta is its client's id, so that the mean says who is in it."""
+    """Create a client whose delta is its id, so that the mean shows which clients are in it."""
     lanes = {"delta": torch.full((2,), float(client_id))}
     reply = TrainReply(
         round_num=4, lanes=lanes, num_examples=num_examples, metrics={"loss": client_id / 10}
@@ -64,7 +64,7 @@ def collect(
     failures: Iterable[int] = (),
     num_examples: Mapping[int, int] | None = None,
 ) -> Collected:
-    """Ask clients 0, 1, ... whose replies take so long."""
+    """Ask clients 0, 1, ..., whose replies take ``latencies_s``."""
     cohort = [ClientId(i) for i in range(len(latencies_s))]
     sizes = num_examples or {}
     handlers = {c: client(c, num_examples=sizes.get(c, 1)) for c in cohort}
@@ -89,7 +89,7 @@ def with_status(collected: Collected, status: Status) -> list[int]:
 
 
 def test_a_round_closes_with_the_report_it_wants() -> None:
-    """Ten of thirteen: the aggregate holds the ten fastest, the rest are late."""
+    """Of thirteen clients, the ten fastest are aggregated and the rest are late."""
     collected = collect([float(13 - i) for i in range(13)])
     assert with_status(collected, Status.REPORTED) == list(range(12, 2, -1))
     assert sorted(with_status(collected, Status.LATE)) == [0, 1, 2]
@@ -98,7 +98,7 @@ def test_a_round_closes_with_the_report_it_wants() -> None:
 
 
 def test_failures_are_data_and_the_next_client_takes_their_place() -> None:
-    """Three fail early; the ten others make the round."""
+    """Three fail early; the other ten fill the round."""
     collected = collect([float(i) for i in range(13)], failures=[0, 5, 7])
     assert with_status(collected, Status.FAILED) == [0, 5, 7]
     assert collected.count(Status.REPORTED) == 10
@@ -114,7 +114,7 @@ def test_failures_are_data_and_the_next_client_takes_their_place() -> None:
 def test_the_deadline_cuts_off_what_comes_later(
     deadline_s: float, num_reported: int, duration_s: float
 ) -> None:
-    """Arriving at the deadline counts; with nobody missing the round does not wait for it."""
+    """A reply exactly at the deadline counts; a round that has all replies does not wait for it."""
     policy = replace(POLICY, deadline_s=deadline_s)
     collected = collect([0.0, 1.0, 2.0, 3.0, 4.0], policy=policy)
     assert collected.count(Status.REPORTED) == num_reported
@@ -124,7 +124,7 @@ def test_the_deadline_cuts_off_what_comes_later(
 
 @dataclass
 class GraceChannel(MemoryChannel):
-    """A channel that has restarted: clients get more time than the round's deadline to return."""
+    """A channel after a restart: clients have more time than the round's deadline to reconnect."""
 
     grace_s: float = 0.0
 
@@ -136,7 +136,7 @@ class GraceChannel(MemoryChannel):
 def test_the_exchange_of_a_synchronous_round_decides_when_it_ends(
     grace_s: float, num_reports: int
 ) -> None:
-    """After a restart clients may need longer than the deadline to return, and are waited for."""
+    """After a restart, clients may need longer than the deadline to reconnect."""
     cohort = [ClientId(i) for i in range(7)]
     latencies_s = np.array([1.0] * 5 + [25.0, 35.0])
     channel = GraceChannel(
@@ -152,7 +152,7 @@ def test_the_exchange_of_a_synchronous_round_decides_when_it_ends(
 
 @dataclass
 class ResumedChannel(MemoryChannel):
-    """A channel of a coordinator that has restarted; its exchanges have no deadline."""
+    """A channel of a restarted coordinator, with a grace period for reconnecting."""
 
     grace_s: float = 0.0
 
@@ -161,7 +161,7 @@ class ResumedChannel(MemoryChannel):
 
 
 class ResumedExchange(MemoryExchange):
-    """Its exchange."""
+    """An exchange with a grace period."""
 
     def __init__(self, channel: MemoryChannel, deadline_s: float, *, grace_s: float) -> None:
         super().__init__(channel, deadline_s)
@@ -178,7 +178,7 @@ class ResumedExchange(MemoryExchange):
 def test_a_deadline_that_follows_durations_leaves_time_to_return_after_a_restart(
     grace_s: float, longest_s: float, num_reports: int, duration_s: float
 ) -> None:
-    """Clients that trained in a second need longer to return; the fixed deadline bounds it."""
+    """Clients that train in one second need longer to reconnect; the fixed deadline limits it."""
     cohort = [ClientId(i) for i in range(7)]
     latencies_s = np.array([1.0] * 5 + [25.0, 35.0])
     channel = ResumedChannel(
@@ -205,7 +205,7 @@ def test_a_deadline_that_follows_durations_leaves_time_to_return_after_a_restart
 
 
 def test_late_clients_are_counted_and_left_out() -> None:
-    """Their delta is not in the mean, their duration is not known."""
+    """Their delta is not in the mean, and their duration is unknown."""
     policy = replace(POLICY, deadline_s=1.5, min_reports=2)
     collected = collect([0.0, 1.0, 2.0], policy=policy)
     assert mean_of(collected) == [0.5, 0.5]
@@ -216,7 +216,7 @@ def test_late_clients_are_counted_and_left_out() -> None:
 
 
 def test_without_a_deadline_a_client_that_never_answers_ends_nothing() -> None:
-    """The channel says when all have answered who will; the round took as long as they did."""
+    """The channel reports when no further client will answer; the round took that long."""
     policy = replace(POLICY, deadline_s=math.inf)
     collected = collect([1.0, math.inf, 3.0], policy=policy)
     assert with_status(collected, Status.REPORTED) == [0, 2]
@@ -225,7 +225,7 @@ def test_without_a_deadline_a_client_that_never_answers_ends_nothing() -> None:
 
 
 def test_an_empty_cohort_is_an_empty_round() -> None:
-    """Poisson sampling may ask nobody."""
+    """Poisson sampling may choose no clients."""
     collected = collect([])
     assert len(collected.participations) == 0
     assert collected.aggregate is None
@@ -233,7 +233,7 @@ def test_an_empty_cohort_is_an_empty_round() -> None:
 
 
 def test_clients_weigh_as_many_examples_as_they_trained_on() -> None:
-    """And their losses and counts stand in the record."""
+    """Their losses and numbers of examples are recorded."""
     policy = replace(POLICY, min_reports=2)
     collected = collect([0.0, 1.0], policy=policy, num_examples={0: 3, 1: 1})
     assert mean_of(collected) == [0.25, 0.25]
@@ -241,7 +241,7 @@ def test_clients_weigh_as_many_examples_as_they_trained_on() -> None:
 
 
 def test_a_collector_over_a_channel_keeps_nothing_for_a_checkpoint() -> None:
-    """The clients keep their own state."""
+    """Clients store their own state."""
     channel = MemoryChannel({}, lambda c, _: np.zeros(len(c)), VirtualClock())
     assert PlainCollector(channel=channel, policy=POLICY, slab_bytes=0).available() == ()
     assert collect([0.0]).kept == {}

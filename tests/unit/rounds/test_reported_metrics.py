@@ -1,4 +1,4 @@
-"""Metrics that clients report: bounded, weighted, of names that most agree on."""
+"""Metrics that clients report are bounded, weighted, and limited to names that most of them use."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ REQUEST = RoundRequest(
 
 
 def test_training_metrics_of_any_name_are_weighted_by_examples() -> None:
-    """Over the reports; what only one of them names, or says without a number, is left out."""
+    """A name that only one report has is left out, and so is a value that is not finite."""
     told: Sequence[Mapping[str, float]] = (
         {"loss": 1.0, "grad_norm": 2.0, "epochs": 3.0},
         {"loss": 1.0, "grad_norm": 6.0, "epochs": math.inf, "mine": 1.0},
@@ -55,7 +55,7 @@ def test_training_metrics_of_any_name_are_weighted_by_examples() -> None:
 
 
 def test_metrics_of_clients_that_are_late_or_fail_do_not_count() -> None:
-    """The mean is over those in the aggregate."""
+    """The mean is over the clients in the aggregate."""
     told = [{"steps": 1.0}, {"steps": 1.0}, {"steps": 100.0}]
     assert collect_metrics(told, (1, 1, 1), latencies_s=(0.0, 1.0, 99.0)) == {"steps": 1.0}
     assert collect_metrics(told, (1, 1, 0)) == {"steps": 1.0}
@@ -73,7 +73,7 @@ def test_metrics_of_clients_that_are_late_or_fail_do_not_count() -> None:
     ids=["many", "long", "unprintable", "no number", "too large"],
 )
 def test_names_and_values_are_not_believed(hostile: Mapping[str, float]) -> None:
-    """One of three clients neither fills the record nor keeps the others' metrics out of it."""
+    """One of three clients can neither fill the record nor keep the others' metrics out of it."""
     told = [{"steps": 1.0, "fine": 2.0}, {"steps": 1.0, "fine": 2.0}, hostile]
     found = collect_metrics(told, (1, 1, MAX_EXAMPLES))
     assert found["fine"] == 2.0
@@ -82,7 +82,7 @@ def test_names_and_values_are_not_believed(hostile: Mapping[str, float]) -> None
 
 
 def test_however_many_names_all_agree_on_a_record_is_bounded() -> None:
-    """Clients that conspire get the metrics of one reply into it."""
+    """Colluding clients get at most the metrics of one reply into the record."""
     told = [{f"name {k}": 1.0 for k in range(1000)}] * 3
     assert len(collect_metrics(told, (1, 1, 1))) == MAX_METRICS
     agreed = {"x" * 65: 1.0, "two\nlines": 1.0, "sound": 1.0}
@@ -95,7 +95,7 @@ def collect_metrics(
     *,
     latencies_s: Sequence[float] = (0.0, 1.0, 2.0),
 ) -> Mapping[str, float]:
-    """Return the training metrics of a round whose clients tell so much of so many examples."""
+    """Return a round's training metrics if client k reports ``told[k]`` of ``sizes[k]`` examples."""
     handlers = {
         ClientId(k): telling(metrics, num_examples=sizes[k]) for k, metrics in enumerate(told)
     }

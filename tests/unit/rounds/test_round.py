@@ -1,4 +1,4 @@
-"""One round, and the seam that collectors of any protocol stand behind."""
+"""One round, and the collector interface, which fits protocols of any shape."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def zeros() -> Params:
 
 @dataclass
 class Asked:
-    """Handlers whose delta is 1, and a note of the requests they were sent."""
+    """Clients whose delta is 1, and the requests that they were sent."""
 
     requests: dict[int, TrainRequest]
     failing: frozenset[int] = frozenset()
@@ -106,7 +106,7 @@ def plan_with(collector: Collector, policy: StragglerPolicy = POLICY) -> RoundPl
 
 
 def test_a_round_samples_broadcasts_aggregates_and_steps() -> None:
-    """Two rounds of deltas of one: v = 1, 1.5 and x = 0.5, 1.25."""
+    """Two rounds with deltas of one: v = 1, 1.5 and x = 0.5, 1.25."""
     asked = Asked({})
     plan = plan_of(asked)
     state = plan.init(zeros())
@@ -119,7 +119,7 @@ def test_a_round_samples_broadcasts_aggregates_and_steps() -> None:
 
 
 def test_clients_are_sent_the_model_the_settings_and_the_seed() -> None:
-    """All of what they need to train is in the request."""
+    """The request has everything that they need to train."""
     asked = Asked({})
     plan = plan_of(asked)
     state, _, _ = run_round(plan.init(zeros()), plan, attempt=0)
@@ -132,7 +132,7 @@ def test_clients_are_sent_the_model_the_settings_and_the_seed() -> None:
 
 @pytest.mark.parametrize(("num_failing", "moves"), [(0, True), (1, True), (2, False), (4, False)])
 def test_below_the_minimum_nothing_is_released(num_failing: int, *, moves: bool) -> None:
-    """Three of four are enough, two leave the very model that came in."""
+    """Three of four reports are enough; with two, the state keeps the same model object."""
     asked = Asked({}, failing=frozenset(range(num_failing)))
     plan = plan_of(asked)
     before = plan.init(zeros())
@@ -145,7 +145,7 @@ def test_below_the_minimum_nothing_is_released(num_failing: int, *, moves: bool)
 
 @dataclass(frozen=True)
 class Playing:
-    """A collector that plays its only client, whose memory counts the rounds it was asked."""
+    """A collector that simulates one client, whose state counts its rounds."""
 
     has_enough: bool
 
@@ -168,7 +168,7 @@ class Playing:
 
 @pytest.mark.parametrize("has_enough", [True, False])
 def test_what_clients_keep_passes_on_with_the_state(*, has_enough: bool) -> None:
-    """Of a round below its minimum nothing does: no update counted."""
+    """After a round below its minimum it does not change, since no update counted."""
     plan = plan_with(Playing(has_enough))
     state = plan.init(zeros())
     for num_rounds in (1, 2):
@@ -179,7 +179,7 @@ def test_what_clients_keep_passes_on_with_the_state(*, has_enough: bool) -> None
 
 
 def test_another_attempt_asks_others() -> None:
-    """Under over-selection of 10 out of 100, two attempts rarely meet."""
+    """With 10 clients drawn out of 100, two attempts rarely have the same cohort."""
     policy = replace(POLICY, num_wanted=10)
     cohorts = []
     for attempt in (0, 1, 0):
@@ -193,7 +193,7 @@ def test_another_attempt_asks_others() -> None:
 
 
 def test_more_clients_than_there_are_is_an_error() -> None:
-    """Before anyone is asked."""
+    """Raised before any client is asked."""
     asked = Asked({})
     plan = plan_of(asked, num_clients=3)
     with pytest.raises(CohortTooSmall):
@@ -202,7 +202,7 @@ def test_more_clients_than_there_are_is_an_error() -> None:
 
 
 def test_a_cohort_may_be_empty() -> None:
-    """Poisson sampling may choose nobody: the model stays, nothing divides by zero."""
+    """Poisson sampling may choose no clients: the model stays, and nothing divides by zero."""
     policy = replace(POLICY, num_wanted=1, min_reports=1)
     plan = plan_of(Asked({}), num_clients=500, policy=policy)
     plan = replace(
@@ -222,9 +222,9 @@ def test_a_cohort_may_be_empty() -> None:
 
 @dataclass(frozen=True)
 class LossGuidedCollector:
-    """A protocol of two exchanges: all evaluate, the half with the highest loss trains.
+    """A protocol of two exchanges: all evaluate, then the half with the highest loss trains.
 
-    The clients' own count of messages travels in their state, from the first to the second.
+    Clients carry their loss from the first message to the second in their state.
     """
 
     channel: MemoryChannel
@@ -279,7 +279,7 @@ class LossGuidedCollector:
 
 
 def remembering(client_id: int) -> Handler:
-    """A client whose delta is the loss that it reported in the message before."""
+    """Create a client whose delta is the loss that it reported in the previous message."""
 
     def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
         request = decode(data)
@@ -304,7 +304,7 @@ def remembering(client_id: int) -> Handler:
 
 
 def test_a_protocol_of_several_exchanges_fits_the_seam() -> None:
-    """The round runs it unchanged; clients remember the first message in the second."""
+    """The round runs it unchanged, and clients remember the first message in the second."""
     clients = [ClientId(i) for i in range(4)]
     channel = MemoryChannel(
         {c: remembering(c) for c in clients}, lambda c, _: np.ones(len(c)), VirtualClock()

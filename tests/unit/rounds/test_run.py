@@ -1,4 +1,4 @@
-"""A run: retries, early stopping, the best model, and going on after a crash."""
+"""The training loop: retries, early stopping, the best model, and resuming after a crash."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +71,7 @@ LOCAL = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
 @dataclass
 class MemoryStore:
-    """A store in memory that remembers every commit as a crash right after it would find it."""
+    """A store in memory that keeps a copy of every commit, as it would be found after a crash."""
 
     records: list[RoundRecord] = field(default_factory=list)
     commits: list[tuple[Checkpoint, tuple[RoundRecord, ...]]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class MemoryStore:
 
 @dataclass(frozen=True)
 class Scripted:
-    """An evaluator that reads its values, by number of finished rounds, off a list."""
+    """An evaluator that reads its values from a list, by number of finished rounds."""
 
     values: Sequence[float]
     metric: str = "accuracy"
@@ -115,7 +115,7 @@ def scripted_round(
     policy: StragglerPolicy = POLICY,
     num_clients: int = 3,
 ) -> RoundPlan:
-    """Rounds whose deltas are one, of 2 virtual seconds, with failures as scripted."""
+    """Rounds with deltas of one that take 2 virtual seconds, with scripted failures."""
 
     def client(client_id: int) -> Handler:
         def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
@@ -153,7 +153,7 @@ def scripted_round(
 
 
 def ignore(record: RoundRecord, params: Params) -> bool:
-    """Show no progress, and go on."""
+    """Continue after every round."""
     return False
 
 
@@ -195,7 +195,7 @@ def run(
 
 
 def test_a_run_records_every_round() -> None:
-    """Losses weighted by examples, virtual time added up, and progress told of each."""
+    """Losses are weighted by examples, virtual time adds up, and the callback gets each record."""
     told: list[RoundRecord] = []
     store = MemoryStore()
     plan = run_plan(scripted_round(), num_rounds=3)
@@ -223,7 +223,7 @@ def test_a_run_records_every_round() -> None:
 def test_a_run_that_is_extended_on_its_way_has_the_rounds_of_one_begun_so(
     every: int, noticed_after: int
 ) -> None:
-    """Whenever it is told, up to the moment at which it would have been done."""
+    """Whenever the extension is noticed, up to the moment at which the run would have ended."""
     expected, whole = run(run_plan(scripted_round(), num_rounds=5, evaluate_every=every))
     store = MemoryStore()
     plan = replace(
@@ -240,7 +240,7 @@ def test_a_run_that_is_extended_on_its_way_has_the_rounds_of_one_begun_so(
 
 @dataclass(frozen=True)
 class Begins(Algorithm):
-    """Says something as it begins, and of each step."""
+    """A strategy with metrics of its start and of each step."""
 
     def begin(self, params: Params) -> Stepped:
         return Stepped(params, self.init(params), {"warm": 0.5})
@@ -250,7 +250,7 @@ class Begins(Algorithm):
 
 
 def test_what_a_strategy_says_as_it_begins_stands_in_the_first_record() -> None:
-    """Also where the run is killed between its first commit and its first round."""
+    """Also if the run is killed between its first commit and its first round."""
     fed = FedAvg(LOCAL)
     begins = Begins(**{each.name: getattr(fed, each.name) for each in fields(fed)})
     plan = run_plan(replace(scripted_round(), strategy=begins), num_rounds=2)
@@ -265,14 +265,14 @@ def test_what_a_strategy_says_as_it_begins_stands_in_the_first_record() -> None:
 
 
 class Spends(Algorithm):
-    """Its metrics look as if privacy had been spent."""
+    """A strategy with a metric that has the name of the privacy budget spent."""
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
         return replace(super().step(params, aggregate, state), metrics={"epsilon": 1.0})
 
 
 def test_no_metric_of_a_strategy_passes_for_the_privacy_that_was_spent() -> None:
-    """It would have stood in records in the place of the ledger's."""
+    """It would replace the ledger's metric in the records."""
     fed = FedAvg(LOCAL)
     spends = Spends(**{each.name: getattr(fed, each.name) for each in fields(fed)})
     with pytest.raises(RoundError, match=r"Spends\.step .* 'epsilon' is the privacy spent"):
@@ -298,7 +298,7 @@ def test_a_round_below_its_minimum_is_tried_again_with_others() -> None:
 
 
 def test_who_made_an_attempt_fail_is_not_asked_in_those_after_it() -> None:
-    """And again in the next round, since a fault is of a round."""
+    """It is asked again in the next round, because culprits are those of one round."""
     asked: list[tuple[int, int]] = []
 
     def fails(client_id: int, round_num: int, attempt: int) -> bool:
@@ -351,7 +351,7 @@ def test_each_attempt_asks_a_fresh_cohort() -> None:
 def test_a_run_fails_when_the_policy_says_so(
     below_minimum: BelowMinimum, num_attempts: int
 ) -> None:
-    """After all retries, or at once; the last commit stands and the message has the numbers."""
+    """After all retries or at once; the last commit remains and the message has the numbers."""
     attempts: set[int] = set()
 
     def fails(client_id: int, round_num: int, attempt: int) -> bool:
@@ -378,7 +378,7 @@ def test_a_run_fails_when_the_policy_says_so(
     ],
 )
 def test_the_error_of_a_round_names_who_failed_and_why(num_failing: int, told: str) -> None:
-    """The first few of them, and how many more there are."""
+    """It lists the first few clients and the number of the others."""
     policy = replace(POLICY, num_wanted=8, min_reports=8, over_selection=1.0)
     plan = scripted_round(lambda c, _, __: c < num_failing, policy=policy, num_clients=8)
     with pytest.raises(TooFewReports) as caught:
@@ -387,7 +387,7 @@ def test_the_error_of_a_round_names_who_failed_and_why(num_failing: int, told: s
 
 
 def test_of_many_reasons_the_most_frequent_are_told() -> None:
-    """Three, and how many clients failed for another one."""
+    """The three most frequent reasons, and the number of clients that failed for another one."""
     reasons = ["a", "b", "b", "c", "d", "d", "e"]
     rows = [
         Participation(ClientId(k), Status.FAILED, 1.0, 0, math.nan, reason)
@@ -404,7 +404,7 @@ def test_of_many_reasons_the_most_frequent_are_told() -> None:
 
 
 def test_a_skipped_round_counts_and_leaves_the_model() -> None:
-    """It is over, its record says so, and the next round is another one."""
+    """It is finished, its record says that it was skipped, and the next round follows."""
     policy = replace(POLICY, below_minimum=BelowMinimum.SKIP)
     state, store = run(
         run_plan(scripted_round(lambda c, r, _: r == 1 and c != 2, policy=policy), num_rounds=3)
@@ -424,14 +424,14 @@ SKIPPING = replace(POLICY, below_minimum=BelowMinimum.SKIP)
 
 
 def test_a_round_without_reports_has_no_loss() -> None:
-    """NaN, not zero."""
+    """It is NaN, not zero."""
     plan = scripted_round(lambda _, round_num, __: round_num == 0, policy=SKIPPING)
     _, store = run(run_plan(plan, num_rounds=2))
     assert math.isnan(store.records[0].train_loss)
 
 
 def test_a_run_in_which_all_clients_failed_has_failed() -> None:
-    """Even if rounds may be skipped; a resumed run knows of the rounds before."""
+    """Even if rounds may be skipped. A resumed run remembers the earlier rounds."""
     failing = scripted_round(lambda *_: True, policy=SKIPPING)
     plan, store = run_plan(failing, num_rounds=3), MemoryStore()
     with pytest.raises(NoUpdates, match=r"in 3 rounds.*last one 0 late; . failed: battery low"):
@@ -447,7 +447,7 @@ def test_a_run_in_which_all_clients_failed_has_failed() -> None:
 
 
 def test_a_run_that_was_resumed_has_the_updates_of_before() -> None:
-    """The controls of the above; of an earlier version's checkpoint it is not known."""
+    """Controls of the test above; a checkpoint of an earlier version does not say, so it passes."""
     few = run_plan(scripted_round(lambda client, *_: client > 0, policy=SKIPPING), num_rounds=3)
     assert run(few)[1].status is RunStatus.DONE, "too few reports are skipped, as the policy says"
     first = run_plan(scripted_round(policy=SKIPPING), num_rounds=1)
@@ -484,7 +484,7 @@ def test_the_model_is_measured_every_k_rounds_and_at_the_end(
 def test_the_best_model_is_kept(
     metric: str, direction: Direction, values: list[float], best_value: float, best_round: int
 ) -> None:
-    """Best in the direction declared, the first of equals; a NaN is never the best."""
+    """In the declared direction; the first of equal values wins, and a NaN is never best."""
     watched = replace(NEVER, metric=metric, direction=direction)
     state, store = run(run_plan(scripted_round(), values=values, early_stopping=watched))
     assert (state.best_value, state.best_round) == (best_value, best_round)
@@ -494,7 +494,7 @@ def test_the_best_model_is_kept(
 
 
 def test_without_any_finite_metric_there_is_no_best_model() -> None:
-    """And none in the checkpoint."""
+    """Nor is there one in the checkpoint."""
     state, store = run(run_plan(scripted_round(), values=[math.nan] * 5))
     assert state.best_params is None
     assert math.isnan(state.best_value)
@@ -522,7 +522,7 @@ def test_without_any_finite_metric_there_is_no_best_model() -> None:
 def test_a_run_stops_early(
     early_stopping: EarlyStopping, values: list[float], num_rounds: int
 ) -> None:
-    """At its target, or when patience is lost; improvements below the minimum do not count."""
+    """At its target, or when patience runs out; improvements below the minimum do not count."""
     plan = run_plan(scripted_round(), values=values, num_rounds=12, early_stopping=early_stopping)
     state, store = run(plan)
     assert len(store.records) == state.server.round_num == num_rounds
@@ -531,7 +531,7 @@ def test_a_run_stops_early(
 
 @pytest.mark.parametrize(("every", "num_rounds"), [(5, 10), (0, 12), (2, 6), (1, 4)])
 def test_patience_is_lost_only_where_the_model_was_measured(every: int, num_rounds: int) -> None:
-    """A run never stops before it knows, nor with a last model that nobody measured."""
+    """A run stops only after an evaluation, so its last model always has metrics."""
     patient = replace(NEVER, patience_rounds=3)
     values = [0.5] * 13
     plan = run_plan(
@@ -547,7 +547,7 @@ def test_patience_is_lost_only_where_the_model_was_measured(every: int, num_roun
 
 
 def test_commits_are_spaced_in_real_time() -> None:
-    """And the first and last state are always durable."""
+    """The first and the last state are always durable."""
     plan = replace(run_plan(scripted_round(), num_rounds=6), checkpoint_every_s=2.0)
     clock = plan.clock
     store = MemoryStore()
@@ -561,7 +561,7 @@ def test_commits_are_spaced_in_real_time() -> None:
 
 
 def test_a_run_that_is_told_to_end_is_done_and_durable() -> None:
-    """After the round in which it was told, whatever is left, and whenever it last committed."""
+    """After the round whose callback ended it, and no matter when the last commit was."""
     plan = replace(run_plan(scripted_round(), num_rounds=6), checkpoint_every_s=math.inf)
     store = MemoryStore()
 
@@ -575,7 +575,7 @@ def test_a_run_that_is_told_to_end_is_done_and_durable() -> None:
 
 
 def make_network(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Everything that a checkpoint must hold: statistics, counters, dropout."""
+    """A network with everything that a checkpoint must hold: statistics, counters, dropout."""
     return nn.Sequential(
         nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
     ).to(dtype)
@@ -589,8 +589,8 @@ def start(dtype: torch.dtype = torch.float32) -> Params:
 def simulated(
     algorithm: Algorithm, *, dtype: torch.dtype = torch.float32, num_rounds: int = 6
 ) -> RunPlan:
-    """A fresh plan, as a new process would build it: engine, behaviour, evaluator."""
-    sizes = [8, 14, 7, 11, 12, 10, 15, 6]  # BatchNorm refuses batches of one
+    """Build a new plan with engine, behaviour and evaluator, as a new process would."""
+    sizes = [8, 14, 7, 11, 12, 10, 15, 6]  # BatchNorm refuses batches of one example
     num_examples = sum(sizes)
     generator = torch.Generator().manual_seed(1)
     population = ArrayPopulation(
@@ -670,7 +670,7 @@ def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tens
 def test_a_run_killed_after_any_commit_ends_in_the_same_model(
     name: str, dtype: torch.dtype
 ) -> None:
-    """Bit for bit, with the same records: server moments, kept momentum, best model and all."""
+    """Bit for bit, with the same records: server moments, kept momentum, and the best model."""
     algorithm = ALGORITHMS[name]
     expected, whole = run(simulated(algorithm, dtype=dtype), start(dtype))
     assert len(whole.commits) == 7
@@ -692,7 +692,7 @@ def test_a_run_killed_after_any_commit_ends_in_the_same_model(
 
 
 def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
-    """The control: without it the resumed run ends in another model."""
+    """Control: without it, the resumed run ends with another model."""
     algorithm = ALGORITHMS["kept momentum"]
     expected, whole = run(simulated(algorithm), start())
     checkpoint, records = whole.commits[3]
@@ -717,7 +717,7 @@ def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
     ],
 )
 def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) -> None:
-    """Neither with one whose tensors could not take the values, nor with one that could."""
+    """Neither if the tensors could not take the values, nor if they could."""
     _, whole = run(run_plan(scripted_round()))
     checkpoint, records = whole.commits[1]
     with pytest.raises(ConfigError, match=told):
@@ -731,7 +731,7 @@ def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) ->
 
 
 def test_a_run_whose_strategy_kept_numbers_for_frozen_parameters_is_refused() -> None:
-    """As an earlier version did; the message says what to do."""
+    """An earlier version did that; the message says what to do."""
     plan = simulated(ALGORITHMS["server momentum"])
     _, whole = run(plan, start())
     checkpoint, records = whole.commits[1]
@@ -749,7 +749,7 @@ def test_a_run_whose_strategy_kept_numbers_for_frozen_parameters_is_refused() ->
 
 
 def test_a_finished_run_has_nothing_to_resume() -> None:
-    """Going on from its last commit runs no round and says it is done."""
+    """Resuming from its last commit runs no round and reports that it is done."""
     expected, whole = run(run_plan(scripted_round()))
     checkpoint, records = whole.commits[-1]
     store = MemoryStore(list(records))
@@ -766,7 +766,7 @@ def test_a_finished_run_has_nothing_to_resume() -> None:
 
 
 def test_integer_buffers_stay_as_they_were() -> None:
-    """2**62 + 1 comes out of rounds and checkpoints unharmed."""
+    """2**62 + 1 is unchanged after rounds and checkpoints."""
 
     def make_model() -> nn.Module:
         model = nn.Linear(5, 3)

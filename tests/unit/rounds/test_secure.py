@@ -1,4 +1,4 @@
-"""Collecting a sum over a channel: who is in it, who is lost at which stage, and when it ends."""
+"""Secure sums over a channel: who is in them, who is lost at which stage, and when they end."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,7 +48,7 @@ from fedlearn.transport.memory import Handler, MemoryChannel
 
 NUM_CLIENTS = 6
 COHORT = [ClientId(i) for i in range(NUM_CLIENTS)]
-#: Of a silent client: it answers after every deadline.
+#: Latency of a silent client: it answers after every deadline.
 _MUTE_S = 1e6
 PARAMS = Params.of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
 LOCAL = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
@@ -68,7 +68,7 @@ POLICY = StragglerPolicy(
     below_minimum=BelowMinimum.RETRY,
     max_retries=2,
 )
-#: By what the coordinator sends.
+#: The stage to which each message of the coordinator belongs.
 STAGES: Mapping[type, Stage] = {
     messages.SignedTerms: Stage.ADVERTISE,
     messages.Roster: Stage.SHARE,
@@ -76,7 +76,7 @@ STAGES: Mapping[type, Stage] = {
     messages.Survivors: Stage.CONFIRM,
     messages.Signatures: Stage.UNMASK,
 }
-#: What stands in for an honest reply; ``None`` leaves it.
+#: Returns a replacement for an honest reply; ``None`` leaves it unchanged.
 Sabotage = Callable[[ClientId, Stage, bytes], bytes | None]
 
 
@@ -107,7 +107,7 @@ PLAN = assumed()
 
 @dataclass(frozen=True)
 class Fixed:
-    """A trainer whose delta, examples and loss follow from its id."""
+    """A trainer whose delta, examples and loss follow from its client's id."""
 
     client_id: int
     scale: float = 1.0
@@ -216,7 +216,7 @@ def by_id(collected: Collected) -> dict[int, Participation]:
 
 
 def test_the_mean_is_that_of_all_and_the_figures_are_means_too() -> None:
-    """Parameters and statistics, weighted by examples; nobody's own figures are known."""
+    """Parameters and statistics, weighted by examples; no client's own numbers are known."""
     collected = Federation.of().collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
     assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(6))), atol=1e-5)
@@ -229,7 +229,7 @@ def test_the_mean_is_that_of_all_and_the_figures_are_means_too() -> None:
 
 
 def test_a_session_looks_at_the_directory_once() -> None:
-    """A client that is revoked as it begins is in it or not: never one and then the other."""
+    """A client that is revoked at that moment is either in the session or not, throughout."""
     federation = Federation.of()
     remaining, looks = dict(federation.collector.directory()), []
 
@@ -246,7 +246,7 @@ def test_a_session_looks_at_the_directory_once() -> None:
 
 
 def test_clients_that_count_the_same_send_no_weight() -> None:
-    """The examples are summed in a lane of their own."""
+    """The numbers of examples are summed in a separate lane."""
     collector = Federation.of(plan=replace(PLAN, by_examples=False)).collector
     alike = replace(REQUEST, strategy=FedAvg(LOCAL, weight_by_examples=False))
     collected = collect_from(collector, COHORT, alike)
@@ -256,7 +256,7 @@ def test_clients_that_count_the_same_send_no_weight() -> None:
 
 
 def test_an_honest_but_curious_coordinator_needs_one_stage_less() -> None:
-    """No signatures over the survivors are asked for."""
+    """It does not ask for signatures over the survivors."""
     stages: set[Stage] = set()
 
     def note(_client: ClientId, stage: Stage, _reply: bytes) -> None:
@@ -264,11 +264,11 @@ def test_an_honest_but_curious_coordinator_needs_one_stage_less() -> None:
 
     collected = Federation.of(note, plan=assumed(Adversary.HONEST_BUT_CURIOUS)).collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
-    assert Stage.UNMASK not in stages  # whose message is the signatures
+    assert Stage.UNMASK not in stages  # the stage whose message is the signatures
 
 
 def test_an_update_is_clipped_before_it_is_summed() -> None:
-    """No lane leaves its bound, however far a client has moved."""
+    """No lane exceeds its bound, however far a client's model has moved."""
     mean = mean_of(Federation.of(scale=1e6).collect())
     parameters, statistics = mean[: PARAMS.layout.num_trainable], mean[-8:]
     assert float(torch.linalg.vector_norm(parameters)) == pytest.approx(10.0, rel=1e-4)
@@ -280,7 +280,7 @@ def test_an_update_is_clipped_before_it_is_summed() -> None:
 def test_a_client_that_is_late_before_its_vector_is_in_is_left_out(
     stage: Stage, client_id: int
 ) -> None:
-    """The sum is that of the others; the stage is named, and its deadline was waited for."""
+    """The sum is that of the others. The reason names the stage, whose deadline has passed."""
     collected = Federation.of(silent={ClientId(client_id): stage}).collect()
     row = by_id(collected)[client_id]
     assert (row.status, row.reason) == (Status.LATE, f"late at the stage `{stage}`")
@@ -292,7 +292,7 @@ def test_a_client_that_is_late_before_its_vector_is_in_is_left_out(
 
 @pytest.mark.parametrize("stage", [Stage.CONFIRM, Stage.UNMASK])
 def test_a_client_that_is_late_afterwards_is_in_the_sum(stage: Stage) -> None:
-    """Its vector is there; it is the shares of the others that unmask it."""
+    """Its vector is in the sum, and the shares of the others are enough to unmask it."""
     collected = Federation.of(silent={ClientId(2): stage}).collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
     assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(6))), atol=1e-5)
@@ -301,7 +301,7 @@ def test_a_client_that_is_late_afterwards_is_in_the_sum(stage: Stage) -> None:
 
 
 def test_drop_outs_at_different_stages_add_up() -> None:
-    """One in the adverts, one in training: the least that may be left is."""
+    """One is lost while advertising, one while training, which leaves the minimum."""
     silent = {ClientId(0): Stage.ADVERTISE, ClientId(3): Stage.MASK}
     collected = Federation.of(silent=silent).collect()
     left = [1, 2, 4, 5]
@@ -311,7 +311,7 @@ def test_drop_outs_at_different_stages_add_up() -> None:
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_below_the_minimum_the_session_ends_and_nothing_is_released(stage: Stage) -> None:
-    """Three of six are silent at a stage: four must be left, four must sign, four must release."""
+    """Three of six are silent at a stage, but four must remain, sign, or release their shares."""
     collected = Federation.of(silent={ClientId(i): stage for i in (0, 2, 4)}).collect()
     assert collected.count(Status.REPORTED) == 0
     assert collected.aggregate is None
@@ -321,7 +321,7 @@ def test_below_the_minimum_the_session_ends_and_nothing_is_released(stage: Stage
 
 
 def test_a_round_is_tried_again_with_fresh_keys() -> None:
-    """Attempt 1 after an attempt that ended in training: no advert is sent twice."""
+    """Attempt 1, after attempt 0 was aborted during training: no advert is sent twice."""
     adverts: list[bytes] = []
 
     def note(_client: ClientId, stage: Stage, reply: bytes) -> None:
@@ -342,7 +342,7 @@ def test_a_round_is_tried_again_with_fresh_keys() -> None:
 
 
 def test_clients_are_told_how_they_will_train_before_they_agree() -> None:
-    """Once, with the terms; told and trained with are the same by the terms' hash."""
+    """Once, with the terms, whose hash ensures that they train in the announced way."""
     federation, seen = Federation.of(), dict[Stage | None, SecureRequest]()
 
     def note(clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
@@ -361,7 +361,7 @@ def test_clients_are_told_how_they_will_train_before_they_agree() -> None:
 
 
 def test_a_client_does_not_release_twice_in_a_round() -> None:
-    """Its policy allows one: four were asked for shares, and the two others are too few."""
+    """Its policy allows one release: four were asked for shares, and the two others are too few."""
     federation = Federation.of()
     assert federation.collect().count(Status.REPORTED) == NUM_CLIENTS
     again = federation.collect(attempt=1)
@@ -372,7 +372,7 @@ def test_a_client_does_not_release_twice_in_a_round() -> None:
 
 
 def test_a_round_closes_with_the_vectors_it_wants() -> None:
-    """Over-selection: the four fastest of six; the others are late and their masks recovered."""
+    """Over-selection: the four fastest of six count; the masks of the late ones are recovered."""
     policy = replace(POLICY, num_wanted=4, over_selection=1.5)
     slow = {ClientId(i): float(i + 1) for i in range(6)}
     collected = Federation.of(policy=policy, latencies_s=slow).collect()
@@ -383,7 +383,7 @@ def test_a_round_closes_with_the_vectors_it_wants() -> None:
 
 
 def test_a_plan_may_ask_for_more_survivors_than_the_protocol_needs() -> None:
-    """What is below the round's own minimum is never released."""
+    """A sum below the round's own minimum is never released."""
     plan = replace(PLAN, min_survivors=6)
     collected = Federation.of(plan=plan, silent={ClientId(1): Stage.MASK}).collect()
     assert collected.count(Status.REPORTED) == 0
@@ -440,7 +440,7 @@ HOSTILE: Mapping[str, Callable[[bytes], bytes]] = {
     ],
 )
 def test_a_hostile_reply_is_its_sender_failing(stage: Stage, name: str) -> None:
-    """The round goes on without it; control: the others, whose replies are honest."""
+    """The round continues without it. Control: the other clients, whose replies are honest."""
 
     def sabotage(client_id: ClientId, at: Stage, reply: bytes) -> bytes | None:
         return HOSTILE[name](reply) if client_id == 3 and at is stage else None
@@ -459,7 +459,7 @@ def test_a_hostile_reply_is_its_sender_failing(stage: Stage, name: str) -> None:
 
 @pytest.mark.parametrize("stage", [Stage.ADVERTISE, Stage.CONFIRM])
 def test_a_forged_signature_is_its_sender_failing(stage: Stage) -> None:
-    """One bit of a signed message."""
+    """One bit of a signed message is flipped."""
 
     def sabotage(client_id: ClientId, at: Stage, reply: bytes) -> bytes | None:
         return flipped(reply) if client_id == 3 and at is stage else None
@@ -470,7 +470,7 @@ def test_a_forged_signature_is_its_sender_failing(stage: Stage) -> None:
 
 
 def test_a_false_vector_ends_the_session_or_passes_within_the_clip() -> None:
-    """A mean outside the clip shows that a client lied, and the model is not touched."""
+    """A mean outside the clip shows that a client lied, and the model is not changed."""
 
     def sabotage(client_id: ClientId, at: Stage, reply: bytes) -> bytes | None:
         found = decode(reply)
@@ -489,7 +489,7 @@ def test_a_false_vector_ends_the_session_or_passes_within_the_clip() -> None:
 
 
 def test_a_round_of_a_server_optimiser_runs_on_the_sum_and_stays_where_there_is_none() -> None:
-    """The round itself knows nothing of how its updates were collected."""
+    """The round does not know how its updates were collected."""
     algorithm = FedAdam(LOCAL, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
     for silent, moved in ({}, True), (dict.fromkeys(COHORT[:3], Stage.MASK), False):
         collector = Federation.of(silent=silent).collector

@@ -1,4 +1,4 @@
-"""A buffer that nobody who is there can fill any more, since some were late, is closed as it is."""
+"""A buffer that no available client can fill, because some were late, closes with what it has."""
 
 import math
 from dataclasses import replace
@@ -20,16 +20,16 @@ from fedlearn.transport.flower.grid_channel import GridChannel
 from tests.parity import test_flower as flower
 
 NUM_CLIENTS = len(flower.SIZES)
-#: Seconds for which the rounds of this test would never wait.
+#: Far longer than any round here should wait, in seconds.
 FOR_EVER = 1000
 
 
 class Stuck(Exception):
-    """The round waits for somebody who does not come."""
+    """Raised if a round waits for clients that never connect."""
 
 
 def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerState, Collected]:
-    """Return a round of all clients, whose devices take one to six seconds."""
+    """Run one round of all clients, whose devices take one to six seconds."""
     plain = flower.over_flower(FedAvg(flower.LOCAL))
     assert isinstance(plain, PlainCollector)
     channel = plain.channel
@@ -66,7 +66,7 @@ def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerSta
 
 
 def test_a_round_of_which_some_are_late_closes_with_the_others() -> None:
-    """A deadline after the last of them: then the model has the updates that came."""
+    """One deadline after the last of them; the model then includes the updates that arrived."""
     state, collected = ran(deadline_s=3.5)
     num_late = collected.count(Status.LATE)
     assert 0 < num_late < NUM_CLIENTS
@@ -77,7 +77,7 @@ def test_a_round_of_which_some_are_late_closes_with_the_others() -> None:
 
 
 def test_a_round_of_which_all_are_late_ends_without_a_step() -> None:
-    """It is what the policy calls too few, and the run goes on or fails as that says."""
+    """It counts as a round with too few reports, so the policy decides what follows."""
     state, collected = ran(deadline_s=0.5)
     assert collected.count(Status.LATE) == NUM_CLIENTS
     assert collected.aggregate is None
@@ -86,6 +86,6 @@ def test_a_round_of_which_all_are_late_ends_without_a_step() -> None:
 
 @pytest.mark.parametrize("deadline_s", [50.0, math.inf])
 def test_a_round_of_which_nobody_is_late_waits_for_others(deadline_s: float) -> None:
-    """Control: they have not come yet, and are welcome however long that takes."""
+    """Control: clients that have not connected yet are waited for without limit."""
     with pytest.raises(Stuck):
         ran(deadline_s=deadline_s, buffer_size=NUM_CLIENTS + 1)

@@ -1,4 +1,4 @@
-"""The slab of replies that wait: how large it gets, and that its size changes no result."""
+"""The queue of replies to aggregate in one pass: its size, which does not change the result."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ MEAN = WeightedMean(by_examples=True)
 
 @dataclass(frozen=True)
 class Noting:
-    """The weighted mean, with a note of the size of each block."""
+    """The weighted mean, which also records the size of each block."""
 
     sizes: list[int] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ def deltas(count: int) -> list[Tensor]:
 
 
 def collector_of(deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int) -> PlainCollector:
-    """Client i answers with the i-th delta and i + 1 examples, in this order."""
+    """Create a collector whose client i replies, in this order, with delta i and i + 1 examples."""
 
     def client(num: int, delta_P: Tensor) -> Handler:
         lanes = {"delta": delta_P}
@@ -109,7 +109,7 @@ def mean_of(collected: Collected) -> Tensor:
     ],
 )
 def test_as_many_replies_wait_as_fit_the_bound(slab_bytes: int, sizes: list[int]) -> None:
-    """At least one, at most the reports that are wanted; the mean is the same to rounding."""
+    """At least one, and at most the wanted number of reports; the mean is equal up to rounding."""
     deltas_P = deltas(10)
     collected, found = collect(deltas_P, slab_bytes=slab_bytes)
     assert found == sizes
@@ -119,7 +119,7 @@ def test_as_many_replies_wait_as_fit_the_bound(slab_bytes: int, sizes: list[int]
 
 
 def test_without_a_slab_replies_are_folded_in_one_by_one() -> None:
-    """To the last bit, as an engine at block size 1 does it."""
+    """Bit-identical to an engine at block size 1."""
     deltas_P = deltas(10)
     collected, _ = collect(deltas_P, slab_bytes=0)
     state = MEAN.init([DELTA], PARAMS.layout, device=torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_without_a_slab_replies_are_folded_in_one_by_one() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
 def test_a_reply_that_is_not_finite_leaves_nothing_behind(bad: float, num_rows: int) -> None:
-    """Wherever it stands in the slab; the next client takes its place."""
+    """Wherever it is in the queue; the next client takes its place."""
     deltas_P = deltas(10)
     sound = [deltas_P[i] for i in range(10) if i not in (0, 4, 9)]
     for i in (0, 4, 9):
@@ -148,7 +148,7 @@ def test_a_reply_that_is_not_finite_leaves_nothing_behind(bad: float, num_rows: 
 
 
 def test_infinities_that_cancel_are_noticed() -> None:
-    """They are refused; what is merely large, and within the bounds, is not."""
+    """They are refused. A value that is large, but within the bounds, is not."""
     cancelling, large = torch.zeros(2, PARAMS.layout.size)
     cancelling[0], cancelling[1] = math.inf, -math.inf
     large[:2] = 7e7

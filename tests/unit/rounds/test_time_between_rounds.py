@@ -1,4 +1,4 @@
-"""Deadlines of clients run from when they are asked, however long a round takes to be opened.
+"""A client's deadline starts when it is asked, however long the opening of its round takes.
 
 Evaluation, a pause, and waiting for clients all take time, while the exchange stays open.
 """
@@ -25,13 +25,13 @@ from tests.parity import test_flower as flower
 from tests.parity.test_late_updates import LATE
 
 NUM_ROUNDS = 6
-#: Devices take one to six seconds: in buffers nobody is late, in cohorts some are.
+#: Devices take one to six seconds: in buffers no client is late, in cohorts some are.
 DEADLINES_S = {True: 10.0, False: 3.5}
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A drawing of some clients at the most, before which time passes."""
+    """A draw of at most ``most`` clients, before which time passes."""
 
     draw: Draw
     clock: VirtualClock
@@ -46,7 +46,7 @@ class Waiting:
 
 
 def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.0) -> int:
-    """Return how many updates count in rounds between which, or in whose drawings, time passes."""
+    """Count the updates in rounds, if time passes between rounds or before each draw."""
     plain = flower.over_flower(FedAvg(flower.LOCAL))
     assert isinstance(plain, PlainCollector)
     channel = plain.channel
@@ -56,7 +56,7 @@ def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.
     policy = replace(flower.POLICY, num_wanted=2, deadline_s=DEADLINES_S[is_buffered])
     collector: PlainCollector
     if is_buffered:
-        # The grid of tests looks for replies in no thread of its own: nobody is in flight then.
+        # The grid of these tests has no thread that looks for replies, so none may be in flight.
         num = 1 if drawn_s else 4
         limits = FedBuff(flower.LOCAL, buffer_size=2, concurrency=num, max_staleness=9).asynchrony
         collector = PlainCollector(channel=channel, policy=policy, staleness=limits, slab_bytes=0)
@@ -87,6 +87,6 @@ def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.
 @pytest.mark.parametrize("is_buffered", [True, False], ids=["asynchronous", "semi-synchronous"])
 @pytest.mark.parametrize("spent", ["evaluated_s", "drawn_s"])
 def test_nobody_is_late_by_what_was_waited_for_before(spent: str, *, is_buffered: bool) -> None:
-    """As many report as where no time passes."""
+    """As many report as if no time passes."""
     found = reported(is_buffered=is_buffered, **{spent: 100.0})
     assert found >= reported(is_buffered=is_buffered) >= 2 * NUM_ROUNDS
