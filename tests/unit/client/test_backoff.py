@@ -1,4 +1,4 @@
-"""Waits grow, end somewhere, and are not those of the neighbours."""
+"""Reconnection waits grow up to a bound and differ between clients."""
 
 import math
 
@@ -11,7 +11,7 @@ from fedlearn.transport.grpc_client import CONNECT_S
 
 
 def test_waits_double_up_to_their_bound() -> None:
-    """Their upper bounds do; a success begins anew."""
+    """The upper bounds of the waits double; after a success they start again from the first."""
     waits = Backoff(max_s=60.0, jitter=lambda: 1.0)
     assert [waits.next_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     waits.reset()
@@ -24,7 +24,7 @@ def test_a_bound_below_a_second_holds_from_the_first_wait_on() -> None:
 
 
 def test_waits_differ_between_clients() -> None:
-    """All values below the bound are as likely."""
+    """Waits are uniform between 0 and the bound."""
     waits = [Backoff(max_s=60.0).next_s() for _ in range(400)]
     assert min(waits) < 1 / 16
     assert max(waits) > 15 / 16
@@ -38,17 +38,16 @@ def test_waits_differ_between_clients() -> None:
 def test_no_coordinator_sends_a_client_away_for_ever_or_has_it_come_all_the_time(
     asked_s: float, granted_s: float
 ) -> None:
-    """Whatever it asks."""
     assert Reconnection(max_absence_s=90.0).absence_s(asked_s) == granted_s
 
 
 def test_bounds_that_are_none_are_refused() -> None:
-    """With their place."""
+    """The message names the setting."""
     with pytest.raises(ConfigError, match=r"reconnection\.max_backoff_s is 0"):
         Reconnection(max_backoff_s=0.0)
 
 
 def test_a_client_is_back_within_30_s_of_its_network() -> None:
-    """Whether it was looking for its coordinator then, or did not know that it was cut off."""
+    """Both if it was trying to reconnect and if it had not noticed that the connection was lost."""
     assert Reconnection().max_backoff_s + CONNECT_S <= 30.0
     assert wire.KEEPALIVE_S + wire.KEEPALIVE_ANSWER_S + 2.0 <= 30.0

@@ -1,4 +1,4 @@
-"""The application's own code fails and hangs."""
+"""Callbacks of the application that fail or hang."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ WAIT_S = 60.0
 def test_a_call_that_fails_does_not_keep_the_next_from_being_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its failure is the application's, which hears of it as of that of any of its threads."""
+    """The failure reaches ``threading.excepthook``, like that of any thread of the application."""
     reported: SimpleQueue[ExceptHookArgs] = SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", reported.put)
     heard: SimpleQueue[int] = SimpleQueue()
@@ -29,7 +29,7 @@ def test_a_call_that_fails_does_not_keep_the_next_from_being_made(
 
 
 def test_a_call_that_hangs_does_not_keep_the_application() -> None:
-    """The interpreter ends without it."""
+    """The interpreter exits without waiting for the call."""
     script = (
         "from threading import Event\n"
         "from fedlearn.client.callbacks import Caller\n"

@@ -1,4 +1,4 @@
-"""What is known of a device, and what must hold before it trains."""
+"""Facts about a device, and the conditions under which it trains."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ NOON = datetime(2026, 6, 1, 12, 0)  # noqa: DTZ001 - local
 def test_what_is_required_must_be_known_to_hold(
     name: str, value: object, words: tuple[str, ...]
 ) -> None:
-    """Unknown counts as not met, and says so; what is not required may be anything."""
+    """An unknown fact counts as not met, and is reported as unknown. Other facts do not matter."""
     settings: dict[str, Any] = {name: True}  # Any: mypy cannot know which field
     found: dict[str, Any] = {name: value}
     required, facts = Conditions(**settings), Facts(**found)
@@ -48,25 +48,23 @@ def test_what_is_required_must_be_known_to_hold(
 def test_times_of_day_may_pass_midnight(
     between: tuple[str, str], time: tuple[int, int], holds: object
 ) -> None:
-    """The first is included, the second is not."""
+    """The start time is included, the end time is not."""
     local = NOON.replace(hour=time[0], minute=time[1])
     assert (Conditions(between=between).unmet(Facts(), local=local) == ()) is holds
 
 
 @pytest.mark.parametrize("between", [("9:00", "17:00"), ("22:00", "24:00"), ("08:00", "08:00")])
 def test_times_that_are_none_are_refused(between: tuple[str, str]) -> None:
-    """With what to write instead."""
     with pytest.raises(ConfigError, match=r"conditions\.between"):
         Conditions(between=between)
 
 
 def test_local_time_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is where its user sleeps."""
     assert local_time(0.0).utcoffset() == local_time(0.0).astimezone().utcoffset()
 
 
 def supplies(folder: Path, **kinds: dict[str, str]) -> Path:
-    """Write what the kernel shows of power supplies."""
+    """Write files as the kernel shows them for power supplies."""
     for name, files in kinds.items():
         (folder / name).mkdir(parents=True)
         for file, text in files.items():
@@ -96,20 +94,20 @@ MOUSE = {**DRAINING, "scope": "Device"}
 def test_power_is_read_from_the_kernel(
     tmp_path: Path, kinds: dict[str, dict[str, str]], on_power: object
 ) -> None:
-    """A mouse's battery is not the machine's; a machine without one is on mains."""
+    """A mouse's battery does not count; a machine without a battery is on mains power."""
     folder = supplies(tmp_path / "power_supply", **kinds)
     assert Device(VirtualClock(), power_supplies=folder).facts().on_power is on_power
 
 
 @pytest.mark.linux
 def test_what_the_kernel_does_not_show_is_unknown(tmp_path: Path) -> None:
-    """On another operating system."""
+    """As on another operating system."""
     nowhere = tmp_path / "nothing"
     assert Device(VirtualClock(), power_supplies=nowhere).facts().on_power is None
 
 
 class Processors(NamedTuple):
-    """What psutil tells of them."""
+    """Processor times as psutil returns them."""
 
     user: float
     idle: float = 0.0
@@ -119,7 +117,7 @@ class Processors(NamedTuple):
 def test_a_device_is_idle_while_others_use_little_of_its_processors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Too soon to tell at first; afterwards over a window of seconds."""
+    """Unknown at first; then measured over a window of several seconds."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     clock = VirtualClock()
     device = Device(clock)
@@ -137,7 +135,7 @@ def test_a_device_is_idle_while_others_use_little_of_its_processors(
     assert seen[-1] is True
 
 
-#: Starts a process that uses half a second of a processor, and tells; both wait then.
+#: A worker uses half a second of processor time, prints a line, and waits; a loader starts it.
 WORKER = """
 import os
 while os.times().user < 0.5:
@@ -152,7 +150,7 @@ LOADER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORKER
 def test_what_a_trainers_own_processes_use_is_not_somebody_elses(
     monkeypatch: pytest.MonkeyPatch, *, is_own: bool
 ) -> None:
-    """Those that load its data, and theirs; control: as much used by others."""
+    """Data loaders and their child processes do not count. Control: other processes' use does."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     clock = VirtualClock()
     device = Device(clock)
@@ -174,14 +172,14 @@ def test_what_a_trainers_own_processes_use_is_not_somebody_elses(
 
 
 def test_probes_are_asked_and_may_not_know() -> None:
-    """Those that there are."""
+    """Facts without a probe, or whose probe returns None, are unknown."""
     probes = Probes(idle=lambda: True, unmetered=lambda: None)
     assert probes.facts() == Facts(idle=True)
 
 
 @pytest.mark.linux
 def test_what_the_application_tells_holds_while_a_probe_takes_its_time(tmp_path: Path) -> None:
-    """Conditions do not flap because it is slow; one that hangs says nothing any more."""
+    """A slow probe must not make conditions flap; if it hangs, the fact becomes unknown."""
     clock, nowhere = VirtualClock(), tmp_path / "nothing"
     device = Device(clock, power_supplies=nowhere)
     device.tell(Facts(on_power=True))
@@ -197,7 +195,7 @@ def test_what_the_application_tells_holds_while_a_probe_takes_its_time(tmp_path:
 @pytest.mark.slow
 @pytest.mark.linux
 def test_processes_that_end_meanwhile_do_not_end_the_survey() -> None:
-    """A trainer's data is loaded by processes that come and go; some end as they are looked at."""
+    """Data-loading processes come and go; some end while the survey reads them."""
     shells = [subprocess.Popen(["/bin/sh", "-c", "while :; do /bin/true; done"]) for _ in range(2)]
     try:
         device = Device(SystemClock())

@@ -1,4 +1,4 @@
-"""What a running task hears and keeps."""
+"""The control of a running task: cancellation, checkpoints and progress reports."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from fedlearn.errors import Cancelled
 
 
 class SlowDisk(Home):
-    """Takes a second for each checkpoint."""
+    """Takes one second to write a checkpoint."""
 
     clock = VirtualClock()
 
     def set_checkpoint(self, content: bytes) -> None:
-        """Let the second pass."""
+        """Let one second pass."""
         self.clock.sleep(1.0)
         super().set_checkpoint(content)
 
@@ -33,7 +33,7 @@ def silent(home: Home, clock: VirtualClock) -> WorkControl:
 
 
 def test_a_task_ends_at_its_next_check(home: Home) -> None:
-    """Not before it was called off."""
+    """Checks before it was called off pass."""
     control = silent(home, VirtualClock())
     control.check()
     control.call_off()
@@ -42,7 +42,7 @@ def test_a_task_ends_at_its_next_check(home: Home) -> None:
 
 
 def test_what_is_saved_is_found_by_the_next_attempt(home: Home) -> None:
-    """Tensors may share memory, as views of one vector do."""
+    """Tensors may share memory, like views of one vector."""
     vector = torch.arange(6.0)
     silent(home, VirtualClock()).save({"a": vector[:3], "b": vector[3:], "c": vector})
     found = silent(home, VirtualClock()).saved()
@@ -54,7 +54,7 @@ def test_what_is_saved_is_found_by_the_next_attempt(home: Home) -> None:
 
 
 def test_tensors_of_any_format_are_saved(home: Home) -> None:
-    """Channels last, transposed: their values count."""
+    """Channels-last and transposed tensors keep their values."""
     images, matrix = torch.arange(16.0).view(1, 4, 2, 2), torch.arange(6.0).view(2, 3)
     given = {"images": images.to(memory_format=torch.channels_last), "matrix": matrix.t()}
     silent(home, VirtualClock()).save(given)
@@ -64,7 +64,7 @@ def test_tensors_of_any_format_are_saved(home: Home) -> None:
 
 
 def test_nothing_or_nonsense_saved_is_nothing(home: Home) -> None:
-    """The task begins at its beginning."""
+    """The task then starts from the beginning."""
     control = silent(home, VirtualClock())
     assert control.saved() == {}
     home.set_checkpoint(b"nonsense")
@@ -72,7 +72,7 @@ def test_nothing_or_nonsense_saved_is_nothing(home: Home) -> None:
 
 
 def test_checkpoints_take_a_small_share_of_the_time(home: Home) -> None:
-    """A slow disk gets fewer of them."""
+    """On a slow disk, checkpoints are less frequent."""
     clock = SlowDisk.clock
     control = silent(SlowDisk(home.folder), clock)
     for step in range(200):
@@ -83,7 +83,7 @@ def test_checkpoints_take_a_small_share_of_the_time(home: Home) -> None:
 
 
 def test_reports_are_few_and_the_last_one_comes(home: Home) -> None:
-    """Whatever the rate of batches."""
+    """However fast batches are, reports are limited, but the last one is always sent."""
     heard: list[float] = []
     clock = VirtualClock()
     control = WorkControl(home, clock, on_report=lambda fraction, _loss: heard.append(fraction))

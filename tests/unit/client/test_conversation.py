@@ -1,4 +1,4 @@
-"""What a client does next: tables of events and actions."""
+"""The client's conversation with the coordinator, as tables of events and expected actions."""
 
 import math
 from dataclasses import replace
@@ -44,7 +44,7 @@ def key(round_num: int = 0, run_id: str = "run") -> TaskKey:
 
 
 def no_question(round_num: int) -> TaskKey:
-    """Return the key of a model that the coordinator has sent ahead."""
+    """Return the task key of a prefetched model, which has no task yet."""
     return key(round_num)._replace(exchange=NO_QUESTION)
 
 
@@ -78,7 +78,7 @@ def answered(round_num: int = 0) -> Answered:
 
 
 def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation, list[Action]]:
-    """Return where a client stands after ``events``, and all that it did."""
+    """Return the state after ``events``, and all actions taken."""
     here, done = here or Conversation(unmet=()), list[Action]()
     for event in events:
         here, actions = step(here, event)
@@ -87,7 +87,7 @@ def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation
 
 
 def answered_for(begun: OpenTask, *, asked: OpenTask) -> tuple[Answered, Answered]:
-    """Return what came of work ahead, as its end is told and as it is held."""
+    """Return the result of work on a prefetched model: as reported, and as held for the task."""
     return Answered(begun, b"ahead", None), Answered(asked, b"ahead", None)
 
 
@@ -100,7 +100,7 @@ FINISHED: tuple[Event, ...] = (*WORKING, answered(), Held(held()))
 STARTED: list[Action] = [Begin(task())]
 SENT: list[Action] = [*STARTED, Hold(answered()), Deliver(held())]
 
-#: The model of round 1 came ahead while that of round 0 was trained, and is begun on.
+#: The model of round 1 was prefetched during training in round 0, and training on it has begun.
 OVERLAPPED: tuple[Event, ...] = (
     *(*WORKING, SentAhead(ahead(1)), Fetched(ahead(1)), answered(), Held(held())),
 )
@@ -374,14 +374,14 @@ TABLE |= AHEAD
 
 @pytest.mark.parametrize("name", TABLE)
 def test_conversations_go_as_in_the_table(name: str) -> None:
-    """Each row: what happens, and what the client does."""
+    """Each row has the events, and the actions that the client takes."""
     events, expected = TABLE[name]
     _, done = play(*events)
     assert done == expected
 
 
 def test_one_model_is_fetched_ahead_at_a_time() -> None:
-    """While one is here and not begun no newer one is fetched as well; nor without a session."""
+    """A newer model is not fetched while one waits to be trained, nor without a session."""
     told, _ = play(*WORKING, SentAhead(ahead(1)))
     assert told.to_fetch == ahead(1)
     newer, _ = play(SentAhead(ahead(2)), here=told)
@@ -394,7 +394,7 @@ def test_one_model_is_fetched_ahead_at_a_time() -> None:
 
 
 def test_nothing_connects_before_the_device_was_looked_at() -> None:
-    """Nor while a condition is broken, nor once the process shall end."""
+    """Nor while a condition is not met, nor once the client is stopping."""
     fresh = Conversation()
     assert not fresh.may_connect
     assert play(FINE, here=fresh)[0].may_connect
@@ -403,7 +403,7 @@ def test_nothing_connects_before_the_device_was_looked_at() -> None:
 
 
 def test_a_process_ends_when_its_work_has() -> None:
-    """At once if there is none."""
+    """At once if there is no work."""
     assert play(Stopped())[0].is_done
     busy, _ = play(*WORKING, Stopped())
     assert not busy.is_done

@@ -1,4 +1,4 @@
-"""Masks that are expanded while the network waits: whose they are, and when they are forgotten."""
+"""Masks that are expanded ahead of time: which session may use them, and when they are dropped."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -47,7 +47,7 @@ IDENTITIES = SimulatedIdentities(4, PLAN)
 
 
 class Counting(SecureClient):
-    """A client that says when it expands masks ahead."""
+    """A client that counts how often it expands masks."""
 
     num_expansions = 0
 
@@ -61,7 +61,7 @@ def untrained(_terms: Terms) -> Contribution:
 
 
 def shared(*, attempt: int = 0) -> tuple[dict[ClientId, ClientState], Mapping[ClientId, object]]:
-    """Return clients that wait for the model, and the packets; the last has shared nothing."""
+    """Return clients that have shared secrets, all but the last, and the packets for each."""
     terms = PLAN.terms(
         LAYOUT, run_id=bytes(16), round_num=0, attempt=attempt, request_hash=bytes(32)
     )
@@ -115,14 +115,14 @@ def zero(terms: Terms) -> Contribution:
 
 
 def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MasksAhead) -> None:
-    """One neighbour never shared: its mask is taken out again. They are used once."""
+    """One neighbour never shared its secrets, so its mask is removed. Masks are used only once."""
     states, packets = shared()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)
     assert CLIENTS[3] not in message.packets
     plain, _ = client().handle(message, state, contribute=zero)
     ahead.follow(client(), kept(state))
-    restored = ClientState.from_bytes(state.to_bytes())  # as the next message finds it
+    restored = ClientState.from_bytes(state.to_bytes())  # as loaded for the next message
     used, _ = client().handle(message, restored, contribute=zero, expanded=ahead.take)
     assert used == plain
     assert Counting.num_expansions == 1
@@ -130,7 +130,7 @@ def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MasksAhead) -> No
 
 
 def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MasksAhead) -> None:
-    """A new process has none, and its vector is the same; control: the old one had them."""
+    """A new process has none ready, but its vector is the same. Control: the old one had them."""
     states, packets = shared()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)
@@ -145,7 +145,7 @@ def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MasksAhe
 
 
 def test_masks_of_another_session_are_never_used(ahead: MasksAhead) -> None:
-    """They stay for their own; control: that gets them."""
+    """They are kept for their own session. Control: that session gets them."""
     mine, other = shared()[0][CLIENTS[0]], shared(attempt=1)[0][CLIENTS[0]]
     ahead.follow(client(), kept(mine))
     assert ahead.take(step_of(other)) is None
@@ -153,7 +153,7 @@ def test_masks_of_another_session_are_never_used(ahead: MasksAhead) -> None:
 
 
 def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MasksAhead) -> None:
-    """The same session answered twice, as after a disk that was full: another self-mask."""
+    """The same session with another self-mask, as if the first answer could not be stored."""
     states, _ = shared()
     step = step_of(states[CLIENTS[0]])
     again = Shared(
@@ -169,7 +169,7 @@ def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MasksAhead) -
 
 
 def test_what_was_dropped_is_gone_and_what_follows_takes_its_place(ahead: MasksAhead) -> None:
-    """At most one step's masks are held."""
+    """Masks of at most one step are held."""
     first, second = shared()[0][CLIENTS[0]], shared(attempt=1)[0][CLIENTS[0]]
     ahead.follow(client(), kept(first))
     ahead.drop()
@@ -193,7 +193,7 @@ def test_there_is_nothing_to_expand_before_secrets_are_shared(
 def test_masks_above_the_bound_are_not_expanded_ahead(
     ahead: MasksAhead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: at the bound they are."""
+    """Control: masks exactly at the bound are expanded."""
     state = shared()[0][CLIENTS[0]]
     num_bytes = expanded_bytes(step_of(state).session.terms.lanes)
     monkeypatch.setattr(expansion, "MAX_EXPANDED_BYTES", num_bytes - 1)
@@ -205,7 +205,7 @@ def test_masks_above_the_bound_are_not_expanded_ahead(
 
 
 def test_an_expansion_that_is_called_off_ends(ahead: MasksAhead) -> None:
-    """What the check raises passes."""
+    """An exception raised by the check is passed on."""
 
     def check() -> None:
         raise Cancelled

@@ -1,4 +1,4 @@
-"""A client's ClientApp before Flower's own strategies: what it answers, and how it refuses."""
+"""A fedlearn ClientApp with Flower's own strategies: its replies and its refusals."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,7 +36,7 @@ def torch_trainer(_: Node) -> LocalTrainer:
 
 
 class Own:
-    """A trainer that moves by the step that it is told."""
+    """A trainer that adds the setting ``step`` to every number."""
 
     honours: Collection[str] = ("step",)
 
@@ -61,7 +61,7 @@ def reply_of(
     mods: Sequence[Mod] = (),
     **config: float | str,
 ) -> Message:
-    """Return what a node answers to a strategy's message."""
+    """Return a node's reply to a strategy's message."""
     app = client_app(trainer, policy_of=lambda _: policy or Policy(), local=local, mods=mods)
     grid = LocalGrid(VirtualClock(), app, nodes={12: 0})
     told: dict[str, float | str] = {"server-round": 1} | {
@@ -74,7 +74,7 @@ def reply_of(
 
 
 def test_a_trainer_of_ones_own_is_told_the_config() -> None:
-    """Whose entries are its settings."""
+    """The entries of Flower's config become the trainer's settings."""
     reply = reply_of(trainer=lambda _: Own(), local=OwnTraining(), step=0.5)
     local = reply.content.array_records["arrays"].to_torch_state_dict()
     assert torch.equal(local["weight"], torch.full((2, 3), 0.5))
@@ -88,7 +88,7 @@ def weight_in(reply: Message) -> Tensor:
 
 
 def test_flowers_own_mods_are_around_the_client() -> None:
-    """Before its strategies a reply has their records, so that mods see, and may change, them."""
+    """Replies use Flower's record names, so its mods can read and change them."""
     plain = reply_of()
     measured = reply_of(mods=[message_size_mod, arrays_size_mod])
     assert torch.equal(weight_in(measured), weight_in(plain))
@@ -116,12 +116,12 @@ REQUIRED = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
         (lambda: reply_of(proximal_mu=-0.5), "proximal"),
         (
             lambda: reply_of(trainer=lambda _: Own(), local=OwnTraining(), step=-1.0),
-            "^ValueError$",  # and nothing of the data
+            "^ValueError$",  # without the message, which may quote data
         ),
     ],
 )
 def test_a_refusal_is_an_error_with_its_reason(reply: Callable[[], Message], named: str) -> None:
-    """Which strategies log, to go on with the others; the control is that the client trains."""
+    """Strategies log the error and continue with other clients. Control: valid settings train."""
     answered = reply()
     assert answered.has_error()
     assert re.search(named, answered.error.reason or ""), answered.error.reason
@@ -137,7 +137,7 @@ def test_a_refusal_is_an_error_with_its_reason(reply: Callable[[], Message], nam
     ],
 )
 def test_a_limit_a_day_that_nobody_counts_on_flower_is_refused(policy: Policy) -> None:
-    """Control: the tests above, whose policies have none."""
+    """Control: policies without such limits, in the tests above."""
     reply = reply_of(policy=policy)
     assert reply.has_error()
     assert "does not remember the day" in (reply.error.reason or "")

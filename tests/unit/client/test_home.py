@@ -1,4 +1,4 @@
-"""A client's folder survives crashes between any two of its steps."""
+"""The client's folder: consent, tasks, replies and keys, all of which survive crashes."""
 
 import math
 import os
@@ -49,7 +49,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def test_consent_is_off_until_it_is_given_and_survives(home: Home) -> None:
-    """Also when it is withdrawn."""
+    """Withdrawing consent survives a restart as well."""
     assert not home.has_consent()
     home.set_consent(granted=True)
     assert Home(home.folder).has_consent()
@@ -58,7 +58,7 @@ def test_consent_is_off_until_it_is_given_and_survives(home: Home) -> None:
 
 
 def test_consent_ends_on_a_full_disk(home: Home) -> None:
-    """Which takes no word, but lets one go; control: nobody can agree there."""
+    """Withdrawing needs no disk space. Control: consent cannot be given there."""
     home.set_consent(granted=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -75,7 +75,7 @@ def test_consent_ends_on_a_full_disk(home: Home) -> None:
 def test_who_agrees_again_does_not_agree_to_what_a_revocation_has_left(
     home: Home, consent: str | None
 ) -> None:
-    """It was cut short before it could erase; control: who agrees already loses nothing."""
+    """A revocation was interrupted before it erased. Control: repeated consent erases nothing."""
     home.set_consent(granted=True)
     for again in (True, False):
         home.open_task(task(1))
@@ -93,7 +93,7 @@ def test_who_agrees_again_does_not_agree_to_what_a_revocation_has_left(
 def test_who_agrees_again_waits_for_the_process_that_was_told_to_end(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It could still write what was to be erased; while it does not end there is no consent."""
+    """That process could still write data. Until it ends, consent cannot be given again."""
     monkeypatch.setattr(folder_module, "_REVOKED_S", 0.0)
     home.set_consent(granted=True)
     with home.locked():
@@ -107,7 +107,7 @@ def test_who_agrees_again_waits_for_the_process_that_was_told_to_end(
 
 
 def test_the_folder_is_private(home: Home) -> None:
-    """Nobody else reads a model trained on somebody's data."""
+    """Other users must not read models trained on private data."""
     home.set_consent(granted=True)
     home.open_task(task())
     home.set_checkpoint(b"tensors")
@@ -118,7 +118,7 @@ def test_the_folder_is_private(home: Home) -> None:
 
 
 def test_one_process_works_in_a_folder(home: Home) -> None:
-    """The next may when it has left."""
+    """Another process may once the first has left."""
     with home.locked(), pytest.raises(DeploymentError, match="in use by another"), home.locked():
         pass
     with home.locked():
@@ -127,7 +127,7 @@ def test_one_process_works_in_a_folder(home: Home) -> None:
 
 @pytest.mark.linux
 def test_a_forked_child_that_lives_on_does_not_keep_the_folder(home: Home) -> None:
-    """As a trainer's worker would; control: that it lets go takes nothing from its parent."""
+    """Like a trainer's worker. Control: the child does not release its parent's lock."""
     (told, tells), (waited, ends) = os.pipe(), os.pipe()
     with home.locked():
         assert home.is_in_use()
@@ -151,7 +151,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_folder(home: Home) -> No
 
 
 def test_a_process_that_is_ending_is_waited_for(home: Home) -> None:
-    """For as long as was said."""
+    """For the given timeout."""
     is_held, ends = threading.Event(), threading.Event()
 
     def predecessor() -> None:
@@ -171,7 +171,7 @@ def test_a_process_that_is_ending_is_waited_for(home: Home) -> None:
 
 
 def test_an_interrupted_task_is_continued(home: Home) -> None:
-    """Its request and checkpoint are there; another task begins with nothing."""
+    """Its request and checkpoint are kept; another task starts without any."""
     home.open_task(task())
     home.request.write_bytes(b"requ")
     home.set_checkpoint(b"half way")
@@ -182,7 +182,7 @@ def test_an_interrupted_task_is_continued(home: Home) -> None:
 
 
 def test_a_request_with_other_bytes_is_another_task(home: Home) -> None:
-    """Even under the same key."""
+    """Even if it has the same key."""
     home.open_task(task())
     home.set_checkpoint(b"half way")
     home.open_task(task(digest=b"\2" * 32))
@@ -190,7 +190,7 @@ def test_a_request_with_other_bytes_is_another_task(home: Home) -> None:
 
 
 def test_crashes_inside_a_task_are_counted(home: Home) -> None:
-    """Work that ends in order is none; another task begins at zero."""
+    """Work that ends normally does not count; another task starts at zero."""
     assert home.open_task(task()) == 0
     home.begin_work()
     home.end_work()
@@ -203,7 +203,7 @@ def test_crashes_inside_a_task_are_counted(home: Home) -> None:
 
 
 def test_a_reply_and_its_state_appear_together(home: Home) -> None:
-    """And the task is gone."""
+    """The task is removed in the same step."""
     home.open_task(task())
     held = home.hold(task(), reply=b"reply", state=b"after")
     assert (held.path.read_bytes(), home.state("run")) == (b"reply", b"after")
@@ -212,14 +212,14 @@ def test_a_reply_and_its_state_appear_together(home: Home) -> None:
 
 
 def test_a_reply_without_state_leaves_the_state_alone(home: Home) -> None:
-    """An evaluation, or a failure."""
+    """For example an evaluation or a failure."""
     home.hold(task(), reply=b"reply", state=b"after")
     home.hold(task(1), reply=b"failure", state=None)
     assert home.state("run") == b"after"
 
 
 def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
-    """There is one at a time, and none once it is settled."""
+    """At most one reply is held, and none once it is settled."""
     home.hold(task(), reply=b"first", state=b"1")
     second = home.hold(task(1), reply=b"second", state=b"2")
     assert home.recover() == second
@@ -230,7 +230,7 @@ def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
 
 
 def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
-    """That of the present one stays."""
+    """The state of the current run is kept."""
     home.forget_other_runs("run")
     home.hold(task(), reply=b"reply", state=b"state")
     home.forget_other_runs("run")
@@ -240,7 +240,7 @@ def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
 
 
 def half_written(folder: Path, name: str) -> Path:
-    """Leave what a process leaves that is killed while it writes a file."""
+    """Leave a temporary file, as if a process was killed while writing."""
     folder.mkdir(exist_ok=True)
     path = folder / f".{name}.{'0123456789abcdef'}.tmp"
     path.write_bytes(b"keys, perhaps")
@@ -248,7 +248,7 @@ def half_written(folder: Path, name: str) -> Path:
 
 
 def test_what_a_killed_process_has_half_written_is_removed(home: Home) -> None:
-    """Control: what others may be writing now, and what is not ours, stays."""
+    """Control: files that another process may be writing, and files of others, are kept."""
     home.open_task(task())
     ours = [
         half_written(home.folder, "pins.json"),
@@ -264,7 +264,7 @@ def test_what_a_killed_process_has_half_written_is_removed(home: Home) -> None:
 
 
 class Killed(BaseException):
-    """Stands for the end of the process at this instruction."""
+    """Simulates that the process is killed at this point."""
 
 
 DURABLE = ("rename", "replace", "fsync", "rmtree")
@@ -275,7 +275,7 @@ DURABLE = ("rename", "replace", "fsync", "rmtree")
 def test_a_crash_at_any_step_loses_and_doubles_nothing(
     home: Home, monkeypatch: pytest.MonkeyPatch, name: str, step: int
 ) -> None:
-    """Either the old state with the task, or the new state with the reply."""
+    """Either the task is kept with the old state, or the reply with the new state."""
     home.hold(task(), reply=b"old reply", state=b"before")
     home.open_task(task(1))
     calls = iter(range(1000))
@@ -312,7 +312,7 @@ def test_a_crash_at_any_step_loses_and_doubles_nothing(
 def test_a_reply_whose_removal_is_cut_short_is_gone(
     home: Home, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """It is neither half there nor told of as damaged, whichever file was removed first."""
+    """It is neither partly there nor reported as damaged, whichever file was removed first."""
     held = home.hold(task(), reply=b"reply", state=None)
 
     def removing_one_file(folder: Path, *, ignore_errors: bool = False) -> None:
@@ -332,7 +332,7 @@ def test_a_reply_whose_removal_is_cut_short_is_gone(
 
 
 def test_a_damaged_reply_is_dropped_and_told(home: Home) -> None:
-    """It could not be delivered; control: a whole one is held."""
+    """It could not be delivered. Control: an intact reply is held."""
     held = home.hold(task(), reply=b"reply", state=None)
     path = held.path.parent / "reply.json"
     whole = path.read_bytes()
@@ -351,7 +351,7 @@ def test_a_damaged_reply_is_dropped_and_told(home: Home) -> None:
 @pytest.mark.parametrize("content", [b"", b"[1", b'{"a": 1}', b'["late"]'])
 @pytest.mark.parametrize("name", ["tasks.json", "evaluations.json", "privacy.json"])
 def test_a_damaged_count_is_told_and_counts_as_none(home: Home, name: str, content: bytes) -> None:
-    """Control: what is whole counts."""
+    """Control: an intact file is counted."""
     home.open_task(task())
     home.count_task(1000.0)
     home.count_evaluation(1000.0)
@@ -373,7 +373,7 @@ def test_a_damaged_count_is_told_and_counts_as_none(home: Home, name: str, conte
 
 @pytest.mark.parametrize("content", [b"", b'{"key"', b"[]"])
 def test_the_notes_of_a_task_that_are_damaged_are_told(home: Home, content: bytes) -> None:
-    """Work on it begins from the start."""
+    """Work on the task starts over."""
     home.open_task(task())
     home.begin_work()
     home.count_task(1000.0)
@@ -396,7 +396,7 @@ def test_the_notes_of_a_task_that_are_damaged_are_told(home: Home, content: byte
 
 
 def test_counts_that_cannot_be_read_are_not_taken_for_none(home: Home) -> None:
-    """Else a disk that fails would give the day's ε anew."""
+    """Otherwise a failing disk would reset the day's privacy budget."""
     (home.folder / "privacy.json").mkdir(parents=True)
     with pytest.raises(DeploymentError, match=r"cannot read .*privacy\.json"):
         home.spent_today(1000.0)
@@ -404,7 +404,7 @@ def test_counts_that_cannot_be_read_are_not_taken_for_none(home: Home) -> None:
 
 @pytest.mark.parametrize("note", ["", "{", '{"pid": 1}', '{"pid": "x", "parent": 1, "mark": "m"}'])
 def test_a_damaged_note_in_a_lock_keeps_nobody_from_the_folder(home: Home, note: str) -> None:
-    """It only names the process that worked there before."""
+    """The note only identifies the previous process."""
     with home.locked():
         pass
     (home.folder / "lock").write_text(f"\n{note}\n")
@@ -413,14 +413,14 @@ def test_a_damaged_note_in_a_lock_keeps_nobody_from_the_folder(home: Home, note:
 
 
 def test_a_held_reply_is_described_whole(home: Home) -> None:
-    """With and without a deadline."""
+    """Its description is restored completely, with and without a deadline."""
     for expires in (math.inf, 17.5):
         held = home.hold(replace(task(), expires_unix_s=expires), reply=b"reply", state=None)
         assert HeldReply.load(held.path.parent / "reply.json", path=held.path) == held
 
 
 def test_a_full_disk_is_an_error_with_a_remedy(home: Home) -> None:
-    """Here a folder that cannot be written to, for lack of a folder."""
+    """Simulated by a file in place of the folder."""
     home.folder.mkdir()
     (home.folder / "spool").write_text("in the way")
     with pytest.raises(DeploymentError, match="spool"):
@@ -428,7 +428,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(home: Home) -> None:
 
 
 def test_erasing_keeps_identity_and_consent(home: Home) -> None:
-    """Forgetting keeps nothing."""
+    """Forgetting removes those too."""
     home.set_consent(granted=False)
     home.keys.coming_identity()
     home.keys.enrol(invitation(b"t"), certificate_pem=b"certificate", client_id=ClientId(3))
@@ -442,7 +442,7 @@ def test_erasing_keeps_identity_and_consent(home: Home) -> None:
 
 
 def test_what_others_keep_in_the_folder_is_not_forgotten(home: Home) -> None:
-    """An application may have named its own folder."""
+    """An application may have given a folder that it also uses itself."""
     home.set_consent(granted=True)
     home.keys.coming_identity()
     (home.folder / "letters").mkdir()
@@ -454,7 +454,7 @@ def test_what_others_keep_in_the_folder_is_not_forgotten(home: Home) -> None:
 def test_what_cannot_be_erased_is_said_and_the_rest_is_gone(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user was promised that nothing stays."""
+    """The user must learn that data is left."""
     home.open_task(task(1))
     held = home.hold(task(), reply=b"reply", state=b"state")
     home.open_task(task(1))
@@ -475,14 +475,14 @@ def test_what_cannot_be_erased_is_said_and_the_rest_is_gone(
 
 
 def count(home: Home, round_num: int, now_unix_s: float) -> None:
-    """Train in a round, whatever comes of it."""
+    """Count a training in a round."""
     home.open_task(task(round_num))
     home.count_task(now_unix_s)
     home.close_task()
 
 
 def test_trainings_of_the_last_day_are_counted(home: Home) -> None:
-    """Older ones are not."""
+    """Older trainings do not count."""
     for round_num, now_unix_s in enumerate((0.0, 50_000.0, 80_000.0)):
         count(home, round_num, now_unix_s)
     assert home.num_tasks_today(80_000.0) == 3
@@ -490,7 +490,7 @@ def test_trainings_of_the_last_day_are_counted(home: Home) -> None:
 
 
 def test_a_training_counts_once_however_often_it_is_interrupted(home: Home) -> None:
-    """And not against itself when it goes on; control: begun anew, it counts anew."""
+    """Nor against itself on resume. Control: a training that starts over counts again."""
     for now_unix_s in (1000.0, 2000.0):
         home.open_task(task())
         assert home.num_tasks_today(now_unix_s) == 0
@@ -505,7 +505,7 @@ def test_a_training_counts_once_however_often_it_is_interrupted(home: Home) -> N
 
 
 def test_a_training_that_is_taken_up_again_a_day_later_counts_for_that_day(home: Home) -> None:
-    """Else a coordinator that lets it wait for a day would have one more, each time."""
+    """Otherwise a coordinator could gain one training per day by making clients wait."""
     home.open_task(task())
     home.count_task(1000.0)
     home.open_task(task())
@@ -515,7 +515,7 @@ def test_a_training_that_is_taken_up_again_a_day_later_counts_for_that_day(home:
 
 
 def test_what_sessions_take_of_the_days_privacy_adds_up(home: Home) -> None:
-    """Each once, over restarts, and also where consent is withdrawn and given again."""
+    """Each session counts once, over restarts, and also after consent was withdrawn."""
     home.set_consent(granted=True)
     home.spend(b"first", 0.5, 0.0)
     home.spend(b"second", 0.25, 50_000.0)
@@ -529,7 +529,7 @@ def test_what_sessions_take_of_the_days_privacy_adds_up(home: Home) -> None:
 
 
 def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home) -> None:
-    """Control: one that was set back by a minute does not make it forget."""
+    """Control: a clock that is set back by a minute does not lose the count."""
     year_s = 365 * 86_400.0
     count(home, 0, 10 * year_s)
     assert home.num_tasks_today(2 * year_s) == 0
@@ -538,7 +538,7 @@ def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home)
 
 
 def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
-    """The token works once: it is of no use here, and of use to a thief until it is redeemed."""
+    """A token works once, so the client has no more use for it, but a thief might."""
     identity = home.keys.coming_identity()
     assert home.keys.enrolment() is None
     assert home.keys.coming_identity().public_key == identity.public_key, "tried again with these"
@@ -551,7 +551,7 @@ def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
 
 
 def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
-    """A crash between the two renames leaves the new ones."""
+    """After a crash between the two renames, the new keys are used."""
     home.keys.coming_identity()
     first = home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
     home.keys.coming_identity()
@@ -576,7 +576,6 @@ def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
 
 
 def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:
-    """Nothing is guessed."""
     home.keys.coming_identity()
     home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
     assert home.keys.enrolment() is not None, "the control"

@@ -1,4 +1,4 @@
-"""A trainer's name, and the trainer of a name."""
+"""Conversion between trainers and their names."""
 
 import functools
 import sys
@@ -38,7 +38,7 @@ value = 3
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with a trainer, and its neighbour."""
+    """A file with a trainer, next to a module that it imports."""
     monkeypatch.syspath_prepend(tmp_path)  # undoes what loading adds
     (tmp_path / "neighbour.py").write_text("NUM = 17\n")
     path = tmp_path / "my_trainer.py"
@@ -47,13 +47,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_trainer_is_made_from_a_file(file: Path) -> None:
-    """Which may import its neighbours, as a script may."""
+    """The file may import modules next to it, as a script may."""
     assert vars(make_trainer(f"{file}:Trainer")) == {"num_examples": 17}
 
 
 def test_a_class_is_named_by_its_module() -> None:
-    """A name is its own name."""
-    factory: Any = LocalEvaluation  # Any: no trainer, which is not looked at here
+    """A string is returned unchanged."""
+    factory: Any = LocalEvaluation  # Any: not a trainer, which is not checked here
     assert name_of(factory) == "fedlearn.training.trainer:LocalEvaluation"
     assert name_of("a.b:C") == "a.b:C"
 
@@ -62,14 +62,14 @@ def test_a_class_is_named_by_its_module() -> None:
     "trainer", [lambda: None, functools.partial(LocalEvaluation), Path().exists]
 )
 def test_what_another_process_cannot_import_is_refused(trainer: Any) -> None:  # Any: wrong
-    """At once, not when the process starts."""
+    """Refused at once, not when the process starts."""
     with pytest.raises(DeploymentError, match="top level of a module"):
         name_of(trainer)
 
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program that runs, with a trainer in it."""
+    """A main program that defines a trainer."""
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     vars(main)["Trainer"] = type("Trainer", (), {"__module__": "__main__"})
@@ -77,20 +77,20 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_trainer_typed_into_a_session_is_refused(main: ModuleType) -> None:
-    """No other process can find it."""
+    """No other process could import it."""
     with pytest.raises(DeploymentError, match="interactive session"):
         name_of(main.Trainer)
 
 
 def test_a_trainer_in_a_module_that_is_run_is_found_by_its_name(main: ModuleType) -> None:
-    """By ``python -m``: as a file alone it could not import its neighbours."""
+    """With ``python -m``: loaded as a file, it could not import its package."""
     main.__file__ = "/app/my_package/app.py"
     main.__spec__ = ModuleSpec("my_package.app", None)
     assert name_of(main.Trainer) == "my_package.app:Trainer"
 
 
 def test_a_trainer_in_a_script_is_found_by_its_file(main: ModuleType) -> None:
-    """A folder that is run has no other name either."""
+    """So is a trainer in the ``__main__.py`` of a folder that is run."""
     main.__file__ = "/app/app.py"
     main.__spec__ = None
     assert name_of(main.Trainer) == "/app/app.py:Trainer"
@@ -112,7 +112,7 @@ def test_a_trainer_in_a_script_is_found_by_its_file(main: ModuleType) -> None:
     ],
 )
 def test_what_is_not_there_is_said(file: Path, name: str, words: str) -> None:
-    """With what to check."""
+    """The message says what to check."""
     with pytest.raises(DeploymentError, match=words):
         make_trainer(name.format(file=file))
 
@@ -131,7 +131,7 @@ def test_what_is_not_there_is_said(file: Path, name: str, words: str) -> None:
 def test_a_name_that_leads_nowhere_is_told_before_anything_is_imported(
     file: Path, name: str, words: str
 ) -> None:
-    """With the file, and the line of what may be meant."""
+    """The message has the file, and the line of a similar name."""
     file.write_text(SOURCE + "exit('this was imported')\n")
     with pytest.raises(DeploymentError, match=words):
         require_trainer(name.format(file=file))
@@ -139,7 +139,7 @@ def test_a_name_that_leads_nowhere_is_told_before_anything_is_imported(
 
 @pytest.mark.parametrize("name", ["{file}:Trainer", "my_trainer:NUM", "json:loads", "sys:exit"])
 def test_what_is_there_is_not_refused(file: Path, name: str) -> None:
-    """Neither what a module takes over by name, nor what has no source to read."""
+    """Nor are imported names, or names in modules without source."""
     require_trainer(name.format(file=file))
 
 
@@ -148,20 +148,20 @@ def test_what_is_there_is_not_refused(file: Path, name: str) -> None:
     ["from neighbour import *", "if True: from neighbour import *", "def __getattr__(n): ..."],
 )
 def test_a_name_that_may_come_into_being_is_not_refused(file: Path, line: str) -> None:
-    """What a module has that makes names as it runs is known only then."""
+    """A module that creates names at run time cannot be checked by reading it."""
     file.write_text(f"{SOURCE}{line}\n")
     require_trainer(f"{file}:Other")
 
 
 def test_a_trainer_that_is_no_python_is_told_with_its_line(file: Path) -> None:
-    """Before any process is started."""
+    """Before a process starts."""
     file.write_text(f"{SOURCE}def make(:\n")
     with pytest.raises(DeploymentError, match=f"my_trainer.py:{len(SOURCE.splitlines()) + 1}: "):
         require_trainer(f"{file}:make")
 
 
 def test_a_missing_library_of_the_users_is_theirs(file: Path) -> None:
-    """It is not the trainer's name that is wrong."""
+    """The error must not blame the trainer's name."""
     file.write_text("import no_such_library\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         make_trainer(f"{file}:Trainer")

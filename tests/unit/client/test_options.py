@@ -1,4 +1,4 @@
-"""What an application hands to the process that trains."""
+"""Options that an application passes to the training process."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from fedlearn.errors import ConfigError, DeploymentError
 
 
 def test_a_roster_lies_where_the_application_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever directory the training process works in."""
+    """The path is made absolute, since the training process may have another working directory."""
     monkeypatch.chdir("/")
     assert Connection(roster="all.roster").roster == Path("/all.roster")
 
 
 def test_what_is_no_address_is_refused() -> None:
-    """Before a process is started."""
+    """On construction, before a process starts."""
     with pytest.raises(DeploymentError, match="'https://new' is no address; write host:port"):
         Connection(addresses=["new:443", "https://new"])
 
@@ -27,13 +27,13 @@ def test_what_is_no_address_is_refused() -> None:
     ("name", "value"), [("num_threads", 0), ("num_workers", 0), ("niceness", -1), ("niceness", 20)]
 )
 def test_resources_that_no_device_has_are_refused(name: str, value: int) -> None:
-    """Where they are asked for, not in the training process."""
+    """On construction, not in the training process."""
     with pytest.raises(ConfigError, match=rf"resources\.{name} is {value}"):
         Resources(**{name: value})
 
 
 def test_options_reach_the_other_process_as_they_are() -> None:
-    """Policy and conditions whole, with what is nested in them."""
+    """Including the nested policy and conditions."""
     options = RuntimeOptions(
         home=Path("home"),
         trainer="m:T",

@@ -1,4 +1,4 @@
-"""What an application is told while the user's code does not return."""
+"""Events for the application while the user's code does not return."""
 
 import queue
 
@@ -7,7 +7,7 @@ from fedlearn.client.patience import told_while_it_lasts
 
 
 def test_what_does_not_come_back_is_told_with_its_place_and_what_does_is_not() -> None:
-    """Again and again, with the seconds that it has taken."""
+    """Repeated, each time with the seconds passed and the current line."""
     told: queue.Queue[AgentEvent] = queue.Queue()
     with told_while_it_lasts("app:make is still being made", told.put, patience_s=0.05):
         events = [told.get(timeout=60) for _ in range(2)]

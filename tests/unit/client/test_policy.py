@@ -1,4 +1,4 @@
-"""The client's floor."""
+"""The client's policy: which requests it refuses, and by which rule."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ def rule(
     kind: str = "TrainRequest",
     num_tasks_today: int = 0,
 ) -> str | None:
-    """Return the rule that refuses a request; ``None``: none does."""
+    """Return the rule that refuses a request; ``None`` if it is accepted."""
     try:
         Judge(policy).announced(kind, settings=settings, num_tasks_today=num_tasks_today)
     except PolicyViolation as violation:
@@ -28,14 +28,14 @@ def rule(
 
 
 def test_without_a_floor_everything_is_taken() -> None:
-    """Trainings, evaluations, and what later versions may ask (the session refuses those)."""
+    """Including unknown kinds of later versions, which the session itself refuses."""
     for kind in ("TrainRequest", "EvaluateRequest", "SecureRequest", "Other"):
         assert rule(Policy(), {}, kind=kind, num_tasks_today=10**6) is None
 
 
 @pytest.mark.parametrize("epochs", [3, 2.5, float("nan"), float("inf"), None, "2", [2]])
 def test_more_passes_than_allowed_are_refused(epochs: Any) -> None:  # Any: a peer's value
-    """Also where their number is none, or not said."""
+    """Also if ``epochs`` is not a valid number, or missing."""
     settings: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     with pytest.raises(PolicyViolation) as refused:
         Judge(Policy(max_epochs=2)).announced("TrainRequest", settings=settings, num_tasks_today=0)
@@ -44,13 +44,13 @@ def test_more_passes_than_allowed_are_refused(epochs: Any) -> None:  # Any: a pe
 
 
 def test_as_many_passes_as_allowed_are_taken() -> None:
-    """And before the settings are known, nothing is said about them."""
+    """Settings that are not known yet are not judged."""
     assert rule(Policy(max_epochs=2), {"epochs": 2}) is None
     assert rule(Policy(max_epochs=2), None) is None
 
 
 def test_the_days_number_of_trainings_is_kept() -> None:
-    """Evaluations do not count."""
+    """Evaluations do not count as trainings."""
     policy = Policy(max_tasks_per_day=2)
     assert rule(policy, {}, num_tasks_today=1) is None
     assert rule(policy, {}, num_tasks_today=2) == "max_tasks_per_day"
@@ -77,7 +77,7 @@ def test_the_days_number_of_trainings_is_kept() -> None:
 def test_free_form_settings_are_judged_by_name_kind_and_size(
     policy: ExtraPolicy, name: str, value: Any, limit: str | None, kind: str
 ) -> None:  # Any: a peer's value
-    """In a session of secure aggregation as soon as its training is told of."""
+    """In secure aggregation they are judged as soon as the training is announced."""
     judge, settings = Judge(Policy(extra=policy)), {f"extra.{name}": value}
     if limit is None:
         judge.announced(kind, settings=settings, num_tasks_today=0)
@@ -88,7 +88,7 @@ def test_free_form_settings_are_judged_by_name_kind_and_size(
 
 
 def test_as_many_free_form_settings_as_allowed_are_taken() -> None:
-    """Others do not count; what is quoted of a refused one is short."""
+    """Other settings do not count. A refusal quotes only the start of a long value."""
     policy = Policy(extra=ExtraPolicy(max_settings=1, texts=()))
     assert rule(policy, {"epochs": 1, "batch_size": 2, "extra.a": 1}) is None
     assert rule(policy, {"extra.a": 1, "extra.b": 2}) == "extra.max_settings"
@@ -116,14 +116,14 @@ REQUIRED = SecureAggregationPolicy(required=True)
 def test_what_the_coordinator_could_read_is_refused_where_secure_aggregation_is_required(
     kind: str,
 ) -> None:
-    """Updates and evaluations, which the policy allows by itself. The control: not required."""
+    """Both updates and evaluations. Control: without the requirement they are accepted."""
     policy = Policy(secure_aggregation=REQUIRED)
     assert rule(policy, None, kind=kind) == "secure_aggregation.required"
     assert rule(Policy(evaluate=True), None, kind=kind) is None
 
 
 def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None:
-    """And is held to the other rules, in the messages of a session that tell of training."""
+    """The other rules still apply to session messages that announce training."""
     policy = Policy(max_epochs=2, max_tasks_per_day=1, secure_aggregation=REQUIRED)
 
     def asked(settings: Settings | None, num_tasks_today: int) -> str | None:
@@ -132,11 +132,11 @@ def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None
     assert asked({"epochs": 2}, 0) is None
     assert asked({"epochs": 3}, 0) == "max_epochs"
     assert asked({"epochs": 2}, 1) == "max_tasks_per_day"
-    assert asked(None, 1) is None  # shares of what was trained before
+    assert asked(None, 1) is None  # a later stage of a session that was accepted before
 
 
 def test_what_a_client_accepts_of_secure_aggregation_is_its_own_configuration() -> None:
-    """By default a session must hold against an active coordinator, with three clients."""
+    """By default a session must withstand an active coordinator."""
     floor = terms_policy(Policy().secure_aggregation)
     assert (floor.adversary, floor.min_cohort) == (Adversary.ACTIVE_SERVER, 4)
     assert floor.max_releases_per_round == 2
@@ -161,14 +161,14 @@ def test_what_a_client_accepts_of_secure_aggregation_is_its_own_configuration() 
     ],
 )
 def test_a_demand_out_of_range_is_refused_by_name(name: str, value: Any) -> None:  # Any: of all
-    """It would allow everything or nothing, most likely by a slip."""
+    """It would allow everything or nothing, most likely by mistake."""
     with pytest.raises(ConfigError, match=rf"secure_aggregation\.{name} is "):
         replace(SecureAggregationPolicy(), **{name: value})
 
 
 @pytest.mark.parametrize("name", ["max_epochs", "max_tasks_per_day"])
 def test_a_negative_maximum_is_refused(name: str) -> None:
-    """It would forbid what zero forbids already: most likely a slip."""
+    """It would mean the same as 0, so it is most likely a mistake."""
     settings: dict[str, Any] = {name: -1}  # Any: mypy cannot know which field
     with pytest.raises(ConfigError, match=rf"policy\.{name} is -1"):
         Policy(**settings)

@@ -1,4 +1,4 @@
-"""How a training process is started."""
+"""Starting the training process."""
 
 import multiprocessing
 import multiprocessing.spawn
@@ -20,14 +20,13 @@ from fedlearn.errors import DeploymentError
 
 @pytest.fixture
 def _named_again() -> Iterator[None]:
-    """Give multiprocessing its interpreter back."""
+    """Restore multiprocessing's interpreter."""
     named = os.fsdecode(multiprocessing.spawn.get_executable())
     yield
     multiprocessing.set_executable(named)
 
 
 def test_a_training_process_runs_in_the_applications_python() -> None:
-    """Which is this one."""
     assert interpreter() == sys.executable
 
 
@@ -38,7 +37,7 @@ def test_a_training_process_runs_in_the_applications_python() -> None:
 def test_an_application_that_is_its_own_interpreter_is_not_started_again(
     monkeypatch: pytest.MonkeyPatch, program: str, *, is_frozen: bool
 ) -> None:
-    """It would start itself again without end; it may name an interpreter."""
+    """It would start itself over and over; it may name an interpreter instead."""
     monkeypatch.setattr(sys, "executable", program)
     monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
     multiprocessing.set_executable(program)
@@ -50,7 +49,7 @@ def test_an_application_that_is_its_own_interpreter_is_not_started_again(
 
 @pytest.fixture
 def options(tmp_path: Path) -> RuntimeOptions:
-    """Of a client whose trainer is not there."""
+    """Options of a client whose trainer does not exist."""
     return RuntimeOptions(
         home=tmp_path / "home",
         trainer="no.such:Trainer",
@@ -65,7 +64,7 @@ def options(tmp_path: Path) -> RuntimeOptions:
 def test_nothing_is_imported_from_the_working_directory(
     options: RuntimeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An application may be started in a folder of downloads; what the process says is heard."""
+    """An application may be started in a downloads folder. The process's error is reported."""
     (tmp_path / "structlog.py").write_text("open('imported', 'w').close()\nraise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
     child = TrainingProcess.start(options, python=sys.executable)
@@ -83,7 +82,7 @@ def test_nothing_is_imported_from_the_working_directory(
 def test_a_process_has_ended_although_what_it_started_holds_the_socket(
     options: RuntimeOptions, tmp_path: Path
 ) -> None:
-    """What it said before is heard; what is no event is left out."""
+    """Events sent before are received; lines that are not events are ignored."""
     worker, ended = tmp_path / "worker", tmp_path / "ended"
     program = tmp_path / "python"
     program.write_text(f"""#!{sys.executable}

@@ -1,4 +1,4 @@
-"""The names that applications import from fedlearn.client."""
+"""The public names of fedlearn.client."""
 
 import subprocess
 import sys
@@ -10,13 +10,13 @@ import fedlearn.client
 
 @pytest.mark.parametrize("name", fedlearn.client.__all__)
 def test_every_public_name_is_there(name: str) -> None:
-    """Imported when it is first used, from the module that has it."""
+    """It is imported on first use, from the module that defines it."""
     home = getattr(fedlearn.client, name).__module__
     assert home.startswith(("fedlearn.client.", "fedlearn.training.", "fedlearn.parallel."))
 
 
 def test_the_list_of_names_is_what_the_module_shows() -> None:
-    """And what is not on it is an error that names it."""
+    """Any other name raises an AttributeError that contains it."""
     assert dir(fedlearn.client) == sorted(fedlearn.client.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Trainor'"):
         getattr(fedlearn.client, "Trainor")  # noqa: B009 - mypy knows that there is none

@@ -1,4 +1,4 @@
-"""When a certificate is renewed, and when its user hears that it was not."""
+"""When a certificate is renewed, and when the user is warned that it was not."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def enrolment(certificate_pem: bytes, identity: Identity | None = None) -> Enrol
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> Enrolment:
-    """A client with a certificate of a year."""
+    """A client with a certificate valid for one year."""
     folder: Path = tmp_path_factory.mktemp("authority")
     authority, identity = Authority(folder, host_names=()), Identity.create()
     csr_pem = identity.csr_pem("clinic-a")
@@ -47,7 +47,7 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Enrolment:
 def test_a_certificate_is_renewed_in_the_last_third_of_its_time(
     tmp_path: Path, valid_days: int
 ) -> None:
-    """However long that is; one that has ended cannot be shown."""
+    """For any validity. An expired certificate cannot be used to renew it."""
     authority, identity = Authority(tmp_path, host_names=()), Identity.create()
     csr_pem = identity.csr_pem("clinic-a")
     found = enrolment(
@@ -69,7 +69,7 @@ def test_a_certificate_is_renewed_in_the_last_third_of_its_time(
 def test_the_advice_comes_a_month_before_the_end_and_stays(
     certified: Enrolment, days_left: float, words: str | None
 ) -> None:
-    """It names the client, the time, and both commands."""
+    """The advice names the client, the time, and both commands."""
     end_unix_s = expires_unix_s(certified.certificate_pem)
     advice = certified.renewal_advice(now_unix_s=end_unix_s - days_left * DAY_S)
     if words is None:
@@ -81,7 +81,7 @@ def test_the_advice_comes_a_month_before_the_end_and_stays(
 
 
 def test_a_damaged_certificate_has_the_same_remedy() -> None:
-    """And a client without TLS has none to renew."""
+    """A client without TLS has no certificate to renew."""
     advice = enrolment(b"certificate").renewal_advice(now_unix_s=0.0)
     assert advice is not None
     assert advice.startswith("the certificate of clinic-a is damaged; ask")

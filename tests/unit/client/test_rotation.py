@@ -1,4 +1,4 @@
-"""A client's keys are replaced: on its disk, and at a real enrolment port."""
+"""Rotation of a client's keys: on disk, and with a real enrolment server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -83,11 +83,11 @@ def home(tmp_path: Path) -> Home:
     return Home(tmp_path / "client")
 
 
-# -- on the disk ------------------------------------------------------------------------------
+# -- on disk ------------------------------------------------------------------------------
 
 
 def test_rotated_keys_follow_from_those_before(home: Home) -> None:
-    """Number, invitation and redeemed tokens stay; the note is gone."""
+    """Client id, invitation and redeemed tokens are kept; the request to rotate is removed."""
     first = enrolled(home, invitation(b"1"))
     assert first.lineage == Lineage(first.identity.public_key)
     assert home.keys.ask_rotation().identity.public_key == first.identity.public_key
@@ -102,7 +102,7 @@ def test_rotated_keys_follow_from_those_before(home: Home) -> None:
 
 
 def test_a_note_about_earlier_keys_counts_for_nothing(home: Home) -> None:
-    """A crash came after they were replaced, and before the note was removed."""
+    """As after a crash between replacing the keys and removing the request."""
     first = enrolled(home, invitation(b"1"))
     home.keys.ask_rotation()
     note = (home.folder / "rotate").read_bytes()
@@ -112,7 +112,7 @@ def test_a_note_about_earlier_keys_counts_for_nothing(home: Home) -> None:
 
 
 def test_a_client_that_is_not_enrolled_has_nothing_to_rotate(home: Home) -> None:
-    """Nor does one whose chain is full."""
+    """Nor does a client whose chain of keys has its maximal length."""
     with pytest.raises(DeploymentError, match="is not enrolled"):
         home.keys.ask_rotation()
     current = enrolled(home, invitation(b"1"))
@@ -125,7 +125,7 @@ def test_a_client_that_is_not_enrolled_has_nothing_to_rotate(home: Home) -> None
 
 
 def test_a_new_invitation_of_the_same_deployment_goes_on_with_the_chain(home: Home) -> None:
-    """Else whoever renews a certificate would be a stranger to the others."""
+    """Otherwise other clients would not recognise a client that enrolled again."""
     first = enrolled(home, invitation(b"1"))
     second = enrolled(home, invitation(b"2"))
     assert second.lineage.first_key == first.identity.public_key
@@ -143,13 +143,13 @@ def test_a_new_invitation_of_the_same_deployment_goes_on_with_the_chain(home: Ho
 def test_elsewhere_or_as_another_a_chain_begins_anew(
     home: Home, given: Invitation, client_id: int
 ) -> None:
-    """Statements are about one client of one deployment."""
+    """A chain of keys belongs to one client of one deployment."""
     enrolled(home, invitation(b"1"))
     assert enrolled(home, given, client_id=client_id).lineage.num_rotations == 0
 
 
 def test_a_lineage_of_another_key_is_damage(home: Home) -> None:
-    """It came with a copy of another folder."""
+    """For example after files were copied from another client's folder."""
     enrolled(home, invitation(b"1"))
     (home.folder / "identity" / IDENTITY_FILE).write_bytes(Identity.create().pem)
     with pytest.raises(DeploymentError, match="is damaged"):
@@ -157,7 +157,7 @@ def test_a_lineage_of_another_key_is_damage(home: Home) -> None:
 
 
 def test_consent_that_is_revoked_leaves_pins_and_a_new_enrolment_too(home: Home) -> None:
-    """Only who removes the folder believes what is seen first again."""
+    """Only removing the folder makes the client trust the first keys that it sees again."""
     pins = Pins().following({ClientId(1): bytes(32)})
     home.keys.pin_file(enrolled(home, invitation(b"1"))).write(pins)
     home.erase()
@@ -186,7 +186,7 @@ def take(home: Home, given: IdentityRoster, enrolment: Enrolment) -> None:
 
 
 def test_a_roster_is_taken_over_once(home: Home) -> None:
-    """The same file at the next start does not undo what followed; another one replaces all."""
+    """The same file at the next start undoes no later changes; another one replaces all pins."""
     enrolment = enrolled(home, invitation(b"1"))
     given, other = roster((1, b"a" * 32, 0)), roster((1, b"b" * 32, 0))
     take(home, given, enrolment)
@@ -201,7 +201,7 @@ def test_a_roster_is_taken_over_once(home: Home) -> None:
 
 
 def test_a_roster_must_know_this_client_by_its_own_key(home: Home) -> None:
-    """Or by an earlier one; control: one from before it joined does not know it at all."""
+    """Or by an earlier key. Control: a roster from before it joined does not contain it."""
     first = enrolled(home, invitation(b"1"))
     second = home.keys.rotate(first, certificate_pem=b"PEM")
     take(home, roster((3, first.identity.public_key, 0)), second)
@@ -217,7 +217,7 @@ def test_a_roster_must_know_this_client_by_its_own_key(home: Home) -> None:
 
 @dataclass
 class Client:
-    """An enrolled client of a real coordinator, and its rotation."""
+    """An enrolled client of a real enrolment server, with its key rotation."""
 
     coordinator: FakeCoordinator
     home: Home
@@ -245,7 +245,7 @@ class Client:
         return asyncio.run(self.rotation.carried_out(enrolment or self.enrolment))
 
     def connect(self, enrolment: Enrolment) -> int:
-        """Return the number by which the coordinator greets the client."""
+        """Connect, and return the client id in the coordinator's welcome."""
 
         async def greeted() -> int:
             hello = wire_pb2.Hello(protocol=wire.PROTOCOL)
@@ -262,7 +262,7 @@ def client(home: Home) -> Iterator[Client]:
 
 
 def test_the_coordinator_takes_keys_that_the_old_one_signed(client: Client) -> None:
-    """It hears the new certificate and the old one no more, and gives the same number."""
+    """It accepts only the new certificate from then on, and the client id is the same."""
     before = client.enrolment
     assert not client.is_due()
     client.home.keys.ask_rotation()
@@ -277,7 +277,7 @@ def test_the_coordinator_takes_keys_that_the_old_one_signed(client: Client) -> N
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
-    """The coordinator has the new keys, the client does not know, and is not heard meanwhile."""
+    """The coordinator has the new keys and refuses the old ones, but the client does not know."""
     client.home.keys.ask_rotation()
     before, identity = client.enrolment, client.home.keys.coming_identity()
     address = before.invitation.token_addresses[0]
@@ -292,7 +292,7 @@ def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
 
 
 def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
-    """Who is connected tries again later, who is not at once."""
+    """A connected client tries again later, a disconnected one at once."""
     client.home.keys.ask_rotation()
     gone = replace(
         client.enrolment,
@@ -306,7 +306,7 @@ def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
 
 
 def test_a_revoked_client_keeps_its_keys_and_is_told(client: Client) -> None:
-    """Once: what is refused is not asked for again."""
+    """The client reports it once, and does not ask again."""
     client.home.keys.ask_rotation()
     client.coordinator.revoke("laptop")
     before = client.enrolment
@@ -319,7 +319,7 @@ def test_a_revoked_client_keeps_its_keys_and_is_told(client: Client) -> None:
 
 
 def test_a_certificate_renews_itself_before_it_ends(client: Client) -> None:
-    """Number, name and keys stay, and only once, although this clock says that it is due."""
+    """Client id, name and keys stay. It renews only once, although the clock stays ahead."""
     before = client.enrolment
     assert not client.is_due()
     client.clock.elapsed_s = expires_unix_s(before.certificate_pem) - 100 * DAY_S
@@ -345,12 +345,12 @@ def test_a_certificate_renews_itself_before_it_ends(client: Client) -> None:
 def test_a_renewal_survives_a_kill_at_any_step(
     client: Client, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Before the coordinator has granted it, before its answer has come, and afterwards."""
+    """Before the coordinator grants it, before its answer arrives, and after it was written."""
     before = client.enrolment
     client.clock.elapsed_s = expires_unix_s(before.certificate_pem) - DAY_S
 
     class Killed(Exception):
-        """The process ends here."""
+        """Simulates that the process ends here."""
 
     async def enrol_and_die(*args: Any, **options: Any) -> tuple[bytes, int]:
         if step == "granted":
@@ -371,14 +371,14 @@ def test_a_renewal_survives_a_kill_at_any_step(
     is_old = client.enrolment.certificate_pem == before.certificate_pem
     assert is_old is (step != "written")
     client.rotation = KeyRotation(client.home, clock=client.clock, on_event=client.events.append)
-    assert client.is_due(is_connected=False)  # this clock still says so
+    assert client.is_due(is_connected=False)  # the clock is still ahead
     after = client.rotate()
     assert after.certificate_pem != before.certificate_pem
     assert client.connect(client.enrolment) == before.client_id
 
 
 def test_keys_that_are_asked_for_come_before_a_renewal(client: Client) -> None:
-    """They have a certificate of their own, and the coordinator may know them already."""
+    """New keys come with a new certificate, and the coordinator may have them already."""
     client.clock.elapsed_s = expires_unix_s(client.enrolment.certificate_pem) - DAY_S
     client.home.keys.ask_rotation()
     assert client.rotate().lineage.num_rotations == 1
@@ -386,7 +386,7 @@ def test_keys_that_are_asked_for_come_before_a_renewal(client: Client) -> None:
 
 
 def test_a_chain_from_another_key_is_refused(client: Client) -> None:
-    """A thief of the name, or a copy of an old folder."""
+    """As from someone who uses the client's name, or from a copy of an old folder."""
     mine = client.enrolment.identity
     identity = Identity(identity_key=Identity.create().identity_key, tls_key=mine.tls_key)
     stranger = replace(client.enrolment, identity=identity, lineage=Lineage(identity.public_key))
@@ -396,7 +396,7 @@ def test_a_chain_from_another_key_is_refused(client: Client) -> None:
 
 
 def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
-    """It is signed for with the old key; one that never ends is not waited for."""
+    """The session uses the old key. If it never ends, the rotation happens anyway."""
     client.home.keys.ask_rotation()
     secret = SecretBytes.generate(32)
     fresh = ClientState.fresh(bytes(16))

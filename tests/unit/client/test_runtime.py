@@ -1,4 +1,4 @@
-"""The runtime in this process, with a scripted door over real gRPC."""
+"""The client runtime in this process, with a scripted server over real gRPC."""
 
 import asyncio
 import os
@@ -66,14 +66,14 @@ from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl,
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes
 
-WAIT_S = 60.0  # only a hang takes so long
+WAIT_S = 60.0  # exceeded only by a hang
 #: The settings of the requests below.
 HONOURED = ("epochs", "batch_size", "learning_rate")
 EVALUATE = EvaluateRequest(round_num=0, tensors={"weight": torch.zeros(3)})
 
 
 class ScriptedDoor:
-    """Answers one client as the test says; listens on a loopback port of its own."""
+    """Answers one client as the test scripts it; listens on its own loopback port."""
 
     def __init__(self) -> None:
         self.run_id = "run"
@@ -81,10 +81,10 @@ class ScriptedDoor:
         self.uploads: queue.Queue[tuple[wire_pb2.Envelope, bytes]] = queue.Queue()
         self.blobs: dict[bytes, bytes] = {}
         self.offsets: list[int] = []
-        self.fetched: list[bytes] = []  # the digests of what was asked for at these offsets
+        self.fetched: list[bytes] = []  # the digests requested at these offsets
         self.cut_downloads_after: int | None = None
-        self.come_back_s: list[float] = []  # to whoever comes next, instead of a session
-        self.announced: list[str] = []  # as its addresses
+        self.come_back_s: list[float] = []  # for the next connections, instead of a session
+        self.announced: list[str] = []  # addresses in the welcome
         self._pushed: queue.Queue[wire_pb2.FromCoordinator | None] = queue.Queue()
         self._server = grpc.server(ThreadPoolExecutor(16))
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {  # Any: of several calls
@@ -132,7 +132,7 @@ class ScriptedDoor:
         inline: bool = True,
         max_reply_bytes: int = 1 << 24,
     ) -> bytes:
-        """Push a task; returns the SHA-256 of its request."""
+        """Push a task; returns the digest of its request."""
         data = encode(request)
         digest = digest_of(data)
         self.blobs[digest] = data
@@ -149,7 +149,7 @@ class ScriptedDoor:
         return digest
 
     def send_ahead(self, request: Request, *, round_num: int, last_round_num: int = 9) -> None:
-        """Tell of a task that may come next."""
+        """Announce a model to prefetch."""
         data = encode(request)
         self.blobs[digest_of(data)] = data
         ahead = wire_pb2.Task(
@@ -168,7 +168,7 @@ class ScriptedDoor:
         self.push(receipt=accepted)
 
     def hear(self, kind: str) -> Any:  # Any: one of the kinds of messages
-        """Return the next message of a kind."""
+        """Return the next message of this kind, skipping others."""
         while True:
             message = self.heard.get(timeout=WAIT_S)
             if message.WhichOneof("what") == kind:
@@ -232,7 +232,7 @@ def key(request: Request, round_num: int) -> wire_pb2.TaskKey:
 
 
 def train_request(*, size: int = 3, epochs: int = 1, noise: float | None = None) -> TrainRequest:
-    """Return a request; with ``noise`` in the update, of so many times its norm."""
+    """Return a request; with ``noise``, updates get local noise with this multiplier."""
     local = LocalSgd(epochs=epochs, batch_size=1, learning_rate=0.1)
     noised = [] if noise is None else [NoisedUpdates(clip_norm=1.0, noise_multiplier=noise)]
     return TrainRequest(
@@ -247,7 +247,7 @@ def train_request(*, size: int = 3, epochs: int = 1, noise: float | None = None)
 
 @dataclass
 class Stepper:
-    """Trains in steps that the test lets go; remembers where it began.
+    """Trains in steps that the test releases; records the step at which it began.
 
     Its state counts the tasks that it has finished, and each step adds 1 to the model.
     """
@@ -267,7 +267,7 @@ class Stepper:
             context.control.check()
             context.control.save({"step": torch.tensor(step + 1)})
             if step == 0:
-                self.is_free.clear()  # before anybody hears of the step
+                self.is_free.clear()  # before the step is reported
             context.control.report(fraction=(step + 1) / self.num_steps, loss=1.0)
             step += 1
         finished = context.state.get("finished", torch.tensor(0)) + 1
@@ -286,7 +286,7 @@ class Stepper:
 
 
 class Quick:
-    """Has no data and is done at once."""
+    """A trainer without data that finishes at once."""
 
     honours = HONOURED
 
@@ -301,14 +301,14 @@ class Quick:
 
 
 class Broken(Quick):
-    """Fails as a trainer of another model does."""
+    """Fails like a trainer for another model."""
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise KeyError("0.weight")
 
 
 class Client:
-    """A runtime in a thread, and what it says."""
+    """A runtime in a thread, with its events."""
 
     def __init__(self, home: Home, trainer: Any, **settings: Any) -> None:  # Any: as of Runtime
         self.events: queue.Queue[AgentEvent] = queue.Queue()
@@ -341,7 +341,7 @@ class Client:
         loop.call_soon_threadsafe(function, *args)
 
     def tell(self, facts: Facts) -> None:
-        """Say what holds from now on, as an application does: again and again."""
+        """Report these facts from now on, repeatedly, as an application does."""
 
         def tell() -> None:
             self._told = facts
@@ -357,7 +357,7 @@ class Client:
             self._passed.append(event)
 
     def others(self) -> list[AgentEvent]:
-        """Return the events that nobody has waited for."""
+        """Return the events that no call has waited for."""
         return self._passed + [self.events.get() for _ in range(self.events.qsize())]
 
     def stop(self) -> None:
@@ -384,7 +384,7 @@ def door() -> Iterator[ScriptedDoor]:
 
 @pytest.fixture
 def home(tmp_path: Path, door: ScriptedDoor) -> Home:
-    """An enrolled client's folder, with consent."""
+    """The folder of an enrolled client that has given consent."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
     home.keys.coming_identity()
@@ -404,13 +404,13 @@ def invitation_to(door: ScriptedDoor) -> Invitation:
 
 
 def finished(home: Home) -> int:
-    """Return how many tasks the client's state has seen."""
+    """Return the number of finished tasks according to the client's state."""
     state = home.state("run")
     return int(load(state)["finished"]) if state else 0
 
 
 def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -> None:
-    """The reply is the session's, bound to its task; a receipt ends it."""
+    """The reply is signed and bound to its task; a receipt settles it."""
     request = train_request()
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -436,9 +436,9 @@ def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -
 def test_a_receipt_that_comes_twice_is_told_once(
     home: Home, door: ScriptedDoor, verdict: str
 ) -> None:
-    """As after a connection that was cut: the coordinator answers what is held, and what is sent.
+    """As after a lost connection: the coordinator answers both the held and the sent reply.
 
-    A receipt for the answer to the next task is told again.
+    A receipt for the next task's reply is reported again.
     """
     request = train_request()
     with structlog.testing.capture_logs() as logs, client(home, Quick()) as running:
@@ -449,14 +449,14 @@ def test_a_receipt_that_comes_twice_is_told_once(
             for _ in range(2):
                 door.push(receipt=wire_pb2.Receipt(key=key(request, round_num), verdict=verdict))
             assert running.wait_for(EventKind[verdict]).round_num == round_num
-        door.offer(request, round_num=2)  # by its answer, what came before is heard
+        door.offer(request, round_num=2)  # its reply shows that all before was received
         door.hear("result")
     assert [event.kind for event in running.others()].count(EventKind[verdict]) == 0
     assert [line["round_num"] for line in logs if line["event"] == "reply_settled"] == [0, 1]
 
 
 def test_a_large_task_is_downloaded_and_its_reply_uploaded(home: Home, door: ScriptedDoor) -> None:
-    """Beside the session, in chunks."""
+    """In separate calls next to the session, in chunks."""
     request = train_request(size=100_000)
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -470,7 +470,7 @@ def test_a_large_task_is_downloaded_and_its_reply_uploaded(home: Home, door: Scr
 
 
 def test_a_cut_download_goes_on_where_it_stopped(home: Home, door: ScriptedDoor) -> None:
-    """In the next session, which is offered the task again."""
+    """In the next session, where the coordinator offers the task again."""
     request = train_request(size=10_000)
     door.cut_downloads_after = 5000
     with client(home, Quick()) as running:
@@ -483,7 +483,7 @@ def test_a_cut_download_goes_on_where_it_stopped(home: Home, door: ScriptedDoor)
 
 
 def test_an_evaluation_leaves_the_state_alone(home: Home, door: ScriptedDoor) -> None:
-    """It is a task like any other."""
+    """An evaluation is a task like any other, but does not change the state."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         door.offer(EVALUATE)
@@ -494,7 +494,7 @@ def test_an_evaluation_leaves_the_state_alone(home: Home, door: ScriptedDoor) ->
 def test_an_evaluation_is_told_as_one_of_the_round_before_it(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """The model after the fifth round, whose index is 4; before the first there is none."""
+    """The model after the fifth round has index 4; before the first round there is no index."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         door.offer(EVALUATE, round_num=5)
@@ -511,7 +511,7 @@ def test_an_evaluation_is_told_as_one_of_the_round_before_it(
 def test_a_failure_is_told_with_its_round_and_counts_for_nothing(
     home: Home, door: ScriptedDoor, breaks: str
 ) -> None:
-    """The coordinator takes it as it takes a result; control: the evaluation after it."""
+    """The coordinator accepts it like a result. Control: the evaluation after it counts."""
     request = train_request(epochs=9)
     trainer = Broken() if breaks == "trainer" else Quick()
     policy = Policy(max_epochs=1 if breaks == "policy" else 9)
@@ -538,7 +538,7 @@ def test_a_failure_is_told_with_its_round_and_counts_for_nothing(
 def test_a_reply_waits_for_the_coordinator_and_for_a_restart(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """The same bytes are delivered again, and the task is not trained twice."""
+    """The same bytes are sent again, and the task is not trained twice."""
     request, trainer = train_request(), Quick()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -556,7 +556,7 @@ def test_a_reply_waits_for_the_coordinator_and_for_a_restart(
 
 @dataclass
 class Turns(Quick):
-    """Trains until it is let go; tells which rounds' models it begins on."""
+    """Trains until released; records the round of each model that it starts on."""
 
     begun: "queue.Queue[int]" = field(default_factory=queue.Queue)
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -581,17 +581,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def begin(door: ScriptedDoor, trainer: Turns, running: Client) -> None:
-    """Have a client begin on the model of round 0, and work on it until ``trainer`` may go."""
+    """Let a client start on the model of round 0 and wait until ``trainer`` is released."""
     running.wait_for(EventKind.CONNECTED)
     door.offer(in_round(0))
     assert trainer.begun.get(timeout=WAIT_S) == 0
 
 
 def overlapped(home: Home, door: ScriptedDoor, trainer: Turns, running: Client) -> None:
-    """Have a client train the model of round 0, and begin on that of round 1 by itself."""
+    """Let a client finish round 0 and start on the prefetched model of round 1."""
     begin(door, trainer, running)
     door.send_ahead(in_round(1, size=5000), round_num=1)
-    wait_for(lambda: door.offsets == [0])  # while the other is trained
+    wait_for(lambda: door.offsets == [0])  # while round 0 is in training
     assert finished(home) == 0
     trainer.go.release()
     assert trainer.begun.get(timeout=WAIT_S) == 1
@@ -604,7 +604,7 @@ def overlapped(home: Home, door: ScriptedDoor, trainer: Turns, running: Client) 
 def test_the_next_model_is_fetched_in_training_and_begun_before_it_is_asked(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """The question finds it begun, and gets what came of it: on the older model, as it says."""
+    """The next task gets the result of the older model, and the reply names that model's round."""
     trainer = Turns()
     with client(home, trainer) as running:
         overlapped(home, door, trainer, running)
@@ -619,7 +619,7 @@ def test_the_next_model_is_fetched_in_training_and_begun_before_it_is_asked(
     reply = decode(result.data)
     assert isinstance(reply, TrainReply)
     assert (result.envelope.key.round_num, reply.round_num) == (2, 1)
-    assert door.offsets == [0]  # that of round 2 was never fetched
+    assert door.offsets == [0]  # the model of round 2 was never fetched
     assert finished(home) == 2
     assert home.num_tasks_today(SystemClock().unix_s()) == 2
 
@@ -627,7 +627,7 @@ def test_the_next_model_is_fetched_in_training_and_begun_before_it_is_asked(
 def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_own_model(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """Nobody has acknowledged it, and no model is trained twice."""
+    """It was not acknowledged; no model is trained twice."""
     trainer = Turns()
     with client(home, trainer) as running:
         overlapped(home, door, trainer, running)
@@ -648,7 +648,7 @@ def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_
 def test_a_model_that_was_fetched_ahead_is_not_fetched_again_for_its_question(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """Here it comes while the model is fetched, and nothing is trained."""
+    """Here the task comes during the download, while no training runs."""
     trainer = Turns()
     with client(home, trainer) as running:
         begin(door, trainer, running)
@@ -669,7 +669,7 @@ def test_a_model_that_was_fetched_ahead_is_not_fetched_again_for_its_question(
 def test_a_newer_model_that_is_told_of_costs_no_second_fetch_of_the_one_that_is_here(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """Work begins on the model that is here before the next one is fetched in its place."""
+    """Training starts on the model already fetched, before the next one replaces it."""
     trainer = Turns()
     with client(home, trainer) as running:
         begin(door, trainer, running)
@@ -677,7 +677,7 @@ def test_a_newer_model_that_is_told_of_costs_no_second_fetch_of_the_one_that_is_
         wait_for(lambda: len(door.fetched) == 1)
         door.send_ahead(in_round(2, size=5000), round_num=2)
         door.push(receipt=wire_pb2.Receipt(key=key(in_round(9), 9), verdict=wire_pb2.Receipt.LATE))
-        running.wait_for(EventKind.LATE)  # so it has heard of round 2 as well
+        running.wait_for(EventKind.LATE)  # so it has received round 2 as well
         trainer.go.release()
         assert trainer.begun.get(timeout=WAIT_S) == 1
         assert door.fetched.count(digest_of(encode(in_round(1, size=5000)))) == 1
@@ -689,7 +689,7 @@ def test_a_newer_model_that_is_told_of_costs_no_second_fetch_of_the_one_that_is_
 def test_what_the_policy_does_not_allow_is_not_begun_ahead(
     home: Home, door: ScriptedDoor, policy: Policy
 ) -> None:
-    """Nor is it told as a refusal: nobody has asked."""
+    """It is not reported as a refusal either, since there was no task."""
     trainer = Turns()
     trainer.go.release()
     with client(home, trainer, policy=policy) as running:
@@ -698,7 +698,7 @@ def test_what_the_policy_does_not_allow_is_not_begun_ahead(
         door.offer(in_round(0))
         door.hear("result")
         door.send_ahead(in_round(1), round_num=1)
-        door.offer(EVALUATE, round_num=1)  # it comes later, and is answered
+        door.offer(EVALUATE, round_num=1)  # sent later, and answered
         door.hear("result")
     refusals = [each for each in running.others() if each.kind is EventKind.POLICY]
     assert len(refusals) == (policy.max_tasks_per_day == 0)
@@ -706,7 +706,7 @@ def test_what_the_policy_does_not_allow_is_not_begun_ahead(
 
 
 def test_a_failure_of_work_ahead_is_no_answer(home: Home, door: ScriptedDoor) -> None:
-    """Where nobody had asked: the question itself is answered with one."""
+    """Without a task there is no reply; the later task itself is answered with a failure."""
     with client(home, Broken()) as running:
         running.wait_for(EventKind.CONNECTED)
         door.send_ahead(in_round(1), round_num=1)
@@ -718,7 +718,7 @@ def test_a_failure_of_work_ahead_is_no_answer(home: Home, door: ScriptedDoor) ->
 
 
 def test_training_goes_on_without_a_connection(home: Home, door: ScriptedDoor) -> None:
-    """And its reply is delivered by the next session."""
+    """The reply is delivered in the next session."""
     trainer = Stepper()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -733,7 +733,7 @@ def test_training_goes_on_without_a_connection(home: Home, door: ScriptedDoor) -
 
 
 def test_a_cancelled_task_ends_within_a_batch(home: Home, door: ScriptedDoor) -> None:
-    """Nothing of it is left, and the next task is taken."""
+    """It leaves nothing behind, and the next task is accepted."""
     trainer = Stepper()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -752,7 +752,7 @@ def test_a_cancelled_task_ends_within_a_batch(home: Home, door: ScriptedDoor) ->
 def test_stopping_keeps_the_checkpoint_and_the_next_start_goes_on(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """From the step after the last that was kept."""
+    """Training resumes after the last step in the checkpoint."""
     trainer = Stepper()
     trainer.is_free.set()
     with client(home, trainer) as running:
@@ -772,7 +772,7 @@ def test_stopping_keeps_the_checkpoint_and_the_next_start_goes_on(
 def test_a_condition_that_breaks_ends_the_batch_and_one_that_holds_resumes(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """Meanwhile nothing is connected."""
+    """In between, the client is disconnected."""
     trainer = Stepper()
     trainer.is_free.set()
     conditions = Conditions(on_power=True)
@@ -796,8 +796,8 @@ def test_a_condition_that_breaks_ends_the_batch_and_one_that_holds_resumes(
 def test_a_required_condition_that_is_unknown_does_not_hold(
     home: Home, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing connects, and the event says which."""
-    monkeypatch.setenv("PATH", "")  # no program that could ask
+    """The client does not connect, and the event names the condition."""
+    monkeypatch.setenv("PATH", "")  # no program to ask the system
     with client(home, Quick(), conditions=Conditions(unmetered=True)) as running:
         assert running.wait_for(EventKind.WAITING).message == "unmetered (unknown)"
         running.tell(Facts(unmetered=True))
@@ -822,7 +822,7 @@ class Rule(NamedTuple):
 
 
 def secure(**changes: Any) -> Policy:  # Any: of the fields
-    """Return a policy that allows the sessions below, but for ``changes``."""
+    """Return a policy that allows the sessions below, except for ``changes``."""
     allowed = {"corruption": 0.0, "min_cohort": 2}
     return Policy(secure_aggregation=SecureAggregationPolicy(**{**allowed, **changes}))
 
@@ -871,18 +871,18 @@ def advert(
 
 
 def noised(**changes: Any) -> Policy:  # Any: of the fields
-    """Return a policy that takes sessions with noise alone, but for ``changes``."""
+    """Return a policy that accepts only sessions with noise, except for ``changes``."""
     privacy = PrivacyPolicy(**{"mode": "distributed", **changes})
     return replace(secure(adversary=CURIOUS), privacy=privacy)
 
 
 def local(**changes: Any) -> Policy:  # Any: of the fields
-    """Return a policy that takes updates with noise enough alone, but for ``changes``."""
+    """Return a policy that accepts only updates with local noise, except for ``changes``."""
     return Policy(privacy=PrivacyPolicy(**{"mode": "local", **changes}))
 
 
 def advert_to_evaluate() -> SecureTermsRequest:
-    """Return the first message of a session that evaluates."""
+    """Return the first message of an evaluation session."""
     assumed = Assumptions(
         adversary=Adversary.HONEST_BUT_CURIOUS,
         topology=Topology.COMPLETE,
@@ -993,7 +993,7 @@ RULES = [
         advert(),
         secure(adversary=CURIOUS),
     ),
-    Rule(  # two of three share the noise
+    Rule(  # two of three clients add up to the noise
         "privacy.min_noise_share",
         "2.12132",
         "at least 2.2",
@@ -1041,7 +1041,7 @@ RULES = [
         train_request(noise=3.0),
         local(min_noise_share=3.0),
     ),
-    Rule(  # the same noise as the fewest clients of the session above have together
+    Rule(  # the same total noise as the fewest clients of the session above
         "privacy.max_epsilon_per_day",
         "3.09764",
         "at most 3",
@@ -1111,7 +1111,7 @@ RULES = [
 
 @pytest.fixture
 def secure_home(tmp_path: Path, door: ScriptedDoor) -> Home:
-    """As ``home``, with the coordinator's key."""
+    """Like ``home``, with the coordinator's key in the invitation."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
     home.keys.coming_identity()
@@ -1130,7 +1130,7 @@ def refused(logs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:  # An
 def test_what_is_below_the_floor_is_refused_by_name(
     secure_home: Home, door: ScriptedDoor, rule: Rule
 ) -> None:
-    """The client's log has the rule, the application and the coordinator hear it."""
+    """The rule appears in the client's log, and the application and the coordinator receive it."""
     with (
         structlog.testing.capture_logs() as logs,
         client(secure_home, Quick(), policy=rule.strict) as running,
@@ -1156,7 +1156,7 @@ def test_what_is_below_the_floor_is_refused_by_name(
 def test_the_same_is_taken_where_the_rule_allows_it(
     secure_home: Home, door: ScriptedDoor, rule: Rule
 ) -> None:
-    """The control of the test above."""
+    """Control for the test above."""
     with (
         structlog.testing.capture_logs() as logs,
         client(secure_home, Quick(), policy=rule.relaxed) as running,
@@ -1186,7 +1186,7 @@ def test_who_has_sent_masked_updates_sends_no_readable_ones(
     is_refused: bool,
     request_: Request,
 ) -> None:
-    """To the same coordinator, in whatever run; its user can allow it again."""
+    """Not to the same coordinator, in any run, unless the user's policy allows it again."""
     HistoryFile(path=secure_home.folder / "history.json", coordinator_key=key).write(
         History(is_bound=True)
     )
@@ -1223,7 +1223,7 @@ def test_what_is_held_of_an_abandoned_session_is_erased_after_a_day(
     age_s: float,
     is_kept: bool,  # noqa: FBT001 - a case
 ) -> None:
-    """Its secrets open nothing any more, whoever reads the disk or asks for them then."""
+    """After that, neither a thief of the disk nor the coordinator can get its secrets."""
     held = SecretBytes.generate(72)
     terms = messages.decode(advert().message)
     assert isinstance(terms, messages.SignedTerms)
@@ -1246,7 +1246,7 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
     limit: int,
     is_refused: bool,  # noqa: FBT001 - a case
 ) -> None:
-    """The client remembers the first over its restarts, and over other runs."""
+    """The client remembers the first release across restarts and other runs."""
     once = PastRelease(
         run_id=bytes(16),
         evaluates=False,
@@ -1274,7 +1274,7 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
 def test_a_notice_of_another_training_than_the_terms_name_is_refused(
     secure_home: Home, door: ScriptedDoor
 ) -> None:
-    """Settings that were told are those that will be trained with; control: the tests above."""
+    """The announced settings must be those of the training. Control: the tests above."""
     told, other = advert(epochs=3), advert(epochs=2)
     with client(secure_home, Quick(), policy=secure(adversary=CURIOUS)) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -1285,7 +1285,7 @@ def test_a_notice_of_another_training_than_the_terms_name_is_refused(
 def test_what_is_announced_as_another_kind_is_judged_as_what_it_is(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """And counted as that: else a coordinator could call its trainings evaluations."""
+    """It is also counted as such, or a coordinator could declare trainings as evaluations."""
     key_ = key(EVALUATION, 0)
     with client(home, Quick(), policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -1305,7 +1305,7 @@ def test_what_is_announced_as_another_kind_is_judged_as_what_it_is(
 def test_without_the_coordinators_key_the_remedy_is_said_to_both(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """To the user and to the operator; control: in the clear such a client trains."""
+    """Both the user and the operator see it. Control: without secure aggregation it trains."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         door.offer(SecureStageRequest(round_num=0, attempt=0, message=b"terms"))
@@ -1319,7 +1319,7 @@ def test_without_the_coordinators_key_the_remedy_is_said_to_both(
 
 
 def test_a_run_whose_id_is_no_files_name_is_refused(home: Home, door: ScriptedDoor) -> None:
-    """It would name a file of this device; control: any other test."""
+    """The id becomes a file name on this device. Control: any other test."""
     door.run_id = "../identity"
     with client(home, Quick()) as running:
         assert "'../identity'" in running.wait_for(EventKind.REFUSED).message
@@ -1327,13 +1327,13 @@ def test_a_run_whose_id_is_no_files_name_is_refused(home: Home, door: ScriptedDo
 
 
 class Sized(Quick):
-    """Says how many examples it has."""
+    """Reports its number of examples."""
 
     num_examples = 7
 
 
 def test_who_may_be_read_in_a_sum_alone_keeps_its_size(home: Home, door: ScriptedDoor) -> None:
-    """Nothing of its own then goes out in the clear; by default it is told."""
+    """If only sums may be read, it does not report it either; by default it does."""
     for policy, told in ((Policy(), 7), (secure(required=True), 0), (noised(), 0), (local(), 0)):
         with client(home, Sized(), policy=policy) as running:
             running.wait_for(EventKind.CONNECTED)
@@ -1341,7 +1341,7 @@ def test_who_may_be_read_in_a_sum_alone_keeps_its_size(home: Home, door: Scripte
 
 
 def test_the_whole_policy_is_logged_once_at_the_start(home: Home) -> None:
-    """What is not in the file, too."""
+    """Including settings at their defaults."""
     policy = secure(required=True, max_clip=7.0)
     with (
         structlog.testing.capture_logs() as logs,
@@ -1355,7 +1355,7 @@ def test_the_whole_policy_is_logged_once_at_the_start(home: Home) -> None:
 
 
 def test_trainings_beyond_the_days_number_are_refused(home: Home, door: ScriptedDoor) -> None:
-    """The first is not."""
+    """Control: the first one is accepted."""
     with client(home, Quick(), policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
         door.offer(train_request())
@@ -1365,7 +1365,7 @@ def test_trainings_beyond_the_days_number_are_refused(home: Home, door: Scripted
 
 
 def test_a_training_that_is_withdrawn_counts(home: Home, door: ScriptedDoor) -> None:
-    """Else a coordinator that withdraws late had the device work all day."""
+    """Otherwise a coordinator that withdraws late could keep the device working all day."""
     trainer = Stepper()
     with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -1380,7 +1380,7 @@ def test_a_training_that_is_withdrawn_counts(home: Home, door: ScriptedDoor) -> 
 def test_a_training_that_goes_on_is_not_refused_for_having_begun(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """It counts once; control: the next one is refused."""
+    """It counts once. Control: the next one is refused."""
     trainer = Stepper()
     with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -1397,9 +1397,9 @@ def test_a_training_that_goes_on_is_not_refused_for_having_begun(
 
 
 def test_the_days_privacy_of_updates_adds_up(home: Home, door: ScriptedDoor) -> None:
-    """What is interrupted counts once.
+    """An interrupted training counts once.
 
-    Two updates with noise of 3 take ε 4.6 at δ 1e-6.
+    Two updates with a noise multiplier of 3 spend ε = 4.6 at δ = 1e-6.
     """
     request, trainer = train_request(noise=3.0), Stepper()
     policy = local(max_epsilon_per_day=4.7)
@@ -1417,7 +1417,7 @@ def test_the_days_privacy_of_updates_adds_up(home: Home, door: ScriptedDoor) -> 
 
 
 def test_what_is_remembered_of_a_run_goes_with_the_next_run(home: Home, door: ScriptedDoor) -> None:
-    """It says something of the user; control: it stays for the same run."""
+    """The state may contain user data. Control: it is kept within the same run."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         door.offer(train_request())
@@ -1432,7 +1432,7 @@ def test_what_is_remembered_of_a_run_goes_with_the_next_run(home: Home, door: Sc
 
 
 def test_a_reply_that_is_too_large_is_a_failure(home: Home, door: ScriptedDoor) -> None:
-    """It is not sent; the state stays as it was."""
+    """It is not sent, and the state is unchanged."""
     data = encode(train_request())
     task = wire_pb2.Task(
         key=key(train_request(), 0),
@@ -1454,7 +1454,6 @@ def test_a_reply_that_is_too_large_is_a_failure(home: Home, door: ScriptedDoor) 
 def test_a_request_with_other_bytes_than_announced_is_a_failure(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """Whoever altered it."""
     data = encode(train_request())
     task = wire_pb2.Task(
         key=key(train_request(), 0),
@@ -1470,7 +1469,7 @@ def test_a_request_with_other_bytes_than_announced_is_a_failure(
 
 
 def test_a_request_that_would_fill_the_disk_is_a_failure(home: Home, door: ScriptedDoor) -> None:
-    """Nothing of it is downloaded."""
+    """It is not downloaded at all."""
     task = wire_pb2.Task(
         key=key(train_request(), 0), digest=bytes(32), num_bytes=1 << 60, max_inline_bytes=1000
     )
@@ -1483,7 +1482,7 @@ def test_a_request_that_would_fill_the_disk_is_a_failure(home: Home, door: Scrip
 
 
 def test_a_run_id_that_is_a_path_ends_the_session(home: Home, door: ScriptedDoor) -> None:
-    """It would name a file."""
+    """The id would become a path."""
     task = wire_pb2.Task(key=wire_pb2.TaskKey(run_id="../../etc", kind="TrainRequest"))
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -1494,7 +1493,7 @@ def test_a_run_id_that_is_a_path_ends_the_session(home: Home, door: ScriptedDoor
 def test_a_reply_that_cannot_be_read_is_dropped_and_its_task_answered_anew(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """Else the coordinator would wait for what this client says it has."""
+    """Otherwise the coordinator would wait for a reply that the client claims to hold."""
     request = train_request()
     task = wire_pb2.Task(key=key(request, 0), max_inline_bytes=wire.MAX_INLINE_BYTES)
     held = home.hold(OpenTask.of(task, now_unix_s=0.0), reply=b"reply", state=None)
@@ -1512,14 +1511,14 @@ def test_a_reply_that_cannot_be_read_is_dropped_and_its_task_answered_anew(
 def test_a_reply_that_is_withdrawn_as_it_is_sent_is_no_error(
     home: Home, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round had enough replies in the moment in which this one was kept."""
+    """The round had enough replies at the moment when this one was stored."""
     hold, is_heard = Home.hold, threading.Event()
 
     def withdrawn(self: Home, task: OpenTask, *, reply: bytes, state: bytes | None) -> HeldReply:
         held = hold(self, task, reply=reply, state=state)
         if task.key.round_num == 0:
             door.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="enough"))
-            # Of another round, and told at once: the client has heard of both.
+            # Once this receipt is reported, the client has received the cancellation too.
             late = wire_pb2.Receipt(key=key(train_request(), 7), verdict=wire_pb2.Receipt.LATE)
             door.push(receipt=late)
             assert is_heard.wait(WAIT_S)
@@ -1540,7 +1539,7 @@ def test_a_reply_that_is_withdrawn_as_it_is_sent_is_no_error(
 
 
 def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoor) -> None:
-    """After three crashes, so that the device can go on to the next round."""
+    """After three crashes, so that the device can continue with the next round."""
     request = train_request()
     data = encode(request)
     with client(home, Quick()) as running:
@@ -1558,7 +1557,7 @@ def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoo
 
 
 def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -> None:
-    """For as long as it was told, and its user hears why."""
+    """For the requested time; the user sees the reason."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         begin_s = SystemClock().now_s()
@@ -1569,7 +1568,7 @@ def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -
 
 
 def test_no_coordinator_sends_a_client_away_for_ever(home: Home, door: ScriptedDoor) -> None:
-    """The client has a bound of its own."""
+    """The client has its own limit."""
     connection = Connection(reconnection=Reconnection(max_absence_s=0.6))
     with client(home, Quick(), connection=connection) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -1580,7 +1579,7 @@ def test_no_coordinator_sends_a_client_away_for_ever(home: Home, door: ScriptedD
 def test_a_coordinator_that_serves_nobody_now_says_when_to_come_back(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """And is obeyed, as far as the client agrees to that; then its own back-off goes on."""
+    """The client waits as long as asked, up to its own limit."""
     door.come_back_s = [0.7, 1e9]
     connection = Connection(reconnection=Reconnection(max_absence_s=0.9))
     with capture_logs() as logs, client(home, Quick(), connection=connection) as running:
@@ -1593,7 +1592,7 @@ def test_a_coordinator_that_serves_nobody_now_says_when_to_come_back(
 def test_waking_a_client_ends_an_absence_and_the_next_one_is_as_long_as_asked(
     home: Home, door: ScriptedDoor
 ) -> None:
-    """One that is connected is awake already: waking it saves up nothing."""
+    """Waking a connected client has no effect on a later absence."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         door.push(come_back=wire_pb2.ComeBack(after_s=3000.0))
@@ -1610,7 +1609,7 @@ def test_waking_a_client_ends_an_absence_and_the_next_one_is_as_long_as_asked(
 def test_waking_a_client_ends_an_attempt_that_nobody_answers(
     tmp_path: Path, door: ScriptedDoor
 ) -> None:
-    """As where a network has changed: the next address is tried at once, and pauses with it."""
+    """As after a change of network: the next address is tried at once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         addresses = (f"{host}:{port}", door.address)
@@ -1620,18 +1619,18 @@ def test_waking_a_client_ends_an_attempt_that_nobody_answers(
         invitation = replace(invitation_to(door), addresses=addresses)
         home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
         with client(home, Quick()) as running:
-            stream, _ = silent.accept()  # it says nothing to it
+            stream, _ = silent.accept()  # the server never answers
             with stream:
                 begin_s = SystemClock().now_s()
                 running.call(running.runtime.wake)
                 assert running.wait_for(EventKind.CONNECTED).message == door.address
-                assert SystemClock().now_s() - begin_s < 15.0  # gRPC's own patience is 20 s
+                assert SystemClock().now_s() - begin_s < 15.0  # gRPC itself waits 20 s
 
 
 def test_an_address_that_refuses_costs_no_pause_where_there_is_another(
     tmp_path: Path, door: ScriptedDoor
 ) -> None:
-    """A coordinator that stands by is the first of two."""
+    """As when the first of two coordinators is a standby."""
     closed = socket.create_server(("127.0.0.1", 0))
     host, port = closed.getsockname()
     closed.close()
@@ -1653,7 +1652,7 @@ def test_an_address_that_refuses_costs_no_pause_where_there_is_another(
 def test_revoking_consent_ends_the_runtime_and_erases_its_state(
     home: Home, door: ScriptedDoor, request_: Request
 ) -> None:
-    """Within a batch and a second, whoever revokes it, whatever is computed."""
+    """Within one batch and one second, during training or evaluation."""
     trainer = Stepper()
     running = Client(home, trainer)
     running.wait_for(EventKind.CONNECTED)
@@ -1666,7 +1665,6 @@ def test_revoking_consent_ends_the_runtime_and_erases_its_state(
 
 
 def test_nothing_runs_without_consent(home: Home) -> None:
-    """However it is started."""
     home.set_consent(granted=False)
     running = Client(home, Quick())
     with pytest.raises(DeploymentError, match="no consent"):
@@ -1674,7 +1672,7 @@ def test_nothing_runs_without_consent(home: Home) -> None:
 
 
 def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
-    """Once: the next start is enrolled already."""
+    """Only once; at the next start the client is enrolled already."""
     home, file = Home(tmp_path / "client"), tmp_path / "laptop.invitation"
     home.set_consent(granted=True)
     invitation_to(door).save(file)
@@ -1692,7 +1690,7 @@ def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
 def test_an_invitation_that_is_over_is_told_where_nobody_answers(
     tmp_path: Path, door: ScriptedDoor, end: str, *, is_told: bool
 ) -> None:
-    """TLS ends without a word if its certificate has ended, too."""
+    """If its certificate has expired too, TLS fails without giving a reason."""
     home, file = Home(tmp_path / "client"), tmp_path / "laptop.invitation"
     home.set_consent(granted=True)
     replace(invitation_to(door), expires_utc=f"{end}-01-01T00:00:00Z").save(file)
@@ -1703,7 +1701,7 @@ def test_an_invitation_that_is_over_is_told_where_nobody_answers(
 
 
 def test_a_client_follows_a_coordinator_that_moves(home: Home, door: ScriptedDoor) -> None:
-    """As announced, beside what is no address and none of this machine, and after a restart."""
+    """To an announced address, next to invalid and unreachable ones, and also after a restart."""
     new = ScriptedDoor()
     door.announced = ["nonsense", "fl.example.org:443", new.address]
     with client(home, Quick()) as running:
@@ -1719,7 +1717,7 @@ def test_a_client_follows_a_coordinator_that_moves(home: Home, door: ScriptedDoo
 
 
 def test_a_client_takes_an_address_from_its_user(home: Home, door: ScriptedDoor) -> None:
-    """Before those that it knows, which it keeps, also for the next start."""
+    """It is tried before the known ones, and kept together with them for the next start."""
     moved = ScriptedDoor()
     door.close()
     with client(home, Quick(), connection=Connection(addresses=(moved.address,))) as running:
@@ -1737,7 +1735,7 @@ def known_addresses(home: Home) -> tuple[str, ...]:
 
 
 class Mute(Device):
-    """A device of which nothing is known but what it is told."""
+    """A device without facts other than those the application reports."""
 
     def found(self) -> Facts:
         return Facts()
@@ -1746,7 +1744,7 @@ class Mute(Device):
 def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
     tmp_path: Path, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, although it is looked at every second; the control has months left."""
+    """Once, although it is checked every second. Control: a certificate with months left."""
     monkeypatch.setattr(runtime, "Device", Mute)
     last_year = utc(SystemClock().unix_s() - 300 * 86_400.0)
     authority = Authority(tmp_path / "authority", host_names=(), now=lambda: last_year)
@@ -1758,7 +1756,7 @@ def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
         home.keys.enrol(invitation_to(door), certificate_pem=certificate_pem, client_id=ClientId(3))
         with client(home, Stepper()) as running:
             running.wait_for(EventKind.CONNECTED)
-            for on_power in (True, False):  # each is told after a look
+            for on_power in (True, False):  # each is reported after a check
                 running.tell(Facts(on_power=on_power))
                 while door.hear("eligibility").on_power is not on_power:
                     pass
@@ -1768,7 +1766,7 @@ def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
 
 
 def test_a_client_that_is_not_enrolled_says_so(tmp_path: Path) -> None:
-    """Instead of waiting for ever."""
+    """Instead of waiting forever."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
     running = Client(home, Quick())

@@ -1,4 +1,4 @@
-"""Trainings that a client's process shares with workers beside it, which are processes."""
+"""Trainings that a client's process shares with worker processes."""
 
 import os
 import signal
@@ -93,7 +93,7 @@ class Own:
     def evaluate(self, tensors, *, control): ...
 '''
 
-#: Eight batches an epoch, the last of 1, in which the first process has nothing to do.
+#: Eight batches per epoch; the last has one example, so the first process has nothing to do.
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, momentum=0.9, keep_momentum=True)
 CONTEXT = TrainContext(
     client_id=ClientId(4), round_num=1, settings=settings_of(SGD), seed=Seed(9), state={}
@@ -102,7 +102,7 @@ CONTEXT = TrainContext(
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the trainers are."""
+    """The file that defines the trainers."""
     path = tmp_path_factory.mktemp("trainers") / "shared_trainers.py"
     path.write_text(TRAINERS)
     return path
@@ -118,7 +118,7 @@ def options(file: Path, name: str, num_workers: int) -> RuntimeOptions:
 
 @pytest.fixture(scope="module")
 def shared(file: Path) -> Iterator[SharedTrainer]:
-    """A trainer of two processes."""
+    """A trainer that uses two processes."""
     trainer = trainer_of(options(file, "trainer", 2))
     assert isinstance(trainer, SharedTrainer)
     yield trainer
@@ -127,7 +127,7 @@ def shared(file: Path) -> Iterator[SharedTrainer]:
 
 @pytest.fixture(scope="module")
 def alone(file: Path) -> LocalResult:
-    """What one process makes of it."""
+    """The result of the same training in one process."""
     return make_trainer(f"{file}:trainer").train(weights(), context=CONTEXT)
 
 
@@ -137,7 +137,7 @@ def weights() -> Mapping[str, Tensor]:
 
 
 def same(result: LocalResult, other: LocalResult) -> bool:
-    """Return whether results are of the same bits."""
+    """Return whether two results are equal bit for bit."""
     return all(
         torch.equal(theirs[name], value)
         for ours, theirs in ((result.tensors, other.tensors), (result.state, other.state))
@@ -146,7 +146,7 @@ def same(result: LocalResult, other: LocalResult) -> bool:
 
 
 def workers() -> list[int]:
-    """Return the processes that share a training with this one: it has other children, too."""
+    """Return the worker processes of a shared training; this process also has other children."""
     return [
         child
         for child in children_of(os.getpid())
@@ -155,11 +155,11 @@ def workers() -> list[int]:
 
 
 class Watched(Unattended):
-    """A task that keeps its last checkpoint, and in which something happens at a batch.
+    """A task control that keeps the last checkpoint and triggers an event at one batch.
 
     Args:
-        nth: At which, from 0.
-        happens: What.
+        nth: Index of the batch, from 0.
+        happens: The event: ``"kill"``, ``"call off"`` or ``"fail"``.
     """
 
     def __init__(self, nth: int = -1, happens: str = "") -> None:
@@ -168,7 +168,7 @@ class Watched(Unattended):
         self.reports = list[float]()
 
     def check(self) -> None:
-        """Have it happen."""
+        """Trigger the event at its batch."""
         self.num_checks += 1
         if self.num_checks != self.nth + 1:
             return
@@ -179,11 +179,11 @@ class Watched(Unattended):
             raise raise_
 
     def report(self, *, fraction: float, loss: float) -> None:
-        """Note it."""
+        """Record the progress."""
         self.reports.append(fraction)
 
     def saved(self) -> Mapping[str, Tensor]:
-        """Return a copy, as from a disk."""
+        """Return a copy, as if loaded from disk."""
         return {name: value.clone() for name, value in self.kept.items()}
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
@@ -196,7 +196,7 @@ def train(shared: SharedTrainer, control: Unattended) -> LocalResult:
 
 
 def test_processes_come_to_what_one_comes_to(shared: SharedTrainer, alone: LocalResult) -> None:
-    """Weights, state, loss and count; the first one's control hears of every batch."""
+    """Weights, state, loss and count agree; the first process's control sees every batch."""
     control = Watched()
     result = train(shared, control)
     for name, value in alone.tensors.items():
@@ -217,7 +217,7 @@ def test_processes_come_to_what_one_comes_to(shared: SharedTrainer, alone: Local
 def test_a_task_that_was_interrupted_goes_on_to_the_bit(
     shared: SharedTrainer, happens: str, raised: type[Exception]
 ) -> None:
-    """From the first process's checkpoint, whoever interrupted it; killed workers are replaced."""
+    """It resumes from the first process's checkpoint, and killed workers are replaced."""
     whole, before = train(shared, Watched()), workers()
     control = Watched(5, happens)
     with pytest.raises(raised) as error:
@@ -235,7 +235,7 @@ def test_a_task_that_was_interrupted_goes_on_to_the_bit(
 def test_what_a_worker_fails_of_is_told_without_its_words(
     shared: SharedTrainer, file: Path
 ) -> None:
-    """The type of the error alone, since its words may quote the data; and the next task works."""
+    """Only the error's type is reported, as the message may quote data. The next task works."""
     in_order = replace(CONTEXT, settings=settings_of(replace(SGD, epochs=1, shuffle=False)))
     for name in ("odd", "broken"):
         mark = file.parent / name
@@ -250,7 +250,7 @@ def test_what_a_worker_fails_of_is_told_without_its_words(
 
 
 def test_settings_that_all_refuse_leave_the_workers_where_they_are(shared: SharedTrainer) -> None:
-    """Each refuses them by itself."""
+    """Each process refuses them by itself, so none has to be restarted."""
     before = workers()
     unknown = replace(CONTEXT, settings={**CONTEXT.settings, "no_such_setting": 1})
     with pytest.raises(SettingsRefused, match="no_such_setting"):
@@ -270,7 +270,7 @@ def test_settings_that_all_refuse_leave_the_workers_where_they_are(shared: Share
 def test_a_trainer_that_cannot_be_shared_is_refused_at_the_start(
     file: Path, name: str, words: str
 ) -> None:
-    """With the reason, and no worker is left; alone, it is none of this module's business."""
+    """With the reason, and without leaving workers. With one process it is not checked."""
     before = workers()
     with pytest.raises(DeploymentError, match=words):
         trainer_of(options(file, name, 2))
@@ -279,7 +279,7 @@ def test_a_trainer_that_cannot_be_shared_is_refused_at_the_start(
 
 
 def test_a_model_that_is_another_in_each_process_is_told_from_one(file: Path) -> None:
-    """A forward pass that keeps statistics of its own share."""
+    """As with a forward pass that keeps statistics of its own examples."""
     trainer = trainer_of(options(file, "drifting", 2))
     assert isinstance(trainer, SharedTrainer)
     tensors = {**weights(), "seen": torch.zeros(1, dtype=torch.float64)}
