@@ -1,4 +1,4 @@
-"""The default tree, how a file and overrides are laid over it, and what is said of mistakes."""
+"""The default configuration, files and overrides on top of it, and the messages for mistakes."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_the_default_tree_is_the_main_job() -> None:
 
 
 def test_free_form_settings_keep_their_types(tmp_path: Path) -> None:
-    """Also from the command line; what cannot be told is refused with its place."""
+    """Also from the command line; other types are refused, with the line."""
     text = '[client.extra]\nrate = 0.5\ntimes = 3\nway = "up"\n"dry-run" = false\n'
     config = load(
         written(tmp_path, text), overrides=["client.extra.times=4", "algorithm.name=fedsgd"]
@@ -89,7 +89,7 @@ def test_free_form_settings_keep_their_types(tmp_path: Path) -> None:
 
 
 def test_the_default_tree_is_valid() -> None:
-    """Defaults are not validated by pydantic, so here they are, each kind of table too."""
+    """Pydantic does not validate defaults, so this does, for each kind of table too."""
     assert Config.model_validate(Config().model_dump()) == Config()
     for section in sections():
         required = [name for name, info in section.model_fields.items() if info.is_required()]
@@ -105,7 +105,7 @@ def test_every_field_has_a_description() -> None:
 
 
 def test_sections_are_frozen_strict_and_closed() -> None:
-    """No section loosens what the base class says."""
+    """No section loosens the base class's settings."""
     for section in sections():
         settings = section.model_config
         assert (settings["frozen"], settings["strict"], settings["extra"]) == (True, True, "forbid")
@@ -114,7 +114,7 @@ def test_sections_are_frozen_strict_and_closed() -> None:
 
 
 def test_none_deadline_waits_for_every_client() -> None:
-    """The policy has an infinite deadline, which neither TOML's JSON nor a database holds."""
+    """The policy's deadline is infinite, which neither JSON nor a database can hold."""
     config = load(None, overrides=["stragglers.deadline_s=none", "stragglers.min_reports=7"])
     policy = config.straggler_policy()
     assert (policy.deadline_s, policy.min_reports) == (math.inf, 7)
@@ -137,7 +137,7 @@ def test_integers_are_numbers_but_not_the_other_way() -> None:
 
 
 def test_a_file_is_laid_over_the_defaults(tmp_path: Path) -> None:
-    """What it does not say stays."""
+    """Keys that it does not set keep their defaults."""
     file = written(
         tmp_path,
         """
@@ -161,7 +161,7 @@ def test_a_file_is_laid_over_the_defaults(tmp_path: Path) -> None:
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
-    """Each is laid over what is there."""
+    """Each replaces one key and leaves the others."""
     file = written(tmp_path, "seed = 1\n[client]\nepochs = 5\nmomentum = 0.5\n")
     config = load(file, overrides=["seed=2", "client.epochs=6", "client.epochs=7"])
     assert (config.seed, config.client) == (2, CLIENTS.of("sgd", epochs=7, momentum=0.5))
@@ -186,7 +186,7 @@ def test_override_values_are_toml(override: str, value: tuple[int, ...]) -> None
     [("name=brisk-otter", "brisk-otter"), ('name="brisk"', "brisk"), ("name = a.b_c ", "a.b_c")],
 )
 def test_bare_words_in_overrides_are_strings(override: str, name: str) -> None:
-    """A shell takes quotes away."""
+    """A shell removes quotes."""
     assert load(None, overrides=[override]).name == name
 
 
@@ -198,7 +198,7 @@ def test_an_override_cannot_bring_a_second_key() -> None:
 
 
 def test_choosing_another_kind_drops_the_defaults_of_the_first() -> None:
-    """No default of FedAvg or Dirichlet gets in the way."""
+    """The defaults of FedAvg or Dirichlet do not conflict with the new kind."""
     config = load(
         None,
         overrides=[
@@ -213,7 +213,7 @@ def test_choosing_another_kind_drops_the_defaults_of_the_first() -> None:
 
 
 def test_choosing_another_kind_keeps_what_both_kinds_have(tmp_path: Path) -> None:
-    """The user's number of clients stays."""
+    """The user's number of clients is kept."""
     file = written(tmp_path, "[data.partition]\nnum_clients = 20\n")
     config = load(file, overrides=["data.partition.kind=iid"])
     assert partition_of(config) == PARTITIONS.of("iid", num_clients=20)
@@ -230,7 +230,7 @@ def test_choosing_another_kind_does_not_drop_what_the_user_wrote(tmp_path: Path)
 
 
 def test_fedsgd_brings_its_local_training() -> None:
-    """One epoch, one batch; unless somebody writes otherwise, which is a contradiction."""
+    """One epoch and one batch; writing anything else is a contradiction."""
     config = load(None, overrides=["algorithm.name=fedsgd", "client.learning_rate=0.1"])
     assert config.algorithm == ALGORITHMS.of("fedsgd")
     assert (config.client.epochs, config.client.batch_size) == (1, "all")
@@ -242,7 +242,7 @@ def test_fedsgd_brings_its_local_training() -> None:
 def test_paths_are_relative_to_where_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the file, or for an override to the working directory; modules are left alone."""
+    """Relative to the file, or for an override to the working directory; modules are unchanged."""
     (tmp_path / "deep").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -269,7 +269,7 @@ def test_paths_are_relative_to_where_they_are_written(
 def test_a_strategy_named_by_its_file_is_found_from_wherever_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As any other path, though its key may be the name of an algorithm, too."""
+    """Its path becomes absolute like others, though the key may also hold an algorithm's name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deep").mkdir()
     file = written(tmp_path / "deep", "algorithm.name = 'mine.py:Mine'")
@@ -284,7 +284,7 @@ def test_a_strategy_named_by_its_file_is_found_from_wherever_the_run_goes_on(
 def test_a_file_may_start_with_a_byte_order_mark_and_end_lines_as_windows_does(
     tmp_path: Path,
 ) -> None:
-    """Editors write both, and the lines are still right."""
+    """Editors write both, and line numbers in messages are still right."""
     file = tmp_path / "experiment.toml"
     file.write_bytes(b"\xef\xbb\xbfseed = 4\r\n[client]\r\nepochs = 0\r\n")
     assert complaint(file).startswith(f"{file}:3: client.epochs: is 0")
@@ -299,7 +299,7 @@ def test_a_mapping_is_validated_as_a_file_is() -> None:
 
 @pytest.mark.parametrize("hidden", [(32, 16), [32, 16]])
 def test_tuples_and_lists_are_both_arrays(hidden: object) -> None:
-    """A user of Python writes either."""
+    """Python users write either."""
     values = {
         "model": {"hidden": hidden},
         "data": {"source": "python", "factory": "a:b", "args": {"sizes": hidden}},
@@ -322,7 +322,7 @@ def test_tuples_and_lists_are_both_arrays(hidden: object) -> None:
     ],
 )
 def test_mistakes_in_a_mapping_name_their_source(values: dict[str, object], expected: str) -> None:
-    """There is no file and no line; the source stands in their place."""
+    """There is no file and no line, so messages name the source instead."""
     with pytest.raises(ConfigError) as caught:
         from_mapping(values, source="simulate()")
     assert str(caught.value).startswith(expected)
@@ -331,7 +331,7 @@ def test_mistakes_in_a_mapping_name_their_source(values: dict[str, object], expe
 def test_paths_in_a_mapping_are_relative_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of the command line are; a path may be a Path."""
+    """Like those of the command line; a path may be a Path object."""
     monkeypatch.chdir(tmp_path)
     config = from_mapping({"store": {"runs_dir": Path("here")}}, source="simulate()")
     assert config.store.runs_dir == str(tmp_path / "here")
@@ -341,13 +341,13 @@ def test_paths_in_a_mapping_are_relative_to_the_working_directory(
 
 
 def test_the_stored_tree_loads_to_an_equal_tree() -> None:
-    """So that a run resumes from it."""
+    """A run resumes from it."""
     config = load(None, overrides=["algorithm.name=fedyogi", "model.hidden=[]", "name=x"])
     assert Config.from_json(config.canonical_json()) == config
 
 
 def test_canonical_json_is_canonical() -> None:
-    """Sorted, without blanks, valid for readers that know no NaN, and stable."""
+    """Sorted, without whitespace, without NaN, and stable."""
     text = Config().canonical_json()
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
     assert len(config_hash(Config())) == 64
@@ -367,7 +367,7 @@ def test_the_order_of_keys_does_not_change_the_hash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "3", "{", '{"seed": -1}', '{"sede": 1}', "[]"])
 def test_a_damaged_stored_tree_is_refused(text: str) -> None:
-    """And said to be the stored one."""
+    """The message names the stored configuration."""
     with pytest.raises(ConfigError, match=r"^the stored configuration: "):
         Config.from_json(text)
 
@@ -403,7 +403,7 @@ SECRET_URL = OPEN_URL.replace("me@", "me:s3cr@t/x@")
 
 
 def test_addresses_come_from_the_config_then_the_environment_then_defaults() -> None:
-    """An empty variable is not set."""
+    """An empty variable counts as not set."""
     environ = {
         "FEDLEARN_STORE_URL": "sqlite:///e.db",
         "FEDLEARN_RUNS_DIR": "/e",
@@ -427,7 +427,7 @@ def test_addresses_come_from_the_config_then_the_environment_then_defaults() -> 
 
 
 def test_the_environment_adds_the_password_to_the_address_of_the_config() -> None:
-    """To that address and no other."""
+    """Only to that address."""
     config = load(None, overrides=[f"store.url={OPEN_URL}"])
     environ = {"FEDLEARN_STORE_URL": SECRET_URL}
     assert resolve_addresses(config, environ=environ).store_url == SECRET_URL
@@ -467,7 +467,7 @@ def test_a_password_in_the_config_is_refused_and_not_repeated(url: str, tmp_path
     "url", [OPEN_URL, "sqlite:///runs.db", "sqlite://", "postgresql://h:5432/x?sslmode=require"]
 )
 def test_an_address_without_a_password_is_accepted(url: str) -> None:
-    """A port is none."""
+    """A port is not a password."""
     assert load(None, overrides=[f"store.url={url}"]).store.url == url
 
 
@@ -497,7 +497,7 @@ def test_what_cannot_be_read_as_text_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_broken_toml_names_file_and_line(text: str, place: str, tmp_path: Path) -> None:
-    """As far as the parser knows it."""
+    """As precisely as the parser reports it."""
     file = written(tmp_path, text)
     assert complaint(file).startswith(f"{file}{place}")
 
@@ -542,7 +542,7 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_key_names_file_line_and_nearest_key(
     text: str, expected: str, tmp_path: Path
 ) -> None:
-    """Also where the nearest is in another section or of another kind."""
+    """Also if the nearest key is in another section or belongs to another kind."""
     file = written(tmp_path, text)
     assert complaint(file).startswith(f"{file}{expected}")
 
@@ -716,7 +716,7 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], expected: str) -> None:
-    """The message names an override that takes part."""
+    """The message names one of the overrides involved."""
     text = complaint(None, *overrides)
     assert expected in text
     assert "--set " in text
@@ -763,7 +763,7 @@ def test_contradictions_are_refused(overrides: list[str], expected: str) -> None
     ],
 )
 def test_what_does_not_contradict_is_accepted(overrides: list[str]) -> None:
-    """The other side of each refusal; what is recorded of it reads back the same."""
+    """The control of each refusal; the recorded configuration also loads back the same."""
     config = load(None, overrides=overrides)
     assert config != Config()
     assert Config.from_json(config.model_dump_json()) == config
@@ -780,7 +780,7 @@ OTHER_SOURCES = [
 
 @pytest.mark.parametrize("source", OTHER_SOURCES)
 def test_other_data_than_the_main_jobs_have_no_stragglers_by_default(source: str) -> None:
-    """The control: the digits have, whether they are written or not."""
+    """The control: the digits do, whether they are named or the default."""
     mine = load(None, overrides=[source, "model={kind='python',factory='m:f'}"])
     assert mine.devices == DEVICES.of("ideal")
     assert (over_selection_of(mine), mine.stragglers.deadline_s) == (1.0, "auto")
@@ -793,7 +793,7 @@ def test_other_data_than_the_main_jobs_have_no_stragglers_by_default(source: str
 
 
 def test_stragglers_that_are_written_hold_with_any_data() -> None:
-    """Each by itself, and beside those that are not written."""
+    """Each applies on its own, while the others keep their defaults."""
     text = ["stragglers.deadline_s=10.0", "devices.kind=lognormal", "cohort.sampling=poisson"]
     mine = load(None, overrides=["data.source=mnist-by-writer", *text])
     assert (over_selection_of(mine), mine.stragglers.deadline_s) == (1.0, 10.0)
@@ -808,7 +808,7 @@ def test_stragglers_that_are_written_hold_with_any_data() -> None:
 def test_as_many_are_wanted_as_can_be_asked_up_to_ten(
     num_clients: int, over_selection: float, num_wanted: int
 ) -> None:
-    """And those that are asked too many fit into the population."""
+    """Over-selected clients fit into the population as well."""
     overrides = ["data.source=mnist-by-writer", f"stragglers.over_selection={over_selection}"]
     resolved = load(None, overrides=overrides).resolved(num_clients=num_clients)
     policy = resolved.straggler_policy()
@@ -819,7 +819,7 @@ def test_as_many_are_wanted_as_can_be_asked_up_to_ten(
 
 
 def test_a_deployment_has_a_deadline_and_wants_ten() -> None:
-    """Nobody knows how many clients come, and one that goes away holds up no run for good."""
+    """The number of clients is unknown, and one that vanishes must not block the run forever."""
     served = load(None, overrides=["data.source=mnist-by-writer"]).resolved(num_clients=None)
     policy = served.straggler_policy()
     assert (policy.num_wanted, policy.num_asked, policy.deadline_s) == (10, 10, 600.0)
@@ -828,7 +828,7 @@ def test_a_deployment_has_a_deadline_and_wants_ten() -> None:
 
 
 def test_what_contradicts_the_number_of_clients_is_refused_once_that_is_known() -> None:
-    """As if it had been written. The control: with as many clients it is accepted."""
+    """As if the number had been written. The control: with enough clients it is accepted."""
     config = load(None, overrides=["data.source=mnist-by-writer", "stragglers.min_reports=5"])
     with pytest.raises(ConfigError, match=r"min_reports: is 5, above cohort.num_wanted \(3\)"):
         config.resolved(num_clients=3)
@@ -836,7 +836,7 @@ def test_what_contradicts_the_number_of_clients_is_refused_once_that_is_known() 
 
 
 def test_half_of_the_reports_are_raised_to_what_secure_aggregation_needs() -> None:
-    """So that one line turns it on; without it, half are half."""
+    """So that one line turns it on. The control: without it, it is half."""
     on = load(None, overrides=["secure_aggregation.mode=complete"])
     assert on.straggler_policy().min_reports == 10
     assert Config().straggler_policy().min_reports == 5
@@ -844,13 +844,13 @@ def test_half_of_the_reports_are_raised_to_what_secure_aggregation_needs() -> No
 
 @pytest.mark.parametrize("override", ["seed", "=1", "a..b=1", "", "[a]=1", "a b=1", ".a=1"])
 def test_an_override_without_a_key_and_a_value_is_refused(override: str) -> None:
-    """And told the form."""
+    """The message shows the form."""
     expected = f"--set {override}: not of the form section.key=value, as client.epochs=3"
     assert complaint(None, override) == expected
 
 
 def test_an_override_does_not_make_a_table_of_a_value() -> None:
-    """The other place is shown."""
+    """The message shows the conflicting value."""
     text = complaint(None, "seed=1", "seed.x=2")
     assert text == "--set seed.x=2: seed is 1 and not a table; remove one of the two"
 
@@ -884,7 +884,7 @@ def test_all_problems_are_listed_at_once_in_the_order_of_the_file(tmp_path: Path
 def test_too_few_reports_are_remedied_by_keys_that_such_a_run_takes(
     overrides: list[str], num_named: int
 ) -> None:
-    """Each key that the error names may have another value than it has."""
+    """Each key that the error names accepts another value."""
     config = load(None, overrides=overrides)
     error = TooFewReports(
         round_num=0,
@@ -913,7 +913,7 @@ def test_the_remedy_of_a_cohort_would_not_do_for_a_buffer() -> None:
 
 
 def test_a_missing_key_is_placed_where_its_kind_was_chosen(tmp_path: Path) -> None:
-    """There is no line of its own."""
+    """The missing key itself has no line."""
     file = written(tmp_path, 'seed = 1\n[data]\nsource = "npz"\ntest_fraction = 0.1\n')
     assert complaint(file).startswith(f"{file}:3: data.path: is missing")
     by_override = complaint(written(tmp_path, "seed = 1\n"), "data.source=npz")
@@ -921,7 +921,7 @@ def test_a_missing_key_is_placed_where_its_kind_was_chosen(tmp_path: Path) -> No
 
 
 def test_an_unknown_table_is_placed_where_something_in_it_was_set(tmp_path: Path) -> None:
-    """The override, or the line of the file where that has the table too."""
+    """At the override, or at the file's line if the file has the table too."""
     assert complaint(None, "clent.epochs=1").startswith("--set clent.epochs=1: clent: unknown key")
     file = written(tmp_path, "\n[clent]\n")
     assert complaint(file, "clent.epochs=1").startswith(f"{file}:2: clent: unknown key")
@@ -969,7 +969,7 @@ n = 1
 
 
 def test_natural_partition_is_a_kind_of_every_partition() -> None:
-    """So that refusing it can say why."""
+    """So that a refusal can give the reason."""
     assert PARTITIONS.of("natural").kind == "natural"
 
 
@@ -987,7 +987,7 @@ direction = "min"
 
 
 def test_metrics_are_tables_by_name(tmp_path: Path) -> None:
-    """From a file and overrides, paths relative to each; written out they are the same."""
+    """From a file and overrides, with paths relative to each; rendered, they load back the same."""
     file = tmp_path / "experiment.toml"
     file.write_text(METRICS)
     config = load(file, overrides=["metrics.r2.args.weighted=false", "metrics.f1.direction=max"])
@@ -1013,7 +1013,7 @@ def test_metrics_are_tables_by_name(tmp_path: Path) -> None:
 def test_what_is_wrong_in_a_named_table_is_told_by_its_name(
     tmp_path: Path, override: str, message: str
 ) -> None:
-    """Place, key and remedy, as anywhere else."""
+    """With place, key and remedy, like any other problem."""
     file = tmp_path / "experiment.toml"
     file.write_text(METRICS)
     with pytest.raises(ConfigError) as error:
@@ -1022,7 +1022,7 @@ def test_what_is_wrong_in_a_named_table_is_told_by_its_name(
 
 
 def test_an_asynchronous_algorithm_brings_a_buffer_in_the_place_of_a_cohort(tmp_path: Path) -> None:
-    """By its name, or by the table; what is written holds, and the tree is the same when stored."""
+    """By its name or by the table. Written keys take precedence; the stored tree is the same."""
     by_name = load(None, overrides=["algorithm.name=fedbuff", "asynchronous.buffer_size=7"])
     assert by_name.asynchronous.is_on
     assert (by_name.cohort.num_wanted, by_name.stragglers.deadline_s) == (7, "auto")
@@ -1078,7 +1078,7 @@ def test_what_does_not_go_with_buffers_is_refused(overrides: list[str], message:
     ],
 )
 def test_what_is_set_in_a_table_that_is_off_is_refused(override: str, mode: str) -> None:
-    """It would be passed over in silence. The control: where the table is on, it counts."""
+    """It would be ignored silently. The control: if the table is on, it is accepted."""
     key, _, on = mode.partition("=")
     off = getattr(Config(), key.partition(".")[0]).mode
     expected = f'is without effect, since {key} is "{off}"; set it to "{on}"'
@@ -1088,7 +1088,7 @@ def test_what_is_set_in_a_table_that_is_off_is_refused(override: str, mode: str)
 
 @pytest.mark.parametrize("key", [*RENAMED, *FIXED])
 def test_a_key_of_an_earlier_version_is_refused_with_what_to_write_now(key: str) -> None:
-    """A new name is that of a key there is, and an old one is not."""
+    """The new name is an existing key, and the old name is not."""
     known = {dotted(each.path) for each in known_keys(Config)}
     assert key not in known
     assert RENAMED.get(key, "seed") in known
@@ -1098,13 +1098,13 @@ def test_a_key_of_an_earlier_version_is_refused_with_what_to_write_now(key: str)
 
 @pytest.mark.parametrize("mode", ["asynchronous.mode=buffered", "late_updates.mode=keep"])
 def test_staleness_is_refused_where_no_update_can_be_stale(mode: str) -> None:
-    """It would be passed over in silence. The control: with buffers, or late updates, it counts."""
+    """It would be ignored silently. The control: with buffers or late updates it is accepted."""
     assert "staleness.max_staleness: is without" in complaint(None, "staleness.max_staleness=3")
     assert load(None, overrides=["staleness.max_staleness=3", mode]).staleness != Config().staleness
 
 
 def test_with_distributed_privacy_there_is_one_clip_norm() -> None:
-    """That of the table privacy; another one beside it is refused."""
+    """The one in the table privacy; another one is refused."""
     private = ["privacy.mode=distributed", "privacy.noise_multiplier=1.0"]
     private += ["privacy.target_delta=1e-5", "privacy.clip_norm=0.5"]
     config = load(None, overrides=private)
@@ -1117,7 +1117,7 @@ def test_with_distributed_privacy_there_is_one_clip_norm() -> None:
 
 
 def test_a_buffer_size_that_is_none_is_told_once() -> None:
-    """Where it is written, and not of the cohort in whose place the buffer is."""
+    """For the key that has it, and not for the cohort's size, which is copied from it."""
     text = complaint(None, "asynchronous.mode=buffered", "asynchronous.buffer_size=ten")
     assert text.count("\n") == 0
     assert 'asynchronous.buffer_size: is "ten"; give an integer >= 1' in text
@@ -1131,7 +1131,7 @@ def test_a_buffer_size_that_is_none_is_told_once() -> None:
     ],
 )
 def test_fedasync_steps_with_each_update(overrides: list[str], message: str) -> None:
-    """Whatever its table says."""
+    """Settings that say otherwise are refused."""
     with pytest.raises(ConfigError) as error:
         load(None, overrides=["algorithm.name=fedasync", *overrides])
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""A client's own file: what it refuses and when its device may train."""
+"""A client's configuration file: what it refuses and when its device may train."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def load(folder: Path, text: str) -> ClientConfig:
 
 
 def test_without_a_file_it_is_what_applications_have_by_default(tmp_path: Path) -> None:
-    """The defaults are written once; an empty file changes nothing."""
+    """The defaults are declared in one place; an empty file changes nothing."""
     for config in (load_client(None), load(tmp_path, "")):
         assert config.to_policy() == Policy()
         assert config.to_conditions() == Conditions()
@@ -77,7 +77,7 @@ def test_without_a_file_it_is_what_applications_have_by_default(tmp_path: Path) 
 
 
 def test_a_command_line_goes_before_the_file(tmp_path: Path) -> None:
-    """What it does not say stays as the file says; it never takes a demand back."""
+    """Options that are not given keep the file's values, and no option relaxes a requirement."""
     config = load(tmp_path, WHOLE)
     assert config.override() == config
     assert config.override(num_workers=2).training.num_workers == 2
@@ -168,7 +168,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, words: str) -> None:
-    """As in the coordinator's file."""
+    """Like in the coordinator's file."""
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, text)
     assert words in str(refused.value)
@@ -176,13 +176,13 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, words: 
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """A client never falls back to a policy that nobody chose."""
+    """A client never falls back to the default policy."""
     with pytest.raises(ConfigError, match=r"none\.toml: there is no such file"):
         load_client(tmp_path / "none.toml")
 
 
 def test_the_commented_file_loads_to_the_defaults(tmp_path: Path) -> None:
-    """And has every key, those that are not set as comments."""
+    """It has every key; those that are not set are comments."""
     text = template(ClientConfig(), omit=(), heading="A client.")
     assert load(tmp_path, text) == ClientConfig()
     keys: set[Any] = {*Policy.__dataclass_fields__, *SecureAggregationPolicy.__dataclass_fields__}

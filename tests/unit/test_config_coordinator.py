@@ -1,4 +1,4 @@
-"""The coordinator's table, data that only clients have, and the file that explains itself."""
+"""The coordinator's table, deployments in which only clients have data, and the template file."""
 
 import tomllib
 from pathlib import Path
@@ -19,7 +19,7 @@ def refused(values: dict[str, object], match: str) -> None:
 
 
 def test_the_defaults_stay_on_this_machine() -> None:
-    """Who wants to be reached says so."""
+    """Listening on other interfaces has to be configured."""
     section = CoordinatorSection()
     addresses = (section.address, section.http_address)
     assert all(address.startswith("127.0.0.1:") for address in addresses)
@@ -31,7 +31,7 @@ def test_the_defaults_stay_on_this_machine() -> None:
     "address", ["fl.example.org:9440", "0.0.0.0:9440", "[::1]:9440", "127.0.0.1:0"]
 )
 def test_an_address_is_a_host_and_a_port(address: str) -> None:
-    """Names, and addresses of both versions."""
+    """Host names, and addresses of both IP versions."""
     config = from_mapping({"coordinator": {"address": address}}, source="test")
     assert config.coordinator.address == address
 
@@ -40,17 +40,17 @@ def test_an_address_is_a_host_and_a_port(address: str) -> None:
     "address", ["fl.example.org", "https://fl.example.org:9440", ":9440", "::1:9440", "a b:1"]
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
-    """At the key that has it."""
+    """The message names the key."""
     refused({"coordinator": {"address": address}}, r"coordinator\.address.*host:port")
 
 
 def test_a_port_beyond_the_last_is_refused() -> None:
-    """Also where invitations name it."""
+    """Also in the addresses that invitations name."""
     refused({"coordinator": {"public_addresses": ["a.example:70000"]}}, "ports end at 65535")
 
 
 def test_two_services_on_one_port_are_refused() -> None:
-    """Port 0, any free one, may stand at all three."""
+    """All three may have port 0, which means any free one."""
     refused({"coordinator": {"http_address": "127.0.0.1:9440"}}, "another service listens")
     free = dict.fromkeys(("address", "enrolment_address", "http_address"), "127.0.0.1:0")
     from_mapping({"coordinator": free}, source="test")
@@ -60,7 +60,7 @@ def test_two_services_on_one_port_are_refused() -> None:
 
 
 def test_tags_are_keys_and_values() -> None:
-    """As an invitation gives them."""
+    """In the form that invitations have."""
     eligibility = {"eligibility": {"tags": ["country=ch"]}}
     config = from_mapping({"coordinator": eligibility}, source="test")
     assert config.coordinator.eligibility.tags == ("country=ch",)
@@ -68,7 +68,7 @@ def test_tags_are_keys_and_values() -> None:
 
 
 def test_without_data_the_model_is_the_users() -> None:
-    """The networks that come with fedlearn take their shape from the data."""
+    """The built-in networks take their shape from the data, so they need data."""
     assert from_mapping(NO_DATA, source="test").data.source == "none"
     refused({"data": {"source": "none"}}, r'model\.kind.*"mlp".*"python"')
 
@@ -81,7 +81,7 @@ def test_without_data_the_model_is_the_users() -> None:
     ],
 )
 def test_without_data_what_needs_them_is_refused(more: dict[str, object], match: str) -> None:
-    """Each with what to change."""
+    """Each message says what to change."""
     refused(NO_DATA | more, match)
 
 
@@ -89,7 +89,7 @@ def test_without_data_what_needs_them_is_refused(more: dict[str, object], match:
 
 
 def test_the_template_loads_to_the_tree_it_was_made_of(tmp_path: Path) -> None:
-    """So it cannot say something else than the code does."""
+    """So it cannot contradict the code."""
     config = from_mapping(
         {
             "name": "calm",
@@ -104,7 +104,7 @@ def test_the_template_loads_to_the_tree_it_was_made_of(tmp_path: Path) -> None:
 
 
 def test_the_template_shows_and_explains_every_key() -> None:
-    """A key that is not set, too; only what is left out is missing."""
+    """Also keys that are not set; only omitted ones are missing."""
     omit = ("devices", "engine", "store.checkpoint_every_s")
     text = template(Config(), omit=omit, heading="Heading.")
     for name, info in CoordinatorSection.model_fields.items():
@@ -139,7 +139,7 @@ def test_what_a_training_of_its_own_would_pass_over_is_refused(
 
 
 def test_what_a_training_of_its_own_acts_on_is_taken_and_read_again() -> None:
-    """The controls; written out, a table has every key."""
+    """The controls of the test above; a recorded table has every key."""
     schedule = {"decay": "cosine", "final": 0.5, "base_batch_size": 32, "scaling": "sqrt"}
     for training in ({"num_steps": 9, **schedule}, {"every_rounds": 2, "round_steps": 7}):
         config = from_mapping({"coordinator": {"training": training}}, source="test")

@@ -1,4 +1,4 @@
-"""Tables whose keys are what a piece or a recipe declares."""
+"""Tables whose keys are the parameters of a piece or a recipe."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from fedlearn.core.ranges import BelowOne, Count, Positive, Ranged
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Ranged):
-    """Goes downhill."""
+    """A step downhill."""
 
     rate: Annotated[Positive, doc("Length, > 0, of a step.")]
     decay: Annotated[BelowOne | None, doc("Share lost, [0, 1); not set: nothing.")] = None
@@ -27,7 +27,7 @@ class Step(Ranged):
 
 
 def stand(*, place: str, num_legs: Annotated[Count, doc("Legs, >= 1.")]) -> tuple[str, int]:
-    """Return what stands still."""
+    """Return the arguments."""
     return place, num_legs
 
 
@@ -53,7 +53,7 @@ MOTIONS: OneOf[Motion] = kinds(
 
 
 def test_a_table_has_the_names_types_ranges_defaults_and_meanings_of_its_piece() -> None:
-    """A default of the configuration's own comes before the piece's."""
+    """A default of the configuration takes precedence over the piece's."""
     step = MOTIONS.members[0]
     described = {name: info.description for name, info in step.model_fields.items()}
     assert described == {
@@ -77,7 +77,7 @@ def test_a_table_has_the_names_types_ranges_defaults_and_meanings_of_its_piece()
 
 
 def test_a_recipe_declares_as_a_piece_does() -> None:
-    """What it is given is no key, and what has no default must be written."""
+    """Parameters that are given do not become keys, and keys without a default are required."""
     still = MOTIONS.of("stand", num_legs=2)
     assert still.until == 9
     assert still.build(place="here") == ("here", 2)
@@ -92,14 +92,14 @@ def test_a_recipe_declares_as_a_piece_does() -> None:
 def test_a_value_that_the_piece_does_not_admit_is_no_value_of_the_table(
     values: dict[str, Any],
 ) -> None:
-    """By the same declaration; an array is a tuple."""
+    """Both use the same declaration; an array becomes a tuple."""
     assert MOTIONS.of("step", sizes=[2, 3]).build() == Step(rate=0.5, sizes=(2, 3))
     with pytest.raises(ValidationError):
         MOTIONS.of("step", **values)
 
 
 def test_a_table_takes_from_several_pieces_what_it_does_not_have_itself() -> None:
-    """And each is built of its own part of it."""
+    """Each piece is built from its own keys."""
 
     @declared_by(Step, stand, rate=0.25, num_legs=4)
     class Both(Section):
@@ -113,7 +113,7 @@ def test_a_table_takes_from_several_pieces_what_it_does_not_have_itself() -> Non
 
 
 def test_what_a_piece_refuses_is_a_problem_of_the_key_that_it_names() -> None:
-    """Text and remedy are the piece's; one that is made is none."""
+    """Text and remedy are the piece's. The control: a valid piece has no problem."""
     wrong = MOTIONS.of("step", decay=0.75)
     assert list(refused(wrong.build)) == [
         Problem(("decay",), "is 0.75, above rate (0.5); lower it")

@@ -1,4 +1,4 @@
-"""What operators need of a deployment's configuration, loaded without the rest of it."""
+"""The part of a deployment's configuration that operators need, loaded without the rest."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ epochs = 2
 
 
 def test_the_list_of_tables_has_every_key_of_the_tree_and_of_the_part_in_order() -> None:
-    """A new table of the tree must be put there; all that needs their names reads them there."""
+    """A new table must be added to the list, since everything that needs the names reads it."""
     assert tuple(Config.model_fields) == tuple(TABLES)
     assert tuple(Served.model_fields) == tables_with(Use.SERVED)
 
 
 def test_the_part_says_what_the_tree_says(tmp_path: Path) -> None:
-    """Its paths too: they are relative to the file."""
+    """Paths too, which are relative to the file."""
     file = tmp_path / "coordinator.toml"
     file.write_text(FILE)
     part, tree = load_served(file), load(file, overrides=())
@@ -53,7 +53,7 @@ def test_the_part_says_what_the_tree_says(tmp_path: Path) -> None:
 def test_a_wrong_file_is_told_as_the_whole_tree_tells_it(
     tmp_path: Path, text: str, told: str
 ) -> None:
-    """With suggestions from all tables, and together with what else is wrong."""
+    """With suggestions from all tables, and together with all other problems."""
     file = tmp_path / "coordinator.toml"
     file.write_text(f"[client]\nepochs = 0\n{text}\n")
     with pytest.raises(ConfigError) as light:
@@ -67,7 +67,7 @@ def test_a_wrong_file_is_told_as_the_whole_tree_tells_it(
 
 
 def test_what_is_computed_is_not_looked_at(tmp_path: Path) -> None:
-    """Operators look at a run whose configuration somebody is writing."""
+    """Operators can inspect a run while its training configuration is being edited."""
     file = tmp_path / "coordinator.toml"
     file.write_text("[client]\nepochs = 0\n")
     assert load_served(file) == Served()

@@ -1,4 +1,4 @@
-"""Runs that have a folder and no record."""
+"""Adoption of runs that have a folder but no record in the database."""
 
 import re
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ _CONFIG = Config().model_dump(mode="json")
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[Database]:
-    """The database that takes the place of the one that is lost."""
+    """A database that replaces a lost one."""
     with Database.open(sqlite_url(tmp_path / "new.db"), runs_dir=tmp_path / "runs") as database:
         yield database
 
 
 def orphan(folder: Path, *, num_finished: int, **config: object) -> StoredRun:
-    """Return a run of 20 rounds with checkpoints, whose record is in another database."""
+    """Create a run of 20 rounds with checkpoints, whose record is in another database."""
     with Database.open(sqlite_url(folder / "lost.db"), runs_dir=folder / "runs") as database:
         run = database.create(replace(RUN, config=_CONFIG | config))
         for round_num in range(num_finished + 1):
@@ -40,7 +40,7 @@ def orphan(folder: Path, *, num_finished: int, **config: object) -> StoredRun:
 def test_a_run_is_adopted_with_its_configuration_and_model(
     fresh: Database, tmp_path: Path, num_finished: int, status: str
 ) -> None:
-    """It goes on from the last checkpoint, or from the one before it; then it is known."""
+    """It can resume from the last checkpoint or the one before, and is no longer an orphan."""
     lost = orphan(tmp_path, num_finished=num_finished)
     (adopted,) = adopt_all(fresh)
     assert adopted.text() == f"calm-otter-17 is adopted after {num_finished} rounds"
@@ -53,14 +53,14 @@ def test_a_run_is_adopted_with_its_configuration_and_model(
 
 
 def test_a_damaged_checkpoint_is_passed_over(fresh: Database, tmp_path: Path) -> None:
-    """Its name tells what its bytes were."""
+    """The hash in its name does not match its bytes."""
     orphan(tmp_path, num_finished=3).checkpoints()[-1].path.write_bytes(b"damaged")
     (adopted,) = adopt_all(fresh)
     assert adopted.num_finished == 2
 
 
 def test_what_nobody_can_vouch_for_is_not_adopted(fresh: Database, tmp_path: Path) -> None:
-    """A ledger that is lost, no checkpoint, no configuration: each is told."""
+    """A lost ledger, no checkpoint, or no configuration; each has its own message."""
     privacy = {"mode": "central", "reproducible": False}
     folder = orphan(tmp_path, num_finished=1, privacy=privacy).path
     for name, content in (("empty", '{"num_rounds": 3}'), ("torn", "{")):
@@ -74,7 +74,7 @@ def test_what_nobody_can_vouch_for_is_not_adopted(fresh: Database, tmp_path: Pat
 
 
 def test_a_damaged_configuration_is_told(fresh: Database, tmp_path: Path) -> None:
-    """The run is adopted once it is whole again."""
+    """The run is adopted once the file is restored."""
     path = orphan(tmp_path, num_finished=1).path / "config.json"
     whole = path.read_bytes()
     for content, says in damaged(whole, key="num_rounds"):
@@ -88,7 +88,7 @@ def test_a_damaged_configuration_is_told(fresh: Database, tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_alive_is_not_adopted(fresh: Database, tmp_path: Path) -> None:
-    """Its process would write to a record that another has begun."""
+    """Its process may still write to the run."""
     folder = orphan(tmp_path, num_finished=1).path
     with held(folder):
         (adopted,) = adopt_all(fresh)

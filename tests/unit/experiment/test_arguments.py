@@ -1,4 +1,4 @@
-"""Wrong kinds of arguments of ``simulate`` get a sentence that says what to give."""
+"""Arguments of the wrong type get a message that says what to pass instead."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +51,7 @@ def _simulate(
     ],
 )
 def test_a_model_is_given_as_a_function_that_builds_it(make_model: object, says: str) -> None:
-    """And the function takes no arguments."""
+    """The function takes no arguments."""
     with pytest.raises(ConfigError, match=says):
         _simulate(make_model)
 
@@ -69,7 +69,7 @@ def test_a_model_is_given_as_a_function_that_builds_it(make_model: object, says:
     ],
 )
 def test_data_are_divided_among_clients_first(data: object, says: str) -> None:
-    """The error names the function that divides data of that kind."""
+    """The error names the function that divides this type of data."""
     with pytest.raises(ConfigError, match=says):
         _simulate(data=data)
 
@@ -86,7 +86,7 @@ def test_data_are_divided_among_clients_first(data: object, says: str) -> None:
     ],
 )
 def test_an_algorithm_is_an_object(algorithm: object, says: str) -> None:
-    """Not its name, nor the function that makes it, nor its client's half."""
+    """Not its name, its recipe, or only its local update."""
     with pytest.raises(ConfigError, match=says):
         _simulate(algorithm=algorithm)
 
@@ -103,7 +103,7 @@ def test_an_algorithm_is_an_object(algorithm: object, says: str) -> None:
     ],
 )
 def test_further_arguments_can_be_called(argument: str, value: object, says: str) -> None:
-    """Each is looked at before the run begins."""
+    """Each is checked before the run starts."""
     with pytest.raises(ConfigError, match=says):
         _simulate(**{argument: value})
 
@@ -113,7 +113,7 @@ _CLASSES = np.arange(8) % 2
 
 
 def _any(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function without its types, to call it as no type checker would let a user."""
+    """Return a function without its types, to call it in ways that a type checker rejects."""
     return function
 
 
@@ -167,7 +167,7 @@ def _any(function: Callable[..., object]) -> Callable[..., object]:
 def test_a_call_with_wrong_arguments_says_what_to_write(
     call: Callable[[], object], says: str
 ) -> None:
-    """What is missing, unknown or of the wrong kind is named, with its value and the remedy."""
+    """The message names the missing, unknown or wrong argument, with its value and the remedy."""
     with pytest.raises((FedlearnError, ValueError, AttributeError), match=says):
         call()
 
@@ -191,7 +191,7 @@ def test_a_call_with_wrong_arguments_says_what_to_write(
     ],
 )
 def test_arrays_that_are_no_data_are_refused_in_words(given: dict[str, object], says: str) -> None:
-    """Each with the value and what to give."""
+    """The message has the value and says what to pass."""
     usual = {"partition": fl.Iid(2), "test_fraction": 0.5, "seed": 0}
     call: Callable[..., object] = fl.from_arrays
     with pytest.raises((DataError, ValueError), match=says):
@@ -217,7 +217,7 @@ def test_labels_that_are_no_class_numbers_are_refused_with_the_remedy(
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """In settings, as in the fields of an algorithm."""
+    """In settings and in the fields of an algorithm."""
     numbers = {"epochs": np.int64(1), "batch_size": np.int32(4), "learning_rate": np.float32(0.5)}
     local: Any = _any(fl.LocalSgd)(**numbers)
     assert settings_of(local) == settings_of(fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.5))
@@ -245,7 +245,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_a_trainer_of_the_wrong_things_says_what_to_give(
     call: Callable[[Callable[..., object]], object], says: str
 ) -> None:
-    """When it is made, not in its first round."""
+    """On construction, not in its first round."""
     with pytest.raises((FedlearnError, ValueError), match=says):
         call(TorchTrainer.of)
 
@@ -269,7 +269,7 @@ def test_a_number_in_text_is_no_number() -> None:
 
 
 def test_a_model_without_values_is_refused_by_the_name_of_a_tensor() -> None:
-    """Lazy modules have no shapes yet, and those on the meta device no numbers."""
+    """Lazy modules have no shapes yet, and modules on the meta device have no values."""
     with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet.*one batch"):
         _simulate(lambda: nn.Sequential(nn.LazyLinear(2)))
     with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):
@@ -277,7 +277,7 @@ def test_a_model_without_values_is_refused_by_the_name_of_a_tensor() -> None:
 
 
 class _Tied(nn.Module):
-    """A decoder that shares the encoder's weights, and a frozen table that has two names."""
+    """A decoder that shares the encoder's weights, and a buffer that has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class _Tied(nn.Module):
 def test_weights_of_tied_layers_load_strictly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under each of their names, in Python and in a file that was exported without the code."""
+    """Under each of their names, from Python and from a file exported without the model's code."""
     monkeypatch.setenv("FEDLEARN_RUNS_DIR", str(tmp_path))
     run = fl.simulate(_Tied, _data(), fl.FedAvg(_LOCAL), num_rounds=1)
     _Tied().load_state_dict(run.weights(), strict=True)

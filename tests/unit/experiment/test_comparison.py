@@ -1,4 +1,4 @@
-"""Two runs side by side, and what one run came to."""
+"""Comparisons of two runs, and the summary of one."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 
 def run(name: str, config: Mapping[str, object] | None = None) -> RunRecord:
-    """A finished run."""
+    """Make the record of a finished run."""
     return RunRecord(
         name=name,
         status=RunStatus.DONE,
@@ -34,7 +34,7 @@ def run(name: str, config: Mapping[str, object] | None = None) -> RunRecord:
 def rounds(
     accuracies: list[float | None], *, round_s: float = 10.0, loss: float = 0.5
 ) -> list[RoundRecord]:
-    """Rounds of 3 clients of which one is late; ``None`` was not evaluated."""
+    """Make rounds of 3 clients: one reported, one late, one failed; ``None`` is not evaluated."""
     return [
         RoundRecord(
             round_num=k,
@@ -85,7 +85,7 @@ def test_a_summary_counts_what_happened() -> None:
 
 
 def test_who_was_late_and_counts_later_was_asked_once() -> None:
-    """Of three late clients, each reports in the next round; where they are dropped it is asked."""
+    """Late clients report in the next round; if late updates are dropped, they are asked again."""
     kept = run("slow-heron-3", {"late_updates": {"mode": "keep"}})
     summary, dropped = (summarize(each, A[1]) for each in (kept, run("slow-heron-4")))
     assert summary.counts == dropped.counts
@@ -94,7 +94,7 @@ def test_who_was_late_and_counts_later_was_asked_once() -> None:
 
 
 def test_who_was_stale_is_compared_where_somebody_was() -> None:
-    """A row more beside those of every run."""
+    """The comparison has a row for stale updates only if there were any."""
     round_, *others = rounds([0.1, 0.2])
     stale = Participation(ClientId(9), Status.STALE, 1.0, 0, math.nan, "")
     asynchronous = [
@@ -106,7 +106,7 @@ def test_who_was_stale_is_compared_where_somebody_was() -> None:
 
 
 def test_the_last_evaluation_is_not_what_a_step_says_of_itself() -> None:
-    """A round between two evaluations has the coordinator's own loss, and the epsilon spent."""
+    """A round without evaluation may have the coordinator's training loss and the epsilon spent."""
     evaluated, between = rounds([0.6, None])
     between = replace(between, metrics={"server_loss": 0.2, "epsilon": 1.0})
     summary = summarize(A[0], [evaluated, between])
@@ -114,7 +114,7 @@ def test_the_last_evaluation_is_not_what_a_step_says_of_itself() -> None:
 
 
 def test_a_summary_counts_skipped_rounds_and_retries() -> None:
-    """They are told at the end."""
+    """The end of a run reports them."""
     first, *others = rounds([None, None])
     odd = replace(first, outcome=Outcome.SKIPPED, attempt=2)
     summary = summarize(A[0], [odd, *others])
@@ -124,14 +124,14 @@ def test_a_summary_counts_skipped_rounds_and_retries() -> None:
 
 
 def test_a_run_without_rounds_has_a_summary() -> None:
-    """Reports are made of interrupted runs too."""
+    """Interrupted runs can be reported too."""
     summary = summarize(A[0], [])
     assert (summary.num_finished, summary.virtual_s, summary.num_clients) == (0, 0.0, 0)
     assert summary.counts == Counts(0, 0, 0, 0)
 
 
 def test_the_best_is_by_the_metric_the_run_watches() -> None:
-    """It is the metric that chose the best checkpoint; the least loss is the best."""
+    """This metric also chose the best checkpoint; for the loss, the smallest is best."""
     watching = run("lossy-lark-11", {"early_stopping": {"metric": "loss"}})
     best = summarize(watching, A[1]).best
     assert best is not None
@@ -142,7 +142,7 @@ DOSE = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": 
 
 
 def dosed(doses: list[float]) -> list[RoundRecord]:
-    """Rounds that measured a dose, of which less is better, and an accuracy that rises."""
+    """Make rounds with a dose, for which less is better, and a rising accuracy."""
     return [
         replace(one, metrics={"dose": dose, **one.metrics})
         for one, dose in zip(rounds([0.1, 0.2, 0.3]), doses, strict=True)
@@ -155,7 +155,7 @@ def dosed(doses: list[float]) -> list[RoundRecord]:
     ids=["from a file", "from Python"],
 )
 def test_a_metric_of_the_users_own_is_best_in_its_direction(config: dict[str, object]) -> None:
-    """By what is declared, in the summary and against another run."""
+    """The declared direction applies in the summary and in comparisons."""
     a, b = (
         (run("lossy-lark-11", config), dosed([3.0, 1.0, 2.0])),
         (run("b", config), dosed([3, 3, 4])),
@@ -171,7 +171,7 @@ def test_a_metric_of_the_users_own_is_best_in_its_direction(config: dict[str, ob
 
 
 def test_what_two_runs_disagree_on_is_not_compared() -> None:
-    """Less of it is better in one, more in the other: neither is the better."""
+    """The runs declare opposite directions for a metric, so neither is better."""
     other = {"metrics": {"dose": {"direction": "max"}}}
     comparison = compare((run("a", DOSE), dosed([1, 2, 3])), (run("b", other), dosed([1, 2, 3])))
     assert comparison.metric == "accuracy"
@@ -179,21 +179,21 @@ def test_what_two_runs_disagree_on_is_not_compared() -> None:
 
 
 def test_a_metric_that_nobody_declared_makes_no_best() -> None:
-    """What a record of another program watches is passed over."""
+    """A watched metric without a declared direction is ignored."""
     best = summarize(run("a", {"early_stopping": {"metric": "dose"}}), dosed([3.0, 1.0, 2.0])).best
     assert best is not None
     assert best.metric == "accuracy"
 
 
 def test_the_best_passes_over_nan() -> None:
-    """A diverged round is never the best, wherever it comes."""
+    """A diverged round is never the best, first or last."""
     best = summarize(B[0], rounds([math.nan, 0.4, math.nan])).best
     assert best is not None
     assert best.point.value == 0.4
 
 
 def test_client_metrics_are_grouped_by_name_and_part() -> None:
-    """Names may have underscores of their own."""
+    """Names may contain underscores."""
     one = replace(
         A[1][0], metrics={"clients/top_5_p10": 0.1, "clients/top_5_worst_decile": 0.05, "loss": 1}
     )
@@ -215,7 +215,7 @@ def test_both_race_to_the_lower_of_the_two_bests() -> None:
 
 
 def test_runs_of_unlike_length_are_compared_after_as_many_rounds() -> None:
-    """B was ahead of nobody when A had ended. The control: runs of the same length."""
+    """B was still behind when A had ended. The control: runs of the same length."""
     assert measured(compare(A, B))["accuracy by round 4"] == (0.8, 0.7)
     assert not any("by round" in name for name in measured(compare(A, A)))
 
@@ -240,7 +240,7 @@ def test_a_race_to_a_loss_is_won_from_above() -> None:
 
 
 def test_runs_without_evaluation_compare_by_what_they_took() -> None:
-    """No metric, no race, no error."""
+    """Without a metric there is no target, and no error."""
     comparison = compare((A[0], rounds([None])), (B[0], []))
     assert comparison.metric is None
     assert math.isnan(comparison.target)
@@ -248,7 +248,7 @@ def test_runs_without_evaluation_compare_by_what_they_took() -> None:
 
 
 def test_configurations_differ_by_dotted_keys() -> None:
-    """Types count: 1 is not true; what one lacks is said to be absent."""
+    """Types count: 1 is not true. A key that one run lacks is shown as absent."""
     a = run("a", {"seed": 1, "client": {"epochs": 2, "rate": 0.1}, "flag": True, "old": [1]})
     b = run("b", {"seed": 1, "client": {"epochs": 5, "rate": 0.1}, "flag": 1})
     assert compare((a, []), (b, [])).differences == {
@@ -259,7 +259,7 @@ def test_configurations_differ_by_dotted_keys() -> None:
 
 
 def test_the_table_is_aligned_and_marks_the_better() -> None:
-    """Columns end at the same place, and so do stars."""
+    """Columns are right-aligned, and so are stars."""
     b = (run("brisk-otter-17", {"seed": 2}), B[1])
     lines = compare((run("calm-lynx-20", {"seed": 1}), A[1]), b).render().splitlines()
     row = next(line for line in lines if line.startswith("best accuracy"))
@@ -284,7 +284,7 @@ def test_the_table_is_aligned_and_marks_the_better() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_fits_a_narrow_terminal(width: int) -> None:
-    """Long values are cut; off a terminal nothing is."""
+    """Long values are cut, but not in a pipe."""
     long = {"data": {"path": "a/" * 40}, "seed": 1}
     compared = compare((run("calm-lynx-20", long), A[1]), (run("b" * 64), B[1]))
     assert max(map(len, compared.render(width=width).splitlines())) <= width
@@ -292,12 +292,12 @@ def test_the_table_fits_a_narrow_terminal(width: int) -> None:
 
 
 def test_equal_configurations_are_said_to_be_equal() -> None:
-    """An empty table would leave a doubt."""
+    """An empty table would look like a mistake."""
     assert compare(A, B).render().endswith("the configurations are equal\n")
 
 
 def test_a_hostile_name_cannot_steer_the_terminal() -> None:
-    """Escape sequences are data."""
+    """Escape sequences are not printed."""
     text = compare((run("\x1b[2J", {"k\n": "\x1b[31m"}), []), B).render()
     assert "\x1b" not in text
     assert "k\n" not in text
@@ -316,21 +316,21 @@ def test_a_hostile_name_cannot_steer_the_terminal() -> None:
     ],
 )
 def test_the_better_of_two(a: float, b: float, less: object, better: str | None) -> None:
-    """Who has no value loses; equal values have no better."""
+    """A run without a value loses; of equal values neither is better."""
     assert less is None or isinstance(less, bool)
     measure = Measure(name="m", a=a, b=b, text=number_text, less_is_better=less)
     assert measure.better() == better
 
 
 def test_a_series_leaves_out_what_was_not_measured() -> None:
-    """Rounds count from 1 and gaps stay gaps."""
+    """Rounds count from 1, and missing rounds are left out."""
     assert series(B[1], "accuracy")[2] == (4, 20.0, 0.7)
     assert [point.value for point in series(B[1], "train_loss")] == [0.7] * 5
     assert series(B[1], "f1") == []
 
 
 def test_what_was_spent_of_the_clients_stands_beside() -> None:
-    """A run that promises nothing has the worse; of two such nothing is told."""
+    """A run without a guarantee counts as worse; if neither has one, there is no row."""
     spent = Spending(
         epsilon=7.98,
         epsilon_with_cohorts=31.0,

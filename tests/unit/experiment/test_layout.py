@@ -1,4 +1,4 @@
-"""Tables and labelled facts, on a terminal of any width and off one."""
+"""Tables and labelled facts, on terminals of any width and in pipes."""
 
 import pytest
 from rich.cells import cell_len
@@ -14,7 +14,7 @@ ROWS = [
 
 @pytest.mark.parametrize("columns", ["10", "80"])
 def test_off_a_terminal_no_cell_is_cut(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    """Whatever the environment says of a terminal: a program reads it, and marks are text."""
+    """Regardless of the environment, since a program may read it; markup is plain text."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("FORCE_COLOR", "1")
     _, long, last = table_text(ROWS).splitlines()
@@ -24,7 +24,7 @@ def test_off_a_terminal_no_cell_is_cut(monkeypatch: pytest.MonkeyPatch, columns:
 
 @pytest.mark.parametrize("width", [10, 24, 60])
 def test_on_a_terminal_the_first_column_is_whole(width: int) -> None:
-    """One types what stands there; the others are cut, and six characters of each are left."""
+    """Users type its values. The other columns are cut, to at least six characters each."""
     lines = table_text(ROWS, width=width).splitlines()
     assert [line.split()[0] for line in lines] == ["name", "診療所-a", "b"]
     assert max(map(cell_len, lines)) <= max(width, 8 + 2 + 6 + 2 + 6)
@@ -41,13 +41,13 @@ def test_columns_end_at_the_same_cell() -> None:
 
 
 def test_a_table_without_rows_has_its_header() -> None:
-    """Nothing is no error."""
+    """An empty table is not an error."""
     assert table_text([("id", "name")]) == "id  name"
 
 
 @pytest.mark.parametrize("width", [None, 30])
 def test_a_path_and_a_command_are_broken_nowhere(width: int | None) -> None:
-    """They are copied; a terminal breaks other facts between words, under their labels."""
+    """Users copy them. A terminal wraps other facts between words, next to their labels."""
     words = "word " * 9 + "word"
     lines = facts_text([("path", words), ("error", ""), ("note", words)], width=width).splitlines()
     assert lines[0] == f"path  {words}"

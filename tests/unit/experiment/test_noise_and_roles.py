@@ -1,4 +1,4 @@
-"""Noise reaches what trains: frozen tensors keep their values, running statistics are refused."""
+"""Noise is only added to trained tensors: frozen ones are kept, running statistics refused."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -12,7 +12,7 @@ import fedlearn as fl
 from fedlearn.errors import ConfigError
 
 PRIVACY: Mapping[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 1.0, "target_delta": 1e-3}
-#: Settings by who adds noise, and how.
+#: Settings for each way to add noise.
 MODES: Mapping[str, Mapping[str, Any]] = {
     "central": {"privacy": {"mode": "central", "population": "central", **PRIVACY}},
     "banded": {"privacy": {"mode": "central", "population": "banded", "bands": 2, **PRIVACY}},
@@ -26,7 +26,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 
 
 class FrozenBatchNorm(nn.Module):
-    """Normalizes by buffers that nothing changes, as torchvision's does."""
+    """A normalization with constant buffers, like torchvision's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class FrozenBatchNorm(nn.Module):
 
 
 class RunningMean(FrozenBatchNorm):
-    """Changes its buffer in training."""
+    """A normalization that updates its buffer in training."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
@@ -47,7 +47,7 @@ class RunningMean(FrozenBatchNorm):
 
 
 class AlwaysEvaluating(nn.BatchNorm1d):
-    """Ignores that the model trains."""
+    """A batch normalization that stays in evaluation mode."""
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - as torch has it
         return super().train(False)
@@ -67,14 +67,14 @@ UPDATED: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def network(make_layer: Callable[[], nn.Module]) -> nn.Module:
-    """Return a frozen base, a layer, and a head that trains."""
+    """Build a frozen base, a layer, and a trainable head."""
     torch.manual_seed(1)
     base = nn.Linear(6, 8).requires_grad_(False)
     return nn.Sequential(base, make_layer(), nn.Tanh(), nn.Linear(8, 2))
 
 
 def run(make_layer: Callable[[], nn.Module], mode: str) -> dict[str, Tensor]:
-    """Return the weights after two rounds."""
+    """Run two rounds and return the weights."""
     generator = np.random.default_rng(0)
     features = generator.normal(size=(200, 6)).astype(np.float32)
     labels = (features[:, 0] > 0).astype(np.int64)
@@ -105,14 +105,14 @@ def assert_kept(weights: Mapping[str, Tensor], make_layer: Callable[[], nn.Modul
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_base_keeps_its_bits_under_noise_and_in_a_secure_sum(mode: str) -> None:
-    """The head moves, the control."""
+    """The control: the head changes."""
     assert_kept(run(nn.Identity, mode), nn.Identity)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_buffers_that_training_does_not_change_keep_their_bits_under_noise(name: str) -> None:
-    """They are frozen, by their layer or since a trial leaves them alone."""
+    """They count as frozen, by their layer or because a trial step does not change them."""
     assert_kept(run(KEPT[name], "central"), KEPT[name])
 
 

@@ -1,4 +1,4 @@
-"""The curves: what is drawn is what was recorded."""
+"""Plots: the curves show the recorded values."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 def history(
     accuracies: list[float], *, name: str = "brisk-otter-17", round_s: float = 60.0
 ) -> History:
-    """A run whose rounds have 3 reports, 1 late and, every other round, 1 failure."""
+    """Make a run whose rounds have 3 reports, 1 late and, every other round, 1 failure."""
     record = RunRecord(
         name=name,
         status=RunStatus.DONE,
@@ -37,7 +37,7 @@ def history(
 
 
 def finished(k: int, accuracy: float, round_s: float) -> RoundRecord:
-    """Round ``k``."""
+    """Make the record of round ``k``."""
     statuses = [Status.REPORTED] * 3 + [Status.LATE] + [Status.FAILED] * (k % 2)
     return RoundRecord(
         round_num=k,
@@ -77,7 +77,7 @@ def test_the_lines_are_the_recorded_values() -> None:
 
 
 def test_the_watched_metric_is_drawn_with_a_star_at_its_best() -> None:
-    """Less of it is better."""
+    """For this metric, less is better."""
     record, rounds = history([0.2, 0.7, 0.6])
     config = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
     dosed = [
@@ -109,7 +109,7 @@ def test_the_bars_stack_reported_late_and_failed() -> None:
 
 @pytest.mark.slow
 def test_many_rounds_share_a_bar_at_their_mean() -> None:
-    """1,000 bars would be a smear; every other round failed one client."""
+    """1,000 bars would not be readable. Every other round has one failure."""
     asked = draw([history([0.5] * 1000)]).axes[3]
     failed = [patch.get_height() for patch in asked.containers[2]]
     assert len(failed) == 112
@@ -118,7 +118,7 @@ def test_many_rounds_share_a_bar_at_their_mean() -> None:
 
 
 def test_runs_lie_over_each_other_in_their_own_colours() -> None:
-    """Each is named; participation becomes shares, since rounds differ."""
+    """Each is named. Participation is shown as shares, since the numbers of rounds differ."""
     runs = [history([0.2, 0.7]), history([0.3, 0.4, 0.5], name="calm-lynx-20")]
     by_round, losses, _, shares = draw(runs).axes
     legend = by_round.get_legend()
@@ -135,7 +135,7 @@ def test_runs_lie_over_each_other_in_their_own_colours() -> None:
 
 @pytest.mark.slow
 def test_a_png_of_a_readable_size_is_written(tmp_path: Path) -> None:
-    """And only that: no temporary file stays."""
+    """No temporary file is left."""
     path = plot([history([0.2, 0.7])], tmp_path / "curves.png")
     assert imread(path).shape[:2] == (1040, 1560)
     assert list(tmp_path.iterdir()) == [path]
@@ -146,14 +146,14 @@ def test_a_png_of_a_readable_size_is_written(tmp_path: Path) -> None:
     "accuracies", [[], [math.nan], [math.nan, 0.5, math.inf]], ids=["none", "nan", "some"]
 )
 def test_gaps_are_no_error(accuracies: list[float], tmp_path: Path) -> None:
-    """Zero rounds and NaN are drawn as what they are: nothing."""
+    """Missing rounds and NaN leave gaps."""
     run = history(accuracies)
     assert plot([run], tmp_path / "one.png").stat().st_size > 0
     assert plot([run, run], tmp_path / "two.png").stat().st_size > 0
 
 
 def test_an_empty_panel_says_so() -> None:
-    """An empty frame would leave a doubt."""
+    """An empty frame would look like a mistake."""
     texts = [[each.get_text() for each in axes.texts] for axes in draw([history([])]).axes]
     assert texts[:3] == [["not measured"]] * 3
 
@@ -180,7 +180,7 @@ def test_nothing_global_is_changed() -> None:
 
 @pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
-    """It names the place and leaves nothing."""
+    """The error names the path, and no file is left."""
     with pytest.raises(StoreError, match=r"missing.curves\.png"):
         plot([history([0.5])], tmp_path / "missing" / "curves.png")
     assert not list(tmp_path.iterdir())
@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("length", "scale"), [(100, "log"), (10, "linear")])
 def test_a_much_shorter_run_is_seen_beside_a_long_one(length: int, scale: str) -> None:
-    """On a linear scale it would be a dot at the edge. The control: runs that are alike."""
+    """On a linear scale it would be a dot at the edge. The control: runs of similar length."""
     runs = [history([0.2, 0.7]), history([0.5] * length, name="long-lynx-20")]
     *curves, shares = draw(runs).axes
     assert [axes.get_xscale() for axes in curves] == [scale] * 3

@@ -1,4 +1,4 @@
-"""Progress: every fact of a round, once, in order, whatever is at the other end."""
+"""Progress displays: every fact of a round, once and in order, in JSON, logs and terminals."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from fedlearn.experiment.progress import (
 from fedlearn.experiment.summary import summarize
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
-#: Functions that may be called for a round, twice as many as are.
+#: Limit of function calls for a round, about twice the current number.
 MOST_CALLS = 200
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 PATH = Path("runs") / "brisk-otter-17"
@@ -44,7 +44,7 @@ RUN = RunRecord(
 
 
 def finished(round_num: int, metrics: Mapping[str, float], *, reason: str = "gone") -> RoundRecord:
-    """A round in which 10 reported, 2 were late and 1 failed."""
+    """Make a round in which 10 clients reported, 2 were late and 1 failed."""
     statuses = [Status.REPORTED] * 10 + [Status.LATE] * 2 + [Status.FAILED]
     return RoundRecord(
         round_num=round_num,
@@ -70,7 +70,7 @@ ROUNDS = (
 
 
 def told(progress: Progress, rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> None:
-    """Tell ``progress`` a whole run."""
+    """Show a whole run on ``progress``."""
     progress.start(record, PATH, ["engine: stacked"])
     for one in rounds:
         progress.round(one)
@@ -87,7 +87,7 @@ def plain(rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> list[str]
 def terminal(
     rounds: tuple[RoundRecord, ...], record: RunRecord = RUN, *, width: int = 100
 ) -> list[str]:
-    """Return the lines a colour terminal gets."""
+    """Return the lines that a colour terminal shows."""
     stream = StringIO()
     console = Console(file=stream, force_terminal=True, color_system="truecolor", width=width)
     told(TerminalProgress(console), rounds, record)
@@ -95,7 +95,7 @@ def terminal(
 
 
 def as_json(rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> list[dict[str, object]]:
-    """Return the objects a program reads."""
+    """Return the JSON objects that a program reads."""
     stream = StringIO()
     told(JsonProgress(stream), rounds, record)
 
@@ -129,7 +129,7 @@ def test_a_round_is_one_json_object_with_every_fact() -> None:
 
 
 def test_the_last_json_line_is_the_end_with_exactly_its_keys() -> None:
-    """Its shape is promised, in this order."""
+    """Keys and their order are a documented contract."""
     events = as_json(ROUNDS)
     assert [each["event"] for each in events] == ["start", "round", "round", "round", "end"]
     assert list(events[-1].items()) == [
@@ -152,7 +152,7 @@ def test_a_deployed_run_has_no_virtual_time() -> None:
 
 
 def test_a_deployed_run_that_stopped_is_parked_and_says_how_it_goes_on() -> None:
-    """A simulated one is not: its end names the command that resumes it."""
+    """The control: a simulation is not parked."""
     running = replace(RUN, status=RunStatus.RUNNING)
     lines = plain(ROUNDS, replace(running, is_deployed=True))
     (run,) = [line for line in lines if line.startswith("run: ")]
@@ -172,7 +172,7 @@ def test_what_is_not_finite_is_null_in_json() -> None:
 
 
 def test_a_run_without_rounds_ends_in_nulls() -> None:
-    """An interrupted run has no figures, and says so."""
+    """A run that is interrupted before its first round has no figures."""
     end = as_json(())[-1]
     assert (end["accuracy"], end["loss"], end["rounds"]) == (None, None, 0)
 
@@ -189,7 +189,7 @@ def test_a_run_that_is_given_more_rounds_says_so_from_the_next_line_on() -> None
 
 
 def test_a_log_has_the_same_facts_in_a_fixed_order() -> None:
-    """Off a terminal, lines are stable: people grep them."""
+    """Without a terminal, lines have a stable format, since people grep them."""
     lines = plain(ROUNDS)
     assert lines[:2] == ["run brisk-otter-17: 20 rounds", "note: engine: stacked"]
     assert lines[4] == (
@@ -199,7 +199,7 @@ def test_a_log_has_the_same_facts_in_a_fixed_order() -> None:
 
 
 def test_a_round_without_evaluation_shows_a_dash_and_a_diverged_one_nan() -> None:
-    """Not measured and not a number are different news."""
+    """Not measured and not a number are told apart."""
     diverged = finished(1, {"accuracy": math.nan, "loss": math.inf})
     lines = plain((finished(0, {}), diverged))
     assert "accuracy=- loss=- " in lines[2]
@@ -207,12 +207,12 @@ def test_a_round_without_evaluation_shows_a_dash_and_a_diverged_one_nan() -> Non
 
 
 def test_the_mean_over_clients_stands_in_for_a_missing_central_metric() -> None:
-    """A run that is evaluated on clients only still shows its course."""
+    """A run that is evaluated on clients only still shows its accuracy."""
     assert "accuracy=0.7500" in plain((finished(0, {"clients/accuracy_mean": 0.75}),))[2]
 
 
 def test_the_end_tells_where_the_run_lies_its_best_and_what_to_type() -> None:
-    """What one wants to know after twenty rounds."""
+    """What a user wants to know at the end."""
     worse = finished(3, {"accuracy": 0.9, "loss": 0.4})
     end = plain((*ROUNDS, worse))[6:]
     assert end == [
@@ -227,7 +227,7 @@ def test_the_end_tells_where_the_run_lies_its_best_and_what_to_type() -> None:
 
 
 def test_a_failed_run_says_why_and_how_to_resume() -> None:
-    """The next command is the one that helps."""
+    """The suggested command is the one that helps."""
     failed = replace(RUN, status=RunStatus.FAILED, error="round 3: too few reports")
     end = plain(ROUNDS, failed)[5:]
     assert "error: round 3: too few reports" in end
@@ -236,7 +236,7 @@ def test_a_failed_run_says_why_and_how_to_resume() -> None:
 
 
 def test_a_run_that_failed_without_any_report_is_not_to_be_resumed() -> None:
-    """Its rounds are over, and its model is the initial one. One report in any round suffices."""
+    """Its rounds are used up, and the model is unchanged. One report in any round suffices."""
     failed = replace(RUN, status=RunStatus.FAILED, error="no client reported")
     nothing = tuple(
         replace(each, participations=Participations.of(list(each.participations)[10:]))
@@ -266,7 +266,7 @@ def test_only_the_three_most_frequent_reasons_are_listed() -> None:
 
 
 def test_columns_stand_under_their_header() -> None:
-    """Every number ends where its heading ends."""
+    """Every number is right-aligned with its heading."""
     header, *lines = (ESCAPES.sub("", line) for line in terminal(ROUNDS)[2:6])
     ends = [match.end() for match in re.finditer(r"\S+", header)]
     assert header.split() == [
@@ -282,7 +282,7 @@ def test_columns_stand_under_their_header() -> None:
 
 
 def test_a_skipped_round_and_retries_are_visible() -> None:
-    """They explain a flat piece of curve."""
+    """They explain a flat part of the curve."""
     odd = replace(finished(0, {}), outcome=Outcome.SKIPPED, attempt=2)
     line = ESCAPES.sub("", terminal((odd,))[3])
     assert line.endswith("  skipped, 2 retries")
@@ -295,7 +295,7 @@ def test_updates_that_were_scaled_down_are_counted_and_most_of_them_bring_advice
     num_clipped: float,
     is_advised: bool,  # noqa: FBT001 - a case
 ) -> None:
-    """In the first round, of ten that reported; later rounds say how many alone."""
+    """Advice is given only in the first round, if most of its ten reports were clipped."""
     record = replace(RUN, config={"secure_aggregation": {"clip_norm": 0.5}})
     rounds = (finished(0, {"num_clipped": num_clipped}), finished(1, {"num_clipped": 10.0}))
     log, screen = StringIO(), StringIO()
@@ -310,7 +310,7 @@ def test_updates_that_were_scaled_down_are_counted_and_most_of_them_bring_advice
 
 
 def test_the_privacy_that_was_spent_is_told_where_it_is_known() -> None:
-    """Beside the budget, if there is one; in a log as a number."""
+    """With the budget, if there is one; in a log as a number."""
     rounds = (finished(0, {"accuracy": 0.5}), finished(1, {"accuracy": 0.6, "epsilon": 1.23456}))
     lines = [ESCAPES.sub("", line) for line in terminal(rounds)]
     assert "ε" not in lines[3]
@@ -324,14 +324,14 @@ def test_the_privacy_that_was_spent_is_told_where_it_is_known() -> None:
 
 
 def test_a_new_best_stands_out_and_a_worse_round_does_not() -> None:
-    """Green is news."""
+    """A new best is shown in green."""
     worse = finished(3, {"accuracy": 0.6})
     lines = terminal((ROUNDS[0], ROUNDS[2], worse))[3:6]
     assert ["\x1b[1;32m" in line for line in lines] == [True, True, False]
 
 
 def test_the_watched_metric_has_the_first_column_and_stands_out_by_its_direction() -> None:
-    """Less of it is better; without one that is watched the column is accuracy's."""
+    """For this metric, less is better; without a watched metric the column shows accuracy."""
     config = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
     watching = replace(RUN, config=config)
     rounds = tuple(finished(k, {"dose": dose}) for k, dose in enumerate((3.0, 2.0, 2.5)))
@@ -360,7 +360,7 @@ def test_a_reason_cannot_steer_the_terminal() -> None:
 
 
 def test_a_command_is_not_broken_over_lines() -> None:
-    """It is there to be copied."""
+    """Users copy it."""
     long = replace(RUN, name="a" * 90)
     assert any(
         ESCAPES.sub("", line).endswith(f"fedlearn show {'a' * 90}")
@@ -388,7 +388,7 @@ def test_the_stream_decides_unless_json_is_asked_for() -> None:
     ids=lambda progress: type(progress).__name__,
 )
 def test_a_round_costs_a_small_part_of_the_engines(progress: Progress) -> None:
-    """At 300 rounds/s a round has 3.3 ms, and so many calls take some 0.1 ms."""
+    """At 300 rounds/s a round has 3.3 ms, and the allowed calls take about 0.1 ms."""
     progress.start(RUN, PATH, [])
     progress.round(ROUNDS[1])
     assert num_calls(lambda: progress.round(ROUNDS[2])) < MOST_CALLS
@@ -401,7 +401,7 @@ def test_a_round_costs_a_small_part_of_the_engines(progress: Progress) -> None:
 
 
 def num_calls(action: Callable[[], object]) -> int:
-    """Return how many functions an action calls, those written in C included."""
+    """Count the functions that an action calls, including those written in C."""
     calls = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:
@@ -430,7 +430,7 @@ def num_calls(action: Callable[[], object]) -> int:
     ],
 )
 def test_a_narrow_terminal_has_the_columns_that_matter(width: int, columns: list[str]) -> None:
-    """No line of a round is broken in two; header and rounds have the same columns."""
+    """No line of a round wraps; header and rounds have the same columns."""
     lines = [bare(each) for each in terminal(ROUNDS, width=width)]
     header = next(index for index, each in enumerate(lines) if each.split()[:1] == ["round"])
     assert lines[header].split() == ["round", "accuracy", *columns]
@@ -444,7 +444,7 @@ def bare(line: str) -> str:
 
 
 def bars(seconds: list[float], *, width: int = 100, is_deployed: bool = False) -> list[str]:
-    """Return what stands under each round of a run of a hundred that took so many seconds."""
+    """Return the progress bar after each of the given rounds, in a run of a hundred."""
     stream = StringIO()
     console = Console(file=stream, force_terminal=True, color_system="truecolor", width=width)
     progress = TerminalProgress(console)
@@ -459,7 +459,7 @@ def bars(seconds: list[float], *, width: int = 100, is_deployed: bool = False) -
 
 
 def test_a_long_run_shows_the_time_that_is_left() -> None:
-    """As rounds take now: 98 of a minute each. A short one, and a deployment, show none."""
+    """Estimated from past rounds: 98 of a minute each. Short runs and deployments show none."""
     assert bars([60.0, 60.0])[-1].endswith("   2%  1h 38m left")
     assert bars([0.01] * 3) == [""] * 3
     assert bars([60.0], is_deployed=True) == [""]
@@ -467,12 +467,12 @@ def test_a_long_run_shows_the_time_that_is_left() -> None:
 
 @pytest.mark.parametrize("width", [20, 60, 200])
 def test_the_bar_fits_the_terminal(width: int) -> None:
-    """A broken line could not be taken off again."""
+    """A wrapped line could not be erased."""
     assert all(0 < len(each) < max(width, 22) for each in bars([60.0] * 50, width=width))
 
 
 def test_the_bar_is_made_anew_a_few_times_a_second() -> None:
-    """Rounds of a millisecond cost no more for it; the last rounds have none."""
+    """Redrawing must not slow short rounds; after the last round the bar is gone."""
     shown = bars([0.05] * 100)
     assert len(set(shown[:30])) <= 9
     assert shown[-1] == ""

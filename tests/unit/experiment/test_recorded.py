@@ -1,4 +1,4 @@
-"""Runs that an earlier version of fedlearn has begun, and those of a later one."""
+"""Runs that were started by an earlier or a later version of fedlearn."""
 
 import copy
 import json
@@ -26,15 +26,15 @@ from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.store.schema import RunRow
 from tests.records import RUN
 
-#: What a record holds: JSON.
+#: The JSON configuration in a record.
 Tree = dict[str, Any]
-#: Tables and keys that fedlearn has had for days only; records of before have none of them.
+#: Tables and keys that were added recently; earlier records have none of them.
 LATE = ("asynchronous", "late_updates", "updates", "flower", "privacy", "client.extra")
 LATE_KEYS = ("store.keep_last", "coordinator.training", "secure_aggregation.roster")
 
 
 def without(tree: Mapping[str, object], *keys: str) -> Tree:
-    """Return a record's tree as a version has written it that did not know ``keys``."""
+    """Return a record's tree as an earlier version without ``keys`` would have written it."""
     older = copy.deepcopy(dict(tree))
     for key in keys:
         *tables, name = key.split(".")
@@ -46,21 +46,21 @@ def without(tree: Mapping[str, object], *keys: str) -> Tree:
 
 
 def tree_of(config: Config) -> Tree:
-    """Return what is recorded of it."""
+    """Return the configuration as it is recorded."""
     tree: Tree = json.loads(config.canonical_json())
     return tree
 
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    """For runs, without one."""
+    """An empty database."""
     url = sqlite_url(tmp_path / "runs" / "fedlearn.db")
     with Database.open(url, runs_dir=tmp_path / "runs") as database:
         yield database
 
 
 def rewrite(database: Database, name: str, change: Callable[[Tree], Tree]) -> None:
-    """Let the record of a run be another version's."""
+    """Change the record of a run, as if another version had written it."""
     tree = change(dict(database.run(name).record.config))
     with database.writing() as session:
         session.execute(update(RunRow).where(RunRow.name == name).values(config=tree))
@@ -68,14 +68,14 @@ def rewrite(database: Database, name: str, change: Callable[[Tree], Tree]) -> No
 
 @pytest.mark.slow
 def test_every_key_may_be_younger_than_a_run() -> None:
-    """One at a time: what its version did is what the default means."""
+    """For each key, its default gives the behaviour of versions without it."""
     tree = tree_of(Config())
     for key in [key for key, _ in leaves(tree)]:
         assert config_of(replace(RUN, config=without(tree, key))) == Config(), key
 
 
 def test_a_key_that_stands_elsewhere_now_is_read_there() -> None:
-    """Its entries beside those that are there; an empty one of other runs means nothing."""
+    """Its entries are merged with existing ones; an empty table has no effect."""
     foreign: Tree = {"client_apps": "flower", "train_config": {"lr": 0.5}, "evaluate_config": {}}
     given = {"model": {"kind": "python", "factory": "app:network"}, "data": {"source": "none"}}
     config = from_mapping({**given, "flower": {"client_apps": "flower"}}, source="test")
@@ -86,8 +86,8 @@ def test_a_key_that_stands_elsewhere_now_is_read_there() -> None:
     assert config_of(replace(RUN, config=empty)) == Config()
 
 
-#: By their names in a file of configurations that the version recorded which had those keys: what
-#: a user of this version writes for the same run.
+#: Overrides that a user of this version writes for the same run, by its name in a file of
+#: configurations that were recorded by a version with the earlier keys.
 OF_BEFORE: Mapping[str, list[str]] = {
     "main job": [],
     "asynchronous": [
@@ -113,14 +113,14 @@ OF_BEFORE: Mapping[str, list[str]] = {
 
 @pytest.mark.parametrize("name", OF_BEFORE)
 def test_a_configuration_that_was_recorded_with_earlier_keys_means_the_same(name: str) -> None:
-    """To the last value, so that a deployed run goes on with the file of today."""
+    """All values are equal, so a deployed run can resume with a current file."""
     trees = json.loads(Path(__file__, "../../earlier_configurations.json").resolve().read_text())
     assert trees.keys() == OF_BEFORE.keys()
     assert config_of(replace(RUN, config=trees[name])) == load(None, overrides=OF_BEFORE[name])
 
 
 def test_a_recorded_value_that_is_fixed_now_is_not_replaced() -> None:
-    """The run would go on otherwise than it began; the control above has the value of today."""
+    """The run would continue with another value. The control is above, with the fixed value."""
     tree = tree_of(Config())
     tree["privacy"]["clip_learning_rate"] = 0.5
     with pytest.raises(ConfigError, match=r"privacy.clip_learning_rate: is 0.5, and is always 0.2"):
@@ -128,7 +128,7 @@ def test_a_recorded_value_that_is_fixed_now_is_not_replaced() -> None:
 
 
 def test_a_run_of_a_later_version_is_not_gone_on_with() -> None:
-    """Nobody here knows what its keys ask; the error names them and both versions."""
+    """This version does not know its keys; the error names them and both versions."""
     record = replace(RUN, config={"sorcery": 1}, versions={"fedlearn": "9.9"})
     told = r"begun by fedlearn 9.9, and fedlearn 0.* the version that began it: .*sorcery: unknown"
     with pytest.raises(ConfigError, match=told):
@@ -137,7 +137,7 @@ def test_a_run_of_a_later_version_is_not_gone_on_with() -> None:
 
 @pytest.mark.slow
 def test_a_coordinator_goes_on_with_a_run_of_before(database: Database, tmp_path: Path) -> None:
-    """What was changed since is refused as ever, in a key that the record lacks as well."""
+    """Changes to the configuration are still refused, also in a key that the record lacks."""
     clock, given = SystemClock(), {"name": "federation"}
     pieces = deployment(from_mapping(given, source="test"), data_dir=tmp_path)
     ensure_deployed(database, pieces, name="federation", clock=clock)
@@ -157,7 +157,7 @@ def test_a_coordinator_goes_on_with_a_run_of_before(database: Database, tmp_path
 
 
 class StoppedAfterTwo(JsonProgress):
-    """The process is told to stop once two rounds are done."""
+    """A progress display that interrupts the process after two rounds."""
 
     def round(self, record: RoundRecord) -> None:
         super().round(record)
@@ -166,7 +166,7 @@ class StoppedAfterTwo(JsonProgress):
 
 
 def final(stored: StoredRun) -> Mapping[str, torch.Tensor]:
-    """Return all that the last checkpoint of a run holds."""
+    """Return all tensors of a run's last checkpoint."""
     checkpoint = stored.load()
     assert checkpoint is not None
     assert checkpoint.round_num == 4
@@ -175,7 +175,7 @@ def final(stored: StoredRun) -> Mapping[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_simulation_of_before_is_resumed_to_the_bit(database: Database, tmp_path: Path) -> None:
-    """As if it had never ended."""
+    """As if it had never been interrupted."""
     overrides = ["num_rounds=4", "engine.num_workers=1", "store.checkpoint_every_s=0"]
 
     def site(progress: JsonProgress) -> Site:

@@ -1,4 +1,4 @@
-"""The report: complete, self-contained, and safe to open whatever a client called itself."""
+"""The report: complete, self-contained, and safe to open even if texts in it are hostile."""
 
 import json
 import math
@@ -51,7 +51,7 @@ class Outline(HTMLParser):
         self.tags.append((tag, {name: value or "" for name, value in attrs}))
 
     def handle_endtag(self, tag: str) -> None:
-        """Check that what closes is what was opened last."""
+        """Check that a closing tag matches the last open one."""
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
@@ -68,7 +68,7 @@ class Outline(HTMLParser):
 
 
 def run(name: str = "brisk-otter-17", *, seed: int = 0) -> RunRecord:
-    """A finished run of the default configuration."""
+    """Make the record of a finished run of the default configuration."""
     config = Config(seed=seed)
     return RunRecord(
         name=name,
@@ -90,7 +90,7 @@ def finished(
     reason: str = "gone",
     outcome: Outcome = Outcome.AGGREGATED,
 ) -> RoundRecord:
-    """Round ``k`` in which clients ended as ``statuses`` says."""
+    """Make round ``k``, in which clients ended with ``statuses``."""
     return RoundRecord(
         round_num=k,
         attempt=0,
@@ -122,12 +122,12 @@ ROUNDS: Sequence[RoundRecord] = (
 
 @pytest.fixture(scope="module")
 def usual() -> str:
-    """The page of these rounds, which takes most of a second to draw."""
+    """The page of these rounds; it takes most of a second to draw, so tests share it."""
     return page(run(), ROUNDS)
 
 
 def test_the_tiles_are_the_runs_figures(usual: str) -> None:
-    """Best and its round, last, rounds, times, clients: by hand."""
+    """Best value and its round, last values, rounds, times and clients, computed by hand."""
     outline = Outline(usual)
     tiles = {
         "best accuracy": "0.8125",
@@ -146,7 +146,7 @@ def test_the_tiles_are_the_runs_figures(usual: str) -> None:
 
 @pytest.mark.slow
 def test_the_watched_metric_has_tiles_and_a_curve() -> None:
-    """In the place of the accuracy, best in its own direction."""
+    """It replaces the accuracy, and its best follows its own direction."""
     own = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
     config = {**run().config, **own}
     dosed = [finished(k, {1: GOOD}, {"dose": dose}) for k, dose in enumerate((3.0, 1.0, 2.0))]
@@ -166,7 +166,7 @@ def test_the_quantiles_over_clients_stand_in_their_table(usual: str) -> None:
 
 @pytest.mark.slow
 def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) -> None:
-    """The last one, and none elsewhere."""
+    """The column is the last one, and absent if nothing was measured so."""
     assert "mean by examples" not in usual
     spread = {"mean": 0.6, "by_examples": 0.7}
     measured = {"loss": 1.0} | {f"clients/dose_{part}": v for part, v in spread.items()}
@@ -177,7 +177,7 @@ def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) ->
 
 
 def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
-    """Coloured by what became of it, and told when pointed at."""
+    """Each cell is coloured by the client's status, with a tooltip."""
     cells = re.findall(r"<title>client (\d+), round (\d+): (\w+)</title>", usual)
     assert sorted((int(c), int(r), s) for c, r, s in cells) == [
         *((1, 1, "reported"), (1, 2, "reported"), (1, 3, "reported")),
@@ -191,7 +191,7 @@ def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
 
 @pytest.mark.slow
 def test_a_report_to_a_skipped_round_was_only_selected(usual: str) -> None:
-    """Its work is in no model, so it does not look as if it were."""
+    """Its work is not in the model, so it is not shown as reported."""
     skipped = finished(0, {1: GOOD, 2: LATE}, outcome=Outcome.SKIPPED)
     text = page(run(), [skipped])
     assert "<title>client 1, round 1: selected</title>" in text
@@ -202,7 +202,7 @@ def test_a_report_to_a_skipped_round_was_only_selected(usual: str) -> None:
 
 @pytest.mark.slow
 def test_the_curves_tell_their_values_when_pointed_at(usual: str) -> None:
-    """One hover column a position, with all lines."""
+    """Each position has one tooltip for all lines."""
     assert "<title>round 2: accuracy 0.8125</title>" in usual
     assert "<title>round 2: evaluation 0.7000, training 0.5000</title>" in usual
     assert "<title>virtual time (minutes) 2: accuracy 0.8125</title>" in usual
@@ -211,7 +211,7 @@ def test_the_curves_tell_their_values_when_pointed_at(usual: str) -> None:
 
 @pytest.mark.slow
 def test_a_curve_goes_through_its_points(usual: str) -> None:
-    """The path's corners, back in values: lowest at 0.5, highest at 0.8125."""
+    """The heights of the path's points are proportional to the values: from 0.5 to 0.8125."""
     line = r'<path d="(M[^"]*)"[^>]* style="fill: none; stroke: var\(--0072b2, #0072b2\)'
     corners = re.search(line, usual)
     assert corners is not None
@@ -225,7 +225,7 @@ def test_a_curve_goes_through_its_points(usual: str) -> None:
 
 @pytest.mark.slow
 def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
-    """20 reasons are a table, 30 are noise."""
+    """The table has the 20 most frequent reasons."""
     rounds = [finished(k, {1: BAD}, reason=f"reason {k % 30:02d}") for k in range(60)]
     outline = Outline(page(run(), rounds))
     first = outline.texts.index("reason 00")
@@ -237,7 +237,7 @@ def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
 
 @pytest.mark.slow
 def test_how_to_reproduce_is_a_command_and_a_configuration_that_loads() -> None:
-    """The configuration is TOML for ``fedlearn simulate``; versions and hash stand beside."""
+    """The configuration is TOML for ``fedlearn simulate``, shown with versions and hash."""
     record = run(seed=7)
     outline = Outline(page(record, ROUNDS))
     assert "fedlearn simulate experiment.toml" in outline.texts
@@ -248,7 +248,7 @@ def test_how_to_reproduce_is_a_command_and_a_configuration_that_loads() -> None:
 
 @pytest.mark.slow
 def test_a_configuration_of_another_program_is_shown_as_json(usual: str) -> None:
-    """A run started from Python cannot be reproduced by a command, and none is given."""
+    """A run started from Python cannot be reproduced by a command, so none is shown."""
     assert "fedlearn simulate" in usual  # the control
     foreign = replace(run(), config={"python": {"model": HOSTILE}})
     text = page(foreign, ROUNDS)
@@ -258,7 +258,7 @@ def test_a_configuration_of_another_program_is_shown_as_json(usual: str) -> None
 
 @pytest.mark.slow
 def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
-    """Name, error, reasons, versions, configuration and metric names are text."""
+    """Name, error, reasons, versions, configuration and metric names are escaped."""
     metrics = {"accuracy": 0.5, f"clients/{HOSTILE}_mean": 0.5}
     record = replace(
         run(HOSTILE),
@@ -279,7 +279,7 @@ def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tame() -> list[tuple[str, dict[str, str]]]:
-    """The elements of a page without a strange text."""
+    """The elements of a page without hostile text."""
     return Outline(page(run(), [finished(0, {1: BAD})])).tags
 
 
@@ -289,13 +289,13 @@ def tame() -> list[tuple[str, dict[str, str]]]:
 def test_any_name_and_reason_keep_the_page_well_formed(
     tame: list[tuple[str, dict[str, str]]], name: str, reason: str
 ) -> None:
-    """The elements are those of a tame page, whatever the texts."""
+    """The elements are the same as those of the tame page."""
     wild = Outline(page(run(name), [finished(0, {1: BAD}, reason=reason)])).tags
     assert [tag for tag, _ in wild] == [tag for tag, _ in tame]
 
 
 def test_the_page_asks_the_network_for_nothing(usual: str) -> None:
-    """No address, no script; and its policy would refuse both."""
+    """It has no external address and no script, and its content policy would block both."""
     outline = Outline(usual)
     policy = [a["content"] for tag, a in outline.tags if "http-equiv" in a]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
@@ -321,7 +321,7 @@ def test_the_page_asks_the_network_for_nothing(usual: str) -> None:
     ids=["none", "nobody", "unevaluated", "nan", "flat", "almost-flat", "no-loss", "only-p10"],
 )
 def test_gaps_are_no_error(rounds: list[RoundRecord], tmp_path: Path) -> None:
-    """A page is written of whatever is there, without a NaN in the drawing."""
+    """A page is written even with missing values, without a NaN in the drawing."""
     text = report(run(), rounds, tmp_path / "report.html").read_text()
     numbers = " ".join(v for t, a in Outline(text).tags if t in SVG for v in a.values())
     assert not re.search(r"\b(nan|inf)\b", numbers)
@@ -340,7 +340,7 @@ def test_a_failed_run_shows_its_error() -> None:
 
 @pytest.mark.slow
 def test_a_thousand_rounds_of_a_thousand_clients_stay_small() -> None:
-    """The most active clients, binned rounds, as an image; and the page says so."""
+    """The map shows the most active clients and binned rounds as an image, and says so."""
     rng = np.random.default_rng(3)
     kinds = [GOOD, GOOD, GOOD, LATE, BAD]
     rounds = [
@@ -378,7 +378,7 @@ def test_a_column_of_several_rounds_shows_the_worst() -> None:
 
 @pytest.mark.slow
 def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    """No temporary file stays, and a place that cannot be written is our error."""
+    """No temporary file is left, and a path that cannot be written raises StoreError."""
     path = tmp_path / "report.html"
     path.write_text("old")
     assert report(run(), ROUNDS, path) == path
@@ -389,7 +389,7 @@ def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_the_page_has_a_light_and_a_dark_look(usual: str) -> None:
-    """Both set every colour that the other sets; no black of a drawing stays black."""
+    """Both define the same colours; black in drawings is replaced by a themed colour."""
     assert "#000000" not in re.sub(r"var\(--000000, #000000\)", "", usual)
     assert "--000000: var(--ink)" in usual
     light, dark = (

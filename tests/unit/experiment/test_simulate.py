@@ -1,4 +1,4 @@
-"""How a run's end is recorded and told."""
+"""How the end of a run is recorded and shown."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tests.records import RUN
 
 @dataclass
 class Told:
-    """Remembers what it is told of ends."""
+    """A progress display that remembers the ends of runs."""
 
     ends: list[Summary] = field(default_factory=list)
 
@@ -36,7 +36,7 @@ class Told:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[StoredRun]:
-    """A run that has just been made."""
+    """A run that has just been created."""
     url = sqlite_url(tmp_path / "runs.db")
     with Database.open(url, runs_dir=tmp_path / "runs") as database:
         yield database.create(RUN)
@@ -50,7 +50,7 @@ def stored(tmp_path: Path) -> Iterator[StoredRun]:
 def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
     stored: StoredRun, error: FedlearnError, status: RunStatus
 ) -> None:
-    """To read all rounds of a long run would keep who stops the process waiting."""
+    """Reading all rounds of a long run for a summary would delay the stop of the process."""
     told = Told()
     with pytest.raises(type(error)), outcome_told(stored, told, resumable=(Parked,)):
         raise error
@@ -60,7 +60,7 @@ def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
 
 
 def test_no_more_workers_are_started_than_a_round_has_clients() -> None:
-    """A thousand of them hung. The control: as many as are asked for, if there is work."""
+    """A thousand workers hung. The control: the requested number, if there is work for all."""
     for asked, started in ((1000, 13), (3, 3)):
         settings = [f"engine.num_workers={asked}", "engine.executor=sequential"]
         config = load(None, overrides=settings)
@@ -75,7 +75,7 @@ def test_no_more_workers_are_started_than_a_round_has_clients() -> None:
 def test_an_interruption_is_told_of_and_fails_nothing(
     stored: StoredRun, error: BaseException
 ) -> None:
-    """It can be resumed; who has typed Ctrl-C reads how."""
+    """It can be resumed, and the user who typed Ctrl-C is shown how."""
     told = Told()
     with pytest.raises(type(error)), outcome_told(stored, told):
         raise error
@@ -84,7 +84,7 @@ def test_an_interruption_is_told_of_and_fails_nothing(
 
 
 def test_code_of_the_users_that_fails_fails_the_run(stored: StoredRun) -> None:
-    """What it raised is on record; before, such a run was running for ever."""
+    """The exception is recorded; such a run used to stay in the status "running"."""
     with pytest.raises(ZeroDivisionError), outcome_told(stored, Told()):
         raise ZeroDivisionError("by zero")
     assert stored.record.status is RunStatus.FAILED
@@ -95,7 +95,7 @@ def test_code_of_the_users_that_fails_fails_the_run(stored: StoredRun) -> None:
 def test_a_deployed_run_waits_for_its_next_coordinator(
     stored: StoredRun, error: BaseException
 ) -> None:
-    """What clients were told stays true."""
+    """Clients keep waiting for it, so it stays in the status "running"."""
     deploy(stored.database, stored.name)
     with pytest.raises(type(error)), outcome_told(stored, Told()):
         raise error

@@ -1,4 +1,4 @@
-"""What devices of the user's answer, and what is no answer."""
+"""Checks of the values that a user's device model returns."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ ASKED = DeviceRound(
 
 @dataclass(frozen=True)
 class Answers:
-    """Returns what it was given."""
+    """A device model that returns fixed values."""
 
     durations: Any = (1.0, 2.0)
     fails: Any = (False, True)
@@ -43,7 +43,7 @@ def looked_at(answers: Answers) -> tuple[Any, Any]:
 
 
 def test_proper_answers_are_passed_on() -> None:
-    """Integers too, as ``np.where(..., 1, 10)`` has them, and no seconds at all."""
+    """Integers too, as ``np.where(..., 1, 10)`` returns them, and zero seconds."""
     durations_s, fails = looked_at(Answers())
     assert (durations_s.tolist(), fails.tolist()) == ([1.0, 2.0], [False, True])
     durations_s, _ = looked_at(Answers(durations=[0, 10]))
@@ -67,6 +67,6 @@ def test_proper_answers_are_passed_on() -> None:
     ],
 )
 def test_what_is_no_answer_is_refused(answers: Answers, complaint: str) -> None:
-    """With the devices' name, the round, the value and what to return."""
+    """The message has the class's name, the round, the value and what to return."""
     with pytest.raises(ConfigError, match=f"^devices: Answers, round 3: .*{complaint}"):
         looked_at(answers)
