@@ -1,5 +1,6 @@
-"""Training in the coordinator, or in a silo, over processes: data-parallel, sharded, cut in parts.
+"""Train one model in several processes, in the coordinator or in a client.
 
-The degrees of a :class:`~fedlearn.parallel.mesh.Mesh` say how a model is spread; one loop trains
-it on every mesh, in steps that are functions of the seed and their number.
+The degrees of a :class:`~fedlearn.parallel.mesh.Mesh` choose between data, sharded, tensor and
+pipeline parallelism. The same loop trains on every mesh; what is random in a step depends only on
+the seed and the step's number.
 """

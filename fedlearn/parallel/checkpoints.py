@@ -1,7 +1,7 @@
-"""Checkpoints of a training: written by all its processes, read on any mesh.
+"""Checkpoints of a training, which all its processes write, and which any mesh can read.
 
-Only a complete one counts: torch writes ``.metadata`` last, when every process has written its
-part. Tensors have the names that they have in the whole model.
+Incomplete checkpoints are ignored: torch writes ``.metadata`` last, after every process has written
+its part. Tensors have the same names as in the whole model.
 """
 
 import pickle
@@ -27,7 +27,7 @@ from fedlearn.parallel.task import TrainingState
 
 _FOLDER = re.compile(r"step-(\d+)")
 _COMPLETE = ".metadata"
-#: What reading raises where bytes are missing, damaged or of another model.
+#: Errors of reading a checkpoint that is incomplete or damaged, or belongs to another model.
 _UNREADABLE = (
     CheckpointException,
     EOFError,
@@ -37,6 +37,7 @@ _UNREADABLE = (
     ValueError,
     pickle.UnpicklingError,
 )
+#: Most characters of an error that a message quotes.
 _MAX_TOLD = 300
 
 
@@ -51,20 +52,20 @@ def latest(folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return after how many steps a checkpoint was written."""
+    """Return the number of steps after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def save(engine: Engine, folder: Path, *, keep: int) -> None:
-    """Write a checkpoint; every process of the training calls it.
+    """Write a checkpoint; every process of the training must call it.
 
     Args:
         engine: This process.
-        folder: Of the training's checkpoints; all processes see it.
-        keep: How many are left, >= 1: the newest.
+        folder: Folder of the training's checkpoints, which all processes can access.
+        keep: Number of newest checkpoints to keep, >= 1; older ones are removed.
 
     Raises:
-        StoreError: It cannot be written.
+        StoreError: The checkpoint cannot be written.
     """
     tensors = engine.tensors() | {PROGRESS: engine.progress()}
     is_alone = engine.world_size == 1
@@ -76,22 +77,23 @@ def save(engine: Engine, folder: Path, *, keep: int) -> None:
 
 
 def prune(folder: Path, *, keep: int) -> None:
-    """Remove all complete checkpoints of a folder but the newest ``keep`` >= 1."""
+    """Remove all complete checkpoints in a folder except for the newest ``keep`` >= 1."""
     complete = [path for path in folder.iterdir() if (path / _COMPLETE).exists()]
     for path in sorted(complete, key=step_of)[:-keep]:
         shutil.rmtree(path)
 
 
 def restore(engine: Engine, checkpoint: Path) -> None:
-    """Go on from a checkpoint; every process of the training calls it.
+    """Load a checkpoint into a training; every process of the training must call it.
 
     Raises:
-        StoreError: It cannot be read, or is of another model.
+        StoreError: The checkpoint cannot be read, or belongs to another model.
     """
     tensors = engine.tensors() | {PROGRESS: engine.progress()}
     try:
         there = _names(checkpoint)
-        if not any(name.startswith(OPTIMIZER) for name in there):  # it begins anew
+        # A checkpoint without optimiser state leaves the optimiser new.
+        if not any(name.startswith(OPTIMIZER) for name in there):
             tensors = {n: each for n, each in tensors.items() if not n.startswith(OPTIMIZER)}
         with _as_asked():
             load(tensors, checkpoint_id=checkpoint, no_dist=engine.world_size == 1)
@@ -102,15 +104,16 @@ def restore(engine: Engine, checkpoint: Path) -> None:
 
 
 def write(tensors: Mapping[str, Tensor], checkpoint: Path, *, is_alone: bool) -> None:
-    """Write tensors by name.
+    """Write named tensors as a checkpoint.
 
     Args:
-        tensors: Those that this process has.
-        checkpoint: A new folder.
-        is_alone: Whether they are all; else every process of the training calls this.
+        tensors: The tensors that this process has.
+        checkpoint: Folder of the checkpoint, which is created.
+        is_alone: Whether these are all tensors; if not, every process of the training must call
+            this.
 
     Raises:
-        StoreError: It cannot be written; without its last file it does not count.
+        StoreError: The checkpoint cannot be written; what was written of it will be ignored.
     """
     try:
         with _as_asked():
@@ -120,10 +123,10 @@ def write(tensors: Mapping[str, Tensor], checkpoint: Path, *, is_alone: bool) ->
 
 
 def read(checkpoint: Path) -> TrainingState:
-    """Return where a training stood, whole, in a process that was none of its.
+    """Read a whole checkpoint in one process, which need not belong to the training.
 
     Raises:
-        StoreError: It cannot be read.
+        StoreError: The checkpoint cannot be read.
     """
     try:
         tensors = {
@@ -139,14 +142,14 @@ def read(checkpoint: Path) -> TrainingState:
 
 @contextmanager
 def _as_asked() -> Iterator[None]:
-    """Have torch not warn that it does what it is told: to write or read in one process."""
+    """Silence torch's warning about writing or reading in one process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or")
         yield
 
 
 def _names(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Return what tensors there are, by name."""
+    """Return the metadata of a checkpoint's tensors, by name."""
     found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {n: each for n, each in found.items() if isinstance(each, TensorStorageMetadata)}
 
@@ -159,8 +162,8 @@ def _unreadable(checkpoint: Path, error: BaseException) -> StoreError:
 
 
 def _cause(error: BaseException) -> str:
-    """Return in a line what went wrong, unless it is Ctrl-C, which passes."""
-    if isinstance(error, CheckpointException):  # whose text is a trace
+    """Describe an error in one line; if it is Ctrl-C, raise it instead."""
+    if isinstance(error, CheckpointException):  # its own text is a traceback
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, KeyboardInterrupt):
         raise error

@@ -1,7 +1,7 @@
-r"""What clients have learnt, taught to one model: ensemble distillation on the coordinator's data.
+r"""Ensemble distillation (FedDF): train the mean model to predict what all clients' models do.
 
 A round's mean model :math:`\bar x` is the student. On the coordinator's own examples d, whose
-labels nobody needs, it learns what the clients' models :math:`x_k` say together:
+labels are not used, it learns the joint predictions of the clients' models :math:`x_k`:
 
 .. math:: \min_x \; \mathrm{KL}\Big(\sigma\big(\tfrac{1}{K} \textstyle\sum_k f(x_k, d)\big),\;
           \sigma\big(f(x, d)\big)\Big)
@@ -41,9 +41,9 @@ _MATRIX = 2
 
 @dataclass(frozen=True)
 class SoftCrossEntropy:
-    """Cross-entropy to probabilities: labels are [batch, classes], as the outputs.
+    """Cross-entropy with probabilities as labels: [batch, classes], like the outputs.
 
-    Its gradient is that of the divergence from them.
+    It differs from the KL divergence by a constant, so the gradients are the same.
     """
 
     per_example: ClassVar[bool] = True
@@ -54,17 +54,17 @@ class SoftCrossEntropy:
         return F.cross_entropy(outputs, labels, reduction="none")
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Return nothing beyond the loss."""
+        """Return no measures besides the loss."""
         return {}
 
 
 class Taught:
-    """A stream whose labels are what an ensemble says: probabilities [b, classes].
+    """A stream whose labels are an ensemble's predictions: probabilities [b, classes].
 
     Args:
-        stream: The examples; their own labels are not looked at.
-        task: Whose model the members are of.
-        members: Their weights.
+        stream: The examples; their own labels are ignored.
+        task: Task that builds the network of the ensemble's members.
+        members: The members' weights.
     """
 
     def __init__(self, stream: Stream, task: Task, members: Sequence[Params]) -> None:
@@ -76,10 +76,10 @@ class Taught:
 
     @torch.no_grad()
     def batch(self, positions: range) -> tuple[Features, Tensor]:
-        """Return examples and what the ensemble says of them.
+        """Return the examples at these positions, and the ensemble's predictions for them.
 
         Raises:
-            ConfigError: The models have no logits, [b, classes].
+            ConfigError: The model's outputs are not logits [b, classes].
         """
         features, _ = self._stream.batch(positions)
         total: Tensor | None = None
@@ -87,7 +87,7 @@ class Taught:
             member.load_into(self._model)
             logits = called(self._model, features)
             total = logits if total is None else total + logits
-        assert total is not None  # somebody reported
+        assert total is not None  # at least one client has reported
         if total.dim() != _MATRIX:
             raise ConfigError(
                 f"distil_steps needs a model with logits [examples, classes], but its outputs have "
@@ -101,11 +101,11 @@ def _tell_nobody(_progress: Progress) -> None: ...
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Who is told of a round's distillation, and may call it off.
+    """Observer of a round's distillation, which may also cancel it.
 
     Attributes:
         control: Checked between steps.
-        report: Told how far it is.
+        report: Receives the progress reports.
         report_every: Steps between two reports, >= 1.
     """
 
@@ -116,16 +116,16 @@ class Watch:
 
 @dataclass(frozen=True)
 class Distillation(FullAggregation):
-    """The mean of the updates, and from there some steps towards what all models say together.
+    """Averages the updates, then trains the mean model on the predictions of all clients' models.
 
     Attributes:
-        mean: Of the updates.
-        lanes: What clients contribute.
+        mean: The rule that averages the updates.
+        lanes: The lanes of an update.
         task: The model, the coordinator's examples, and how the student is trained.
-        num_steps: Of each round.
-        base: The global model that the updates are relative to: [P]; ``None`` before there is one.
-        num_rounds: Rounds before this one, by which the examples go on.
-        watch: Who is told of it, and may call it off.
+        num_steps: Steps of distillation in each round.
+        base: The global model that the updates are relative to: [P]; ``None`` outside of a round.
+        num_rounds: Number of earlier rounds, from which the position in the examples follows.
+        watch: Observes the distillation, and may cancel it.
     """
 
     mean: WeightedMean
@@ -141,13 +141,13 @@ class Distillation(FullAggregation):
         return self.mean.weigh(num_examples_B)
 
     def combine(self, updates: Updates) -> Lanes:
-        """Return the means, with the distilled model's delta in place of the mean's."""
+        """Return the means, with the mean delta replaced by the distilled model's."""
         assert self.base is not None  # a round has begun
         module = self.task.make_model()
         fresh, base = Params.of(module), self.base
         sums = self.mean.init(self.lanes, fresh.layout, device=base.device)
         lanes = dict(self.mean.finalize(self.mean.accumulate(sums, updates)).lanes)
-        # Always in the same order: a sum of logits should not hang on who was the first to report.
+        # Sort by client: the rounding of summed logits must not depend on who reported first.
         order = sorted(range(len(updates.client_ids)), key=updates.client_ids.__getitem__)
         rows = [updates.lanes["delta"][each] for each in order]
         members = [fresh.with_vector((base + row).cpu()) for row in rows]
@@ -156,12 +156,13 @@ class Distillation(FullAggregation):
         return lanes
 
     def _taught(self, student: Params, members: Sequence[Params]) -> Tensor:
-        """Return the student's vector after its steps."""
+        """Train the student on the members' predictions; return its vector: [P]."""
         task, done = self.task, self.num_rounds * self.num_steps
         until, watch = done + self.num_steps, self.watch
         taught = Taught(task.stream, task, members)
         task = replace(task, stream=taught, objective=SoftCrossEntropy())
         engine = Engine(task, device=student.vector.device)
+        # Steps are counted through all rounds, so that each round continues with new examples.
         progress = torch.tensor([done, 0.0, 0.0, 0.0], dtype=torch.float64)
         engine.adopt(TrainingState(model=student.named(), progress=progress))
         run(
@@ -180,16 +181,16 @@ class Distilling(Wrapped):
     """A strategy whose rounds end in ensemble distillation.
 
     Attributes:
-        inner: The strategy; its aggregation is a mean.
+        inner: The wrapped strategy, whose aggregation must be a weighted mean.
         task: The model, the coordinator's examples, and how the student is trained: in one process.
-        num_steps: Of each round, >= 1.
-        base: The global model of this round; ``None`` outside of one.
-        num_rounds: Rounds before it.
-        watch: Who is told of its distillation, and may call it off.
+        num_steps: Steps of distillation in each round, >= 1.
+        base: The global model of this round: [P]; ``None`` outside of a round.
+        num_rounds: Number of earlier rounds.
+        watch: Observes the distillation, and may cancel it.
 
     Raises:
-        ConfigError: The aggregation is no mean, the objective no plain cross-entropy, or the
-            mesh of several processes.
+        ConfigError: The aggregation is not a weighted mean, the objective is not plain
+            cross-entropy, or the mesh has several processes.
     """
 
     task: Task
@@ -221,12 +222,12 @@ class Distilling(Wrapped):
 
     @property
     def needs_same_round(self) -> str:
-        """Teachers are the models of the clients, which are told by the model they began at."""
+        """Why updates must be relative to one model: the clients' models are rebuilt from it."""
         return "its teachers are the round's model plus each update"
 
     @property
     def aggregation(self) -> Distillation:
-        """The inner mean, distilled."""
+        """The inner strategy's mean, followed by distillation."""
         mean = self.inner.aggregation
         assert isinstance(mean, WeightedMean)  # checked when this was made
         task, num_steps = self.task, self.num_steps
@@ -240,12 +241,12 @@ class Distilling(Wrapped):
         return {**self.inner.init(params), _MODEL: params.vector, _ROUNDS: rounds}
 
     def at(self, state: State) -> Strategy:
-        """Return the strategy of the round, whose clients begin at the model in the state."""
+        """Return the strategy for the round that starts from the model in the state."""
         inner = self.inner.at(self.inner_state(state))
         return replace(self, inner=inner, base=state[_MODEL], num_rounds=int(state[_ROUNDS]))
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Take the inner strategy's step, and remember its model."""
+        """Take the inner strategy's step, and store the new model in the state."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         own = {_MODEL: stepped.params.vector, _ROUNDS: state[_ROUNDS] + 1}
         return replace(stepped, state={**stepped.state, **own})

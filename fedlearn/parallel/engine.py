@@ -1,4 +1,4 @@
-"""One loop for every mesh."""
+"""The training loop, which is the same on every mesh of processes."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,20 +25,21 @@ from fedlearn.parallel.prefetching import Batch, read_ahead
 from fedlearn.parallel.task import Progress, Task, TrainingState
 from fedlearn.parallel.wrapped import Wrapped
 
-#: Prefixes of names in a checkpoint.
+#: Prefixes of tensor names in a checkpoint, and the name of the progress tensor.
 _MODEL, OPTIMIZER, PROGRESS = "model/", "optimizer/", "progress"
 
 
 class Engine:
-    """One process of a training.
+    """One process of a training: its part of the model, the optimiser and the batches.
 
     Attributes:
-        world_size: How many processes the training has; those of other work may be more.
-        rank: Which of them this is.
+        world_size: Number of processes in the training's mesh. A mesh of one process may be used
+            inside a larger torch.distributed world.
+        rank: Rank of this process, from 0.
 
     Args:
-        task: What is trained.
-        device: Where this process computes.
+        task: The training.
+        device: Device on which this process computes.
     """
 
     def __init__(self, task: Task, *, device: torch.device) -> None:
@@ -82,48 +83,49 @@ class Engine:
             assert self._grid is not None  # there are several processes
             self._schedule = schedule(self._wrapped, plan.spread, self._grid, loss=self._loss)
 
-    # ---- where it stands -------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that the training goes on from, by name: this process's own, not copied.
+        """Return this process's part of the model and optimiser state, by name; not copied.
 
-        Names are those of the whole model, so a training may go on, on another mesh.
+        Names are those of the whole model, so a checkpoint can be restored on another mesh.
         """
         state = self._wrapped.module.state_dict(keep_vars=False)
         model = {_MODEL + name: value for name, value in state.items()}
         return model | {OPTIMIZER + name: value for name, value in self._kept().items()}
 
     def progress(self) -> Tensor:
-        """Return what it stands at, beside tensors: float64 [4]."""
+        """Return the step number and the state of the loss scale: float64 [4]."""
         scale = self._scale or LossScale(1.0)
         numbers = (self.step_num, scale.value, scale.num_good, scale.num_skipped)
         return torch.tensor(numbers, dtype=torch.float64)
 
     def set_progress(self, progress: Tensor) -> None:
-        """Go on from what :meth:`progress` returned."""
+        """Set the step number and the loss scale from a tensor that :meth:`progress` returned."""
         step_num, value, num_good, num_skipped = progress.tolist()
         self.step_num = int(step_num)
-        if self._scale is not None and value:  # without, the training has not begun
+        if self._scale is not None and value:  # 0: a new training, with its initial scale
             self._scale = LossScale(value, int(num_good), int(num_skipped))
 
     def adopt(self, state: TrainingState) -> None:
-        """Go on from where another training stood, in one process."""
-        assert self.world_size == 1  # of several, each has a part
+        """Continue from another training's state; for a training in one process."""
+        assert self.world_size == 1  # of several processes, each has only a part
         given, own = tensors_of(state), self.tensors()
+        # A state without optimiser tensors leaves the optimiser new.
         for name in own.keys() & given.keys():
             own[name].copy_(given[name])
         self.set_progress(state.progress)
 
     def state(self) -> TrainingState:
-        """Return where a training in one process stands, on the CPU."""
-        assert self.world_size == 1  # of several, each has a part
+        """Copy the training's state to the CPU; for a training in one process."""
+        assert self.world_size == 1  # of several processes, each has only a part
         named = {name: each.detach().cpu().clone() for name, each in self.tensors().items()}
         return state_of(named | {PROGRESS: self.progress()})
 
     def agree(self) -> None:
-        """Give all copies of the model, and of what the optimiser keeps, the values of the first.
+        """Broadcast the model and optimiser state of the first replica to the others.
 
-        They have them already, unless processes have read different files.
+        Replicas differ only if processes have read different files.
         """
         if self.task.plan.spread.mesh.replicate > 1:
             assert self._grid is not None  # there are several processes
@@ -132,14 +134,14 @@ class Engine:
                 dist.broadcast(own_part(each), group=group, group_src=0)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long this process waits for another one of the training in one operation."""
+        """Set how long one collective operation waits for another process of the training."""
         if self._grid is not None:
             for group in (dist.group.WORLD, *self._grid.get_all_groups()):
                 assert group is not None  # the training's processes are those of the world
                 group.set_timeout(timeout)
 
     def _kept(self) -> dict[str, Tensor]:
-        """Return what the optimiser keeps, by parameter and name."""
+        """Return the optimiser state, by parameter and name."""
         return {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
@@ -152,12 +154,15 @@ class Engine:
     def take_step(self) -> Tensor:
         """Take the next step; return the loss of this process's examples: float64, a scalar.
 
-        Only inside of :meth:`reading`. In a pipeline the last stage has it, and the others zero.
+        Call it inside :meth:`reading`. In a pipeline only the last stage has a loss; the others
+        return zero.
         """
         plan = self.task.plan
         for group in self._optimizer.param_groups:
             group["lr"] = plan.learning_rate(self.step_num)
-        stage = self._place.pipeline  # not tensor: what is whole must stay the same in each
+        stage = self._place.pipeline
+        # The seed does not depend on the tensor coordinate: the processes of a tensor group must
+        # draw alike, or the layers that each of them has as a whole would come to differ.
         torch.manual_seed(plan.seed.derive("step", self.step_num, self._share, stage).value)
         self._optimizer.zero_grad()
         loss = self._gradients()
@@ -173,15 +178,15 @@ class Engine:
 
     @property
     def _share(self) -> int:
-        """Which share of a batch is this process's."""
+        """Index of this process's share of each batch."""
         return self._place.replicate * self.task.plan.spread.mesh.shard + self._place.shard
 
     @contextmanager
     def reading(self, *, until: int) -> Iterator[None]:
-        """Read the batches of the steps until then ahead, while the context lasts."""
+        """Prefetch the batches of the steps before ``until`` while the context lasts."""
         plan, task = self.task.plan, self.task
         if 0 < self._place.pipeline < plan.spread.mesh.pipeline - 1:
-            yield  # stages in the middle see no examples
+            yield  # stages in the middle use neither features nor labels
             return
         with read_ahead(
             task.stream,
@@ -194,7 +199,7 @@ class Engine:
             yield
 
     def _gradients(self) -> Tensor:
-        """Run forward and backward over a batch, part by part."""
+        """Run the forward and backward passes of a step, one micro-batch after another."""
         spread = self.task.plan.spread
         if self._schedule is not None:
             return self._piped()
@@ -202,6 +207,7 @@ class Engine:
         num_parts, total = spread.num_micro_batches, torch.zeros((), dtype=torch.float64)
         total = total.to(self.device)
         for at, (part, targets) in enumerate(_parts(features, labels, num_parts)):
+            # Gradients are summed over processes only in the backward pass of the last one.
             with self._wrapped.synchronised(at == num_parts - 1):
                 with self._passes(), self._fitting(part, targets):
                     loss = self._loss(called(self._wrapped.called, part), targets) / num_parts
@@ -211,8 +217,8 @@ class Engine:
 
     @contextmanager
     def _fitting(self, features: Features, labels: Tensor) -> Iterator[None]:
-        """Tell of examples that the model or the loss cannot take, as of the user's data."""
-        # One that waits for others raises a RuntimeError where another has died, too.
+        """Raise DataError if the model or the loss cannot process the examples."""
+        # With several processes, a RuntimeError may also mean that another process has died.
         errors = (IndexError, TypeError, ValueError, *([RuntimeError] * (self.world_size == 1)))
         try:
             yield
@@ -227,15 +233,15 @@ class Engine:
             ) from error
 
     def _require_alike(self) -> None:
-        """Refuse what makes copies of a model differ, once it can be seen: after a backward pass.
+        """Check after a backward pass that the copies of the model will stay the same.
 
         Raises:
-            ConfigError: A parameter of a replica has no gradient, or a buffer is another in each
-                process.
+            ConfigError: A parameter of a replica has no gradient, or a buffer differs between
+                processes.
         """
         mesh = self.task.plan.spread.mesh
         if mesh.replicate > 1 and not mesh.is_sharded:
-            # DDP leaves the gradients beside it unsummed, and says so a step later.
+            # DDP would leave other gradients unsummed, too, and complain only a step later.
             idle = [name for name, each in self._parameters.items() if each.grad is None]
             if idle:
                 raise ConfigError(
@@ -252,6 +258,7 @@ class Engine:
         for name, buffer in self._wrapped.module.named_buffers():
             sums = buffer.detach().double().flatten()
             sums = torch.stack([sums.sum(), sums.square().sum()]).nan_to_num()
+            # One maximum finds both extremes, since max(-x) = -min(x).
             extremes = torch.cat([sums, -sums])
             for axis in ("replicate", "shard"):
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._grid[axis].get_group())
@@ -264,11 +271,11 @@ class Engine:
                 )
 
     def _piped(self) -> Tensor:
-        assert self._schedule is not None  # the caller looked
+        assert self._schedule is not None  # checked by the caller
         stage, last = self._place.pipeline, self.task.plan.spread.mesh.pipeline - 1
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        # A schedule sums gradients itself, after its last micro-batch. In its first step it runs
-        # the stage once more to learn shapes, and that pass must not count as one to be summed.
+        # The schedule itself has gradients summed after its last micro-batch. In its first step it
+        # also runs the stage once more to infer shapes, and that pass must not start a sum.
         with self._passes(), self._wrapped.synchronised(False):
             if 0 < stage < last:
                 self._schedule.step()
@@ -286,14 +293,14 @@ class Engine:
         return mean_loss(self.task.objective, wide, labels)
 
     def _passes(self) -> AbstractContextManager[object]:
-        """Return what surrounds forward passes: sharded modules have a policy of their own."""
+        """Return the autocast context of forward passes; none under FSDP2, which casts itself."""
         spread = self.task.plan.spread
         if spread.precision.half is None or spread.mesh.is_sharded:
             return nullcontext()
         return torch.autocast(self.device.type, spread.precision.half)
 
     def _scaled_gradients(self, limit: float | None) -> bool:
-        """Divide gradients by the loss scale, clip them, and return whether they are finite."""
+        """Unscale and clip the gradients; return False if the loss scale made them overflow."""
         grads = [each.grad for each in self._parameters.values() if each.grad is not None]
         scale = 1.0 if self._scale is None else self._scale.value
         norm = self._norm(grads) / scale
@@ -310,26 +317,26 @@ class Engine:
         return True
 
     def _norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the L2 norm over all parameters of all processes: float64, a scalar."""
+        """Return the L2 norm of the whole model's gradient: float64, a scalar."""
         squares = sum_of_squares(grads).to(self.device)
         if self.task.plan.spread.mesh.pipeline > 1:
             assert self._grid is not None  # there are several processes
             dist.all_reduce(squares, group=self._grid["pipeline"].get_group())
         return squares.sqrt()
 
-    # ---- what is told ----------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------
 
     def mean_losses(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the mean loss of each step over all processes: float64 [steps], in each."""
+        """Average each step's loss over all processes, all of which call it: float64 [steps]."""
         stacked = torch.stack(list(losses))
         if self.world_size > 1:
             dist.all_reduce(stacked)
             mesh = self.task.plan.spread.mesh
-            stacked /= mesh.data * mesh.tensor  # of a pipeline, the last stage contributes
+            stacked /= mesh.data * mesh.tensor  # in a pipeline, only the last stage has a loss
         return stacked.cpu()
 
     def told(self, losses: Sequence[Tensor], *, seconds: float) -> Progress:
-        """Return how far the training is; every process must call it."""
+        """Build a report from the losses since the last one; every process must call it."""
         plan, scale = self.task.plan, self._scale or LossScale(1.0)
         return Progress(
             step_num=self.step_num,
@@ -347,17 +354,17 @@ AfterStep = Callable[[Engine], None]
 
 
 class Evaluator(Protocol):
-    """What measures the model on the way, in every process."""
+    """Evaluates the model during a training; every process has one."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the training ends here."""
+        """Whether the training should end now."""
 
     def is_due(self, step_num: int) -> bool:
-        """Return whether the model after so many steps is evaluated now."""
+        """Return whether the model must be evaluated after ``step_num`` steps."""
 
     def evaluate(self, engine: Engine) -> Mapping[str, float]:
-        """Return the metrics in rank 0, and none in the others."""
+        """Evaluate the model; return the metrics in rank 0, and none in the other ranks."""
 
 
 def run(
@@ -370,16 +377,17 @@ def run(
     after_step: AfterStep,
     evaluator: Evaluator | None = None,
 ) -> None:
-    """Take steps until so many are taken, or the evaluator ends the training.
+    """Train up to step ``until``, or until the evaluator ends the training.
 
     Args:
-        engine: This process; the others do the same.
-        until: Steps in all.
-        clock: Real time.
-        report_every: Steps from one report to the next, >= 1.
-        report: Told how far the training is, in rank 0.
-        after_step: Such as what keeps a checkpoint; may raise to end the training.
-        evaluator: Measures the model; ``None``: nobody does.
+        engine: This process; all processes of the training call this.
+        until: Total number of steps, including those already taken.
+        clock: A real clock, which measures the throughput.
+        report_every: Steps between two reports, >= 1.
+        report: Receives the progress reports, in rank 0.
+        after_step: Called after each step, for example to save a checkpoint; may raise to end the
+            training.
+        evaluator: Evaluates the model during the training; ``None``: it is not evaluated.
 
     Raises:
         DataError: The loss of the first batch is not finite.
@@ -389,6 +397,8 @@ def run(
     with _own_randomness(engine.device), engine.reading(until=until):
         while engine.step_num < until and not (evaluator is not None and evaluator.is_over):
             losses.append(engine.take_step())
+            # Later losses are checked only with each report, since each check waits for the device
+            # and for the other processes.
             if engine.step_num == 1 and not math.isfinite(engine.mean_losses(losses).item()):
                 raise DataError(
                     "the loss of the first batch is not finite, before any weight has moved; look "
@@ -415,7 +425,7 @@ def run(
 
 
 def state_of(tensors: Mapping[str, Tensor]) -> TrainingState:
-    """Return where a training stands, of all its tensors by the names of a checkpoint."""
+    """Build a training's state from the tensors of a checkpoint, by their names there."""
     return TrainingState(
         model=_under(tensors, _MODEL),
         optimizer=_under(tensors, OPTIMIZER),
@@ -424,7 +434,7 @@ def state_of(tensors: Mapping[str, Tensor]) -> TrainingState:
 
 
 def tensors_of(state: TrainingState) -> dict[str, Tensor]:
-    """Return the tensors of :func:`state_of`."""
+    """Return the tensors of a state by their names in a checkpoint; reverses :func:`state_of`."""
     model = {_MODEL + name: value for name, value in state.model.items()}
     optimizer = {OPTIMIZER + name: value for name, value in state.optimizer.items()}
     return model | optimizer | {PROGRESS: state.progress}
@@ -436,7 +446,7 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
-    """Leave the generators of this process as they were."""
+    """Restore torch's random generators when the block ends."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
@@ -450,21 +460,22 @@ def _parts(features: Features, labels: Tensor, number: int) -> Iterator[tuple[Fe
 
 @torch.no_grad()
 def _broadcast(module: nn.Module) -> None:
-    """Give the weights and buffers of rank 0 to all."""
+    """Broadcast the weights and buffers of rank 0 to all processes."""
     for tensor in module.state_dict().values():
         dist.broadcast(tensor, src=0)
 
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimiser make what it keeps: zeros, as it is before the first step.
+    """Have the optimiser allocate its state, as zeros, so that a checkpoint can be loaded into it.
 
-    A step at a rate of zero along a gradient of zeros changes no parameter.
+    A step with learning rate 0 and zero gradients changes no parameter.
     """
     for group in optimizer.param_groups:
-        group["lr"] = 0.0  # it is set before each step
+        group["lr"] = 0.0  # take_step() sets the rate before each step
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    # Adam has counted this step, so the state is reset.
     for kept in optimizer.state.values():
         for value in kept.values():
             if isinstance(value, Tensor):

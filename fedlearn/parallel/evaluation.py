@@ -1,4 +1,4 @@
-"""Evaluation during a training: which model is the best, and when the training ends early."""
+"""Evaluation during a training: find the best model, and decide whether to stop early."""
 
 import json
 import math
@@ -20,22 +20,22 @@ from fedlearn.parallel.task import Evaluation, TrainingState
 
 class _Row(NamedTuple):
     step: int
-    value: float  # of the metric that is watched
+    value: float  # of the goal's metric
 
 
 _ROWS = TypeAdapter(list[_Row])
 
 
 class Watch:
-    """What the evaluations of one training came to, in each of its processes.
+    """Keeps the results of a training's evaluations; every process has one.
 
-    With a folder it survives a restart: each evaluation is of a checkpoint that is there already,
-    and its row is written last.
+    With a folder, results survive a restart: a checkpoint is saved before its evaluation, and the
+    row with the result is written last.
 
     Args:
-        engine: This process, restored.
-        evaluation: What is measured, and when.
-        folder: Of the job; ``None``: nothing of it is kept on the disk.
+        engine: This process, with its checkpoint restored.
+        evaluation: What to measure, and when.
+        folder: The job's folder; ``None``: nothing is written to disk.
         until: The last step.
     """
 
@@ -44,31 +44,31 @@ class Watch:
     ) -> None:
         self._evaluation, self._folder, self._until = evaluation, folder, until
         self._rows = [each for each in self._read() if each.step <= engine.step_num]
-        self._best: TrainingState | None = None  # without a folder
+        self._best: TrainingState | None = None  # used only without a folder
         self.is_over = self._is_over()
 
     @property
     def is_kept(self) -> bool:
-        """Whether a checkpoint must be there before a step is evaluated."""
+        """Whether a checkpoint must be saved before each evaluation."""
         return self._folder is not None
 
     def is_due(self, step_num: int) -> bool:
-        """Return whether the model after so many steps is evaluated, and has not been."""
+        """Return whether the model must be evaluated after ``step_num`` steps, and has not been."""
         is_its_turn = step_num % self._evaluation.every == 0 or step_num == self._until
         return step_num > 0 and is_its_turn and step_num not in {each.step for each in self._rows}
 
     def evaluate(self, engine: Engine, state: TrainingState | None) -> Mapping[str, float]:
-        """Measure the model; every process of the training calls it.
+        """Evaluate the model; every process of the training must call it.
 
         Args:
             engine: This process.
-            state: Where the training stands, in rank 0.
+            state: State of the training in rank 0; ``None`` in the other ranks.
 
         Returns:
-            The metrics in rank 0; none in the others.
+            The metrics in rank 0; none in the other ranks.
 
         Raises:
-            StoreError: What it came to cannot be written.
+            StoreError: The result cannot be written.
         """
         metrics = dict[str, float]()
         if state is not None:
@@ -81,7 +81,7 @@ class Watch:
         return metrics
 
     def best(self) -> TrainingState | None:
-        """Return the best model, in rank 0; ``None``: no evaluation came to a number."""
+        """Return the best model, in rank 0; ``None`` if the metric was never a number."""
         return self._best if self._folder is None else read_best(self._folder)
 
     def _add(self, state: TrainingState, value: float) -> None:
@@ -91,6 +91,7 @@ class Watch:
         if self._folder is None:
             self._best = state if is_best else self._best
             return
+        # In this order, the best model of the rows on disk survives a crash at any point.
         if is_best:
             _write_best(self._folder, state)
         write_durably(_rows_path(self._folder), json.dumps(self._rows).encode(), raises=StoreError)
@@ -121,7 +122,7 @@ class Watch:
 
 
 def read_best(folder: Path) -> TrainingState | None:
-    """Return the best model of a job's folder; ``None``: there is none."""
+    """Read the best model from a job's folder; ``None`` if there is none."""
     from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
     found = checkpoints.latest(_best_path(folder))
@@ -132,7 +133,7 @@ def _write_best(folder: Path, state: TrainingState) -> None:
     from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
     path = _best_path(folder) / f"step-{state.step_num}"
-    shutil.rmtree(path, ignore_errors=True)  # of one that was cut off
+    shutil.rmtree(path, ignore_errors=True)  # left by an interrupted write
     checkpoints.write(tensors_of(state), path, is_alone=True)
 
 

@@ -1,4 +1,4 @@
-"""Processes of one machine that add up through torch.distributed."""
+"""Groups of processes that compute together, connected by torch.distributed."""
 
 import os
 import pickle
@@ -17,33 +17,33 @@ from fedlearn.errors import ProcessesParted
 
 ResultT = TypeVar("ResultT")
 
-# Any: torch's stubs lack the stores and the options that it has.
+# Any: torch's stubs lack its stores and options.
 _c10d: Any = dist
-#: Where they listen: nobody outside this machine may.
+#: Address that gloo listens on, so that no other machine can connect.
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Processes joined by torch.distributed: gloo on CPU, NCCL on GPUs.
+    """A :class:`~fedlearn.core.cluster.Cluster` by torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-    See :func:`joined` and :func:`world`.
+    Create one with :func:`joined` or :func:`world`.
 
     Attributes:
-        rank: Which one this is, from 0.
-        world_size: How many there are.
+        rank: Rank of this process, from 0.
+        world_size: Number of processes.
     """
 
     rank: int
     world_size: int
-    _backend: Any  # torch's, by either name
-    _device: torch.device  # where bytes travel
+    _backend: Any  # a process group of torch, or one of its backends
+    _device: torch.device  # device of the bytes that are broadcast
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Add the tensors up over all processes: one message, whatever their number.
+        """Replace each tensor by its sum over all processes, in a single message.
 
         Raises:
-            ProcessesParted: Another one is gone, or has not come in time.
+            ProcessesParted: Another process is gone, or did not take part in time.
         """
         travels_as_it_is = len(tensors) == 1 and tensors[0].is_contiguous()
         message = tensors[0] if travels_as_it_is else _pack(tensors)
@@ -53,10 +53,10 @@ class Group:
             _unpack(message, tensors)
 
     def broadcast(self, value: ResultT | None) -> ResultT:
-        """Return rank 0's value; it travels pickled, among processes of one user.
+        """Return, in every process, the value that rank 0 has; it is pickled.
 
         Raises:
-            ProcessesParted: Another one is gone, or has not come in time.
+            ProcessesParted: Another process is gone, or did not take part in time.
         """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         data, size = data.to(self._device), torch.tensor([len(data)], device=self._device)
@@ -65,6 +65,7 @@ class Group:
             if self.rank > 0:
                 data = data.new_empty(int(size))
             self._backend.broadcast(data, 0).wait()
+        # Safe to unpickle: all processes belong to the same user.
         received: ResultT | None = pickle.loads(data.cpu().numpy().tobytes())  # noqa: S301
         assert received is not None  # rank 0 has one
         return received
@@ -81,14 +82,14 @@ class Group:
 
 
 def world() -> Group:
-    """Return all processes of torch.distributed's world, which this one has joined."""
+    """Return the group of all processes in torch.distributed's world, which is initialised."""
     return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors as one vector of the first one's dtype, on its device.
+    """Concatenate the tensors into one vector of the first one's dtype, on its device.
 
-    A float64 among float32 becomes two numbers, its rounded value and the remainder.
+    Each float64 number among float32 ones becomes two: the rounded value and the remainder.
     """
     like, parts = tensors[0], []
     for tensor in tensors:
@@ -96,13 +97,14 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
         rounded = flat.to(like.dtype)
         parts.append(rounded)
         if flat.dtype != like.dtype:
-            rest = flat - rounded.to(flat.dtype)  # of an infinite value NaN, which would spoil it
+            # The remainder of an infinite value is NaN, and would turn the sum into NaN.
+            rest = flat - rounded.to(flat.dtype)
             parts.append(torch.where(rest.isfinite(), rest, 0.0).to(like.dtype))
     return torch.cat(parts)
 
 
 def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write what :func:`_pack` made of tensors of these shapes back into them."""
+    """Copy the parts of a vector that :func:`_pack` made of these tensors back into them."""
     start = 0
     for tensor in tensors:
         total = torch.zeros((), dtype=tensor.dtype, device=packed.device)
@@ -113,7 +115,7 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def backend_for(devices: Mapping[int, str]) -> str:
-    """Return by what processes add up, given the device of each: NCCL needs a GPU for each.
+    """Choose the backend for processes on these devices: NCCL only if each has its own GPU.
 
     Example:
         >>> backend_for({0: "cuda:0", 1: "cuda:1"}), backend_for({0: "cuda:0", 1: "cuda:0"})
@@ -134,21 +136,21 @@ def joined(
     meeting: timedelta,
     timeout: timedelta,
 ) -> Group:
-    """Return the group of ``world_size`` processes, all of which call this with the same file.
+    """Join a group of ``world_size`` processes, all of which call this with the same file.
 
-    Once it returns, all have come, and the file has served.
+    It returns when all have joined; the file is not needed any longer then.
 
     Args:
-        file: Through which they find each other; not there yet, in a folder of this user alone.
+        file: Rendezvous file, which does not exist yet, in a folder that only this user can access.
         backend: "gloo" or "nccl".
-        rank: Which one this is, from 0.
-        world_size: How many there are.
-        device: Where this one computes.
-        meeting: How long one waits for the others here.
-        timeout: How long in each sum.
+        rank: Rank of this process, from 0.
+        world_size: Number of processes.
+        device: Device on which this process computes.
+        meeting: How long to wait for the others to join.
+        timeout: How long to wait for them in each later operation.
 
     Raises:
-        ProcessesParted: Another one has not come in time.
+        ProcessesParted: Another process did not join in time.
     """
     store = _c10d.FileStore(str(file), world_size)
     store.set_timeout(meeting)
@@ -159,20 +161,21 @@ def joined(
         raise ProcessesParted(
             f"process {rank + 1} of {world_size} did not find the others within {meeting}"
         ) from error
+    # The first sum ends only when all have joined; NCCL does not even connect before it.
     group.all_reduce([torch.zeros(1, device=device)])
     return group
 
 
 def _gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     gloo = _c10d.ProcessGroupGloo
-    options = gloo._Options()  # noqa: SLF001 - the one way to say where it listens
+    options = gloo._Options()  # noqa: SLF001 - the only way to set the address
     options._devices = [gloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
     options._timeout = timeout  # noqa: SLF001
     return gloo(store, rank, world_size, options)
 
 
 def _nccl(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    # A sum that takes too long is an error to be told of, not the end of the process.
+    # A timeout should raise an error, not end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options = _c10d.ProcessGroupNCCL.Options()

@@ -1,8 +1,8 @@
-"""A training as a job: in this process where the mesh is of one, else in processes of its own.
+"""Run a training as a job: in this process if its mesh has only one, else in new processes.
 
-It may be started from a server: nothing is forked, no signal handler is touched, and no process
-outlives this one, however it ends. A job's folder has its checkpoints, so one that was killed, or
-whose rank crashed, goes on from the last complete one and ends in the same model.
+A server may run jobs: nothing is forked, no signal handler is changed, and no process outlives this
+one, however it ends. A job's folder contains its checkpoints. A job that was killed, or whose rank
+crashed, resumes from the last complete checkpoint and ends with the same model.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ PROGRESS = TypeAdapter(Progress)
 class JobSpec:
     """The description of a job that its processes read from its file."""
 
-    identity: str | list[Any]  # Any: what JSON has
+    identity: str | list[Any]  # Any: a JSON value
     task: str | None
     arguments: dict[str, Any]  # Any: likewise
     checkpoint_every: int
@@ -57,48 +57,51 @@ _SPEC = TypeAdapter(JobSpec)
 _REMEDY = "remove the training's folder to train from the start"
 
 _TETHERED, _WORKER = "fedlearn.processes.tethered", "fedlearn.parallel.worker"
+#: Seconds between two checks of the control while other processes train.
 _LOOK_S = 0.2
-#: Seconds that processes get to end before they are killed.
+#: Seconds that processes have to exit before they are killed.
 _GRACE_S = 5.0
 _CHUNK_BYTES = 1 << 16
+#: Most characters at the end of a job's log that an error message quotes.
 _LOG_SPEC = 2000
-#: Checkpoints that are kept: one may be damaged.
+#: Number of checkpoints to keep: more than one, since the newest may be damaged.
 _KEPT = 2
-#: Longest wait for another process where one may have much more to do: to begin, to write, to read.
+#: Longest wait for another process where one may be much slower: to start, to read or to write.
 PATIENCE = timedelta(minutes=10)
-#: Longest wait in a step, if the first one was short; else so many times what that took.
+#: Longest wait for another process in a step: at least this, or so many times the first step.
 _TIMEOUT, _STEPS = timedelta(seconds=45), 10
 
 
 class Control(Protocol):
-    """How a job hears that it is called off."""
+    """Lets the caller of a job cancel it."""
 
     def check(self) -> None:
-        """Do nothing, or raise to end the job."""
+        """Raise an error to end the job; otherwise do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Ranged):
-    """A training that processes can make by themselves.
+    """A training, described so that other processes can build it, too.
 
     Attributes:
-        make_task: Makes what is trained.
-        name: The function that makes it in other processes, as "module:function"; ``None``: there
-            is none, so it is trained in this one.
-        arguments: Of that function: what JSON has.
-        folder: Of its checkpoints and logs; it is the job's own, and is removed at its end.
-        checkpoint_every: Steps between two checkpoints; 0: there are none but the last.
+        make_task: Builds the task in this process.
+        name: Function that builds the task in other processes, as "module:function"; ``None``:
+            there is none, so the training must run in this process.
+        arguments: Arguments of that function: JSON values.
+        folder: Folder for the job's checkpoints and logs only; removed at the end of the job,
+            unless ``is_kept``.
+        checkpoint_every: Steps between two checkpoints; 0: no checkpoint but the last.
         report_every: Steps between two reports, >= 1.
-        max_restarts: How often ranks are started again after one has crashed, >= 0.
-        until: Steps in all, those before this job included; ``None``: the plan's.
-        identity: Names the training: a job of the same goes on from where this one stood, with
-            other arguments. ``None``: the function and its arguments do.
-        is_kept: Whether its last checkpoint stays, for a job that takes more steps.
+        max_restarts: How often ranks are restarted after one has crashed, >= 0.
+        until: Total number of steps, including those of earlier jobs; ``None``: the plan's.
+        identity: Name of the training. A job with the same name resumes it, even with other
+            arguments. ``None``: a training is identified by ``name`` and ``arguments``.
+        is_kept: Whether the last checkpoint is kept, for a later job that takes more steps.
     """
 
     make_task: Callable[[], Task]
     name: str | None
-    arguments: Mapping[str, Any]  # Any: what JSON has
+    arguments: Mapping[str, Any]  # Any: a JSON value
     folder: Path
     checkpoint_every: Whole
     report_every: Count
@@ -109,44 +112,44 @@ class Job(Ranged):
 
     @property
     def needs_folder(self) -> bool:
-        """Whether a training in one process has files at all."""
+        """Whether a training in one process writes any files."""
         return self.checkpoint_every > 0 or self.is_kept
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where the files of a job are."""
+    """Paths of a job's files."""
 
     path: Path
 
     @property
     def job(self) -> Path:
-        """What its processes are told."""
+        """Description of the job, which its processes read."""
         return self.path / "job.json"
 
     @property
     def start(self) -> Path:
-        """Where the training begins."""
+        """Checkpoint of the state that the job was given to start from."""
         return self.path / "start"
 
     @property
     def checkpoints(self) -> Path:
-        """Where it stood."""
+        """Checkpoints that the job has written."""
         return self.path / "checkpoints"
 
     @property
     def failure(self) -> Path:
-        """Why it cannot go on: a restart would end so again."""
+        """Error that ended the job for good, because a restart would fail the same way."""
         return self.path / "failure.txt"
 
     @property
     def error(self) -> Path:
-        """Why a rank ended last; ranks that are started again may do better."""
+        """Last error of a rank that a restart may fix."""
         return self.path / "error.txt"
 
     @property
     def log(self) -> Path:
-        """What its processes wrote."""
+        """Standard error of the job's processes."""
         return self.path / "log.txt"
 
 
@@ -157,19 +160,19 @@ def train(
     control: Control,
     report: Callable[[Progress], None],
 ) -> TrainingState:
-    """Run a job to its end, or go on with one that was cut off.
+    """Run a job to its end; if it was interrupted, resume it from its last checkpoint.
 
     Args:
-        job: What is trained, and where.
-        start: Where it begins; ``None``: with the model's own weights.
-        control: Checked between steps, or every 0.2 s.
-        report: Told how far it is.
+        job: The training and its folder.
+        start: State to start from; ``None``: the model's initial weights.
+        control: Checked between steps, or every 0.2 s while other processes train.
+        report: Receives the progress reports.
 
     Raises:
         ConfigError: The mesh does not fit the model, the batches or this machine.
-        Diverged: The loss, or the model at the end, is not finite.
-        EngineError: A process died more often than it may be started again.
-        StoreError: A checkpoint cannot be read or written, or the folder be made.
+        Diverged: The loss, or the final model, is not finite.
+        EngineError: Processes crashed more often than they may be restarted.
+        StoreError: A checkpoint cannot be read or written, or the folder cannot be created.
     """
     task = job.make_task()
     task.require_fitting()
@@ -194,7 +197,7 @@ def train(
     if job.needs_folder:
         begin(job, folder, start)
     else:
-        shutil.rmtree(job.folder, ignore_errors=True)  # another one's, if there is one
+        shutil.rmtree(job.folder, ignore_errors=True)  # left by another job, if at all
     engine = Engine(task, device=device_of({}))
     if start is not None:
         engine.adopt(start)
@@ -204,7 +207,7 @@ def train(
 
 
 def ended(job: Job, state: TrainingState) -> TrainingState:
-    """Return where a training stands at its end; its folder is removed, unless it is kept.
+    """Remove a finished job's folder, unless it is kept; return the state if it is finite.
 
     Raises:
         Diverged: The model is not finite.
@@ -221,7 +224,7 @@ def ended(job: Job, state: TrainingState) -> TrainingState:
 
 
 def device_of(environ: Mapping[str, str]) -> torch.device:
-    """Return where a process computes: a GPU of its own, or the CPU.
+    """Return the device of a process: its own GPU, or the CPU.
 
     Raises:
         ConfigError: There are fewer GPUs than processes.
@@ -238,18 +241,18 @@ def follow(
     control: Control,
     report: Callable[[Progress], None],
 ) -> TrainingState | None:
-    """Train in this process, one of the job's, from its last checkpoint on.
+    """Run one process of a job, from the job's last checkpoint to the end.
 
     Args:
-        engine: This process; the others do the same.
-        folder: Of the job.
-        job: What the job's file says.
-        saves_last: Write a checkpoint of the end, too.
+        engine: This process; all processes of the job call this.
+        folder: Paths of the job's files.
+        job: Description of the job.
+        saves_last: Whether to save a checkpoint at the end, too.
         control: Checked between steps.
-        report: Told how far it is, in rank 0.
+        report: Receives the progress reports, in rank 0.
 
     Returns:
-        The best model, in rank 0 of a training that is evaluated; else ``None``.
+        The best model, in rank 0 of a training with evaluation; else ``None``.
     """
     until = engine.task.plan.num_steps if job.until is None else job.until
     files, clock = _Files(engine, folder), SystemClock()
@@ -258,7 +261,7 @@ def follow(
     if (evaluation := engine.task.evaluation) is not None:
         kept = folder.path if folder.job.exists() else None
         evaluator = _Evaluator(files, Watch(engine, evaluation, kept, until=until))
-        if evaluator.is_due(engine.step_num):  # it was cut off in the middle of an evaluation
+        if evaluator.is_due(engine.step_num):  # interrupted between checkpoint and evaluation
             evaluator.evaluate(engine)
 
     def after_step(engine: Engine) -> None:
@@ -287,7 +290,7 @@ def follow(
 
 
 class _Files:
-    """Checkpoints of a training, for which processes wait for each other as long as it takes."""
+    """Saves and restores a training's checkpoints, allowing for slow disks by a long timeout."""
 
     def __init__(self, engine: Engine, folder: Folder) -> None:
         self.engine, self._folder = engine, folder
@@ -295,12 +298,12 @@ class _Files:
         self._saved: int | None = None
 
     def restore(self) -> None:
-        """Go on from the last checkpoint, or from the start that the job was given."""
+        """Load the last checkpoint, or else the state that the job was given to start from."""
         if not (self._folder.checkpoints.exists() or self._folder.start.exists()):
             return
         from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
-        begun = checkpoints.latest(self._folder.checkpoints)  # none, if the first was cut off
+        begun = checkpoints.latest(self._folder.checkpoints)  # None if the first was interrupted
         if begun is not None:
             checkpoints.restore(self.engine, begun)
             self._saved = self.engine.step_num
@@ -308,19 +311,19 @@ class _Files:
             checkpoints.restore(self.engine, self._folder.start)
 
     def set_timeout(self, seconds: float) -> None:
-        """Wait no longer than this for another process in a step."""
+        """Set how long a step waits for another process, at least ``_TIMEOUT``."""
         self._timeout = max(_TIMEOUT, timedelta(seconds=seconds))
         self.engine.set_timeout(self._timeout)
 
     @contextmanager
     def patiently(self) -> Iterator[None]:
-        """Wait for others as long as it takes, while the block runs."""
+        """Extend the timeout to ``PATIENCE`` while the block runs."""
         self.engine.set_timeout(PATIENCE)
         yield
         self.engine.set_timeout(self._timeout)
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step has one; every process calls it."""
+        """Write a checkpoint, unless this step has one already; every process must call it."""
         if self._saved == self.engine.step_num:
             return
         from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
@@ -330,14 +333,14 @@ class _Files:
         self._saved = self.engine.step_num
 
     def forget_all_but_the_last(self) -> None:
-        """Remove earlier checkpoints."""
+        """Remove all checkpoints but the newest."""
         from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
         if self.engine.rank == 0:
             checkpoints.prune(self._folder.checkpoints, keep=1)
 
     def state(self) -> TrainingState | None:
-        """Return where the training stands, in rank 0."""
+        """Return the training's state in rank 0, and ``None`` in the other ranks."""
         if self.engine.world_size == 1:
             return self.engine.state()
         if self.engine.rank > 0:
@@ -345,28 +348,28 @@ class _Files:
         from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
         saved = checkpoints.latest(self._folder.checkpoints)
-        assert saved is not None  # it was written for this
+        assert saved is not None  # evaluate() has just saved it
         return checkpoints.read(saved)
 
 
 @dataclass(frozen=True)
 class _Evaluator:
-    """Evaluates checkpoints, where there are any."""
+    """Evaluates the model, after its checkpoint was saved if the job writes checkpoints."""
 
     files: _Files
     watch: Watch
 
     @property
     def is_over(self) -> bool:
-        """Whether the training ends here."""
+        """Whether the training should end now."""
         return self.watch.is_over
 
     def is_due(self, step_num: int) -> bool:
-        """Return whether the model after so many steps is evaluated now."""
+        """Return whether the model must be evaluated after ``step_num`` steps."""
         return self.watch.is_due(step_num)
 
     def evaluate(self, engine: Engine) -> Mapping[str, float]:
-        """Return the metrics in rank 0, and none in the others."""
+        """Evaluate the model; return the metrics in rank 0, and none in the other ranks."""
         if self.watch.is_kept:
             self.files.save()
         with self.files.patiently():
@@ -376,7 +379,7 @@ class _Evaluator:
 def spec_of(job: Job, start: TrainingState | None) -> JobSpec:
     """Describe a job to its processes.
 
-    What has another identity, or begins with other weights, is another job.
+    Descriptions with the same identity and start belong to the same job, which may be resumed.
     """
     return JobSpec(
         identity=job.identity or [job.name, dict(job.arguments)],
@@ -408,7 +411,7 @@ def require_job(folder: Folder) -> JobSpec:
 
 
 def digest_of(state: TrainingState) -> str:
-    """Return what equal states have in common."""
+    """Hash a state; equal states have equal digests."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors_of(state).items()):
         digest.update(repr((name, value.dtype, tuple(value.shape))).encode())
@@ -418,11 +421,11 @@ def digest_of(state: TrainingState) -> str:
 
 
 def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
-    """Prepare the folder of this job; remove what another job left there.
+    """Prepare a job's folder: keep it to resume the same job, or clear it of another job's files.
 
     Raises:
-        ConfigError: The training has taken more steps already.
-        StoreError: The folder cannot be made.
+        ConfigError: The training has already taken more steps than the job asks for.
+        StoreError: The folder cannot be created, or its job file is damaged.
     """
     new = spec_of(job, start)
     with disk_errors(folder.path, raises=StoreError):
@@ -438,7 +441,7 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
             from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
             checkpoints.write(tensors_of(start), folder.start, is_alone=True)
-        # Last: with it, the folder is complete.
+        # The job file comes last, because it marks the folder as complete.
         write_durably(folder.job, _content(new), raises=StoreError)
 
 
@@ -468,7 +471,7 @@ def _apart(
     control: Control,
     report: Callable[[Progress], None],
 ) -> Path:
-    """Have torchrun start the processes, and follow them; return the last checkpoint."""
+    """Run a job in processes that torchrun starts; return the last checkpoint."""
     command = [
         *("torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"),
         *(f"--max-restarts={job.max_restarts}", "--monitor-interval=0.1"),
@@ -476,7 +479,7 @@ def _apart(
     ]
     with (
         folder.log.open("ab") as log,
-        # The end of its standard input tells the ranks that this process is gone.
+        # The ranks exit when their standard input ends, which is when this process does.
         start_module(
             _TETHERED,
             *command,
@@ -507,7 +510,7 @@ def _apart(
 
 
 def outcome(task: Task, folder: Folder, last: Path) -> TrainingState:
-    """Return the best model of a training that was evaluated, else where it stands at its end."""
+    """Return the best model of a training with evaluation, else the final state."""
     from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
     best = None if task.evaluation is None else read_best(folder.path)
@@ -515,7 +518,7 @@ def outcome(task: Task, folder: Folder, last: Path) -> TrainingState:
 
 
 def _read(process: "subprocess.Popen[bytes]", output: SimpleQueue[bytes]) -> None:
-    """Put what a process prints into a queue, and nothing at its end; on a thread."""
+    """Copy a process's output to a queue, and empty bytes at its end; runs on a thread."""
     assert process.stdout is not None  # a pipe
     data = None
     while data != b"":
@@ -531,9 +534,10 @@ def _follow(
     control: Control,
     report: Callable[[Progress], None],
 ) -> None:
-    """Pass on what the ranks report, until they have ended, or cannot go on."""
+    """Pass the ranks' progress reports on, until the ranks have exited or have failed for good."""
     rest = b""
-    # Without torchrun nobody would end ranks, and after such a failure each would end so again.
+    # Stop if torchrun has died, since no other process would end its ranks, or if a rank has
+    # recorded a failure, since every restart would fail the same way.
     while not process.poll() and not folder.failure.exists():
         control.check()
         try:
@@ -545,14 +549,15 @@ def _follow(
             return
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b'{"step_num"'):  # else what code of the user's has printed
-                report(PROGRESS.validate_python(json.loads(line)))  # NaN is no JSON to pydantic
+            if line.startswith(b'{"step_num"'):  # other lines were printed by user code
+                # Not validate_json(), which rejects NaN.
+                report(PROGRESS.validate_python(json.loads(line)))
 
 
 def _end(process: "subprocess.Popen[bytes]", reader: threading.Thread) -> None:
-    """Have no process left: all of them end when their input does.
+    """End all processes of a job: they exit when their standard input is closed.
 
-    Their output ends with the last of them.
+    Their common output ends when the last of them has exited.
     """
     assert process.stdin is not None  # a pipe
     with suppress(BrokenPipeError):
@@ -563,7 +568,7 @@ def _end(process: "subprocess.Popen[bytes]", reader: threading.Thread) -> None:
 
 
 def _last_words(folder: Folder) -> str:
-    """Return what a rank ended by, or else what the processes wrote."""
+    """Describe why a job failed: by the last error of a rank, or by the end of the log."""
     if folder.error.exists():
         return f"a process ended by {folder.error.read_text()}"
     said = folder.log.read_text(errors="replace")[-_LOG_SPEC:]
@@ -571,7 +576,7 @@ def _last_words(folder: Folder) -> str:
 
 
 def _failed(folder: Folder) -> Exception:
-    """Return the error that a rank has written down."""
+    """Return the error that a rank has recorded as final."""
     kind, _, text = folder.failure.read_text().partition("\n")
     made: Exception = getattr(errors, kind, EngineError)(text)
     return made
@@ -581,10 +586,10 @@ def _environment(world_size: int) -> dict[str, str]:
     environ = dict(os.environ)
     prepare_for_mkl(environ)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    # A store that a restart shares with the ranks before it has addresses of dead processes.
     if not torch.cuda.is_available() and (interface := loopback()) is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # A store that is shared across restarts would still contain addresses of dead processes.
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # One that hangs does not end by itself, and the others wait to be started again.
+    # A rank that hangs does not exit by itself, and delays the restart of the others.
     environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(_GRACE_S))
     return environ

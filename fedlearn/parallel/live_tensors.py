@@ -1,4 +1,4 @@
-"""What a step of a training really holds: the bytes of its tensors, seen as they come and go."""
+"""Measure the memory of a training step, by following its tensors as they come and go."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,13 +16,13 @@ class Measured:
     """Bytes that a process held in one step.
 
     Attributes:
-        parameters: Of parameters and buffers.
-        gradients: Of parameters' gradients, after the backward pass.
-        optimizer_state: Of what the optimiser remembers.
-        activations: The most of anything else at once, in forward and backward passes, the batch
-            included.
-        update: The most that the optimiser's step made on top of what there was, and dropped.
-        peak: The most of everything at once.
+        parameters: Parameters and buffers.
+        gradients: Gradients of the parameters, after the backward pass.
+        optimizer_state: State of the optimiser.
+        activations: Peak of everything else in the forward and backward passes, including the
+            batch.
+        update: Peak of the temporary tensors of the optimiser's step.
+        peak: Peak of everything together.
     """
 
     parameters: int
@@ -46,18 +46,17 @@ def tensors_in(values: object) -> Iterator[Tensor]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """While it is entered, it follows every tensor that an operation reads or makes.
+    """Context that tracks the memory of every tensor that an operation reads or makes.
 
-    What an operation makes and drops within itself is not seen. Storages count, so a view costs
-    nothing.
+    Temporary memory inside an operation is not seen. Storages are counted, so a view costs nothing.
 
     Args:
-        apart: Not counted.
-        gradients_of: Their gradients are counted by themselves.
+        apart: Tensors that are not counted.
+        gradients_of: Parameters whose gradients are counted separately.
 
     Attributes:
-        most: The most that was alive at once since :meth:`begin`, without gradients.
-        most_with_gradients: Likewise with them.
+        most: Peak bytes since :meth:`begin`, without those gradients.
+        most_with_gradients: Peak bytes since :meth:`begin`, with them.
     """
 
     def __init__(self, *, apart: Iterable[Tensor], gradients_of: Iterable[Tensor] = ()) -> None:
@@ -68,12 +67,12 @@ class LiveTensors(TorchDispatchMode):
         self.most = self.most_with_gradients = 0
 
     def begin(self) -> int:
-        """Forget what was the most; return what is alive, without gradients."""
+        """Reset the peaks; return the bytes that are alive now, without gradients."""
         now, _ = self._bytes()
         self.most = self.most_with_gradients = 0
         return now
 
-    # Any: whatever operations take and return.
+    # Any: the arguments and results of any operation.
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
@@ -92,11 +91,12 @@ class LiveTensors(TorchDispatchMode):
     def _follow(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)
         key, alive = id(storage), self._alive
+        # The entry must go with the storage, whose id may then be used for another one.
         if key not in self._apart and key not in alive:
             alive[key] = weakref.ref(storage, lambda _: alive.pop(key, None))
 
     def _bytes(self) -> tuple[int, int]:
-        """Return what is alive but for gradients, and gradients."""
+        """Return the bytes that are alive now: all but the gradients, and the gradients."""
         found = (storage_of(each.grad) for each in self._gradients_of if each.grad is not None)
         gradients = {id(each): each.nbytes() for each in found}
         now = sum(
@@ -108,12 +108,12 @@ class LiveTensors(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> Any:  # Any: torch's untyped storage
-    """Return the memory of a tensor, of one that is spread over processes this one's part."""
+    """Return the storage of a tensor, or of this process's part of a distributed tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, those that share memory once."""
+    """Return the total bytes of tensors, counting shared memory once."""
     storages = {id(each): each for each in map(storage_of, tensors)}
     return sum(each.nbytes() for each in storages.values())
 
@@ -125,15 +125,15 @@ def measured(
     optimizer: Optimizer,
     apart: Iterable[Tensor] = (),
 ) -> Measured:
-    """Return what a step holds, on a CPU; it is taken twice: in the first, states are made.
+    """Measure the memory of a training step on the CPU; the step runs twice.
 
     Args:
-        step: Drops the gradients, goes forward and back, and has the optimiser step.
-        module: What is trained.
-        optimizer: Steps it; it is asked for nothing but its state.
-        apart: Not counted, such as the examples that batches are taken of.
+        step: Clears the gradients, runs the forward and backward passes, and steps the optimiser.
+        module: The model that it trains.
+        optimizer: The optimiser that it steps.
+        apart: Tensors that are not counted, such as the examples from which batches are taken.
     """
-    step()
+    step()  # creates the optimiser's state, which is counted by itself
     parameters = list(module.parameters())
     fixed = [*parameters, *module.buffers()]
     state = list(tensors_in(dict(optimizer.state)))

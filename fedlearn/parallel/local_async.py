@@ -1,8 +1,8 @@
-r"""Hogwild inside one client: processes that step one model in shared memory, without locks.
+r"""Hogwild in one client: several processes train one model in shared memory, without locks.
 
-The steps of a training are dealt to the processes in turn. Each computes a gradient at the model
-as it then is, perhaps half of another one's step further, and adds its own step to it. Nobody
-waits; where two processes write the same number at once, one of the additions may be lost.
+The steps of a training are assigned to the processes in turn. Each process computes a gradient at
+the current model, perhaps while another process is in the middle of a step, and adds its own step.
+No process waits for another; if two write the same number at once, one addition may be lost.
 
 References:
     Niu, Recht, Ré and Wright, 2011, `Hogwild!: A Lock-Free Approach to Parallelizing Stochastic
@@ -37,21 +37,23 @@ from fedlearn.training.trainer import (
 
 
 class Hogwild:
-    """Trains as a :class:`~fedlearn.training.torch_trainer.TorchTrainer`, by several processes.
+    """Trains like a :class:`~fedlearn.training.torch_trainer.TorchTrainer`, by several processes.
 
-    They are forks of this one that end with each training, and with this process. What comes out
-    hangs on who is faster, and is not repeated to the bit; that of one process is plain SGD to the
-    bit. A task that was interrupted begins again. Evaluation is this process's.
+    The processes are forks of this one, which end with each training, and with this process. The
+    result depends on which process is faster, so it is not reproducible; only with one process it
+    has the same bits as plain SGD. An interrupted task starts from the beginning. Evaluation runs
+    in this process.
 
     Args:
-        trainer: Of this client, on the CPU.
-        num_processes: Processes that take the steps, >= 1.
-        is_locked: Let one process step at a time, from reading the model to writing it: no addition
-            is lost and no gradient is stale, and nothing is gained. For comparison.
+        trainer: This client's trainer, on the CPU.
+        num_processes: Number of processes that take the steps, >= 1.
+        is_locked: Let only one process step at a time, from reading the model to writing it. Then
+            no addition is lost and no gradient is stale, but nothing is gained, either: it is for
+            comparison.
 
     Raises:
-        DeploymentError: The trainer is no such, computes on a GPU, or has statistics of batches,
-            which all would write.
+        DeploymentError: The trainer is not a TorchTrainer, computes on a GPU, or has batch
+            statistics, which all processes would write.
         ValueError: ``num_processes`` is below 1.
 
     Example:
@@ -72,17 +74,17 @@ class Hogwild:
 
     @property
     def honours(self) -> Collection[str]:
-        """Those settings that the trainer does."""
+        """Settings that the trainer acts on."""
         return self._trainer.honours
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:
-        """Those that the trainer names."""
+        """User-defined transforms of the trainer."""
         return self._trainer.own_transforms
 
     @property
     def num_examples(self) -> int:
-        """Number of training examples: a coordinator may ask for a least one."""
+        """Number of training examples; a coordinator may require a minimum."""
         return self._trainer.num_examples
 
     @property
@@ -91,14 +93,14 @@ class Hogwild:
         return self._trainer.device
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Return the model that all processes have trained; must not modify ``tensors``.
+        """Train the model in all processes; must not modify ``tensors``.
 
         Raises:
-            Cancelled: The task was called off; the processes are ended.
+            Cancelled: The task was cancelled; the processes are ended.
             ProcessesParted: A process failed or died.
-            SettingsRefused: The local update remembers something from step to step, or noises
-                gradients: it would be one process's own.
-            FedlearnError: What the trainer raises otherwise.
+            SettingsRefused: The local update has memory from step to step, of which each process
+                would have its own, or adds noise to gradients.
+            FedlearnError: Any other error of the trainer.
         """
         _require_memoryless(self._trainer.update_of(context.settings))
         if not self._is_shared:
@@ -109,11 +111,11 @@ class Hogwild:
     def evaluate(
         self, tensors: Mapping[str, Tensor], *, control: TaskControl = UNATTENDED
     ) -> LocalEvaluation:
-        """Return what the trainer finds."""
+        """Evaluate with the trainer, in this process."""
         return self._trainer.evaluate(tensors, control=control)
 
     def _by_turns(self, take: Take, losses: Tensor, *, control: TaskControl) -> None:
-        """Have forks take the steps in turn: a way of taking turns as the trainer knows them."""
+        """Divide the steps among forks; see :class:`~fedlearn.training.torch_trainer.Turns`."""
         losses.share_memory_()
         done = torch.zeros(self._num_processes, 2, dtype=torch.float64).share_memory_()
         turn = _Token() if self._is_locked else nullcontext()
@@ -122,7 +124,8 @@ class Hogwild:
         try:
             in_forks(bodies, timeout_s=math.inf, meanwhile=look)
         except EngineError as error:
-            # What a process said may tell of the data, and this goes to the coordinator.
+            # Drop the process's own message, which may contain training data: this error goes to
+            # the coordinator.
             which = str(error).partition(":")[0]
             raise ProcessesParted(f"of the processes of a Hogwild training, {which}") from error
         look()
@@ -130,19 +133,19 @@ class Hogwild:
     def _take_some(
         self, take: Take, rank: int, turn: AbstractContextManager[object], done: Tensor
     ) -> None:
-        """Take the steps of one process, in it."""
+        """Take one fork's share of the steps; runs in the fork."""
         take(lambda step: turn if step % len(done) == rank else None, _Counting(done[rank]))
 
 
 class _Token:
-    """A lock among forks of the process that made it: a byte in a pipe, which one of them has."""
+    """A lock for forks of the process that created it: a byte in a pipe, which the holder takes."""
 
     def __init__(self) -> None:
         self._end, self._begin = os.pipe()
         os.write(self._begin, b"t")
 
     def __enter__(self) -> None:
-        os.read(self._end, 1)  # waits until it is there
+        os.read(self._end, 1)  # blocks until the byte is there
 
     def __exit__(self, *_: object) -> None:
         os.write(self._begin, b"t")
@@ -153,18 +156,18 @@ class _Token:
 
 
 class _Counting(Unattended):
-    """A process's own control: counts its steps where the first process looks."""
+    """Task control of a fork, which counts its steps in memory that it shares with its parent."""
 
     def __init__(self, done: Tensor) -> None:
         self._done = done
 
     def report(self, *, fraction: float, loss: float) -> None:  # noqa: ARG002 - its own steps
-        """Count a step, and note its loss."""
+        """Count a step, and record its loss."""
         self._done += torch.tensor([1.0, loss - float(self._done[1])], dtype=torch.float64)
 
 
 def _look(control: TaskControl, done: Tensor, *, num_steps: int) -> None:
-    """Pass on how far all processes are, and end them if the task was called off."""
+    """Report the progress of all processes; raise an error if the task was cancelled."""
     control.check()
     counts, losses = done.unbind(1)
     if (total := float(counts.sum())) > 0.0:
@@ -172,7 +175,7 @@ def _look(control: TaskControl, done: Tensor, *, num_steps: int) -> None:
 
 
 def _divisible(trainer: LocalTrainer) -> TorchTrainer:
-    """Return a trainer whose steps several processes can take; DeploymentError if they cannot."""
+    """Return the trainer if several processes can take its steps; else raise DeploymentError."""
     if not isinstance(trainer, TorchTrainer) or type(trainer).train is not TorchTrainer.train:
         raise DeploymentError(
             f"the trainer is a {type(trainer).__name__} with a training of its own, whose steps "
@@ -192,7 +195,7 @@ def _divisible(trainer: LocalTrainer) -> TorchTrainer:
 
 
 def _require_memoryless(local: LocalUpdate) -> None:
-    """Refuse a local update of which each process would have a part of its own."""
+    """Check that a local update has nothing of which each process would need its own copy."""
     lasting = [name for name, spec in local.memory.items() if spec.draws is None]
     remembered = [*lasting, *(lane.name for lane in local.lanes)]
     if remembered:

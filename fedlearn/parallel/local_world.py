@@ -1,9 +1,9 @@
-"""Forks of this process that compute something together, such as a world of torch.distributed.
+"""Run functions together in forks of this process, such as in a world of torch.distributed.
 
-They share what this process has imported and loaded, and tensors in shared memory. What they are
-the first to import, each of them imports: torch's ``DistributedDataParallel`` does so with seconds
-of torch's compiler when the first is made, unless this process has imported ``torch._dynamo``
-already.
+The forks share what this process has imported and loaded, and tensors in shared memory. What this
+process has not imported, each fork must import for itself: the first ``DistributedDataParallel``
+imports torch's compiler, which takes seconds, unless this process has already imported
+``torch._dynamo``.
 """
 
 import os
@@ -29,9 +29,9 @@ from fedlearn.processes.forks import ForkedProcess, Link, run_forks
 
 ResultT = TypeVar("ResultT")
 
-#: How much later a death may be seen than the failures of those that it leaves alone.
+#: Seconds by which a death may be noticed later than the failures that it causes in other ranks.
 _GRACE_S = 0.5
-#: Longest time between two looks at what else there is to do.
+#: Longest time, in seconds, between two calls of ``meanwhile``.
 _TICK_S = 0.1
 
 
@@ -49,21 +49,22 @@ class _Failed:
 def in_processes(
     body: Callable[[], ResultT], *, world_size: int, timeout_s: float
 ) -> list[ResultT]:
-    """Run ``body`` in every process of a new world, and return what each returns, by rank.
+    """Run ``body`` in every process of a new torch.distributed world; return the results by rank.
 
-    All of them are forks of this process, which is none of the world; they compute with one thread
-    each, and none is left when this returns, raises, or this process is killed.
+    The processes are forks of this one, which does not belong to the world itself. Each computes
+    with one thread, and all are gone when this function returns or raises, or when this process is
+    killed.
 
     Args:
-        body: What would run under torchrun: torch.distributed is initialised, with gloo. What it
-            returns travels pickled; what it prints may be lost.
-        world_size: How many processes, >= 1.
-        timeout_s: How long all of it may take.
+        body: Function to run as if under torchrun: torch.distributed is initialised, with gloo. Its
+            result is pickled; what it prints may be lost.
+        world_size: Number of processes, >= 1.
+        timeout_s: Time limit for all of it, in seconds.
 
     Raises:
-        ConfigError: There would be no process.
-        EngineError: A process failed, died, or was not done in time: the message says which, and
-            a note of the error where it failed. Or this process is in a world already.
+        ConfigError: ``world_size`` is below 1.
+        EngineError: A process failed, died or ran out of time; the message says which, and a note
+            has the traceback. Or this process already belongs to a world.
 
     Example:
         >>> def body() -> int:
@@ -92,15 +93,15 @@ def in_forks(
     timeout_s: float,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[ResultT]:
-    """Run each of ``bodies`` in a fork of its own, and return what each returns, in their order.
+    """Run each of ``bodies`` in its own fork of this process; return their results in order.
 
-    They compute with one thread each, and none is left when this returns, raises, or this process
-    is killed.
+    Each fork computes with one thread, and all are gone when this function returns or raises, or
+    when this process is killed.
 
     Args:
-        bodies: What each returns travels pickled; what it prints may be lost.
-        timeout_s: How long all of it may take; may be infinite.
-        meanwhile: Called now and then while they run; what it raises ends them.
+        bodies: Functions to run. Their results are pickled; what they print may be lost.
+        timeout_s: Time limit for all of it, in seconds; may be infinite.
+        meanwhile: Called from time to time while they run; an error that it raises ends them.
 
     Raises:
         EngineError: As :func:`in_processes`.
@@ -116,7 +117,7 @@ def in_forks(
 def _collected(
     ranks: Sequence[ForkedProcess], *, timeout_s: float, meanwhile: Callable[[], None]
 ) -> list[ResultT]:
-    """Return the results, by rank."""
+    """Wait for the results, and return them by rank."""
     links = {rank: each.link for rank, each in enumerate(ranks)}
     clock = SystemClock()
     until_s = clock.now_s() + timeout_s
@@ -135,7 +136,7 @@ def _collected(
                     "and the others were stopped"
                 )
             outcomes[rank] = outcome
-            if isinstance(outcome, _Failed):  # because of the death of another one, perhaps
+            if isinstance(outcome, _Failed):  # perhaps since another one died: see that, too
                 until_s = min(until_s, clock.now_s() + _GRACE_S)
     for rank, outcome in outcomes.items():
         if isinstance(outcome, _Failed):
@@ -153,23 +154,23 @@ def _collected(
 
 
 def _heard(link: Link) -> _Done[ResultT] | _Failed | None:
-    """Return what a process has sent; ``None``: it has ended, and sent nothing."""
+    """Receive a process's outcome; ``None`` if it has died without sending one."""
     try:
         sent = link.recv_bytes()
-    except (EOFError, OSError):  # nothing, or a beginning
+    except (EOFError, OSError):  # it sent nothing, or only a part
         return None
     outcome: _Done[ResultT] | _Failed = pickle.loads(sent)  # noqa: S301 - of a fork of this process
     return outcome
 
 
 def _ending(code: int) -> str:
-    """Return how a process ended, in words."""
+    """Describe for a message how a process ended."""
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
 @dataclass(frozen=True)
 class _Join:
-    """How a process joins its world."""
+    """Callable that joins a process to its world of torch.distributed."""
 
     store: Path
     rank: int
@@ -189,9 +190,9 @@ class _Join:
 
 
 def loopback() -> str | None:
-    """Return the interface that stays within this machine: ``lo`` on Linux, ``lo0`` on macOS.
+    """Return the name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS.
 
-    ``None`` where it is called something else, as on Windows.
+    ``None`` if it has another name, as on Windows.
     """
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
@@ -199,7 +200,7 @@ def loopback() -> str | None:
 def _be_rank(body: Callable[[], object], link: Link) -> None:
     torch.set_num_threads(1)
     link.send_bytes(_outcome(body))
-    link.poll(None)  # to leave now would cut off those that are not done
+    link.poll(None)  # wait to be killed: exiting now would cut off ranks that are not done
 
 
 def _joined(join: Callable[[], None], body: Callable[[], ResultT]) -> ResultT:
@@ -208,9 +209,9 @@ def _joined(join: Callable[[], None], body: Callable[[], ResultT]) -> ResultT:
 
 
 def _outcome(body: Callable[[], object]) -> bytes:
-    """Return, pickled, what came of it."""
+    """Run ``body``; return its pickled result or error."""
     try:
         return pickle.dumps(_Done(body()))
-    except BaseException as error:  # noqa: BLE001 - the caller's code; the parent tells of it
+    except BaseException as error:  # noqa: BLE001 - the caller's code; the parent reports it
         what = f"{type(error).__name__}: {error}"
         return pickle.dumps(_Failed(what, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""The scale of the loss in float16, by which small gradients do not vanish."""
+"""Dynamic loss scaling, which keeps small gradients from vanishing in float16."""
 
 from dataclasses import dataclass, replace
 
@@ -8,14 +8,14 @@ _GROWS_AFTER = 2000
 
 @dataclass(frozen=True)
 class LossScale:
-    """A scale that is halved where gradients overflow and doubled when they long have not.
+    """A loss scale, which is halved when gradients overflow and doubled when they long have not.
 
-    It is decided by the norm of all gradients of all processes, hence alike in each of them.
+    It depends on the norm of the whole gradient, so all processes have the same scale.
 
     Attributes:
-        value: What the loss is multiplied by.
-        num_good: Steps since it last changed.
-        num_skipped: Steps that were skipped.
+        value: Factor that the loss is multiplied by.
+        num_good: Number of steps since the scale last changed.
+        num_skipped: Number of steps skipped so far.
 
     References:
         Micikevicius et al., 2018, `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_,
@@ -31,10 +31,10 @@ class LossScale:
     num_skipped: int = 0
 
     def after(self, *, is_finite: bool) -> "LossScale":
-        """Return the scale of the next step.
+        """Return the scale for the next step.
 
         Args:
-            is_finite: Whether the gradients of this one were: else it is skipped.
+            is_finite: Whether the gradients of this step were finite; if not, it is skipped.
         """
         if not is_finite:
             return LossScale(self.value / 2.0, 0, self.num_skipped + 1)

@@ -1,25 +1,25 @@
-r"""How much memory a training takes, by process and by what takes it, before it runs.
+r"""Predict the memory of a training before it runs, by process and by what takes it.
 
 ============================== =================================================================
-what                           bytes of a process
+kind                           bytes of a process
 ============================== =================================================================
 parameters :math:`P`           of its stage, its columns and rows, its shard; with buffers
 gradients :math:`G`            those of :math:`P` that are trained
-state :math:`S`                by the optimiser: none, one or two times :math:`G`
+state :math:`S`                the optimiser's: zero, one or two times :math:`G`
 activations :math:`A`          what the forward pass of a micro-batch saves for the backward
-                               pass, times the micro-batches on their way, and the largest
+                               pass, times the micro-batches in flight, and the largest
                                operation's gradients; counted, not estimated by a formula
-transient :math:`T`            whole layers gathered of shards; buckets, messages
-update :math:`U`               what the optimiser's step makes and drops
+transient :math:`T`            layers gathered from shards; buckets and messages
+update :math:`U`               temporary tensors of the optimiser's step
 ============================== =================================================================
 
-In the first backward pass of a step gradients grow while activations go; those that follow add to
-whole gradients, with one micro-batch less on its way if no further one begins. The most at once is
-:math:`P + S` and the largest of :math:`A + T` with the gradients that are there, and :math:`G + U`
-with what of :math:`T` stays: buckets and messages.
+In the first backward pass of a step, gradients appear while activations are freed. The later ones
+add to complete gradients, and have one micro-batch less in flight once no further one starts. The
+peak is :math:`P + S` plus the larger of two sums: :math:`A + T` with the gradients that exist at
+that moment, and :math:`G + U` with the part of :math:`T` that stays, the buckets and messages.
 
-Activations are counted in a forward pass on tensors without data, which have shapes, dtypes and
-devices alone: a model of any size takes no memory and little time.
+Activations are counted in a forward pass on fake tensors, which have shapes, dtypes and devices but
+no data: a model of any size takes no memory and little time.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,17 +45,17 @@ from fedlearn.parallel.plan import Spread, TrainingPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one process.
+    """Predicted memory of one process, in bytes.
 
     Attributes:
-        parameters: Of parameters and buffers.
-        gradients: Of the gradients of those that are trained.
-        optimizer_state: Of what the optimiser remembers.
-        activations: The most in forward and backward passes, the batch included; ``None``: nobody
-            knows, for there is a number of parameters and no model.
-        transient: What spreading takes: gathered layers, buckets, messages between stages.
-        update: What the optimiser's step makes and drops.
-        peak: The most at once, where ``offloaded`` on the device.
+        parameters: Parameters and buffers.
+        gradients: Gradients of the parameters that are trained.
+        optimizer_state: State of the optimiser.
+        activations: Peak of the forward and backward passes, including the batch; ``None`` if only
+            the number of parameters is known, not the model.
+        transient: Cost of spreading: gathered layers, buckets, and messages between stages.
+        update: Temporary tensors of the optimiser's step.
+        peak: Peak of everything together; if ``offloaded``, on the device.
         offloaded: Whether parameters, gradients and state are in the host's memory.
     """
 
@@ -70,17 +70,17 @@ class Memory:
 
     @property
     def kinds(self) -> dict[str, int | None]:
-        """What takes memory in forward and backward passes, by name."""
+        """Bytes of each of :data:`KINDS`."""
         return {name: getattr(self, name) for name in KINDS}
 
     @property
     def host(self) -> int:
-        """Bytes in the host's memory that would be on the device."""
+        """Bytes that offloading moves from the device to the host's memory."""
         held = self.parameters + self.gradients + self.optimizer_state
         return held if self.offloaded else 0
 
 
-#: What takes memory in forward and backward passes.
+#: Kinds of memory in the forward and backward passes.
 KINDS = ("parameters", "gradients", "optimizer_state", "activations", "transient")
 
 # ---- Without a model ----------------------------------------------------------------------
@@ -88,12 +88,12 @@ KINDS = ("parameters", "gradients", "optimizer_state", "activations", "transient
 
 @dataclass(frozen=True, kw_only=True)
 class Counted(Ranged):
-    """A model of which the number of parameters is known, and no more.
+    """A model of which only the number of parameters is known.
 
     Attributes:
-        num_parameters: >= 1.
-        bytes_per_parameter: Of one parameter, its gradient, and each number that the optimiser
-            remembers of it: 4 in float32, 2 in half of it, 8 in float64; >= 1.
+        num_parameters: Number of parameters, >= 1.
+        bytes_per_parameter: Bytes of one parameter, and as many for its gradient and for each
+            number of its optimiser state: 4 in float32, 2 in half precision, 8 in float64; >= 1.
 
     Example:
         >>> large = Counted(num_parameters=175_000_000_000, bytes_per_parameter=2)
@@ -106,18 +106,19 @@ class Counted(Ranged):
 
     @property
     def storage(self) -> int:
-        """Bytes of all parameters."""
+        """Bytes of all parameters together."""
         return self.num_parameters * self.bytes_per_parameter
 
     def memory(self, *, optimizer: MakesOptimizer, mesh: Mesh) -> Memory:
-        """Return what a process of a mesh takes, if all parameters are spread evenly.
+        """Predict the memory of a process of a mesh, with all parameters spread evenly.
 
         Args:
-            optimizer: What trains it.
-            mesh: Where copies are whole, gradients are once more in buckets.
+            optimizer: The optimiser that trains the model.
+            mesh: The mesh. If it only replicates the model, buckets hold a copy of the gradients.
         """
         spread = mesh.shard * mesh.tensor * mesh.pipeline
         held = -(-self.num_parameters // spread) * self.bytes_per_parameter
+        # So large that a state of a few bytes, such as Adam's step count, is rounded away below.
         probe = _Weight(shape=(1 << 20,), dtype=torch.float32, is_trained=True)
         state, _ = _stepped([probe], optimizer)
         remembered = round(state / probe.bytes) * held
@@ -146,24 +147,25 @@ def predict(
     objective: Objective,
     device: str = "cpu",
 ) -> tuple[Memory, ...]:
-    """Return what a process of each stage of the pipeline takes; nothing is computed.
+    """Predict the memory of a process in each pipeline stage, without computing anything.
 
     Args:
-        make_model: Builds the model; called where tensors have no data.
-        plan: How it is trained.
-        features: One example or more; only shapes and dtypes are read, so they may be on the
-            device "meta".
-        labels: Likewise.
-        objective: What is minimised.
-        device: What computes: "cpu", or where torch has been built for it, "cuda".
+        make_model: Builds the model; called in a context in which tensors have no data.
+        plan: How the model is trained.
+        features: At least one example; only shapes and dtypes are read, so the tensors may be on
+            the "meta" device.
+        labels: The labels, likewise.
+        objective: The loss to minimise.
+        device: Device of the training: "cpu", or if torch was built for it, "cuda".
 
     Raises:
-        ConfigError: The model cannot be cut in such parts, or its forward pass, or the loss, asks
-            for values of tensors.
+        ConfigError: The model cannot be divided as the plan asks, or its forward pass or the loss
+            reads the values of tensors.
     """
     with _without_data():
         module = without_data(make_model)()
-        # What is computed in half precision hangs on the device, which "meta" does not tell.
+        # Which operations autocast runs in half precision depends on the device, which "meta"
+        # tensors do not have.
         with FakeTensorMode():
             _place(module, device)
             stages = _traced(
@@ -192,7 +194,8 @@ def _memory(stage: "_Stage", plan: TrainingPlan, *, index: int, device: str) -> 
         peak = activations + transient
     else:
         own = {key: each.bytes for key, each in zip(stage.weights, weights, strict=True)}
-        passes = [others + _rising(moments, own)]
+        passes = [others + _rising(moments, own)]  # the first backward pass
+        # Of the later ones, with complete gradients, the one with most micro-batches in flight.
         if parts > on_the_way:
             passes.append(activations + gradients)
         elif parts > 1:
@@ -211,17 +214,17 @@ def _memory(stage: "_Stage", plan: TrainingPlan, *, index: int, device: str) -> 
 
 
 def _is_sharded(mesh: Mesh) -> bool:
-    """Whether parameters are spread over processes and gathered layer by layer."""
+    """Tell whether parameters are sharded, and gathered layer by layer."""
     return mesh.shard > 1 or (mesh.data > 1 and mesh.tensor > 1)
 
 
 def _is_replicated(mesh: Mesh) -> bool:
-    """Whether processes have whole copies, whose gradients are summed in buckets."""
+    """Tell whether each process has the whole model, with gradients summed in buckets."""
     return mesh.data > 1 and not _is_sharded(mesh)
 
 
 def _on_the_way(spread: Spread, index: int) -> int:
-    """Return of how many micro-batches a stage keeps activations at once."""
+    """Return the number of micro-batches whose activations a stage keeps at once."""
     mesh, parts = spread.mesh, spread.num_micro_batches
     if mesh.pipeline == 1:
         return 1
@@ -229,7 +232,7 @@ def _on_the_way(spread: Spread, index: int) -> int:
 
 
 def _messages(stage: "_Stage", spread: Spread, index: int) -> int:
-    """Return the bytes of what a stage keeps to receive and to send, of all micro-batches."""
+    """Return the bytes of a stage's buffers for tensors that it receives and sends."""
     first, last = index == 0, index == spread.mesh.pipeline - 1
     received = (0 if first else stage.inputs) + (0 if last else stage.outputs)
     sent = 0 if last else stage.outputs * _on_the_way(spread, index)
@@ -237,7 +240,7 @@ def _messages(stage: "_Stage", spread: Spread, index: int) -> int:
 
 
 def _gathered(stage: "_Stage", spread: Spread) -> int:
-    """Return the most bytes of layers that are whole at once, with what they are gathered in."""
+    """Return the peak bytes of gathered layers, including the buffers that they are gathered in."""
     half, weights = spread.precision.half, stage.weights
     by_block = [
         sum(weights[key].bytes_in(half) for key in segment.weights if weights[key].is_in_block)
@@ -252,13 +255,13 @@ def _gathered(stage: "_Stage", spread: Spread) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weight:
-    """A parameter.
+    """A model's parameter.
 
     Attributes:
-        shape: Of it.
-        dtype: Of it.
+        shape: Its shape.
+        dtype: Its dtype.
         is_trained: Whether it has a gradient.
-        is_in_block: Whether it is gathered with a block, and not for the whole step.
+        is_in_block: Whether it is gathered together with its block, rather than for the whole step.
     """
 
     shape: tuple[int, ...]
@@ -275,7 +278,7 @@ class _Weight:
         return torch.Size(self.shape).numel() * dtype.itemsize
 
     def shard(self, degree: int) -> "_Weight":
-        """Return the part of the process that has the most rows."""
+        """Return the shard of the process that has the most rows."""
         if not self.shape:
             return self
         return replace(self, shape=(-(-self.shape[0] // degree), *self.shape[1:]))
@@ -284,11 +287,11 @@ class _Weight:
 def _stepped(
     weights: Iterable[_Weight], optimizer: MakesOptimizer, *, in_lists: bool = False
 ) -> tuple[int, int]:
-    """Return the bytes that an optimiser remembers, and those that a step makes and drops.
+    """Return the bytes of an optimiser's state, and of the temporary tensors of a step.
 
     Args:
-        weights: What it steps; they and their gradients have no data.
-        optimizer: Which one.
+        weights: The parameters, which are stepped without data.
+        optimizer: The optimiser's settings.
         in_lists: Whether it steps all tensors in one operation, as torch does on a GPU.
     """
     trained = [
@@ -318,10 +321,10 @@ class _Operation:
     """One operation of a forward pass.
 
     Attributes:
-        saved: Bytes by storage that were saved for the backward pass at it.
-        made: Bytes of what it makes.
-        working: Bytes of the gradients that go in and out of it in the backward pass.
-        gradients: Parameters whose gradients come of it.
+        saved: Bytes by storage of the tensors saved for the backward pass at this point.
+        made: Bytes of its outputs.
+        working: Bytes of the gradients of its inputs and outputs in the backward pass.
+        gradients: Parameters whose gradients its backward pass makes.
     """
 
     saved: dict[int, int] = field(default_factory=dict)
@@ -332,14 +335,14 @@ class _Operation:
 
 @dataclass(kw_only=True)
 class _Segment:
-    """A block, or what lies between two.
+    """The part of a forward pass that is in one block, or between two blocks.
 
     Attributes:
-        is_block: Whether it is recomputed as a whole.
-        inputs: Bytes by storage of what it is given.
-        operations: In their order.
-        weights: Parameters that are first used here.
-        casts: Bytes of parameters' copies in another dtype.
+        is_block: Whether it is a block, which is recomputed as a whole.
+        inputs: Bytes by storage of the block's inputs.
+        operations: The operations, in order.
+        weights: Parameters that are used here first.
+        casts: Bytes of copies of parameters in another dtype.
     """
 
     is_block: bool
@@ -351,15 +354,15 @@ class _Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """What is needed of the forward pass of one micro-batch through a stage.
+    """Trace of one micro-batch's forward pass through a pipeline stage.
 
     Attributes:
         weights: Parameters by storage.
-        buffers: Their bytes.
-        batch: Bytes of the examples that the stage is given.
-        inputs: Bytes that come from the stage before.
-        outputs: Bytes that go to the next.
-        segments: What happens, in order.
+        buffers: Bytes of the buffers.
+        batch: Bytes of the examples that the stage reads.
+        inputs: Bytes received from the previous stage.
+        outputs: Bytes sent to the next stage.
+        segments: Blocks, and the parts between them, in order.
     """
 
     weights: Mapping[int, _Weight]
@@ -373,11 +376,11 @@ class _Stage:
 def _moments(
     segments: Iterable[_Segment], *, recompute: bool
 ) -> tuple[int, list[tuple[int, Collection[int]]]]:
-    """Return what a forward pass keeps, and what the backward pass holds at each operation.
+    """Return the bytes that a forward pass saves, and the bytes alive at each operation.
 
     Returns:
-        Bytes; and by operation, in the order of the forward pass, bytes of activations and which
-        parameters' gradients it makes.
+        The bytes saved; and for each operation, in the order of the forward pass, the most bytes of
+        activations at it in either pass, and the parameters whose gradients it makes.
     """
     kept: dict[int, int] = {}
     moments: list[tuple[int, Collection[int]]] = []
@@ -397,17 +400,17 @@ def _moments(
 
 
 def _add(known: dict[int, int], further: Mapping[int, int]) -> int:
-    """Add what is not known yet; return its bytes."""
+    """Add the entries that are new; return their bytes."""
     new = {key: size for key, size in further.items() if key not in known}
     known |= new
     return sum(new.values())
 
 
 def _rising(moments: Sequence[tuple[int, Collection[int]]], own: Mapping[int, int]) -> int:
-    """Return the most of activations and gradients together, where the latter come one by one.
+    """Return the peak of activations plus gradients, while gradients appear one by one.
 
     Args:
-        moments: By operation, as of :func:`_moments`.
+        moments: Bytes and gradients by operation, from :func:`_moments`.
         own: Bytes of each parameter's gradient that a process keeps.
     """
     made: dict[int, int] = {}
@@ -419,36 +422,36 @@ def _rising(moments: Sequence[tuple[int, Collection[int]]], own: Mapping[int, in
 
 
 class _Tracer(TorchDispatchMode):
-    """Follows a forward pass on tensors without data.
+    """Records the operations of a forward pass on tensors without data.
 
     Args:
-        module: What is called.
-        given: Tensors that are there anyway.
+        module: The module that is called.
+        given: Tensors that exist anyway, such as the batch; they are not counted.
     """
 
     def __init__(self, module: nn.Module, given: Iterable[Tensor]) -> None:
         TorchDispatchMode.__init__(self)
         self._weights = {id(storage_of(each)): each for each in module.parameters()}
         self._free = {id(storage_of(each)): each for each in (*module.buffers(), *given)}
-        self._alive: list[Any] = []  # Any: torch's storages, whose ids are not to be used again
+        self._alive: list[Any] = []  # Any: torch's storages, kept so that ids stay unique
         self._used: set[int] = set()
         self.segments = [_Segment(is_block=False)]
 
     def enter(self, _module: nn.Module, args: object, kwargs: object) -> None:
-        """Begin a block."""
+        """Begin a block; a hook before its forward pass."""
         inputs = self._sizes(tensors_in((args, kwargs)))
         self.segments.append(_Segment(is_block=True, inputs=inputs))
 
     def leave(self, *_: object) -> None:
-        """End it."""
+        """End the block; a hook after its forward pass."""
         self.segments.append(_Segment(is_block=False))
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Note what is saved."""
+        """Record a tensor that is saved for the backward pass."""
         self.segments[-1].operations[-1].saved |= self._sizes([tensor])
         return tensor
 
-    # Any: whatever operations take and return.
+    # Any: the arguments and results of any operation.
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
@@ -474,6 +477,7 @@ class _Tracer(TorchDispatchMode):
         size = sum(each.nbytes for each in new)
         working = size + sum(weights[key].nbytes for key in gradients)
         working += sum(each.nbytes for each in differentiated if each.requires_grad)
+        # A new tensor made from a parameter alone is taken for a copy in another dtype.
         if len(used) == len(sources) == 1:
             segment.casts += size
         segment.operations.append(_Operation(made=size, working=working, gradients=gradients))
@@ -490,9 +494,9 @@ class _Tracer(TorchDispatchMode):
 
 
 def without_data(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return what builds a model whose tensors have no data: one of any size takes no memory.
+    """Wrap ``make_model`` so that the model's tensors have no data, and take no memory.
 
-    What is returned raises ConfigError where the model asks for values of tensors.
+    The returned function raises ConfigError if the model reads the values of tensors.
     """
 
     def make() -> nn.Module:
@@ -504,7 +508,7 @@ def without_data(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]
 
 @contextmanager
 def _without_data() -> Iterator[None]:
-    """Have all tensors without data; say so where user code asks for them."""
+    """Raise ConfigError for errors of a model or loss that runs on tensors without data."""
     try:
         yield
     except ConfigError:
@@ -526,7 +530,7 @@ def _traced(
     objective: Objective,
     device: str,
 ) -> list[_Stage]:
-    """Return the stages, each after the forward pass of one micro-batch."""
+    """Trace the forward pass of one micro-batch through each stage."""
     spread, half = plan.spread, plan.spread.precision.half
     num_stages = spread.mesh.pipeline
     size = plan.batch_size // (spread.mesh.data * spread.num_micro_batches)
@@ -557,7 +561,7 @@ def _traced(
             for each, dtype in zip(part.parameters(), dtypes, strict=True)
         }
         tracer = _Tracer(part, [*tensors_of(inputs), expected])
-        # What shards casts the weights itself; elsewhere autocast does.
+        # FSDP2 casts the weights itself; without it, autocast does.
         amp = nullcontext() if half is None or shard_half else torch.autocast(device, half)
         with (
             _followed(part, tracer),
@@ -587,7 +591,7 @@ def _traced(
 
 @contextmanager
 def _followed(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
-    """Have the tracer see every operation, and where blocks begin and end."""
+    """Show the tracer every operation in the context, and where blocks begin and end."""
     hooks = [
         hook
         for block in blocks_of(module).values()
@@ -605,7 +609,7 @@ def _followed(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
 
 
 def _place(module: nn.Module, device: str) -> None:
-    """Have parameters and buffers without data on a device; one that has two names stays one."""
+    """Replace parameters and buffers by empty ones on a device; shared parameters stay shared."""
     made: dict[Tensor, Tensor] = {}
     for owner in module.modules():
         for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
@@ -618,7 +622,7 @@ def _place(module: nn.Module, device: str) -> None:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Have parameters in another dtype; one that has two names stays one."""
+    """Cast floating-point parameters to a dtype; shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
@@ -628,10 +632,10 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _narrow(module: nn.Module, degree: int) -> None:
-    """Leave of each layer that is cut the columns or rows of one process."""
+    """Reduce each cut layer to the columns or rows of one process."""
     for name, cut in cuts_of(module, degree).items():
         layer = module.get_submodule(name)
-        assert isinstance(layer, nn.Linear)  # cuts_of makes sure
+        assert isinstance(layer, nn.Linear)  # checked by cuts_of
         along = 0 if cut.along == "columns" else 1
         whole = {"weight": layer.weight, "bias": layer.bias if along == 0 else None}
         for key, old in whole.items():

@@ -1,13 +1,14 @@
-"""How processes share a training: four degrees, whose product is their number.
+"""How a training is divided among processes: four degrees of parallelism.
 
-The degrees choose the method, so that no two settings can contradict each other:
+The number of processes is the product of the degrees. The degrees also determine the method, so
+that no two settings can contradict each other:
 
 =========== ================================================== =============================
-degree      what is spread                                     by
+degree      what is divided                                    method
 =========== ================================================== =============================
 replicate   examples; each process has the whole model         DDP
 shard       examples, and every parameter with its state       FSDP2 (ZeRO-3)
-tensor      the columns and rows of a layer's matrices         Megatron's cut
+tensor      the columns and rows of a layer's matrices         Megatron-LM
 pipeline    layers: stages, through which micro-batches flow   GPipe, 1F1B
 =========== ================================================== =============================
 """
@@ -24,9 +25,9 @@ from fedlearn.core.ranges import Count, Ranged
 class Mesh(Ranged):
     """Degrees of parallelism.
 
-    Ranks run through them from the outermost to the innermost in the order pipeline, replicate,
-    shard, tensor: neighbours exchange the most, so stages may lie on several racks and the parts of
-    one matrix inside one machine.
+    Ranks are numbered in the order pipeline, replicate, shard, tensor, from outermost to innermost.
+    Neighbouring ranks exchange the most data: the parts of a matrix stay inside one machine, while
+    the stages of a pipeline may be in different racks.
 
     Example:
         >>> mesh = Mesh(replicate=2, pipeline=3)
@@ -51,28 +52,28 @@ class Mesh(Ranged):
 
     @property
     def data(self) -> int:
-        """In how many shares a batch is cut."""
+        """Number of shares into which each batch is divided."""
         return self.replicate * self.shard
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 has the parameters: DDP knows no cut tensors."""
+        """Whether FSDP2, not DDP, manages the parameters; DDP does not support cut tensors."""
         return self.shard > 1 or (self.tensor > 1 and self.data > 1)
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self.pipeline * self.data * self.tensor
 
     def coordinates(self, rank: int) -> "Place":
-        """Return where a process is, by its number from 0."""
+        """Return the coordinates of the process with a rank, from 0."""
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.shard)
         pipeline, replicate = divmod(rank, self.replicate)
         return Place(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
 
     def __str__(self) -> str:
-        """Return the degrees above one, or that there are none.
+        """Format the degrees above one, for messages.
 
         Example:
             >>> str(Mesh(shard=2, tensor=4)), str(Mesh())
@@ -89,7 +90,7 @@ NAMES = ("pipeline", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a process is in a mesh: its coordinate along each degree, from 0."""
+    """The coordinates of a process in a mesh: one for each degree, from 0."""
 
     pipeline: int
     replicate: int

@@ -1,4 +1,4 @@
-"""Several data sets mixed by weights: which share of the examples comes from each."""
+"""Mix several data sets by weight: choose how many of the examples come from each."""
 
 import math
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ _LEAST_SHARE = Fraction(1, 1 << 20)
 
 
 class Mixture:
-    """Examples of several streams, each with its share of every stretch of positions.
+    """A stream that mixes the examples of several streams in proportion to their weights.
 
-    Positions are cut into blocks. After each block, stream i has given the share w_i of all
-    examples so far, rounded up or down; inside a block, places are dealt out by a permutation. Each
-    stream is read in its own order, and begins again when it has been passed through: a small data
+    Positions are divided into blocks. At the end of each block, stream i has supplied the share w_i
+    of all examples so far, rounded up or down. Within a block, a permutation assigns places to
+    streams. Each stream is read in its own order and starts over after a full pass, so a small data
     set with a large weight is seen more often (:func:`passes_over`).
 
     Args:
-        streams: At least one; alike in their inputs, shapes and dtypes.
-        weights: One for each, above zero; their sum counts as one.
-        seed: Of the places.
+        streams: At least one stream; all have the same inputs, shapes and dtypes.
+        weights: One for each stream, > 0; they need not sum to 1.
+        seed: Seed of the permutations.
 
     Attributes:
-        streams: As given.
-        block_length: Positions of a block.
+        streams: The streams.
+        block_length: Number of positions in a block.
 
     Raises:
-        DataError: There is no stream, not one weight each, a weight is not finite and above zero
-            or below a millionth of all, the streams differ in an input, a shape or a dtype, or one
-            cannot be read.
+        DataError: There is no stream, or not exactly one weight for each; a weight is not finite,
+            not above zero, or below a millionth of their sum; the streams differ in an input, a
+            shape or a dtype; or a stream cannot be read.
 
     Example:
         >>> from fedlearn.parallel.streams import Shuffled
@@ -59,7 +59,8 @@ class Mixture:
     def __init__(self, streams: Sequence[Stream], *, weights: Sequence[float], seed: Seed) -> None:
         self.streams, self._seed = tuple(streams), seed
         self._shares = _shares(weights, num_streams=len(self.streams))
-        # A block has room for each stream, so that none is owed less than it was given.
+        # A block has room for an example of each stream. Otherwise, by rounding, a stream's total
+        # might be lower after a block than before it.
         self.block_length = max(_BLOCK, math.ceil(1 / min(self._shares)))
         self._blocks = LastUsed(self._block)
         _require_alike(self.streams)
@@ -76,16 +77,16 @@ class Mixture:
         return self.joined(parts, positions=positions)
 
     def parts(self, positions: range) -> list[range]:
-        """Return which positions of each stream are taken for these positions, or none."""
+        """Return the positions of each stream that supply these positions; a range may be empty."""
         starts, stops = self._given(positions.start), self._given(positions.stop)
         return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
     def joined(self, parts: Sequence[Batch | None], *, positions: range) -> Batch:
-        """Return a batch of what the streams gave for these positions.
+        """Assemble a batch from the examples that the streams supply for these positions.
 
         Args:
-            parts: The examples of :meth:`parts`; ``None`` where there are none.
-            positions: As there.
+            parts: Each stream's examples at its :meth:`parts`; ``None`` for an empty range.
+            positions: The positions of the batch.
         """
         owners = self._owners(positions)
         given = [(np.flatnonzero(owners == i), part) for i, part in enumerate(parts) if part]
@@ -99,7 +100,7 @@ class Mixture:
         return rebuilt(features, like=given[0][1][0]), labels
 
     def _given(self, position: int) -> list[int]:
-        """Return how many examples each stream has given before a position."""
+        """Return the number of examples that each stream supplies before a position."""
         block, place = divmod(position, self.block_length)
         before = _rounded(self._shares, block * self.block_length)
         if not place:
@@ -108,7 +109,7 @@ class Mixture:
         return [a + int(b) for a, b in zip(before, inside, strict=True)]
 
     def _block(self, number: int) -> NDArray[np.int64]:
-        """Return which stream gives the example at each place of a block."""
+        """Return the index of the stream that supplies each place of a block."""
         ends = [_rounded(self._shares, (number + each) * self.block_length) for each in (0, 1)]
         owners = np.repeat(np.arange(len(self._shares)), np.subtract(ends[1], ends[0]))
         return self._seed.derive("block", number).numpy().permutation(owners)
@@ -123,15 +124,15 @@ class Mixture:
 def passes_over(
     lengths: Sequence[int], *, weights: Sequence[float], num_examples: int
 ) -> list[float]:
-    """Return how often each data set of a mixture is passed through: w_i T / n_i.
+    """Return the number of passes over each data set of a mixture: w_i T / n_i.
 
     Args:
-        lengths: Examples, or tokens, of each, n_i.
-        weights: As :class:`Mixture` takes them, w_i.
-        num_examples: How many are trained on in all, T.
+        lengths: Number of examples, or tokens, of each data set, n_i.
+        weights: Weights, as for :class:`Mixture`; divided by their sum they are w_i.
+        num_examples: Total number of examples to train on, T.
 
     Raises:
-        DataError: As :class:`Mixture` about weights.
+        DataError: The weights are not those of a :class:`Mixture`.
 
     Example:
         >>> common_crawl, others = passes_over([410, 89], weights=[0.6, 0.4], num_examples=300)
@@ -170,9 +171,9 @@ def _shares(weights: Sequence[float], *, num_streams: int) -> list[Fraction]:
 
 
 def _rounded(shares: Sequence[Fraction], total: int) -> list[int]:
-    """Return shares of a total in whole numbers, each rounded up or down, whose sum it is.
+    """Split ``total`` in these shares into whole numbers, each rounded up or down.
 
-    By largest remainders (Hamilton's method).
+    Uses the method of largest remainders (Hamilton's method).
     """
     whole = [math.floor(share * total) for share in shares]
     rest = [share * total - floor for share, floor in zip(shares, whole, strict=True)]

@@ -1,4 +1,4 @@
-"""L2 norms of tensors whose parts lie with several processes."""
+"""L2 norms of tensors that are spread over several processes."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from torch.nn.utils import get_total_norm
 
 
 def mesh_of(tensor: Tensor) -> Any:  # Any: torch's mesh, whose import takes seconds
-    """Return the mesh over which parts of a tensor lie; ``None``: it is whole."""
+    """Return the mesh over which a tensor is spread; ``None``: this process has all of it."""
     return getattr(tensor, "device_mesh", None)
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return what this process has of a tensor: not a copy."""
+    """Return this process's part of a tensor, without a copy."""
     if mesh_of(tensor) is None:
         return tensor
     spread: Any = tensor  # Any: a DTensor, whose import takes seconds
@@ -25,7 +25,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in groups that lie on one mesh: one operation does not mix them."""
+    """Group tensors by their mesh, since a single torch operation cannot mix meshes."""
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for each in tensors:
         groups[mesh_of(each)].append(each)
@@ -33,9 +33,9 @@ def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all numbers, each counted once: float64, a scalar.
+    """Return the sum of the squares of all elements, each counted once: float64, a scalar.
 
-    Every process that has a part of one of the tensors calls it, with its parts.
+    Every process that has a part of one of the tensors must call this, with its parts.
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)  # Any: a mesh and placements, or None
     for each in tensors:
@@ -47,7 +47,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         if place is not None:
             mesh, placements = place
             for dim, placement in enumerate(placements):
-                if not placement.is_replicate():
+                if not placement.is_replicate():  # replicas are equal, and count only once
                     dist.all_reduce(squares, group=mesh.get_group(dim))
         total = total.to(squares.device) + squares
     return total

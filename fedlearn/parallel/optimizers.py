@@ -1,4 +1,4 @@
-r"""Optimisers of a training, and the learning rate by step.
+r"""Optimisers and learning-rate schedules.
 
 ============================ ==========================================
 symbol                       here
@@ -23,19 +23,19 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Probability, Ranged, Whole
 from fedlearn.parallel.norms import by_mesh, sum_of_squares
 
-#: What optimisers take: groups of parameters with their settings.
+#: Parameter groups with their settings, as torch's optimisers take them.
 Groups: TypeAlias = list[dict[str, Any]]  # Any: torch's own
 
 
 class MakesOptimizer(Protocol):
-    """Which optimiser a training has."""
+    """Settings of an optimiser, from which it is created."""
 
     @property
     def learning_rate(self) -> float:
         """The base rate, which a :class:`Rate` multiplies."""
 
     def over(self, groups: Groups) -> Optimizer:
-        """Return a new one over parameters; its rate is set before each step."""
+        """Create the optimiser for these parameters; its rate is set before each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Sgd(Ranged):
     weight_decay: Annotated[NotNegative, doc("L2 penalty, >= 0.")] = 0.0
 
     def over(self, groups: Groups) -> Optimizer:
-        """Return torch's SGD."""
+        """Create torch's SGD."""
         momentum, decay = self.momentum, self.weight_decay
         return SGD(groups, lr=self.learning_rate, momentum=momentum, weight_decay=decay)
 
@@ -66,7 +66,7 @@ class AdamKin(Ranged):
     decoupled: Annotated[bool, doc("Whether it is AdamW.")] = True
 
     def over(self, groups: Groups) -> Optimizer:
-        """Return torch's."""
+        """Create torch's AdamW or Adam."""
         make: Callable[..., Optimizer] = AdamW if self.decoupled else Adam
         return make(
             groups,
@@ -79,13 +79,13 @@ class AdamKin(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class Lars(Ranged):
-    r"""Layer-wise adaptive rates, for large batches.
+    r"""LARS: a separate learning rate for each layer, for training with large batches.
 
-    Each tensor w with gradient g has a rate of its own,
+    Each tensor w with gradient g has its own rate
     :math:`\lambda = \eta \|w\| / (\|g\| + \beta \|w\|)`; then
-    :math:`v \leftarrow m v + \gamma \lambda (g + \beta w)` and :math:`w \leftarrow w - v`. A
-    tensor of one dimension, as biases and the scales of a normalisation, has :math:`\lambda = 1`
-    and no decay, and so has one of zeros, or with a gradient of zeros.
+    :math:`v \leftarrow m v + \gamma \lambda (g + \beta w)` and :math:`w \leftarrow w - v`. If w or
+    g is zero, :math:`\lambda = 1`. Tensors of at most one dimension, such as biases and the scales
+    of a normalisation layer, have :math:`\lambda = 1` and no weight decay.
 
     References:
         You, Gitman and Ginsburg, 2017, `Large Batch Training of Convolutional Networks
@@ -98,7 +98,7 @@ class Lars(Ranged):
     trust: Annotated[Positive, doc("How far a layer may move beside its own norm, > 0.")] = 0.001
 
     def over(self, groups: Groups) -> Optimizer:
-        """Return our own: torch has none."""
+        """Create fedlearn's own LARS, since torch has none."""
         momentum, decay = self.momentum, self.weight_decay
         return _Lars(groups, self.learning_rate, momentum, decay, self.trust)
 
@@ -133,10 +133,11 @@ class _Lars(Optimizer):
 
     def _move(self, w: Tensor, group: dict[str, Any]) -> None:  # Any: torch's own
         g, local = w.grad, group["lr"]
-        assert g is not None  # the caller looked
+        assert g is not None  # checked by step()
         if w.dim() > 1:
             decay = group["weight_decay"]
             size, slope = (sum_of_squares([each]).sqrt().to(g.dtype) for each in (w, g))
+            # The local rate of algorithm 1: eta |w| / (|g| + beta |w|).
             ratio = group["trust"] * size / (slope + decay * size)
             local = local * torch.where((size > 0) & (slope > 0), ratio, 1.0)
             g = g.add(w, alpha=decay)
@@ -150,7 +151,7 @@ class _Lars(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Rate(Ranged):
-    """What multiplies the base learning rate, by step.
+    """Learning-rate schedule: a factor for each step, which multiplies the base rate.
 
     References:
         Goyal et al., 2017, `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_
@@ -198,14 +199,15 @@ class Rate(Ranged):
         """Return the factor of a step.
 
         Args:
-            step: From 0.
-            batch_size: Examples of a step, over all processes.
-            num_steps: Of the training: where the decay ends.
+            step: Index of the step, from 0.
+            batch_size: Examples per step, over all processes.
+            num_steps: Number of steps of the training; the decay ends with the last.
         """
         k = batch_size / (self.base_batch_size or batch_size)
         peak = k if self.scaling == "linear" else math.sqrt(k)
         if step < self.warmup_steps:
             start = 0.0 if self.base_batch_size is None else 1.0
+            # From zero, count steps from 1: a first step with rate 0 would do nothing.
             part = (step + (start == 0.0)) / self.warmup_steps
             return start + (peak - start) * part
         if self.decay == "none":
@@ -217,5 +219,5 @@ class Rate(Ranged):
 
 
 def groups_of(parameters: Iterable[nn.Parameter]) -> Groups:
-    """Return parameters in groups that lie on one mesh: an optimiser does not mix them."""
+    """Group parameters by their mesh, since torch's optimisers cannot mix meshes in a group."""
     return [{"params": members} for members in by_mesh(list(parameters))]

@@ -1,4 +1,4 @@
-"""How a model is cut: into blocks, into stages of a pipeline, into columns and rows of matrices."""
+"""Divide a model into blocks, into pipeline stages, and into columns and rows of its matrices."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.mesh import Mesh
 
-#: Layers that take each number by itself: what lies between two matrices that are cut.
+#: Elementwise layers: only these may lie between the two matrices of a cut pair.
 _ELEMENTWISE = (
     nn.ReLU,
     nn.ReLU6,
@@ -35,13 +35,14 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(Ranged):
-    """How the matrix of a linear layer is spread over the processes of a tensor degree.
+    """How the matrix of a linear layer is divided among the processes of a tensor group.
 
     Attributes:
         along: "columns": each process has some of the outputs; "rows": each has some of the
-            inputs, and the products are summed. A layer of columns is followed, number by
-            number, by one of rows.
-        unit: Outputs, or inputs, that stay together, such as those of an attention head, >= 1.
+            inputs, and the products are summed. Only elementwise layers may lie between a layer
+            of columns and the layer of rows that follows it.
+        unit: Number of neighbouring outputs, or inputs, that must stay together, such as those of
+            an attention head, >= 1.
 
     References:
         Shoeybi et al., 2019, `Megatron-LM <https://arxiv.org/abs/1909.08053>`_, section 3.
@@ -53,19 +54,20 @@ class Cut(Ranged):
 
 @runtime_checkable
 class CutsTensors(Protocol):
-    """A module that says how its matrices are cut."""
+    """A module that declares how its matrices are cut for tensor parallelism."""
 
     def tensor_cuts(self) -> Mapping[str, Cut]:
-        """Return the cut of each linear layer that has one, by its name in the module."""
+        """Return the cut of each linear layer that is cut, by the layer's name in the module."""
 
 
 def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a model that are sharded, and recomputed, each as a whole, by name.
+    """Return the blocks of a model by name: the modules to shard or recompute as a whole.
 
-    The layers of a stack are blocks, wherever the stack is: two or more modules with parts of
-    their own in an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``, such as those of an
-    encoder. Any other module with parameters is a block if no stack is inside it. A module that
-    only wraps another one is looked through.
+    The layers of a stack are blocks, wherever the stack is. A stack is an ``nn.ModuleList``,
+    ``nn.ModuleDict`` or ``nn.Sequential`` that holds at least two modules which themselves have
+    submodules, such as the layers of an encoder. Any other module with parameters is a block if it
+    contains no stack. In a module that only wraps another one, the blocks are those of the inner
+    module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ModuleList([nn.Linear(2, 2)]))
@@ -81,7 +83,9 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     children = {name: each for name, each in module.named_children() if _num_parameters(each)}
-    if isinstance(module, nn.MultiheadAttention):  # uses its linear layer's weights, uncalled
+    # Attention uses the weights of its linear layer without calling the layer, so the hooks with
+    # which FSDP gathers parameters would not run.
+    if isinstance(module, nn.MultiheadAttention):
         return
     for name, child in children.items():
         if _holds_blocks(child, in_stack=_is_stack(module), is_only=len(children) == 1):
@@ -91,8 +95,8 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holds_blocks(module: nn.Module, *, in_stack: bool, is_only: bool) -> bool:
-    """Return whether the blocks are inside a module, which then is none itself."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # nobody calls it
+    """Tell whether blocks must be looked for inside a module, which then is no block itself."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # never called, so it cannot be a block
         return True
     if in_stack and not _is_chain(module):
         return False
@@ -101,7 +105,7 @@ def _holds_blocks(module: nn.Module, *, in_stack: bool, is_only: bool) -> bool:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether a module holds layers and does no more: at least two that have parts."""
+    """Tell whether a module is a plain container of layers, two of which have submodules."""
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict) or _is_chain(module)
     return is_container and sum(_is_composite(each) for each in module.children()) > 1
 
@@ -111,15 +115,16 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Return whether torch may use the parts of a module without calling them."""
+    """Tell whether a module is torch's own, which may use its submodules without calling them."""
     return type(module).__module__.startswith("torch.nn.") and not _is_chain(module)
 
 
 def sharded_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks whose parameters are gathered together, by name.
+    """Return the blocks to shard, by name; the parameters of each are gathered together.
 
-    A parameter that two blocks share is gathered with the model itself: with either block, the
-    other one would miss it.
+    A block that shares a parameter with another part of the model is left out, so that it is
+    gathered with the model itself. If the parameter were gathered with one block, it would be
+    missing in the other.
     """
     blocks = blocks_of(module)
     owners = defaultdict[nn.Parameter, set[str]](set)
@@ -130,12 +135,12 @@ def sharded_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _block_of(parameter: str, blocks: Iterable[str]) -> str:
-    """Return the name of the block that a parameter is in; empty: it is in none."""
+    """Return the name of the block that contains a parameter; empty if no block does."""
     return next((name for name in blocks if parameter.startswith(f"{name}.")), "")
 
 
 def recompute(module: nn.Module) -> None:
-    """Have each block keep its input alone, and compute the rest again on the way back.
+    """Make each block save only its input, and recompute the rest in the backward pass.
 
     References:
         Chen et al., 2016, `Training Deep Nets with Sublinear Memory Cost
@@ -146,17 +151,18 @@ def recompute(module: nn.Module) -> None:
 
 
 def stage_of(module: nn.Module, index: int, num_stages: int) -> nn.Module:
-    """Return one stage of a model that is a chain; parameters keep their names.
+    """Return one pipeline stage of a model; its parameters keep their names.
 
-    The stages have about as many parameters each: the largest is as small as can be.
+    The stages are chosen so that the largest has as few parameters as possible.
 
     Args:
-        module: An ``nn.Sequential``; what is not of the stage is left out, not copied.
-        index: Which stage, from 0.
-        num_stages: >= 1.
+        module: The model, an ``nn.Sequential``. The stage shares its layers and copies none.
+        index: Index of the stage, from 0.
+        num_stages: Number of stages, >= 1.
 
     Raises:
-        ConfigError: The model is no chain, or has fewer layers with parameters than stages.
+        ConfigError: The model is not an ``nn.Sequential``, or has fewer layers with parameters than
+            there are stages.
 
     Example:
         >>> chain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
@@ -169,15 +175,16 @@ def stage_of(module: nn.Module, index: int, num_stages: int) -> nn.Module:
 
 
 def require_whole(module: nn.Module, mesh: Mesh) -> None:
-    """Refuse parameters that a mesh would tear apart, or leave a process nothing to train.
+    """Check that a mesh splits no shared parameter, and leaves each stage something to train.
 
     Args:
-        module: The whole of it, which fits the mesh otherwise.
-        mesh: Which.
+        module: The whole model, which fits the mesh otherwise.
+        mesh: The mesh.
 
     Raises:
-        ConfigError: A stage has frozen parameters alone; a parameter that is to be sharded has no
-            dimension; or layers share one that would not stay one: in two stages, or cut.
+        ConfigError: All parameters of a stage are frozen; a parameter to shard has no dimension; or
+            a parameter that layers share would be split, because they are in different stages or
+            are cut.
     """
     parts = [module]
     if mesh.pipeline > 1:
@@ -209,7 +216,7 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return all names of each parameter that has more than one."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in module.named_parameters(remove_duplicate=False):
         names[id(each)].append(name)
@@ -217,13 +224,14 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:
-    """Return how each linear layer is spread over so many processes, by its name.
+    """Return the cut of each linear layer over ``degree`` processes, by the layer's name.
 
-    A module that says so itself (:class:`CutsTensors`) is asked; in a chain, two linear layers
-    with nothing but elementwise ones between them are a pair of columns and rows.
+    A module may declare its cuts (:class:`CutsTensors`). Otherwise, two linear layers of an
+    ``nn.Sequential`` with only elementwise layers between them become a pair of columns and rows.
 
     Raises:
-        ConfigError: There is none, one is no linear layer, or its width is not divided.
+        ConfigError: There is no layer to cut, a module names a layer that is not linear, or the
+            width of a layer cannot be divided by the degree.
 
     Example:
         >>> chain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
@@ -271,12 +279,12 @@ def _cuts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Cut]]:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Whether each child takes what the one before it returns."""
+    """Tell whether a module passes the output of each child to the next."""
     return type(module).forward is nn.Sequential.forward
 
 
 def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
-    """Return the names of the children of each stage."""
+    """Return the names of each stage's children."""
     if not _is_chain(module):
         raise ConfigError(
             f"pipeline is {num_stages}, but the model is a {type(module).__name__}, which may call "
@@ -297,7 +305,10 @@ def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
 
 
 def _units(module: nn.Module) -> list[list[str]]:
-    """Return names of children, grouped so that each group has parameters, first of all."""
+    """Group the names of children: each group has one child with parameters.
+
+    Children without parameters join the group before them, or the first group.
+    """
     units: list[list[str]] = []
     leading: list[str] = []
     for name, child in module.named_children():
@@ -312,14 +323,15 @@ def _units(module: nn.Module) -> list[list[str]]:
 
 
 def _balanced(sizes: Sequence[int], num_parts: int) -> Sequence[int]:
-    """Return where a sequence is cut so that the largest sum is as small as can be.
+    """Return the bounds of consecutive parts whose largest sum is as small as possible.
 
     Example:
         >>> _balanced([5, 1, 1, 1, 4], 3)
         (0, 1, 3, 5)
     """
     sums = [0, *accumulate(sizes)]
-    # By where the sequence ends: the largest sum, and the cuts.
+    # Dynamic programming. Entry n is the best division of the first n sizes: its largest sum, and
+    # its bounds.
     best: list[tuple[int, tuple[int, ...]]] = [(sums[stop], (0, stop)) for stop in range(len(sums))]
     for part in range(2, num_parts + 1):
         best = [

@@ -1,4 +1,4 @@
-"""How a model is trained on a mesh: batches, precision, memory, and what cannot be combined."""
+"""Settings of a training on a mesh: batches, precision, memory, and what cannot be combined."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +15,7 @@ from fedlearn.parallel.optimizers import MakesOptimizer, Rate
 
 
 class Precision(StrEnum):
-    """In what forward and backward passes compute; parameters and their state stay as they are."""
+    """Number format of forward and backward passes; parameters keep their own dtype."""
 
     FULL = "float32"
     BFLOAT16 = "bfloat16"
@@ -23,16 +23,16 @@ class Precision(StrEnum):
 
     @property
     def half(self) -> torch.dtype | None:
-        """The dtype of passes; ``None``: the model's own."""
+        """The 16-bit dtype of the passes; ``None``: the model's own dtype."""
         return None if self is Precision.FULL else getattr(torch, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread(Ranged):
-    """Over which processes, and in how much memory.
+    """How a training is spread over processes, and how it saves memory.
 
     Raises:
-        ConfigError: They cannot be combined.
+        ConfigError: The settings cannot be combined.
 
     References:
         Huang et al., 2019, `GPipe <https://arxiv.org/abs/1811.06965>`_; Narayanan et al., 2019,
@@ -106,10 +106,10 @@ class Spread(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan(Ranged):
-    """How a model is trained.
+    """Number and size of the steps of a training, their optimiser, and the mesh.
 
     Raises:
-        ConfigError: A batch cannot be cut in equal parts.
+        ConfigError: A batch cannot be divided into equal parts.
     """
 
     batch_size: Annotated[Count, doc("Examples a step, over all processes, >= 1.")]
@@ -137,16 +137,16 @@ class TrainingPlan(Ranged):
             )
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         factor = self.rate.at(step, batch_size=self.batch_size, num_steps=self.num_steps)
         return self.optimizer.learning_rate * factor
 
     def positions(self, step: int, share: int) -> range:
-        """Return which examples of the stream a data-parallel process takes in a step.
+        """Return the positions in the stream of one data-parallel process's share of a batch.
 
         Args:
-            step: From 0.
-            share: Which of ``mesh.data`` shares, from 0.
+            step: Index of the step, from 0.
+            share: Index of the share, in 0..``mesh.data - 1``.
         """
         size = self.batch_size // self.spread.mesh.data
         start = step * self.batch_size + share * size

@@ -1,8 +1,9 @@
-"""Batches of a stream, read ahead by processes of their own.
+"""Prefetch the batches of a stream in reader processes.
 
-A process reads what costs least to read at once: the batch of a step, or, where a stream is read
-in windows, all that a window gives to the steps ahead, so that none is read by two processes.
-Batches are put together where they are trained on, and are the same for any number of processes.
+A reader handles one request at a time for examples that are cheap to read together: the batch of a
+step, or, for a stream that is read in windows, everything that the coming steps need of one window,
+so that no window is read by two processes. The training process assembles the batches, which are
+the same for any number of readers.
 """
 
 import heapq
@@ -32,8 +33,8 @@ from fedlearn.processes.forks import exit_with_parent
 
 Batch: TypeAlias = tuple[Features, Tensor]
 
-_AHEAD = 2  # readings of a process that wait to be taken
-_MOST_STEPS = 4096  # that one reading is for: a small share of a mixture uses a window up slowly
+_AHEAD = 2  # results of each reader that wait to be used
+_MOST_STEPS = 4096  # served by one request: a small share of a mixture uses up a window slowly
 
 
 @contextmanager
@@ -46,30 +47,30 @@ def read_ahead(
     device: torch.device,
     check: Callable[[Tensor], None],
 ) -> Iterator[Iterator[Batch]]:
-    """Read batches ahead while the context lasts; no process that reads outlives it.
+    """Prefetch batches while the context lasts; all readers end with it.
 
-    Processes come from a server without threads (``forkserver``), or on Windows are started anew,
-    so that none is a copy of this one with its threads in the middle of something; a script that
-    asks for them begins its work under ``if __name__ == "__main__":``. Each holds what the stream
-    holds, and two readings of each wait in shared memory: batches, or of a stream that is read in
-    windows, two windows.
+    Readers are forked from a server process without threads (``forkserver``), or started from
+    scratch on Windows, so that none is a copy of this process with its threads in the middle of
+    something. A script that uses them must start its work under ``if __name__ == "__main__":``.
+    Each reader has its own copy of the stream, and two of its results wait in shared memory:
+    batches, or for a stream that is read in windows, two windows.
 
     Args:
-        stream: The examples; with workers it is sent to them, so it can be pickled and its
-            examples lie on the CPU.
-        steps: Whose batches, in this order.
-        share: Returns the positions of a step's batch, or of this process' part of it: one or
-            more, behind those of the steps before.
-        num_workers: How many processes read, >= 0; 0: this one, when a batch is asked for.
-        device: Where batches go; on their way to a GPU they lie in pinned memory.
-        check: Called with the labels of each batch, before they go there.
+        stream: The examples. With workers it is pickled and sent to them, so its examples must be
+            on the CPU.
+        steps: The steps whose batches to read, in order.
+        share: Returns the positions of a step's batch, or of this process's share of it: at least
+            one, and after those of earlier steps.
+        num_workers: Number of readers, >= 0; 0: this process reads each batch when it is needed.
+        device: Device of the yielded batches; batches for a GPU pass through pinned memory.
+        check: Called with the labels of each batch, before they move to the device.
 
     Yields:
         The batches of the steps.
 
     Raises:
-        DataError: The stream cannot be sent to a process; or, where a batch is asked for, examples
-            cannot be read or a process that reads was killed.
+        DataError: The stream cannot be sent to a reader; or, when a batch is needed, its examples
+            cannot be read or a reader was killed.
     """
     sources = stream.streams if isinstance(stream, Mixture) else (stream,)
     for_readers, for_batches = tee((step, _parts(stream, share(step))) for step in steps)
@@ -82,7 +83,7 @@ def read_ahead(
         prefetch_factor=_AHEAD if num_workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=_end_with_parent,
-        generator=torch.Generator(),  # else one of the application's numbers is drawn
+        generator=torch.Generator(),  # else it would draw from the application's generator
         collate_fn=_unchanged,
     )
     readings = _started(loader)
@@ -93,7 +94,9 @@ def read_ahead(
             for features, labels in _batches(stream, read, for_batches, share)
         )
     finally:
-        if num_workers:  # at once: an error that is on its way holds what would end them
+        # Explicitly, since the traceback of an error that propagates keeps the iterator alive, and
+        # with it the workers.
+        if num_workers:
             readings._shutdown_workers()  # noqa: SLF001 - torch has no public name for it
 
 
@@ -103,22 +106,22 @@ def _checked(labels: Tensor, check: Callable[[Tensor], None]) -> Tensor:
 
 
 class _Request(NamedTuple):
-    """What is read at once."""
+    """Examples that one reader reads together."""
 
-    step: int  # the first that needs it
+    step: int  # the first that needs the examples
     source: int
-    positions: Sequence[range]  # one, unless the source is read in windows
+    positions: Sequence[range]  # only one, unless the source is read in windows
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What was read, or why not."""
+    """The result of a request: examples, or an error."""
 
     source: int
     batch: Batch | DataError
 
     def pin_memory(self) -> "_Reading":
-        """Return it in pinned memory, as a DataLoader asks for it."""
+        """Copy the batch to pinned memory; DataLoader calls this method by its name."""
         if isinstance(self.batch, DataError):
             return self
         features, labels = self.batch
@@ -126,7 +129,7 @@ class _Reading:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """Return a tensor in pinned memory; one that lies on a GPU is where it shall be."""
+    """Copy a tensor to pinned memory, unless it is on a GPU already."""
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
@@ -158,7 +161,7 @@ def _parts(stream: Stream, positions: range) -> Sequence[range]:
 
 
 def _requests(sources: Sequence[Stream], wanted: Iterable[_Wanted]) -> Iterator[_Request]:
-    """Yield what is read at once, in the order of the steps that are the first to need it."""
+    """Yield the requests to all sources, in the order of the first step that needs each."""
     each = zip(sources, tee(wanted, len(sources)), strict=True)
     requests = [_requests_of(source, i, steps) for i, (source, steps) in enumerate(each)]
     return heapq.merge(*requests, key=attrgetter("step"))
@@ -180,7 +183,7 @@ def _requests_of(source: Stream, place: int, wanted: Iterable[_Wanted]) -> Itera
 
 
 def _end(source: Stream, positions: range) -> int:
-    """Return where the positions end that are read together with the first of these."""
+    """Return the end of the positions that are read together with the first of ``positions``."""
     if isinstance(source, ReadInWindows):
         return source.window(positions.start).stop
     return positions.stop
@@ -206,12 +209,12 @@ def _batches(
         if isinstance(stream, Mixture):
             yield stream.joined(given, positions=share(step))
         else:
-            assert given[0] is not None  # a share has positions
+            assert given[0] is not None  # a share is never empty
             yield given[0]
 
 
 class _Waiting:
-    """Examples of a source that were read and not yet taken."""
+    """Queue of a source's examples that were read and are not used yet."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -222,7 +225,7 @@ class _Waiting:
         self.num_rows += len(batch[1])
 
     def take(self, num_rows: int) -> Batch:
-        """Return the first examples, at least one of those that wait."""
+        """Remove and return the first ``num_rows`` examples, >= 1, which must be there."""
         self.num_rows -= num_rows
         taken = []
         while num_rows:
@@ -251,7 +254,7 @@ def _context() -> BaseContext:
 
 def _started(loader: DataLoader[_Reading]) -> Any:  # Any: the iterator's class is private
     try:
-        with warnings.catch_warnings():  # it warns of what the error tells
+        with warnings.catch_warnings():  # the error below says as much
             warnings.filterwarnings("ignore", "Got pickle error")
             return iter(loader)
     except (TypeError, AttributeError, PickleError) as error:
@@ -268,7 +271,7 @@ def _read(readings: Iterator[_Reading], *, has_workers: bool) -> Iterator[tuple[
             reading = next(readings)
         except (RuntimeError, OSError, EOFError) as error:
             if not has_workers or "in DataLoader worker process" in str(error):
-                raise  # what the application's dataset raised
+                raise  # raised by the application's dataset
             raise DataError(
                 f"a process that reads examples was killed: {error}; it may lack memory, or shared "
                 "memory (/dev/shm): take fewer workers or smaller windows"
@@ -279,10 +282,10 @@ def _read(readings: Iterator[_Reading], *, has_workers: bool) -> Iterator[tuple[
 
 
 def _end_with_parent(_worker: int) -> None:
-    """Have this process end when the one that trains does, whatever ends it.
+    """Exit this reader when the training process dies, however it dies.
 
-    A DataLoader's own watch looks for another parent, and the server is one that stays as long as
-    there are processes of it.
+    DataLoader's own watchdog looks for a change of the parent process. That is no help here: the
+    parent is the fork server, which lives as long as any of its children.
     """
     parent = parent_process()
     assert parent is not None  # this is a child

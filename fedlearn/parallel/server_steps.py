@@ -1,4 +1,4 @@
-"""The coordinator trains, too: before the first round, and after every k-th."""
+"""Training on the coordinator's own data, before the first round and after every k-th."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,28 +11,28 @@ from fedlearn.algorithms.strategy import State, Stepped, Wrapped
 from fedlearn.core.params import Params
 from fedlearn.parallel.task import TrainingState
 
-#: Prefixes of what is kept from round to round: where the training stands, and of its optimiser.
+#: Names of the training's state in that of the strategy; the last is a prefix.
 _PROGRESS, _ROUNDS, _OPTIMIZER = "training/progress", "training/rounds", "training/optimizer/"
 
-#: Trains from a state until so many steps are taken in all; returns where it stands then, and the
-#: loss it told last.
+#: Trains from a state up to a total number of steps; returns the new state and the last reported
+#: loss.
 Trains = Callable[[TrainingState, int], tuple[TrainingState, float]]
 
 
 @dataclass(frozen=True)
 class ServerSteps(Wrapped):
-    """A strategy whose coordinator trains the model on data of its own.
+    """A strategy whose coordinator also trains the model, on its own data.
 
-    Steps, the position in the data and the optimiser's moments go on from one training to the
-    next: they are part of the strategy's state, so that a run which is killed in the middle of one
-    ends in the same model.
+    The step number, the position in the data and the optimiser's moments are carried over from one
+    training to the next. They are part of the strategy's state, so a run that is killed during a
+    training and resumed ends with the same model.
 
     Attributes:
-        inner: The strategy of the rounds.
-        train: Trains; the same in every process of a simulation.
+        inner: The strategy of the federated rounds.
+        train: Trains the model, with the same result in every process of a simulation.
         num_steps: Steps before the first round, >= 0.
-        every_rounds: Rounds from one training to the next; 0: there are none but the first.
-        round_steps: Steps of each, >= 1.
+        every_rounds: Rounds between two trainings; 0: train only before the first round.
+        round_steps: Steps of each training after a round, >= 1.
     """
 
     train: Trains
@@ -45,23 +45,23 @@ class ServerSteps(Wrapped):
         return {name: value for name, value in state.items() if not _is_own(name)}
 
     def init(self, params: Params) -> State:
-        """Return the inner strategy's state, and that nothing is trained yet."""
+        """Return the inner strategy's state, and that of a training without any steps."""
         return {**self.inner.init(params), **_kept(TrainingState(model={}), 0)}
 
     def begin(self, params: Params) -> Stepped:
-        """Return the model that the coordinator has trained, and what rounds begin with."""
+        """Train the model before the first round; return it with the strategy's state."""
         standing, metrics = TrainingState(model=params.named()), {}
         if self.num_steps:
             standing, loss = self.train(standing, self.num_steps)
             params, metrics = with_state(params, standing), {"warm_start_loss": loss}
         if not self.every_rounds:
-            standing = replace(standing, optimizer={})  # nothing goes on from it
+            standing = replace(standing, optimizer={})  # no later training needs it
         begun = self.inner.begin(params)
         state = {**begun.state, **_kept(standing, 0)}
         return Stepped(begun.params, state, {**begun.metrics, **metrics})
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Take the inner strategy's step; after every k-th round, train what it gives."""
+        """Take the inner strategy's step; after every k-th round, train the new model."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         num_rounds = int(state[_ROUNDS]) + 1
         standing = _standing(stepped.params, state)
@@ -80,7 +80,7 @@ def _is_own(name: str) -> bool:
 
 
 def _kept(standing: TrainingState, num_rounds: int) -> dict[str, Tensor]:
-    """Return what is kept of a training: all but the model, which the run has."""
+    """Return the state of the training to store: all but the model, which the run stores."""
     optimizer = {_OPTIMIZER + name: value for name, value in standing.optimizer.items()}
     rounds = torch.tensor(num_rounds, dtype=torch.int64)
     return {_PROGRESS: standing.progress, _ROUNDS: rounds, **optimizer}
@@ -96,7 +96,7 @@ def _standing(params: Params, state: State) -> TrainingState:
 
 
 def with_state(params: Params, trained: TrainingState) -> Params:
-    """Return the model that was trained, buffers included."""
+    """Return the trained model as parameters like these, including its buffers."""
     model: Mapping[str, Tensor] = trained.model
     vector = params.layout.pack(model, out=torch.empty_like(params.vector))
     constants = {name: model[name].to(value.device) for name, value in params.constants.items()}

@@ -1,4 +1,4 @@
-"""A local trainer whose trainings several processes of one machine share."""
+"""A local trainer that divides each batch among several processes of one machine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,20 +21,20 @@ from fedlearn.training.trainer import (
 
 
 class SharedTrainer:
-    """Trains as a :class:`~fedlearn.training.torch_trainer.TorchTrainer`, with workers beside it.
+    """Trains like a :class:`~fedlearn.training.torch_trainer.TorchTrainer`, together with workers.
 
-    All processes have the same examples and take the same steps; the gradient of a batch is the
-    sum of what each computes of its share of the rows. A result is that of one process but for
-    rounding, as gradients are added up in another order. Evaluation is the first process's.
+    All processes have the same examples and take the same steps. Each computes the gradient of its
+    share of a batch's rows, and the gradients are summed. The result equals that of one process up
+    to rounding, as gradients are added in another order. Evaluation runs in the first process.
 
     Args:
-        make_trainer: Makes this process's; what it raises passes.
-        start: Starts the workers, one or more, each of which makes such a trainer, too. Called once
-            more where workers have ended.
+        make_trainer: Creates this process's trainer; its errors are propagated.
+        start: Starts the workers, at least one, each of which creates the same trainer. Called
+            again to replace workers after a failure.
 
     Raises:
-        DeploymentError: The trainer's trainings cannot be shared, or a worker has ended, or has
-            made another trainer.
+        DeploymentError: The trainer's trainings cannot be shared, or a worker has exited or has
+            created a different trainer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SharedTrainer:
         start: Callable[[], Sequence[WorkerProcess]],
     ) -> None:
         self._start = start
-        processes = start()  # they read their examples while this one does
+        processes = start()  # first: they load their examples while this process does
         try:
             self._trainer = _shareable(make_trainer(), num_workers=len(processes) + 1)
             self._workers: Workers | None = Workers.meeting(processes, self._trainer)
@@ -54,34 +54,34 @@ class SharedTrainer:
 
     @property
     def honours(self) -> Collection[str]:
-        """Those settings that the trainer does."""
+        """Settings that the trainer acts on."""
         return self._trainer.honours
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:
-        """Those that the trainer names."""
+        """User-defined transforms of the trainer."""
         return self._trainer.own_transforms
 
     @property
     def num_examples(self) -> int:
-        """Number of training examples, which all processes have."""
+        """Number of training examples, all of which every process has."""
         return self._trainer.num_examples
 
     @property
     def device(self) -> torch.device:
-        """Where the first process computes."""
+        """Device of the first process."""
         return self._trainer.device
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Return the model that all processes have trained; must not modify ``tensors``.
+        """Train the model in all processes; must not modify ``tensors``.
 
-        Workers that have ended are started anew first.
+        If an earlier training has lost its workers, new ones are started first.
 
         Raises:
-            Cancelled: The task was called off; no process computes a further batch.
-            ProcessesParted: A worker failed or ended in the middle; the next training has new ones.
-            DeploymentError: Workers that were started anew ended, or made another trainer.
-            FedlearnError: What the trainer raises otherwise.
+            Cancelled: The task was cancelled; no process computes another batch.
+            ProcessesParted: A worker failed or exited; the next training starts new ones.
+            DeploymentError: A new worker exited, or created a different trainer.
+            FedlearnError: Any other error of the trainer.
         """
         workers = self._ready()
         saved = context.control.saved()
@@ -102,7 +102,7 @@ class SharedTrainer:
     def evaluate(
         self, tensors: Mapping[str, Tensor], *, control: TaskControl = UNATTENDED
     ) -> LocalEvaluation:
-        """Return what the trainer of the first process finds."""
+        """Evaluate with the trainer of the first process."""
         return self._trainer.evaluate(tensors, control=control)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class SharedTrainer:
     def _trained(
         self, tensors: Mapping[str, Tensor], context: TrainContext, workers: Workers
     ) -> LocalResult:
-        """Train with the others; who fails is named."""
+        """Train with the workers; if one of them fails, raise an error that names it."""
         try:
             return self._trainer.train_with(workers.group, tensors, context=context)
         except ProcessesParted as error:
@@ -139,10 +139,10 @@ def _end(processes: Sequence[WorkerProcess]) -> None:
 
 
 def _shareable(trainer: LocalTrainer, *, num_workers: int) -> TorchTrainer:
-    """Return a trainer whose trainings several processes can share.
+    """Return the trainer if several processes can share its trainings.
 
     Raises:
-        DeploymentError: It is no such.
+        DeploymentError: They cannot.
     """
     if not isinstance(trainer, TorchTrainer) or type(trainer).train is not TorchTrainer.train:
         raise DeploymentError(

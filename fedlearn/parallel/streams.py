@@ -1,9 +1,9 @@
-"""Examples as a stream without end, in an order that is a function of the seed and the position.
+"""Endless streams of examples, in an order that depends only on the seed and the position.
 
-Step s of a training with batches of B examples takes the positions from sB on, whoever computes
-which part of them: so a batch is the same on every mesh, none is smaller than another, no example
-is taken twice to fill one up, and a training that goes on after a crash knows where it was by its
-step alone.
+Step s of a training with batches of B examples takes the B positions from sB on, no matter which
+process computes which of them. Batches are therefore the same on every mesh, all have the same
+size, no example is repeated to fill one up, and a training that resumes after a crash finds its
+place from the step number alone.
 """
 
 from collections.abc import Callable
@@ -21,46 +21,46 @@ T = TypeVar("T")
 
 
 class Stream(Protocol):
-    """Examples by their position, from 0 without end."""
+    """Examples at positions 0, 1, 2 and so on, without end."""
 
     def __len__(self) -> int:
-        """Return the examples of one pass."""
+        """Return the number of examples in one pass."""
 
     def batch(self, positions: range) -> tuple[Features, Tensor]:
         """Return the examples at these positions: features [b, ...] and labels [b, ...].
 
         Args:
-            positions: Neighbours, b >= 1 of them.
+            positions: Consecutive positions, b >= 1 of them.
 
         Raises:
-            DataError: They cannot be read.
+            DataError: The examples cannot be read.
         """
 
 
 @runtime_checkable
 class ReadInWindows(Stream, Protocol):
-    """A stream whose examples are read many at once: those of a window cost little more than one.
+    """A stream in which reading a whole window of examples costs little more than reading one.
 
-    Who reads ahead in several processes has each window read by one of them.
+    When several processes prefetch, each window should be read by only one of them.
     """
 
     def window(self, position: int) -> range:
-        """Return the positions around this one that are read together."""
+        """Return the window around a position: the positions that are read together."""
 
     def examples(self, positions: NDArray[np.int64]) -> tuple[Features, Tensor]:
-        """Return the examples at these positions, which ascend.
+        """Return the examples at these positions, which must be in ascending order.
 
         Raises:
-            DataError: They cannot be read.
+            DataError: The examples cannot be read.
         """
 
 
 class Shuffled:
-    """All examples in a new order in each pass.
+    """All examples of a data set, in a new order in each pass.
 
     Args:
         data: The examples.
-        seed: Of the orders.
+        seed: Seed of the orders.
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ class Shuffled:
         """Return the examples at these positions."""
         parts = passes(positions, len(self))
         rows = np.concatenate([self._orders[number][places] for number, places in parts])
-        key = int(self._seed.hash(positions.start)) >> 32
+        key = int(self._seed.hash(positions.start)) >> 32  # LocalData takes 32 bits
         return self._data.batch(rows, key=key)
 
     def _order(self, number: int) -> NDArray[np.int64]:
@@ -92,13 +92,13 @@ class Shuffled:
 
 
 class LastUsed(Generic[T]):
-    """Values that are made when they are asked for, the last two of which are kept.
+    """Cache of the last two values that were used, each computed from its number when needed.
 
-    A batch lies in two passes at most, unless it is longer; so it does with whatever else follows
-    one another.
+    Two are enough for consecutive positions: a batch lies in at most two passes, unless it is
+    longer than a pass. The same holds for windows and blocks.
 
     Args:
-        make: Makes one of its number.
+        make: Computes the value with a given number.
     """
 
     def __init__(self, make: Callable[[int], T]) -> None:
@@ -106,7 +106,7 @@ class LastUsed(Generic[T]):
         self._kept: dict[int, T] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_kept": {}}  # another process makes its own
+        return self.__dict__ | {"_kept": {}}  # not pickled: another process computes its own
 
     def __getitem__(self, number: int) -> T:
         value = self._kept.pop(number, None)
@@ -116,11 +116,11 @@ class LastUsed(Generic[T]):
 
 
 def passes(positions: range, length: int) -> list[tuple[int, slice]]:
-    """Return which passes positions lie in, and where in each.
+    """Divide positions by passes: return the number of each pass, and the places in it.
 
     Args:
-        positions: Neighbours.
-        length: Examples of a pass.
+        positions: Consecutive positions.
+        length: Number of examples in a pass.
 
     Example:
         >>> passes(range(3, 9), 5)

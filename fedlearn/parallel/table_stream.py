@@ -1,8 +1,8 @@
 """A stream of examples in Parquet or Arrow files, which may be larger than memory.
 
-In each pass the row groups come in a new order, and rows are shuffled inside windows of several row
-groups. Which row stands at a position is a function of the seed alone, computed from the sizes of
-row groups: any position can be read without those before it.
+Each pass visits the row groups in a new order, and shuffles rows within windows of several row
+groups. The row at a position is computed from the seed and the sizes of the row groups alone, so
+any position can be read without reading those before it.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class TableFiles(Ranged):
     ]
 
     def stream(self, *, seed: Seed) -> "TableStream":
-        """Return the examples in orders of this seed.
+        """Open the files as a stream that is shuffled with this seed.
 
         Raises:
             DataError: As :class:`TableStream`, or no column is left for features.
@@ -62,16 +62,16 @@ class TableFiles(Ranged):
 
 
 class TableStream:
-    """All rows of a table in a new order in each pass, shuffled inside windows of row groups.
+    """All rows of a table in a new order in each pass, shuffled within windows of row groups.
 
-    Memory holds the sizes of row groups, and decoded row groups of one window. A table that fits
-    into a window is shuffled as a whole, and read once.
+    Only the sizes of row groups, and the decoded row groups of one window, are in memory. A table
+    that fits into one window is shuffled as a whole, and read only once.
 
     Args:
         table: The files.
-        window_bytes: How much is shuffled together, in bytes of decoded examples, >= 1: a window
-            has the row groups that begin inside it, so at least one.
-        seed: Of the orders.
+        window_bytes: How much is shuffled together, in bytes of decoded examples, >= 1. A window
+            contains the row groups that start inside it, so at least one.
+        seed: Seed of the orders.
 
     Raises:
         DataError: A file cannot be read, or there are no rows.
@@ -99,7 +99,7 @@ class TableStream:
         return self.examples(np.arange(positions.start, positions.stop))
 
     def window(self, position: int) -> range:
-        """Return the positions around this one whose rows lie in the same row groups."""
+        """Return the window around a position: positions whose rows share the same row groups."""
         number, place = divmod(position, len(self))
         starts = self._orders[number].starts
         window = int(np.searchsorted(starts, place, side="right")) - 1
@@ -107,7 +107,7 @@ class TableStream:
         return range(first + int(starts[window]), first + int(starts[window + 1]))
 
     def examples(self, positions: NDArray[np.int64]) -> tuple[Features, Tensor]:
-        """Return the examples at these positions, which ascend.
+        """Return the examples at these positions, which must be in ascending order.
 
         Raises:
             DataError: As :meth:`batch`.
@@ -128,7 +128,7 @@ class TableStream:
         return _Order(groups, np.append(firsts, groups.size), np.append(begins[firsts], ends[-1]))
 
     def _shuffle(self, position: int) -> NDArray[np.int64]:
-        """Return the rows of the window that begins at a position, in their order."""
+        """Return the rows of the window that begins at a position, in shuffled order."""
         number, place = divmod(position, len(self))
         order, offsets = self._orders[number], self._rows.offsets
         window = int(np.searchsorted(order.starts, place))
@@ -139,11 +139,11 @@ class TableStream:
 
 
 class _Order(NamedTuple):
-    """The order of a pass."""
+    """The order of the row groups in a pass, and its division into windows."""
 
-    groups: NDArray[np.int64]  # the row groups
-    firsts: NDArray[np.int64]  # of each window: which of these is its first, and at last the end
-    starts: NDArray[np.int64]  # of each window: its first place, and at last the end
+    groups: NDArray[np.int64]  # numbers of the row groups, in order
+    firsts: NDArray[np.int64]  # of each window, its first entry in `groups`; last, the end
+    starts: NDArray[np.int64]  # of each window, its first place in the pass; last, the end
 
 
 def _require_finite(group: RowGroup, rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""What is trained, and where a training stands."""
+"""The description of a training, its state, and its progress reports."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,14 +20,14 @@ from fedlearn.training.example_gradients import batch_statistics
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingState:
-    """Where a training stands: all that it goes on from.
+    """The state of a training: everything that it needs to continue.
 
     Attributes:
         model: Parameters and buffers by name.
-        optimizer: What the optimiser keeps, by parameter and name: ``"0.weight/exp_avg"``; without
-            any it begins anew.
-        progress: Steps taken, and of float16 the scale of the loss, the steps since it changed and
-            those that were skipped: float64 [4].
+        optimizer: State of the optimiser, by parameter and name: ``"0.weight/exp_avg"``. If it is
+            empty, the optimiser starts from scratch.
+        progress: Number of steps taken; then, for float16, the loss scale, the steps since it last
+            changed, and the steps skipped: float64 [4].
     """
 
     model: Mapping[str, Tensor]
@@ -42,13 +42,14 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation(Ranged):
-    """How a training is measured on its way.
+    """How the model is evaluated during a training.
 
     Attributes:
-        measure: Returns the metrics of the model, by name; rank 0 alone calls it.
+        measure: Returns the metrics of the model, by name; only rank 0 calls it.
         every: Steps from one evaluation to the next, >= 1; the last step is always evaluated.
-        goal: The metric that makes a model the best, and ends the training at its target.
-        patience: Evaluations without improvement that end the training, >= 1; ``None``: none do.
+        goal: The metric that decides which model is the best; the training ends at its target.
+        patience: Evaluations in a row without improvement after which the training ends, >= 1;
+            ``None``: it does not end early for this reason.
     """
 
     measure: Callable[[TrainingState], Mapping[str, float]]
@@ -59,15 +60,15 @@ class Evaluation(Ranged):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """What is trained: the same in each of its processes.
+    """A training's model, loss, data and plan; all of its processes build the same task.
 
     Attributes:
-        make_model: Builds the network, on the CPU; its initial weights are those of rank 0.
-        objective: What is minimised.
+        make_model: Builds the network on the CPU; all processes start from the weights of rank 0.
+        objective: The loss to minimise.
         stream: The examples.
-        plan: How.
-        num_readers: Processes of each rank that read batches ahead, >= 0; 0: the rank reads.
-        evaluation: How the model is measured on the way; ``None``: it is not.
+        plan: Batches, steps, optimiser and mesh.
+        num_readers: Processes of each rank that prefetch batches, >= 0; 0: the rank itself reads.
+        evaluation: How the model is evaluated during the training; ``None``: it is not.
     """
 
     make_model: Callable[[], nn.Module]
@@ -78,11 +79,11 @@ class Task:
     evaluation: Evaluation | None = None
 
     def require_fitting(self) -> None:
-        """Refuse what would end, or hang, in the middle: before any process is started.
+        """Check, before any process is started, for what would fail or hang during the training.
 
         Raises:
-            ConfigError: A batch is larger than the data, the model cannot be cut as the mesh asks,
-                batches must not be cut, or nothing would be saved by computing blocks again.
+            ConfigError: A batch is larger than the data, the model cannot be divided as the mesh
+                asks, batches must not be cut, or recomputation would save no memory.
         """
         spread, mesh = self.plan.spread, self.plan.spread.mesh
         num_parts, size, num_examples = self._num_parts, self.plan.batch_size, len(self.stream)
@@ -116,17 +117,17 @@ class Task:
 
     @property
     def _num_parts(self) -> int:
-        """In how many parts a batch is computed."""
+        """Number of parts in which a batch is computed."""
         return self.plan.spread.mesh.data * self.plan.spread.num_micro_batches
 
     def require_labels(self, labels: Tensor) -> None:
-        """Refuse labels to ignore where a batch is computed in parts.
+        """Check that no label is to be ignored if batches are computed in parts.
 
         Each part's loss is divided by the number of its own labels that count, so the mean over
-        parts would be another loss than that of the batch.
+        parts would differ from the loss of the whole batch.
 
         Raises:
-            DataError: There are such labels.
+            DataError: There are labels to ignore.
         """
         weights = example_weights(self.objective, labels).get("loss")
         if self._num_parts == 1 or weights is None or not len(labels):
@@ -169,12 +170,12 @@ class Task:
             )
 
     def _activations(self, *, recompute: bool) -> int | None:
-        """Return the most bytes that a process keeps; ``None``: the model does not let us know."""
+        """Predict the most bytes that a process keeps; ``None`` if the model cannot be traced."""
         from fedlearn.parallel.memory import predict  # noqa: PLC0415 (seconds)
 
         plan = replace(self.plan, spread=replace(self.plan.spread, recompute=recompute))
         features, labels = self.stream.batch(range(1))
-        with suppress(ConfigError):  # it asks for values of tensors
+        with suppress(ConfigError):  # the model reads the values of tensors
             stages = predict(
                 self.make_model, plan, features=features, labels=labels, objective=self.objective
             )
@@ -194,17 +195,17 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a training is, told now and then.
+    """A progress report of a training.
 
     Attributes:
-        step_num: Steps taken.
-        num_steps: Of the training.
-        loss: Mean over the examples of the steps since it was last told.
-        examples_per_s: Likewise, over all processes.
-        learning_rate: Of the last step.
-        loss_scale: What the loss is multiplied by; 1 but with float16.
-        num_skipped: Steps that were skipped since gradients had overflowed.
-        metrics: Of the model after these steps, by name; none where it was not evaluated.
+        step_num: Number of steps taken.
+        num_steps: Number of steps of the whole training.
+        loss: Mean loss over the examples of the steps since the last report.
+        examples_per_s: Throughput since the last report, over all processes.
+        learning_rate: Learning rate of the last step.
+        loss_scale: Factor that the loss is multiplied by; 1 except with float16.
+        num_skipped: Number of steps skipped because gradients overflowed.
+        metrics: Metrics of the model after these steps, by name; empty if it was not evaluated.
     """
 
     step_num: int

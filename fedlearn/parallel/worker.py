@@ -1,6 +1,7 @@
-"""One rank of a job: what torchrun starts. The argument is the job's folder.
+"""The program of one rank of a job, started by torchrun; its argument is the job's folder.
 
-It runs :mod:`fedlearn.processes.tethered` to the process that has started the job.
+It runs under :mod:`fedlearn.processes.tethered`, so it exits when the process that started the job
+dies.
 """
 
 import importlib
@@ -35,19 +36,19 @@ from fedlearn.parallel.jobs import (
 from fedlearn.parallel.task import Progress, Task, TrainingState
 from fedlearn.training.trainer import UNATTENDED
 
-#: Where torch waits for other ranks.
+#: Folders of torch's modules that wait for other ranks.
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
 
 def main() -> None:
-    """Train until the job is done; an error that would come again is written down."""
+    """Run this rank until the job is done; record an error that a restart would not fix."""
     folder = Folder(Path(sys.argv[1]))
-    if folder.failure.exists():  # a restart would end so again
+    if folder.failure.exists():  # a restart would fail the same way
         sys.exit(1)
-    folder.error.unlink(missing_ok=True)  # of ranks that were started before
+    folder.error.unlink(missing_ok=True)  # left by ranks before a restart
     try:
         job = require_job(folder)
-        assert job.task is not None  # else other processes could not make it
+        assert job.task is not None  # jobs.train() refuses a job without a name
         device = join()
         task = _made(job.task)(**job.arguments)
         engine = Engine(task, device=device)
@@ -59,7 +60,7 @@ def main() -> None:
         if _would_come_again(error):
             _write_whole(folder.failure, f"{EngineError.__name__}\n{describe_error(error)}")
             sys.exit(1)
-        if not folder.error.exists():  # of the ranks that fail then, the first has the cause
+        if not folder.error.exists():  # the first rank that fails has the cause
             _write_whole(folder.error, describe_error(error))
         raise
     dist.destroy_process_group()
@@ -69,13 +70,14 @@ def main() -> None:
 def _write_whole(path: Path, text: str) -> None:
     written = path.with_name(f"{path.name}-{os.getpid()}")
     written.write_text(text)
-    written.rename(path)
+    written.rename(path)  # atomic: readers see the whole text or no file
 
 
 def _would_come_again(error: Exception) -> bool:
-    """Return whether ranks that are started again would end so, too.
+    """Tell whether an error would occur again after a restart.
 
-    What another rank's death causes is a RuntimeError of torch's, from where it waits for others.
+    If another rank has died, torch raises a RuntimeError where it waits for that rank. This error,
+    and those of memory and the operating system, need not occur again.
     """
     if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
         return False
@@ -89,16 +91,17 @@ def train_as_rank(
     """Run a job as one of the ranks that torchrun has started, perhaps on several machines.
 
     Args:
-        job: What is trained; its folder is the same for all of them.
-        start: Where it begins; ``None``: with the model's own weights.
-        report: Told how far it is, in rank 0.
+        job: The training; all ranks must use the same folder.
+        start: State to start from; ``None``: the model's initial weights.
+        report: Receives the progress reports, in rank 0.
 
     Returns:
-        Where it stands at the end, in rank 0; ``None`` in the others.
+        The final state, or the best model of a training with evaluation, in rank 0; ``None`` in the
+        other ranks.
 
     Raises:
-        ConfigError: The mesh is of another number of processes, or does not fit the model, or there
-            are fewer GPUs than processes.
+        ConfigError: The mesh has another number of processes than torchrun has started, or does not
+            fit the model, or there are fewer GPUs than processes.
         FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
     """
     task, folder = job.make_task(), Folder(job.folder)
@@ -125,9 +128,9 @@ def train_as_rank(
 
 
 def join() -> torch.device:
-    """Join the world that torchrun has started, and return where this process computes.
+    """Join the world that torchrun has started; return the device of this process.
 
-    Processes add up by NCCL where each has a GPU, and else by gloo.
+    The processes communicate by NCCL if each has a GPU, else by gloo.
 
     Raises:
         ConfigError: There are fewer GPUs than processes.
@@ -141,10 +144,10 @@ def join() -> torch.device:
 
 
 def end(code: int = 0) -> NoReturn:
-    """End this process at once, by default as a success: for a rank that has nothing left to do.
+    """Exit this process at once, without the interpreter's shutdown; for a rank that is done.
 
-    Threads of groups that torch has cached meshes of stay. One that is still at work while the
-    interpreter ends aborts the process: a training that has succeeded would look like a crash.
+    torch caches meshes, so the threads of their process groups keep running. One that is active
+    during the shutdown aborts the process, and a training that succeeded would look like a crash.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -152,13 +155,13 @@ def end(code: int = 0) -> NoReturn:
 
 
 def tell(progress: Progress) -> None:
-    """Report to the process that has started the job: a line of JSON."""
-    sys.stdout.flush()  # what code of the user's has printed, which may be the beginning of a line
+    """Send a progress report, a line of JSON, to the process that started the job."""
+    sys.stdout.flush()  # of user code, which may have printed only the beginning of a line
     os.write(sys.stdout.fileno(), b"\n" + json.dumps(asdict(progress)).encode() + b"\n")
 
 
 def _made(name: str) -> Callable[..., Task]:
-    """Return the function that makes the task."""
+    """Import the function that builds the task."""
     module, _, function = name.partition(":")
     made: Callable[..., Task] = getattr(importlib.import_module(module), function)
     return made

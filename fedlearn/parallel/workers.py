@@ -1,8 +1,9 @@
-"""The processes beside the first one that share its trainings, and what is said to them.
+"""Worker processes that share the first process's trainings, and the protocol between them.
 
-Over a link of its own each is told whose file to meet the others through, and then of one training
-after the other; it answers how that ended. When the link closes, the first process is gone or wants
-no more, and so a worker ends, whatever it is at.
+Each worker has a link to the first process. It sends a fingerprint of its trainer, receives the
+rendezvous file of the group, and then one training after another, and answers each with its
+outcome. The link closes when the first process dies or needs no more workers; a worker then exits,
+even in the middle of a training.
 """
 
 import json
@@ -42,27 +43,27 @@ from fedlearn.training.trainer import (
 )
 from fedlearn.transport.content import digest_of
 
-#: Longest wait for another process in one sum: one that is merely slow is no error.
+#: Longest wait for another process in one sum; being slow is no error.
 _TIMEOUT = timedelta(minutes=10)
-#: Longest wait for processes that are there to meet.
+#: Longest wait for processes that have started to join the group.
 _MEETING = timedelta(minutes=1)
-#: Seconds that a worker has to answer once its training has ended, and a dead one to be buried.
+#: Longest wait, in seconds, for a worker's answer after a training, or for its exit code.
 _ANSWER_S = 60.0
 
-#: Seconds between two looks whether the other end is closed, while a message waits to be read.
+#: Seconds between two checks for a closed link, while a message waits to be read.
 _LOOK_S = 0.1
 
-#: What tensors of a training are for, before their names.
+#: Purposes of the tensors that are sent for a training, which are prefixes of their names.
 _PARTS = ("model", "state", "told", "saved")
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerProcess:
-    """One that was started.
+    """A worker, as the first process sees it.
 
     Attributes:
-        process: It.
-        link: To it: closed, it ends.
+        process: The process.
+        link: Connection to the worker, which exits when it closes.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -70,15 +71,15 @@ class WorkerProcess:
 
     @classmethod
     def start(cls, module: str, *, environ: Mapping[str, str], stdout: int) -> Self:
-        """Start a module of ours that takes its link by its last argument, a socket.
+        """Start a worker from one of fedlearn's modules, whose last argument is its link.
 
         Args:
-            module: Its name.
-            environ: Its environment, but for ``PYTHONPATH``.
-            stdout: Where it prints, as for :class:`subprocess.Popen`.
+            module: Dotted name of the module.
+            environ: Its environment; ``PYTHONPATH`` is overwritten.
+            stdout: Standard output, as for :class:`subprocess.Popen`.
 
         Raises:
-            OSError: There is no memory or process left.
+            OSError: The system is out of memory or processes.
         """
         process, own = start_linked(module, environ=environ, python=sys.executable, stdout=stdout)
         assert process.stdin is not None  # a pipe
@@ -89,13 +90,13 @@ class WorkerProcess:
         return cls(process, link)
 
     def end(self) -> None:
-        """End it and return when it is gone; it has nothing to lose."""
+        """Kill the process and wait until it is gone; it has no state to save."""
         self.link.close()
         self.process.kill()
         self.process.wait()
 
     def ending(self) -> str:
-        """Return in words how it has ended, or that it has not."""
+        """Describe for a message how the process ended, or that it does not answer."""
         try:
             code = self.process.wait(timeout=_ANSWER_S)
         except subprocess.TimeoutExpired:
@@ -107,11 +108,11 @@ class WorkerProcess:
 
 @dataclass(frozen=True, eq=False)
 class Workers:
-    """Workers that have met: process 2 and those that follow, of which this is the first.
+    """The workers of a shared trainer, joined in a group with this process, which has rank 0.
 
     Attributes:
-        processes: They, in the order of their ranks from 1.
-        group: Through which all add up.
+        processes: The workers, in the order of their ranks from 1.
+        group: The group of all processes, this one included.
     """
 
     processes: Sequence[WorkerProcess]
@@ -119,10 +120,10 @@ class Workers:
 
     @classmethod
     def meeting(cls, processes: Sequence[WorkerProcess], trainer: TorchTrainer) -> "Workers":
-        """Return workers that have made trainers like this one.
+        """Check that all workers have trainers like this one, and join them in a group.
 
         Raises:
-            DeploymentError: One has ended, or its trainer is another.
+            DeploymentError: A worker has exited, has a different trainer, or did not join.
         """
         ours, devices = trainer.plan(), {0: str(trainer.device)}
         for rank, worker in enumerate(processes, start=1):
@@ -157,15 +158,15 @@ class Workers:
         context: TrainContext,
         saved: Mapping[str, Tensor],
     ) -> None:
-        """Have all workers begin a training.
+        """Start a training in all workers.
 
         Args:
             tensors: The global model.
-            context: What surrounds the training; its control is that of the first process alone.
-            saved: What a restarted training continues from.
+            context: The training's context; its control is not sent, and remains this process's.
+            saved: Checkpoint from which the training resumes, if any.
 
         Raises:
-            ProcessesParted: One has ended.
+            ProcessesParted: A worker has exited.
         """
         head = json.dumps(
             {
@@ -192,10 +193,10 @@ class Workers:
                 raise ProcessesParted(f"{_who(rank, self.processes)} {worker.ending()}") from error
 
     def agree(self, result: LocalResult) -> None:
-        """Return once all workers have come to the same result, to the bit.
+        """Wait for all workers, and check that their results have the same bits as this one.
 
         Raises:
-            ProcessesParted: One has not.
+            ProcessesParted: A worker has a different result, or has failed or exited.
         """
         ours, answers = _digest(result), [_answer(worker) for worker in self.processes]
         for rank, (worker, answer) in enumerate(zip(self.processes, answers, strict=True), start=1):
@@ -207,11 +208,11 @@ class Workers:
                 raise ProcessesParted(f"{_who(rank, self.processes)} {words}")
 
     def have_parted(self) -> bool:
-        """Return whether all workers have ended a training that is called off, and wait."""
+        """Tell whether all workers have ended a cancelled training, and are ready for the next."""
         return all(_answer(worker) for worker in self.processes)
 
     def culprit(self) -> str | None:
-        """Return which worker has failed or ended, and how, if one has."""
+        """Name the first worker that has failed or exited, and say how; ``None`` if none has."""
         found = [(rank, _answer(each), each) for rank, each in enumerate(self.processes, start=1)]
         for rank, answer, worker in found:
             if (words := _words(answer, worker)) is not None:
@@ -219,47 +220,47 @@ class Workers:
         return None
 
     def end(self) -> None:
-        """End all."""
+        """Kill all workers."""
         for worker in self.processes:
             worker.end()
 
 
 @dataclass(frozen=True, eq=False)
 class Resumed:
-    """The control of a training, with what it continues from at hand.
+    """A task control with a given checkpoint, so that all processes resume from the same one.
 
     Attributes:
-        control: What is asked otherwise.
-        kept: What it continues from.
+        control: The control that handles everything else.
+        kept: The checkpoint.
     """
 
     control: TaskControl
     kept: Mapping[str, Tensor]
 
     def check(self) -> None:
-        """Ask the control."""
+        """Check the other control."""
         self.control.check()
 
     def report(self, *, fraction: float, loss: float) -> None:
-        """Tell the control."""
+        """Report to the other control."""
         self.control.report(fraction=fraction, loss=loss)
 
     def saved(self) -> Mapping[str, Tensor]:
-        """Return what is at hand."""
+        """Return the checkpoint."""
         return self.kept
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have the control keep it."""
+        """Save through the other control."""
         self.control.save(tensors)
 
 
 def end_with(link: Connection) -> None:
-    """End this process when the other end of its link, a socket, closes; on a thread."""
+    """Exit this process when the other end of its link, a socket, closes; watched on a thread."""
     watched = socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM)  # a duplicate
 
     def wait() -> None:
-        with suppress(OSError):  # it was killed
-            while watched.recv(1, socket.MSG_PEEK):  # what is left for whoever reads the link
+        with suppress(OSError):  # the other process was killed
+            while watched.recv(1, socket.MSG_PEEK):  # peek: the data is for the link's reader
                 SystemClock().sleep(_LOOK_S)
         os._exit(1)
 
@@ -267,25 +268,25 @@ def end_with(link: Connection) -> None:
 
 
 def take_gpu(rank: int) -> None:
-    """Compute on a GPU of this process's own, if there are so many; before a trainer is made."""
+    """Select this rank's GPU before a trainer is created; ranks share GPUs if there are too few."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
 def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
-    """Share the trainings of the first process, until its link closes.
+    """Run a worker: share the trainings of the first process until the link closes.
 
-    What is no error of fedlearn's, such as one in reading the user's data, passes, after the other
-    processes have heard of it.
+    Errors other than fedlearn's, such as one in reading the user's data, are propagated after the
+    link has been closed, by which the first process learns of them.
 
     Args:
-        trainer: Made as the first process's.
-        link: To that.
-        rank: Which process this is, from 1.
+        trainer: This worker's trainer, created like that of the first process.
+        link: Connection to the first process.
+        rank: Rank of this process, from 1.
 
     Raises:
         EOFError: The link has closed.
-        ProcessesParted: The processes did not meet.
+        ProcessesParted: The processes did not join in time.
     """
     with ExitStack() as at_end:
         at_end.callback(link.close)
@@ -318,14 +319,14 @@ def _trained(
         return {"digest": _digest(trainer.train_with(group, model, context=context))}
     except ProcessesParted:
         return {"parted": "another process has left"}
-    except FedlearnError as error:  # as in the first process, which then says so itself
+    except FedlearnError as error:  # the first process has the same error, and raises it
         log = structlog.get_logger(__name__)
         log.warning("shared_training_failed", rank=group.rank, error=str(error))
         return {"failed": type(error).__name__}
 
 
 def _met(trainer: TorchTrainer, file: Path, *, backend: str, rank: int, world_size: int) -> Group:
-    """Return the group of the processes once all have come."""
+    """Join the group of all processes of the shared trainer."""
     return joined(
         file,
         backend=backend,
@@ -338,7 +339,7 @@ def _met(trainer: TorchTrainer, file: Path, *, backend: str, rank: int, world_si
 
 
 def _parted(body: bytes) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of a training by what they are for."""
+    """Group the tensors of a training by their purpose, one of ``_PARTS``."""
     parts = {part: dict[str, Tensor]() for part in _PARTS}
     for name, value in safetensors.torch.load(body).items():
         part, _, own = name.partition("/")
@@ -347,14 +348,14 @@ def _parted(body: bytes) -> dict[str, dict[str, Tensor]]:
 
 
 def _digest(result: LocalResult) -> str:
-    """Return what results of equal bits have in common."""
+    """Hash a result; results with the same bits have equal digests."""
     values = [*result.tensors.values(), *result.state.values(), *result.lanes.values()]
     flat = [value.detach().cpu().flatten().view(torch.uint8) for value in values]
     return digest_of(torch.cat(flat).numpy().tobytes()).hex()
 
 
 def _answer(worker: WorkerProcess) -> dict[str, str]:
-    """Return how a worker's training ended; empty: it does not say."""
+    """Receive a worker's answer to a training; empty if there is none in time."""
     with suppress(EOFError, OSError):
         if worker.link.poll(_ANSWER_S):
             answer: dict[str, str] = json.loads(worker.link.recv_bytes())
@@ -363,7 +364,7 @@ def _answer(worker: WorkerProcess) -> dict[str, str]:
 
 
 def _words(answer: Mapping[str, str], worker: WorkerProcess) -> str | None:
-    """Return in words what a worker's answer says of it, unless there is nothing wrong with it."""
+    """Describe what is wrong with a worker, given its answer; ``None`` if nothing is."""
     if not answer:
         return worker.ending()
     return f"failed: {answer['failed']}; its output says why" if "failed" in answer else None

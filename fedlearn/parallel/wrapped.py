@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-#: Around a backward pass: whether gradients are summed over processes after it.
+#: Returns the context of a backward pass, given whether gradients are summed over processes in it.
 Synchronised: TypeAlias = Callable[[bool], AbstractContextManager[None]]
 
 
@@ -17,12 +17,12 @@ def _always(_wanted: bool) -> AbstractContextManager[None]:  # noqa: FBT001 (as 
 
 @dataclass(frozen=True, eq=False)
 class Wrapped:
-    """A model, ready to be trained.
+    """A model ready for training, with control over the summing of its gradients.
 
     Attributes:
-        called: What is called; it sums the gradients over the processes that share a batch.
-        module: The module inside it, whose parameters have their own names.
-        synchronised: Switches that summing off for all but the last micro-batch.
+        called: The module to call; it sums gradients over the processes that share a batch.
+        module: The module inside it, whose parameters have their original names.
+        synchronised: Switches the summing off for all micro-batches but the last.
     """
 
     called: nn.Module

@@ -1,12 +1,12 @@
-"""A model on its mesh: cut, sharded or replicated by what torch has for it.
+"""Put a model on its mesh: cut, shard or replicate it by torch's own means.
 
 ========================= ==============================================
-mesh                      how
+mesh                      method
 ========================= ==============================================
-pipeline > 1              the stage of this process alone
+pipeline > 1              only this process's stage
 tensor > 1                ``parallelize_module``
 shard > 1                 FSDP2; with replicate > 1 on a mesh of both
-replicate > 1, tensor > 1 FSDP2 with shard 1: DDP knows no cut tensors
+replicate > 1, tensor > 1 FSDP2 with shard 1: DDP rejects cut tensors
 replicate > 1             DDP
 ========================= ==============================================
 """
@@ -42,20 +42,19 @@ from fedlearn.parallel.wrapped import Wrapped
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """Return torch's mesh over all processes, its dimensions named as the degrees."""
+    """Create torch's mesh over all processes, with dimensions named like the degrees."""
     shape = tuple(getattr(mesh, name) for name in NAMES)
     return init_device_mesh(device.type, shape, mesh_dim_names=NAMES)
 
 
 def wrapped(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> Wrapped:
-    """Return a model as this process trains it.
+    """Cut, shard or replicate a model, and return what this process trains.
 
     Args:
-        module: The whole of it, with the weights that training begins with, where it computes;
-            it is changed.
-        spread: How it is spread.
-        grid: Over all processes.
-        stage: Of the pipeline, this process's.
+        module: The whole model with its initial weights, on this process's device; it is modified.
+        spread: How to spread it.
+        grid: torch's mesh over all processes.
+        stage: This process's pipeline stage, from 0.
     """
     mesh = spread.mesh
     if mesh.pipeline > 1:
@@ -82,13 +81,13 @@ def wrapped(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> 
 def schedule(
     model: Wrapped, spread: Spread, grid: DeviceMesh, *, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Schedule1F1B | ScheduleGPipe:
-    """Return the schedule by which this process's stage takes part in a pipeline.
+    """Create the pipeline schedule of this process's stage.
 
     Args:
         model: The stage.
         spread: How the model is spread.
-        grid: Over all processes.
-        loss: Of the last stage's outputs and the labels: the mean of a micro-batch.
+        grid: torch's mesh over all processes.
+        loss: Returns a micro-batch's mean loss from the last stage's outputs and the labels.
     """
     group = grid["pipeline"].get_group()
     stage = PipelineStage(
@@ -109,21 +108,22 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 class _OwnMasks:
-    """Has each process draw by itself between layers of columns and of rows.
+    """Gives each process its own dropout masks between a layer of columns and one of rows.
 
-    There it has some units of a layer, elsewhere all of them: whatever dropout draws must be its
-    own there, and the same in all processes elsewhere. Shoeybi et al., 2019, section 3.
+    There, each process has different units of a layer, so masks must be independent. Everywhere
+    else, all processes have the same units and must draw the same masks. See Shoeybi et al., 2019,
+    section 3.
 
     Args:
-        rank: Which part of the matrices this process has.
+        rank: Index of this process in its tensor group.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._shared: Tensor | None = None  # the generator's state where all draw alike
+        self._shared: Tensor | None = None  # saved state of the generator that all draw alike from
 
     def between(self, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
-        """Draw so from each layer of columns to the layer of rows that follows it."""
+        """Register hooks that separate draws after layers of columns, and join them before rows."""
         for name, cut in cuts.items():
             layer = module.get_submodule(name)
             if cut.along == "columns":
@@ -132,7 +132,7 @@ class _OwnMasks:
                 layer.register_forward_pre_hook(self._leave)
 
     def _enter(self, _layer: nn.Module, _inputs: object, output: Tensor) -> None:
-        if self._shared is None:  # not inside, as a key beside a query is
+        if self._shared is None:  # only the first of parallel layers, such as query, key and value
             device = output.device
             seed = torch.randint(1 << 62, (), device=device)
             self._shared = _state(device)
@@ -182,10 +182,10 @@ def _sharded(
 
 
 def _no_view(_module: nn.Module, _inputs: object, output: object) -> object:
-    """Return what a module has returned, copied if it is a view, as that of a linear layer may be.
+    """Forward hook that copies a module's output if it is a view, as a linear layer's may be.
 
-    Were one changed in place by the next layer, FSDP would not hear of its gradient, and not have
-    the parameters together on the way back.
+    If the next layer changed a view in place, FSDP's own hook would miss the gradient, and would
+    not gather the parameters for the backward pass.
     """
     is_view = isinstance(output, Tensor) and output._base is not None  # noqa: SLF001 (no other way)
     return output.clone() if isinstance(output, Tensor) and is_view else output
