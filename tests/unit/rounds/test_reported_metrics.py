@@ -95,7 +95,7 @@ def collect_metrics(
     *,
     latencies_s: Sequence[float] = (0.0, 1.0, 2.0),
 ) -> Mapping[str, float]:
-    """Return a round's training metrics if client k reports ``told[k]`` of ``sizes[k]`` examples."""
+    """Return a round's training metrics if client k reports ``told[k]`` of ``sizes[k]`` rows."""
     handlers = {
         ClientId(k): telling(metrics, num_examples=sizes[k]) for k, metrics in enumerate(told)
     }
