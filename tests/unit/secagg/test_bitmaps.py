@@ -1,4 +1,4 @@
-"""Sets of positions as bits: one encoding for each, as long as it has to be."""
+"""Bitmaps of roster positions: each set has one encoding, of the length that its size requires."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_places_come_back(size: int) -> None:
     ],
 )
 def test_other_bits_are_no_set(data: bytes, reason: str) -> None:
-    """The control: without the bit too many, or the byte, it is one."""
+    """Control: without the extra bit or byte, the bitmap is accepted."""
     assert places_in(b"\x09\x02", size=10, what="a set").tolist() == [0, 3, 9]
     with pytest.raises(ProtocolError, match=reason):
         places_in(data, size=10, what="a set")

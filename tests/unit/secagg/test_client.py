@@ -1,4 +1,4 @@
-"""A client across restarts, and masks that are ready before they are needed."""
+"""A client that is restarted between messages, and masks that are expanded ahead of time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +67,7 @@ ZERO = Contribution(values={"delta": np.zeros(9)}, weight=1, request_hash=bytes(
 
 
 class Restarting(SecureClient):
-    """A client whose every message is answered by a fresh process."""
+    """A client that answers every message in a fresh process."""
 
     def handle(
         self,
@@ -83,7 +83,7 @@ class Restarting(SecureClient):
 
 
 def shared() -> tuple[dict[ClientId, ClientState], dict[ClientId, messages.Packets], Masking]:
-    """Return everything before R2."""
+    """Run a session up to R2; the last client's shares are lost."""
     signed, advertising = open_session(
         TERMS, signer=CAST.signer, directory=CAST.clients[IDS[0]].directory
     )
@@ -102,7 +102,7 @@ def shared() -> tuple[dict[ClientId, ClientState], dict[ClientId, messages.Packe
 
 
 def test_masks_expanded_ahead_are_those_that_are_sent() -> None:
-    """One neighbour did not share in the meantime: its mask is taken out again."""
+    """One neighbour did not share in the meantime, so its mask is taken out again."""
     states, packets, _ = shared()
     client, state = CAST.clients[IDS[1]], states[IDS[1]]
     step = state.step
@@ -134,7 +134,7 @@ def test_a_client_may_be_a_fresh_process_for_every_message(adversary: Adversary)
 
 
 def test_a_policy_may_allow_a_second_release_in_a_round() -> None:
-    """And no third; whoever crashed after a release then need not skip the round."""
+    """A crash after a release then costs no round. Control: a third release is refused."""
     states = dict.fromkeys(IDS, ClientState.fresh(RUN))
     for attempt in range(2):
         result = rehearse(
@@ -155,7 +155,7 @@ def test_a_policy_may_allow_a_second_release_in_a_round() -> None:
 
 
 def test_a_lost_reply_to_the_last_message_does_not_open_the_session_again() -> None:
-    """The state is durable before the reply is sent, so the release counts."""
+    """The state is durable before the reply is sent, so the release counts even if it is lost."""
 
     def lose(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
         lost = (stage, way, client_id) == (Stage.UNMASK, Way.UP, IDS[0])
@@ -174,7 +174,7 @@ def test_a_lost_reply_to_the_last_message_does_not_open_the_session_again() -> N
 
 
 def test_what_was_released_is_released_again_for_the_same_survivors_alone() -> None:
-    """Against a curious server, where nothing is signed; the control: the same once more."""
+    """Against a curious server, where nothing is signed. Control: the same request again."""
     result = rehearse(
         TERMS,
         cast=CAST,

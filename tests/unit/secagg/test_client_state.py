@@ -1,4 +1,4 @@
-"""A client's state survives its process at every step."""
+"""A client's state can be restored in another process at every step of a session."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ FRESH = ClientState.fresh(b"r" * 16)
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
-    """Bytes for bytes, since sessions and secrets have no equality of their own."""
+    """Compared as bytes, since sessions and secrets define no equality."""
     state = replace(FRESH.released(released(TERMS), most=9), step=step)
     data = state.to_bytes()
     again = ClientState.from_bytes(data)
@@ -111,7 +111,7 @@ def test_releases_are_counted_by_round_and_end_the_session() -> None:
 
 
 def test_a_release_that_is_worked_on_again_after_a_crash_counts_once() -> None:
-    """The history outlives the run's state, and may be ahead of it by one answer."""
+    """The history outlives the run's state, so after a crash it may be one answer ahead of it."""
     first = FRESH.released(released(TERMS), most=9)
     behind = replace(FRESH.at(STEPS[4]), releases=first.releases)
     assert last_of(behind.released(released(TERMS), most=9)) == (2, 1, 1)

@@ -1,4 +1,4 @@
-"""What a client downloads of a roster and of signatures, in ever larger cohorts, in real bytes."""
+"""How many bytes of roster and signatures a client downloads, for growing cohorts."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def parameters_of(num_clients: int, topology: Topology) -> Parameters:
 
 
 def downloads(terms: Terms) -> tuple[int, int, int]:
-    """Return the bytes of R1, R3 and R4 where a tenth of all dropped out, with keys of nobody."""
+    """Return the encoded sizes in R1, R3 and R4 if a tenth drop out; all keys are random bytes."""
     drawn, n = np.random.default_rng(0), terms.num_clients
     adverts = [
         Advert(
@@ -68,7 +68,7 @@ def downloads(terms: Terms) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_a_download_grows_with_the_neighbours_and_the_logarithm_of_the_cohort() -> None:
-    """Four times the clients: half as much again, for k, a level or two more, and the bitmaps."""
+    """Four times the clients cost 1.6 times the bytes: a larger k, deeper proofs; plus bitmaps."""
     small, large = (downloads(terms_of(parameters_of(n, Topology.SPARSE))) for n in (1_000, 4_000))
     assert small[0] < 41_000
     assert large[0] < 1.6 * small[0]

@@ -1,4 +1,4 @@
-"""Who is drawn: as many as were to be, the same everywhere, and accomplices by chance alone."""
+"""The draw: as many clients as intended, the same ones everywhere, accomplices only by chance."""
 
 import math
 from fractions import Fraction
@@ -19,7 +19,7 @@ def draw(roster: str = "a roster", *, factor: float = 2.0, num_clients: int = le
 
 @pytest.mark.slow
 def test_each_client_is_drawn_as_often_as_another() -> None:
-    """A tenth of a thousand in each of 400 rounds: nobody is off by more than five deviations."""
+    """With p = 0.1 over 400 rounds, each of 1,000 clients is within five standard deviations."""
     counts = dict.fromkeys(ALL, 0)
     for round_num in range(400):
         for each in draw().drawn(ALL, round_num=round_num, num_asked=50):
@@ -44,7 +44,7 @@ def test_rounds_and_rosters_draw_others() -> None:
 
 
 def test_where_all_are_needed_all_are_drawn_and_strangers_never() -> None:
-    """Twelve in the roster, six asked: a small deployment is as it was."""
+    """With twelve in the roster and six invited, the factor of 2 draws the whole roster."""
     small = draw(num_clients=12)
     assert small.chance(6) == 1.0
     assert small.drawn([*ALL[:12], ClientId(1), ALL[12]], round_num=5, num_asked=6) == ALL[:12]

@@ -1,4 +1,4 @@
-"""False shares among true ones are found, up to (M - t) / 2 of them, wherever and whatever."""
+"""False shares among true ones are found: up to (M - t) / 2 of them, with any false values."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from fedlearn.secagg.shamir import PRIME
 @pytest.mark.slow
 @given(data=st.data())
 def test_as_many_liars_as_can_be_told_are_found_and_nobody_else(data: st.DataObject) -> None:
-    """At any points, with any false values, in one limb or in all."""
+    """For any points and any false values, each in some limb of the share."""
     threshold = data.draw(st.integers(1, 12))
     num_shares = threshold + data.draw(st.integers(0, 12))
     points = data.draw(
@@ -32,7 +32,7 @@ def test_as_many_liars_as_can_be_told_are_found_and_nobody_else(data: st.DataObj
 
 
 def test_one_liar_more_is_not_guessed_at() -> None:
-    """Three of nine where t = 4, whose lies do not fit together; and two of them are found."""
+    """Three of nine with t = 4, which lie independently, are too many; two of them are found."""
     points = list(range(1, 10))
     true = shamir.share([SecretBytes.generate(32)], threshold=4, points=points)[:, 0]
     for liars, found in (([0, 5], [0, 5]), ([0, 5, 7], None)):
@@ -42,7 +42,7 @@ def test_one_liar_more_is_not_guessed_at() -> None:
 
 
 def test_a_lie_that_adds_up_to_nothing_over_the_limbs_is_found() -> None:
-    """The combination is random, so nobody can aim beside it."""
+    """The limbs are combined with random weights, so a liar cannot make its errors cancel."""
     points = [1, 2, 3, 4]
     shares = shamir.share([SecretBytes.generate(32)], threshold=2, points=points)[:, 0]
     shares[2, 0] = (int(shares[2, 0]) + 1) % PRIME

@@ -1,4 +1,4 @@
-"""Fixed point: unbiased, bounded, and never out of its modulus."""
+"""Fixed point: rounding is unbiased and bounded, and a sum never overflows its modulus."""
 
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ def noise(size: int, *, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uin
 
 @pytest.mark.parametrize("modulus_bits", MODULUS_BITS)
 def test_levels_of_either_sign_survive_every_modulus(modulus_bits: int) -> None:
-    """Values on the grid are exact, also as a sum that wraps around zero."""
+    """Values on the grid are exact, also in a sum that wraps around zero."""
     values = np.array([-500.0, -0.5, 0.0, 0.5, 500.0])
     words = encode(lane(modulus_bits), values, factor=1.0, noise=noise(5))
     assert decode(lane(modulus_bits), words, num_clients=1).tolist() == values.tolist()
@@ -56,7 +56,7 @@ def test_levels_of_either_sign_survive_every_modulus(modulus_bits: int) -> None:
         (LaneRole.METRIC, 2, ([-500.0, 0.0], [500.0, 500.0]), 5**0.5),
         (LaneRole.METRIC, 1, ([-500.0], [500.0]), 2.0),
         (LaneRole.WEIGHT, 1, ([0.0], [500.0]), 1.0),
-        (LaneRole.VECTOR, 1, ([-500.0], [500.0]), 2.002),  # with what rounding may add
+        (LaneRole.VECTOR, 1, ([-500.0], [500.0]), 2.002),  # including the room for rounding
     ],
 )
 def test_the_sensitivity_is_how_far_one_client_can_move_a_lane(
@@ -86,7 +86,7 @@ def test_rounding_is_unbiased_and_off_by_less_than_a_step() -> None:
 
 
 def test_float32_values_are_scaled_in_float64() -> None:
-    """A product in float32 would be off by whole levels where a level has more than 24 bits."""
+    """With more than 24 bits per level, a product in float32 would be off by whole levels."""
     fine = replace(lane(64, size=1000, max_level=1 << 40), step=2.0**-40)
     values = np.random.default_rng(0).random(1000, np.float32)
     words = encode(fine, values, factor=1 / 3, noise=np.zeros(1000, np.uint32))
@@ -96,7 +96,7 @@ def test_float32_values_are_scaled_in_float64() -> None:
 
 
 def test_a_value_at_the_bound_is_never_rounded_beyond_it() -> None:
-    """Not even by the largest noise, at the largest level that float64 is exact for."""
+    """Not even with the largest noise, at the largest level up to which float64 is exact."""
     wide = lane(64, size=2, max_level=(1 << 51) - 1)
     most = np.full(2, 0xFFFFFFFF, np.uint32)
     values = np.array([wide.bound, -wide.bound])
@@ -120,7 +120,7 @@ def test_a_factor_or_a_shape_out_of_range_is_refused(factor: float, size: int) -
 
 
 def test_a_sum_that_the_clients_cannot_reach_is_refused() -> None:
-    """It means that a mask was left in; one client more could reach it."""
+    """Such a sum means that a mask was left in it. Control: one client more can reach it."""
     words = np.array([2001, 0, 0, 0, 0], np.uint32)
     with pytest.raises(ValueError, match="a mask is left in it"):
         decode(lane(), words, num_clients=2)
@@ -128,7 +128,7 @@ def test_a_sum_that_the_clients_cannot_reach_is_refused() -> None:
 
 
 def test_a_lane_that_could_overflow_cannot_be_made() -> None:
-    """The bound is for n clients: one less fits."""
+    """Control: with one client fewer the lane is accepted."""
     tight = lane(16, max_level=1000)
     tight.require_room(32)
     with pytest.raises(ConfigError, match="33 clients with levels up to 1000 overflow 16 bits"):
@@ -153,7 +153,7 @@ def test_the_modulus_holds_the_largest_sum_exactly(num_clients: int) -> None:
 
 
 def test_a_modulus_without_room_for_a_level_is_refused() -> None:
-    """A sign and one level for each of 2**14 clients take all of 16 bits."""
+    """A sign bit and one level for each of 2**14 clients fill all 16 bits."""
     made = partial(vector_lane, "delta", size=1, bound=1.0, modulus_bits=16, weighted=False)
     with pytest.raises(ConfigError, match="16385 clients leaves no level in 16 bits"):
         made(num_clients=(1 << 14) + 1)
@@ -214,7 +214,7 @@ def test_the_reported_error_bounds_the_measured_one() -> None:
 def test_a_noisy_lane_holds_its_clients_and_their_noise(
     modulus_bits: int, num_clients: int, noise_share: float
 ) -> None:
-    """The share is of what a rounded vector may measure, and 14 deviations of the sum fit in."""
+    """Noise is relative to the longest rounded vector; 14 deviations of the sum's noise fit in."""
     made = noisy_lane(
         "delta",
         size=1000,
@@ -231,7 +231,7 @@ def test_a_noisy_lane_holds_its_clients_and_their_noise(
 
 
 def test_no_rounded_vector_is_longer_than_noise_is_measured_by() -> None:
-    """Of vectors at the bound, thin and wide; plain rounding up would be seen to be longer."""
+    """Vectors at the bound, dense and nearly sparse, become longer when rounded, but not beyond."""
     made = noisy_lane(
         "delta", size=400, bound=1.0, modulus_bits=24, num_clients=1000, noise_share=0.01
     )
@@ -245,7 +245,7 @@ def test_no_rounded_vector_is_longer_than_noise_is_measured_by() -> None:
 
 
 def test_the_noise_of_a_sum_is_that_of_its_clients() -> None:
-    """Its variance is n times one client's; that of 2/3 and 3/2 as much noise is told from it."""
+    """Its variance is n times one client's; 2/3 or 3/2 of the noise would be noticed."""
     made = noisy_lane(
         "delta", size=40_000, bound=1.0, modulus_bits=32, num_clients=10, noise_share=0.5
     )

@@ -1,4 +1,4 @@
-"""The ring: regular, symmetric, and in an order that the seed draws."""
+"""The ring is regular and symmetric, and its order follows from the seed."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_the_ring_follows_from_its_seed() -> None:
 
 
 def test_the_ring_of_a_seed_stays_as_it_is() -> None:
-    """Parties of other versions draw it too."""
+    """Other versions must draw the same ring, so its order must not change between releases."""
     assert ring(6, num_neighbours=2, seed=b"roster") == [
         [4, 5],
         [3, 4],
@@ -37,7 +37,7 @@ def test_the_ring_of_a_seed_stays_as_it_is() -> None:
 
 
 def test_positions_say_nothing_about_who_is_near() -> None:
-    """Over many seeds, clients 0 and 1 meet as often as any other two: k / (n - 1)."""
+    """Over many seeds, clients 0 and 1 are neighbours as often as any other two: k / (n - 1)."""
     seeds = (i.to_bytes(4) for i in range(2000))
     meetings = sum(1 in Ring.drawn(21, num_neighbours=4, seed=seed).near(0) for seed in seeds)
     assert abs(meetings / 2000 - 0.2) < 5 * np.sqrt(0.16 / 2000)

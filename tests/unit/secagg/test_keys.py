@@ -1,4 +1,4 @@
-"""Keys are bound to their session, their purpose and their pair."""
+"""Keys are bound to their session, their purpose and their pair of clients."""
 
 from itertools import combinations
 
@@ -21,7 +21,7 @@ def test_both_sides_of_a_pair_derive_one_mask_key() -> None:
 
 
 def test_every_pair_session_and_purpose_has_its_own_key() -> None:
-    """No key serves two masks: not for the same two clients in another session either."""
+    """No key serves two masks, not even for the same two clients in another session."""
     secret = SecretBytes.generate(32)
     found = [
         keys.derive(secret, session=session, label=label, ids=ids)
@@ -38,7 +38,7 @@ def test_every_pair_session_and_purpose_has_its_own_key() -> None:
 
 
 def test_a_low_order_key_is_refused() -> None:
-    """Whoever agreed with it would share a secret that everybody knows: zero."""
+    """The agreed secret would be zero, which everyone knows."""
     ours = keys.KeyAgreement(SecretBytes.generate(32))
     for weak in (bytes(32), b"\x01" + bytes(31)):
         with pytest.raises(ProtocolError, match="low order"):
@@ -62,7 +62,7 @@ def test_a_packet_opens_only_where_it_was_sent() -> None:
 
 
 def test_digests_of_shifted_parts_differ() -> None:
-    """Each part has its length before it, so nothing moves from one into the next."""
+    """Each part is prefixed by its length, so no byte can move from one part into the next."""
     assert keys.digest(b"x", b"ab", b"c") != keys.digest(b"x", b"a", b"bc")
     assert keys.digest(b"x", b"ab") != keys.digest(b"y", b"ab")
     assert keys.digest(b"x", b"ab") == keys.digest(b"x", b"ab")

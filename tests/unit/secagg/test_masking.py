@@ -1,4 +1,4 @@
-"""Masks cancel exactly, whatever the width, the length and the number of threads."""
+"""Masks cancel exactly, for any width, length and number of threads."""
 
 import itertools
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def test_masks_added_and_subtracted_leave_nothing(size: int, num_threads: int) -
 
 @pytest.mark.parametrize("span", [0, 1, 255, 1 << 40])
 def test_every_way_to_a_mask_gives_the_same_bits(span: int) -> None:
-    """To the end of a span, where a counter of few bits would have gone round."""
+    """Up to the end of a span, where a counter of fewer bits would have wrapped around."""
     zeros_ = bytes(SPAN_BYTES)
     first, *others = (stream(KEYS[0], span).update(zeros_) for stream in STREAMS)
     assert others
@@ -73,7 +73,7 @@ def test_every_way_to_a_mask_gives_the_same_bits(span: int) -> None:
 
 @dataclass
 class Stopwatch:
-    """A clock that moves as streams are expanded on it, by seconds of each one's own."""
+    """A clock that only moves when a stream is expanded, by a set time per stream."""
 
     now: float = 0.0
 
@@ -86,7 +86,7 @@ class Stopwatch:
 
 @pytest.mark.parametrize("slow", STREAMS)
 def test_the_faster_way_is_taken_however_it_is_disturbed(slow: Stream) -> None:
-    """Each is timed on its best block; one in three is held up."""
+    """Each stream counts by its best block, although every third call is slowed down."""
     clock, count = Stopwatch(), itertools.count()
 
     def timed(stream: Stream) -> Stream:
@@ -112,7 +112,7 @@ def test_the_way_is_found_once_a_process() -> None:
 
 
 def test_a_mask_is_no_constant_and_lanes_have_their_own() -> None:
-    """Neither does a span repeat the one before."""
+    """Spans do not repeat each other either."""
     lanes = zeros([lane(32, SPAN_BYTES // 2), lane(32, SPAN_BYTES // 2)])
     fold(lanes, MaskKeys(plus=KEYS[:1], minus=[]), num_threads=2)
     assert np.count_nonzero(np.diff(np.sort(lanes[0]))) > 0.99 * SPAN_BYTES / 2
@@ -122,7 +122,7 @@ def test_a_mask_is_no_constant_and_lanes_have_their_own() -> None:
 
 
 def test_lanes_lie_end_to_end_in_a_mask_each_from_a_block_on() -> None:
-    """A lane of 3 bytes takes a block of 16, and spans are cut through lanes."""
+    """Each lane starts at a new 16-byte block, and a span may end in the middle of a lane."""
     lanes = zeros([lane(16, 3), lane(64, 1), lane(32, SPAN_BYTES // 4), lane(16, 5)])
     fold(lanes, MaskKeys(plus=KEYS[:1], minus=[]), num_threads=2)
     stream = keystream(KEYS[0], SPAN_BYTES + 48).tobytes()
@@ -142,7 +142,7 @@ def test_more_masks_than_are_open_at_a_time_are_all_folded() -> None:
 
 
 def test_every_bit_of_a_key_matters() -> None:
-    """A stream from fewer bits of a key would repeat: 32 bits are guessed in minutes."""
+    """If a cipher used fewer bits of the key, streams would repeat: 32 bits are guessed quickly."""
     key = bytes(range(32))
     streams = {keystream(SecretBytes(key), 64).tobytes()}
     for bit in range(256):
@@ -158,7 +158,7 @@ def test_masked_zeros_look_uniform() -> None:
 
 
 def test_packed_words_add_up_in_every_modulus() -> None:
-    """An upload has b bits a number and nothing else."""
+    """An upload has exactly b bits per number."""
     lanes = [lane(bits, 9) for bits in MODULUS_BITS]
     first, second = drawn(lanes, seed=1), drawn(lanes, seed=2)
     packed = pack(lanes, first)

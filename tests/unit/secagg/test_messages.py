@@ -1,4 +1,4 @@
-"""Messages have the sizes that the protocol states, and one encoding each."""
+"""Messages have the sizes stated in the protocol, and exactly one encoding each."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_a_message_has_its_size_and_comes_back(message: Message, num_bytes: int)
 
 @pytest.mark.parametrize(("message", "num_bytes"), MESSAGES)
 def test_a_message_cut_or_extended_is_refused(message: Message, num_bytes: int) -> None:
-    """Except that a vector may have any length: its lanes tell which is right."""
+    """Only a vector may be longer: the terms' lanes, not the encoding, determine its length."""
     data = encode(message)
     with pytest.raises(ProtocolError, match=r"early|at most"):
         decode(data[: HEADER_BYTES + min(num_bytes, 32) - 1])
@@ -97,7 +97,7 @@ def test_a_message_cut_or_extended_is_refused(message: Message, num_bytes: int) 
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:
-    """A list that claims more entries than there are bytes allocates nothing."""
+    """A list that claims more entries than there are bytes allocates no memory."""
     with pytest.raises(ProtocolError, match=reason):
         decode(data)
 
@@ -114,7 +114,7 @@ def test_a_packet_holds_the_shares_of_one_holder() -> None:
 
 
 def test_a_packet_holds_elements_of_the_field() -> None:
-    """Who passed others on would be refused its release, and be taken for the liar."""
+    """A client that passed other values on would be refused later, and be taken for the liar."""
     largest = ((1 << 31) - 2).to_bytes(4, "little")
     pair = SecretBytes(largest * 18)
     assert open_packet(packet_of(7, pair), point=7, sender=A).reveal() == pair.reveal(), "control"

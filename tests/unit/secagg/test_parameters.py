@@ -1,4 +1,4 @@
-"""k and t: the published choices, the formulas they rest on, and what is refused."""
+"""k and t: the published choices, the formulas behind them, and the combinations refused."""
 
 import math
 import resource
@@ -57,7 +57,7 @@ def assume(
 def test_sparse_graphs_have_the_published_sizes(
     adversary: Adversary, n: int, k: int, t: int
 ) -> None:
-    """A tenth corrupted, a tenth dropped, 2^-40 and 2^-30."""
+    """With a tenth corrupted, a tenth dropped, sigma = 40 and eta = 30."""
     found = derive(n, assumptions=assume(adversary, Topology.SPARSE))
     assert (found.num_neighbours, found.threshold) == (k, t)
 
@@ -65,7 +65,7 @@ def test_sparse_graphs_have_the_published_sizes(
 @pytest.mark.parametrize("n", [3, 10, 30, 100, 101])
 @pytest.mark.parametrize("corruption", [0.0, 0.1, 0.3])
 def test_in_a_complete_graph_t_is_the_least_that_is_safe(n: int, corruption: float) -> None:
-    """One share less, and an active server gets both secrets of a client."""
+    """With one share less, an active server could get both secrets of a client."""
     given = assume(ACTIVE, Topology.COMPLETE, corruption=corruption, dropout=0.0)
     found, corrupted = derive(n, assumptions=given), max(1, math.ceil(corruption * n - 1e-9))
     assert 2 * found.threshold > n + corrupted >= 2 * (found.threshold - 1)
@@ -79,7 +79,7 @@ def test_a_third_corrupted_needs_more_than_two_thirds() -> None:
 
 
 def test_somebody_is_corrupted_in_any_cohort() -> None:
-    """A tenth of three is one; of eleven, two."""
+    """With a corruption of 0.1: one client of three, and two of eleven."""
     given = assume(ACTIVE, Topology.COMPLETE)
     found = {n: derive(n, assumptions=given).num_corrupted for n in (3, 9, 10, 11, 30)}
     assert found == {3: 1, 9: 1, 10: 1, 11: 2, 30: 3}
@@ -87,7 +87,7 @@ def test_somebody_is_corrupted_in_any_cohort() -> None:
 
 
 def test_the_tail_is_that_of_the_exact_distribution() -> None:
-    """P[more than a corrupted neighbours] with rational numbers: below the bound, a - 1 above."""
+    """In rational numbers, P[more than a] is within the bound, and P[more than a - 1] is not."""
     for n, k, corrupted in ((100, 22, 10), (300, 76, 30)):
         given = assume(CURIOUS, Topology.SPARSE)
         a = corrupted_neighbours(n, k, roster_size=n, assumptions=given)
@@ -104,7 +104,7 @@ def test_the_tail_is_that_of_the_exact_distribution() -> None:
 
 
 def test_a_ring_is_connected_unless_two_gaps_open() -> None:
-    """Fewer are gone than two gaps need: never; many more: nearly always."""
+    """If fewer clients are gone than two gaps take, the ring is never cut."""
     given = assume(CURIOUS, Topology.SPARSE)
     assert is_connected(100, 22, assumptions=given)
     assert not is_connected(100, 4, assumptions=given)
@@ -132,7 +132,7 @@ def test_assumptions_that_nothing_satisfies_are_refused(
 
 
 def first_that_holds(n: int, given: Assumptions) -> tuple[int, int] | None:
-    """Return k and t as by looking at every k; n * dropout is a whole number, 1 or more."""
+    """Find k and t by trying every k; n * dropout must be a whole number, 1 or more."""
     is_active = given.adversary is ACTIVE
     fewest = n - round(given.dropout * n) if is_active else n
     dropping = replace(
@@ -167,7 +167,7 @@ def test_the_least_k_that_holds_is_found_without_a_look_at_each(
 
 
 def test_what_holds_in_no_sparse_graph_is_refused_promptly() -> None:
-    """Each k by itself takes a time that grows with it: all together took 16 s here."""
+    """Trying each k takes longer for larger k: a full search took 16 s here."""
     given = assume(ACTIVE, Topology.SPARSE, corruption=0.33, dropout=0.33)
     before_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     with pytest.raises(ConfigError, match="no sparse graph on 50000 clients"):

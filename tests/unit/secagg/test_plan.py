@@ -1,4 +1,4 @@
-"""What a plan says of itself: against whom its sums hide an update."""
+"""A secure plan's own explanation, the quorum that noise requires, and the hash of a request."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from fedlearn.secagg.plan import SecurePlan, request_hash
 def test_a_plan_tells_behind_how_many_others_it_hides_an_update(
     num_clients: int, dropout: float, told: str, *, is_warned: bool
 ) -> None:
-    """And that clients refuse, by default, sums of so few that two accomplices read one of them."""
+    """It also warns of sums so small that clients refuse them by default."""
     assumptions = Assumptions(
         adversary=Adversary.ACTIVE_SERVER,
         topology=Topology.COMPLETE,
@@ -65,7 +65,7 @@ def test_a_plan_tells_behind_how_many_others_it_hides_an_update(
 def test_where_noise_is_promised_and_clients_cannot_count_so_many_have_to_sign(
     topology: Topology, noise: float | None, quorum: int
 ) -> None:
-    """Each client adds a part of the noise, of those that are in the sum for certain."""
+    """Each client adds a share of the noise that fits the number of clients surely in the sum."""
     assumptions = Assumptions(
         adversary=Adversary.ACTIVE_SERVER,
         topology=topology,
@@ -103,7 +103,7 @@ def test_where_noise_is_promised_and_clients_cannot_count_so_many_have_to_sign(
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_request_has_one_hash_however_it_was_sent(*, evaluates: bool) -> None:
-    """Clients find the hash of the terms again where constants were sent apart from the rest."""
+    """Clients compute the same hash as the terms, even if constants were sent separately."""
     tensors = {
         "head": torch.ones(3),
         "small": torch.ones(2, dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""A policy accepts what was derived under its own assumptions, for any cohort."""
+"""A policy accepts terms that were derived under its own assumptions, for any cohort size."""
 
 import math
 from dataclasses import replace
@@ -72,7 +72,7 @@ def terms(n: int, adversary: Adversary, topology: Topology, *, corruption: float
 def test_derived_terms_are_accepted_under_the_same_assumptions(
     n: int, topology: Topology, adversary: Adversary
 ) -> None:
-    """And refused by whoever fears a fifth corrupted where a tenth was assumed."""
+    """A policy that assumes twice the corruption refuses them."""
     made = terms(n, adversary, topology, corruption=0.1)
     policy(0.1).judge(made)
     if n > 3:
@@ -81,7 +81,7 @@ def test_derived_terms_are_accepted_under_the_same_assumptions(
 
 
 def test_in_a_sparse_graph_a_lying_server_assures_of_a_quorum_and_no_more() -> None:
-    """A client cannot count survivors there, so that its least cohort is held against q."""
+    """A client cannot count survivors there, so its ``min_cohort`` is compared with q."""
     active, curious = (
         terms(300, adversary, Topology.SPARSE, corruption=0.1) for adversary in reversed(Adversary)
     )
@@ -97,17 +97,17 @@ def test_in_a_sparse_graph_a_lying_server_assures_of_a_quorum_and_no_more() -> N
 
 
 def test_a_client_bounds_what_its_sample_of_signatures_holds_with() -> None:
-    """Of a coordinator that takes a smaller sigma it would see fewer of them."""
+    """With a smaller sigma, a coordinator would show the client fewer signatures."""
     made = terms(300, Adversary.ACTIVE_SERVER, Topology.SPARSE, corruption=0.1)
     with pytest.raises(PolicyViolation, match=r"sigma_bits.*asked 39.*at least 40"):
         policy(0.1).judge(replace(made, sigma_bits=39))
     policy(0.1).judge(made)
     complete = terms(30, Adversary.ACTIVE_SERVER, Topology.COMPLETE, corruption=0.1)
-    policy(0.1).judge(replace(complete, sigma_bits=1))  # where it sees all of them
+    policy(0.1).judge(replace(complete, sigma_bits=1))  # there a client sees the whole quorum
 
 
 def test_a_threshold_above_the_holders_is_refused() -> None:
-    """No secret of this client would ever be recovered; the control: as many as there are."""
+    """No secret of this client could ever be recovered. Control: a threshold of all holders."""
     given = terms(300, Adversary.HONEST_BUT_CURIOUS, Topology.SPARSE, corruption=0.1)
     k = given.num_neighbours
     policy(0.1).judge(replace(given, threshold=k))
@@ -116,7 +116,7 @@ def test_a_threshold_above_the_holders_is_refused() -> None:
 
 
 def noisy(n: int, *, noise_shares: tuple[float, ...]) -> Terms:
-    """Return terms with a lane for each share."""
+    """Return terms with one noisy lane per share."""
     made = terms(n, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
     lanes = tuple(
         noisy_lane(
@@ -133,7 +133,7 @@ def noisy(n: int, *, noise_shares: tuple[float, ...]) -> Terms:
 
 
 def test_the_distance_is_that_of_all_lanes_by_honest_noise_alone() -> None:
-    """Of 30 clients asked 27 are in a sum at the least, of whom this client believes 3 to lie."""
+    """Of 30 invited clients at least 27 are in a sum, of which this client distrusts 3."""
     made = noisy(30, noise_shares=(0.5, 2.0))
     assert made.min_survivors == 27
     assert squared_distance(made, corruption=0.1) == pytest.approx((4**2 + 1**2) / 24)
@@ -149,7 +149,7 @@ def test_the_distance_is_that_of_all_lanes_by_honest_noise_alone() -> None:
 
 
 def test_the_days_epsilon_counts_what_was_spent() -> None:
-    """As of one release of all of it; a day that has been spent leaves nothing."""
+    """Past releases add to ε as squared distances; a day's budget, once spent, allows no more."""
     made = noisy(30, noise_shares=(0.5,))
     squared = squared_distance(made, corruption=0.1)
     floor = NoiseFloor(min_share=0.4, max_epsilon=None, target_delta=1e-6)

@@ -93,7 +93,7 @@ def test_a_stage_with_too_few_left_aborts(stage: Stage) -> None:
 
 
 def test_a_client_without_enough_holders_aborts_before_anything_is_released() -> None:
-    """On a sparse graph two neighbours of four may be too many to lose."""
+    """In a sparse graph, one dropout can leave a client with fewer than t of its holders."""
     given = terms(topology=Topology.SPARSE, min_survivors=5, threshold=4)
     run(given, {})
     with pytest.raises(AggregationAborted, match="the threshold is 4") as caught:

@@ -1,4 +1,4 @@
-"""Any t shares are the secret; t - 1 are nothing."""
+"""Any t shares give the secret; t - 1 shares reveal nothing about it."""
 
 from itertools import combinations
 
@@ -17,7 +17,7 @@ SECRETS = [
 
 
 def test_any_three_of_six_shares_give_every_secret() -> None:
-    """Also at points that do not follow each other; two of them give something else."""
+    """Also for points that are not consecutive. Two shares give something else."""
     points = [1, 2, 5, 9, 40, PRIME - 1]
     shares = shamir.share(SECRETS, threshold=3, points=points)
     for chosen in combinations(range(6), 3):
@@ -29,7 +29,7 @@ def test_any_three_of_six_shares_give_every_secret() -> None:
 
 
 def test_owners_with_different_holders_are_combined_together() -> None:
-    """As in a sparse graph, where every client has neighbours of its own."""
+    """As in a sparse graph, where each client has different neighbours."""
     rng = np.random.default_rng(0)
     secrets = [SecretBytes.generate(32) for _ in range(20)]
     rows, chosen = [], []
@@ -43,10 +43,10 @@ def test_owners_with_different_holders_are_combined_together() -> None:
 
 
 def test_fewer_shares_fit_every_secret_exactly_once() -> None:
-    """For two shares of three and any secret there is one polynomial that gives both.
+    """For two shares of three and any secret there is exactly one polynomial that gives both.
 
     So with uniform coefficients the two shares have the same probability under every secret:
-    they are independent of it. The third share then tells the secrets apart.
+    they are independent of it. Only the third share tells the secrets apart.
     """
     points, rng = [3, 7, 11], np.random.default_rng(2)
     observed = rng.integers(0, PRIME, 2)
@@ -62,7 +62,7 @@ def test_fewer_shares_fit_every_secret_exactly_once() -> None:
 
 
 def solved(matrix: list[list[int]], values: list[int]) -> list[int]:
-    """Return the one solution of a linear system modulo p, in whole numbers.
+    """Return the only solution of a linear system modulo p, in whole numbers.
 
     Raises:
         StopIteration: It has none, or more than one.
@@ -106,14 +106,14 @@ def test_t_minus_one_shares_are_independent_of_the_secret(threshold: int) -> Non
 
 
 def test_a_holder_that_stands_twice_would_tell_of_the_secret() -> None:
-    """The control: two points that are one make the matrix singular."""
+    """Control: two equal points make the matrix singular."""
     with pytest.raises(StopIteration):
         solved([[3, 9], [3, 9]], [1, 2])
 
 
 @pytest.mark.parametrize("threshold", range(2, 7))
 def test_any_t_of_six_shares_give_the_secret_and_fewer_do_not(threshold: int) -> None:
-    """Every choice of t, and of t - 1, of shares at points that do not follow each other."""
+    """For every choice of t, and of t - 1, shares at points that are not consecutive."""
     points = [2, 3, 7, 50, 1001, PRIME - 1]
     shares = shamir.share(SECRETS, threshold=threshold, points=points)
     for size, is_enough in ((threshold, True), (threshold - 1, False)):
@@ -124,7 +124,7 @@ def test_any_t_of_six_shares_give_the_secret_and_fewer_do_not(threshold: int) ->
 
 
 def test_shares_below_the_threshold_look_alike_for_unlike_secrets() -> None:
-    """Pairs of shares of two secrets, as counts over 16 x 16 cells, by chi-squared."""
+    """Compares pairs of shares of two secrets, counted in 16 x 16 cells, by chi-squared."""
 
     def counts(secret: SecretBytes, threshold: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         shares = shamir.share([secret] * 4000, threshold=threshold, points=[1, 2, 3, 4])
@@ -149,7 +149,7 @@ def test_uniform_elements_fill_the_field_evenly() -> None:
 
 
 def test_products_are_exact_at_the_largest_elements() -> None:
-    """Against Python's integers."""
+    """Compared with Python's integers."""
     rng = np.random.default_rng(3)
     b = rng.integers(PRIME - 3, PRIME, (600, 5), np.uint64)
     points, degree = [PRIME - 1, PRIME - 2], 599
@@ -169,7 +169,7 @@ def test_false_shares_give_no_secret_or_another_one() -> None:
     assert shamir.combine(at, shares.transpose(1, 0, 2)) == [SECRETS[2]]
     assert shamir.combine(at, false.transpose(1, 0, 2)) != [SECRETS[2]]
     huge = np.full((1, 2, shamir.NUM_LIMBS), 0xFFFFFFFF, np.uint32)
-    shamir.combine(at, huge)  # any bytes are only wrong, never an error
+    shamir.combine(at, huge)  # arbitrary bytes give a wrong secret or none, but raise no error
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Terms: consistent or not made at all; contributions in and means out."""
+"""Inconsistent terms are refused, and contributions come out of the sum as their mean."""
 
 from dataclasses import replace
 from typing import Any
@@ -97,7 +97,7 @@ def test_inconsistent_terms_cannot_be_read() -> None:
 
 
 def test_a_weighted_mean_comes_out_of_the_sum() -> None:
-    """Within the error that is reported, scaled as the mean is."""
+    """Within the reported error, scaled as the mean is."""
     rng = np.random.default_rng(0)
     given = [
         Contribution(
@@ -142,7 +142,7 @@ def test_a_weight_out_of_bounds_is_refused(weight: int) -> None:
 
 
 def test_rounding_repeats_with_its_key_and_differs_between_lanes() -> None:
-    """A simulation that must repeat hands its own key in."""
+    """A reproducible simulation passes its own key."""
     values = {"delta": np.full(1000, 0.123456), "loss": np.array([1.0])}
     given = Contribution(values=values, weight=100, request_hash=bytes(32))
     first, again, other = (
@@ -153,7 +153,7 @@ def test_rounding_repeats_with_its_key_and_differs_between_lanes() -> None:
 
 
 def test_noise_on_some_lanes_alone_is_no_terms() -> None:
-    """The others would tell what it hides; control: with noise on both they are."""
+    """Lanes without noise would reveal what the noise hides. Control: noise on both lanes."""
     (noisy,) = NOISY.lanes
     other = replace(noisy, name="control")
     assert len(replace(NOISY, lanes=(noisy, other)).lanes) == 2
@@ -162,7 +162,7 @@ def test_noise_on_some_lanes_alone_is_no_terms() -> None:
 
 
 def test_the_noise_is_in_the_words_and_never_the_same() -> None:
-    """Whatever the rounding comes from; without it, they are the same."""
+    """Even if the rounding repeats. Control: without noise the words are equal."""
     given = Contribution(values={"delta": np.zeros(1000)}, weight=0, request_hash=bytes(32))
     for terms, is_same in ((NOISY, False), (PLAIN, True)):
         first, second = (to_words(terms, given, rounding_key=bytes(32))[0] for _ in range(2))
