@@ -1,4 +1,4 @@
-"""Aggregation is a monoid: order, grouping and workers do not matter."""
+"""Aggregation is a monoid: the order of clients, their grouping and the workers do not matter."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def folded(deltas: Tensor, weights: Tensor) -> LaneSums:
 
 
 def copy(state: LaneSums) -> LaneSums:
-    """States are consumed; a property that uses one twice needs a copy."""
+    """Clone a state, since folding and merging consume it."""
     sums = {name: total.clone() for name, total in state.sums.items()}
     return replace(
         state, sums=sums, weight=state.weight.clone(), num_clients=state.num_clients.clone()
@@ -75,7 +75,7 @@ def assert_same(left: LaneSums, right: LaneSums, dtype: torch.dtype) -> None:
 def test_any_partition_into_blocks_gives_the_same_mean(
     dtype: torch.dtype, seed: int, blocks: list[int]
 ) -> None:
-    """One block of all, one client at a time, and anything between."""
+    """For one block of all clients, one client per block, and everything in between."""
     deltas, weights = clients(seed, sum(blocks), dtype)
     state = empty(dtype)
     for rows, weights_B in zip(deltas.split(blocks), weights.split(blocks), strict=True):
@@ -96,7 +96,7 @@ def test_any_partition_into_blocks_gives_the_same_mean(
 def test_merging_is_commutative_and_associative(
     dtype: torch.dtype, seed: int, sizes: tuple[int, int, int]
 ) -> None:
-    """Any tree over workers or edge servers ends in the same mean."""
+    """So any tree of workers or edge servers computes the same mean."""
     deltas, weights = clients(seed, sum(sizes), dtype)
     parts = zip(deltas.split(list(sizes)), weights.split(list(sizes)), strict=True)
     a, b, c = (folded(*part) for part in parts)
@@ -110,7 +110,7 @@ def test_merging_is_commutative_and_associative(
 @settings(max_examples=40)
 @given(seed=seeds, count=st.integers(1, 9))
 def test_the_empty_state_is_the_identity(seed: int, count: int) -> None:
-    """Merging with it, on either side, changes no bit."""
+    """Merging with it, on either side, does not change a bit."""
     state = folded(*clients(seed, count, torch.float32))
     nobody = empty(torch.float32)
     expected = mean_of(state)
@@ -121,14 +121,14 @@ def test_the_empty_state_is_the_identity(seed: int, count: int) -> None:
 @settings(max_examples=40)
 @given(seed=seeds, count=st.integers(1, 9))
 def test_the_order_of_clients_does_not_matter(seed: int, count: int) -> None:
-    """Replies arrive as they like."""
+    """Replies may arrive in any order."""
     deltas, weights = clients(seed, count, torch.float64)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     assert_same(folded(deltas, weights), folded(deltas[order], weights[order]), torch.float64)
 
 
 def test_a_lost_block_is_noticed() -> None:
-    """The control: a state that lacks a block has another mean and another weight."""
+    """Control: a state without one of the blocks has another mean and another weight."""
     deltas, weights = clients(0, 6, torch.float64)
     whole, part = folded(deltas, weights), folded(deltas[:4], weights[:4])
     assert float(whole.weight) != float(part.weight)

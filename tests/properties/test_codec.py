@@ -1,4 +1,4 @@
-"""The codec on anything at all: a message or a ProtocolError."""
+"""For any bytes at all, the codec returns a message or raises a ProtocolError."""
 
 import json
 import struct
@@ -59,7 +59,7 @@ messages: st.SearchStrategy[Request | Reply] = st.one_of(
 
 
 def parts(message: Request | Reply) -> dict[str, object]:
-    """Return the fields as values that compare: tensors as dtype, shape and bytes."""
+    """Return the fields in a form that can be compared: tensors as dtype, shape and bytes."""
     fields: dict[str, object] = {}
     for name, value in vars(message).items():
         if name in ("tensors", "told", "lanes"):
@@ -73,7 +73,7 @@ def parts(message: Request | Reply) -> dict[str, object]:
 
 
 def refused_or_decoded(data: bytes) -> Request | Reply | None:
-    """Return the message or ``None``; any exception but a ProtocolError fails the test."""
+    """Return the message, or ``None`` for a ProtocolError; any other exception fails the test."""
     try:
         return decode(data)
     except ProtocolError:
@@ -83,21 +83,21 @@ def refused_or_decoded(data: bytes) -> Request | Reply | None:
 @settings(max_examples=200)
 @given(message=messages)
 def test_every_message_survives_the_wire(message: Request | Reply) -> None:
-    """Decoding is the inverse of encoding, for all kinds, bit for bit."""
+    """Decoding inverts encoding bit for bit, for all kinds of messages."""
     assert parts(decode(encode(message))) == parts(message)
 
 
 @settings(max_examples=200)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
-    """Without the magic they cannot be a message."""
+    """Without the magic bytes they cannot be a message."""
     assert refused_or_decoded(data) is None
 
 
 @settings(max_examples=300)
 @given(header=st.binary(max_size=60), body=st.binary(max_size=60))
 def test_random_headers_and_bodies_are_refused(header: bytes, body: bytes) -> None:
-    """Behind a valid prefix, where the parsers are reached."""
+    """They follow a valid prefix, so that the parsers are reached."""
     refused_or_decoded(struct.pack("<2sBI", b"FL", VERSION, len(header)) + header + body)
 
 
@@ -116,7 +116,7 @@ def test_random_headers_and_bodies_are_refused(header: bytes, body: bytes) -> No
     ),
 )
 def test_fields_of_wrong_types_are_refused(kind: str, fields: dict[str, object]) -> None:
-    """Whatever JSON stands in the fields, what comes out has the types that are declared."""
+    """For any JSON in the fields, a decoded message has fields of the declared types."""
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     prefix = struct.pack("<2sBI", b"FL", VERSION, len(header))
     message = refused_or_decoded(prefix + header + safetensors.torch.save({}))
@@ -135,7 +135,7 @@ def test_fields_of_wrong_types_are_refused(kind: str, fields: dict[str, object])
 def test_lying_tensor_headers_are_refused(
     shape: list[int], offsets: tuple[int, int], dtype: str, data: bytes
 ) -> None:
-    """Shapes and offsets that do not fit the bytes, or fit no memory."""
+    """Shapes and offsets do not fit the bytes, or do not fit any memory."""
     entry = {"w": {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}}
     table = json.dumps(entry).encode()
     header = json.dumps({"kind": "evaluate_request", "fields": {"round_num": 0}}).encode()
@@ -151,7 +151,7 @@ def wire() -> bytes:
 
 
 def test_a_message_cut_anywhere_is_refused() -> None:
-    """At every length, and with a byte too many; whole it is accepted."""
+    """At every length, and with an extra byte. Control: the whole message is accepted."""
     data = wire()
     assert isinstance(decode(data), TrainReply)
     for length in range(len(data)):
@@ -160,7 +160,7 @@ def test_a_message_cut_anywhere_is_refused() -> None:
 
 
 def test_a_message_with_any_bit_flipped_is_a_message_or_refused() -> None:
-    """Never another exception; a flip in the prefix or the structure is noticed."""
+    """No other exception is raised; a flip in the magic bytes is always noticed."""
     data = wire()
     for position in range(len(data)):
         for bit in (0, 3, 6, 7):

@@ -1,4 +1,4 @@
-"""Lines of keys against tomllib, rendering against loading, and no input but a clear error."""
+"""Lines of keys agree with tomllib, rendering with loading, and bad input gives a clear error."""
 
 import tempfile
 import tomllib
@@ -23,7 +23,7 @@ ENDS = st.sampled_from(["\n", " # [c] = 1\n", "\n\n", '\t# """\n'])
 
 
 def basic(text: str) -> str:
-    """Return ``text`` as a basic string with everything unusual escaped."""
+    """Return ``text`` as a basic TOML string, with all unusual characters escaped."""
     return (
         '"' + "".join(c if c.isalnum() and c.isascii() else f"\\U{ord(c):08x}" for c in text) + '"'
     )
@@ -59,19 +59,19 @@ SCALARS = st.one_of(
 
 
 class Writer:
-    """Writes a TOML document piece by piece and knows in which statement each key went."""
+    """Writes a TOML document piece by piece, and records the line of the statement of each key."""
 
     def __init__(self) -> None:
         self.text = ""
         self.lines: dict[Key, int] = {}
-        self.start = 1  # of the statement
+        self.start = 1  # first line of the current statement
 
     def begin(self) -> None:
-        """Begin a statement."""
+        """Start a statement on the current line."""
         self.start = self.text.count("\n") + 1
 
     def key(self, draw: st.DrawFn, path: Key | None, *, depth: int) -> Key | None:
-        """Write a dotted key, each part noted; in an array, which has no path, none."""
+        """Write a dotted key and record all its parts; in an array, which has no path, none."""
         parts = draw(st.lists(KEYS, min_size=1, max_size=depth))
         for index, (written, name) in enumerate(parts):
             self.text += (draw(BLANKS) + "." + draw(BLANKS) if index else "") + written
@@ -108,7 +108,7 @@ class Writer:
 
 @st.composite
 def documents(draw: st.DrawFn) -> Writer:
-    """Pairs and tables; a few are no TOML, because of a key that comes twice."""
+    """Draw pairs and tables; a few documents are not valid TOML, because a key occurs twice."""
     writer = Writer()
     for _ in range(draw(st.integers(0, 3))):
         writer.begin()
@@ -149,7 +149,7 @@ LINES = st.sampled_from(
 
 
 def paths(table: Any, path: Key = (), *, arrays: bool = False) -> Iterator[Key]:
-    """Yield the path of every table and key of parsed TOML; on demand, also of those in arrays."""
+    """Yield the path of every table and key of parsed TOML; with ``arrays`` also inside arrays."""
     for key, each in table.items():
         yield (*path, key)
         for inner in each if arrays and isinstance(each, list) else [each]:
@@ -167,7 +167,7 @@ def parsed(text: str) -> dict[str, Any] | None:
 @pytest.mark.slow
 @given(documents())
 def test_each_key_is_on_the_line_it_was_written_on(writer: Writer) -> None:
-    """All keys, and no others; the parser says which documents are TOML."""
+    """Finds all keys and no others; the parser decides which documents are TOML."""
     document = parsed(writer.text)
     assume(document is not None)
     assert key_lines(writer.text) == writer.lines
@@ -179,7 +179,7 @@ def test_each_key_is_on_the_line_it_was_written_on(writer: Writer) -> None:
 @given(st.lists(LINES, max_size=8).map("\n".join))
 @example("[[t]]\n[[t.u]]\n[t.u.w]\n[[t.u]]\n[[t]]\n[t.v]")
 def test_keys_are_those_of_the_parser_through_arrays_of_tables(text: str) -> None:
-    """Keys under headers are found in these, too."""
+    """Keys under the headers of arrays of tables are found, too."""
     document = parsed(text)
     assume(document is not None)
     found = set(key_lines(text))
@@ -203,7 +203,7 @@ VALUES = st.recursive(
 def test_a_rendered_tree_loads_to_an_equal_tree(
     args: dict[str, Any], seed: int, learning_rate: float
 ) -> None:
-    """Whatever the keys and strings in it; the stored form too, with an equal hash."""
+    """For any keys and strings in it; the stored form as well, with an equal hash."""
     config = Config.model_validate(
         {
             "seed": seed,
@@ -258,7 +258,7 @@ WORDS = st.sampled_from(
 @settings(max_examples=200)
 @given(st.lists(st.tuples(NAMES, WORDS | TEXT).map("=".join) | TEXT, max_size=4))
 def test_any_override_gives_a_valid_tree_or_a_clear_error(overrides: list[str]) -> None:
-    """Nothing else is raised; what is accepted survives being stored."""
+    """No other exception is raised; an accepted configuration survives being stored."""
     try:
         config = load(None, overrides=overrides)
     except ConfigError as error:
@@ -269,7 +269,7 @@ def test_any_override_gives_a_valid_tree_or_a_clear_error(overrides: list[str]) 
 
 
 def in_a_file(word: str) -> str:
-    """Return a word as a value of TOML: quoted, unless it is one."""
+    """Return a word as a TOML value: quoted, unless it already is one."""
     return f'"{word}"' if parsed(f"a = {word}") is None else word
 
 
@@ -282,7 +282,7 @@ def in_a_file(word: str) -> str:
     )
 )
 def test_any_toml_file_gives_a_valid_tree_or_an_error_with_its_line(pairs: list[str]) -> None:
-    """Every problem of a file has a line."""
+    """The message names a line for every problem of the file."""
     assume(parsed("\n".join(pairs)) is not None)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "experiment.toml"

@@ -1,7 +1,7 @@
-"""What clients keep moves when their update counts, and at no other time.
+"""Clients move their kept state if and only if their update counted.
 
-Histories are random: clients fail, come late, are refused by a bound, attempts are thrown away and
-rounds skipped, the coordinator is restarted. Engine, sessions in memory and Flower agree.
+Histories are random: clients fail, are late or exceed a bound, attempts are thrown away, rounds are
+skipped, and the coordinator restarts. The engine, sessions in memory and Flower must agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ MOMENTUM = FedAvg(replace(SGD, momentum=0.9, keep_momentum=True))
 
 @dataclass(frozen=True)
 class Unreliable:
-    """Devices of which in each attempt some are late and some fail."""
+    """Devices of which some are late and some fail, at random in each attempt."""
 
     history: int
 
@@ -103,7 +103,7 @@ def in_memory(
 
 @dataclass(frozen=True)
 class LosingReplies(SimulatedSessions):
-    """Sessions of which those that fail do so after training: they keep what they have changed."""
+    """Sessions whose failures happen only after training, when the kept state has changed."""
 
     def __getitem__(self, client_id: ClientId) -> Handler:
         fails, trains = super().__getitem__(client_id), reliable(self)[client_id]
@@ -116,7 +116,7 @@ class LosingReplies(SimulatedSessions):
 
 
 def reliable(sessions: SimulatedSessions) -> SimulatedSessions:
-    """Return sessions on the same examples of which none fails."""
+    """Return sessions on the same examples in which no client fails."""
     return SimulatedSessions(
         sessions.population, flower.Spread(), sessions.make_trainer, work=sessions.work
     )
@@ -124,7 +124,7 @@ def reliable(sessions: SimulatedSessions) -> SimulatedSessions:
 
 @dataclass(frozen=True)
 class ThrowingAway:
-    """A collector whose first attempt at some rounds comes to nothing, whoever reported."""
+    """A collector that discards its first attempt at some rounds, even if clients reported."""
 
     inner: Collector
     rounds: tuple[int, ...] = (1, 2)
@@ -142,7 +142,7 @@ class ThrowingAway:
 
 
 def one_round(strategy: Strategy, collector: Collector, state: ServerState) -> ServerState:
-    """Try a round twice, and else skip it, as a run does."""
+    """Try a round twice, then skip it, as a run does."""
     opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(
         draw=opening.draw_cohort,
@@ -175,7 +175,7 @@ def assert_same(found: ServerState, expected: ServerState) -> None:
 
 
 def assert_controls_agree(state: ServerState) -> None:
-    """The server's control variate is the mean of the clients': zero of one that keeps none."""
+    """The server's control variate is the mean of the clients'; a client that keeps none has 0."""
     control = state.strategy_state["control"]
     total = sum((own["control"] for own in state.kept.values()), torch.zeros_like(control))
     torch.testing.assert_close(total / NUM_CLIENTS, control, rtol=0.0, atol=1e-7)
@@ -183,7 +183,7 @@ def assert_controls_agree(state: ServerState) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A history, and what it happens to."""
+    """A random history, and the settings it runs with."""
 
     history: int
     max_norm: float
@@ -202,7 +202,7 @@ cases = st.builds(
 )
 
 
-#: In its fifth round a second wave of two clients joins the one that is left of the first.
+#: In the fifth round, a second wave of two clients joins the one client left of the first wave.
 TWO_WAVES = Case(history=199, max_norm=0.5, restarts=frozenset(), base=SCAFFOLD, is_losing=False)
 
 
@@ -210,7 +210,7 @@ TWO_WAVES = Case(history=199, max_norm=0.5, restarts=frozenset(), base=SCAFFOLD,
 @given(case=cases)
 @example(case=TWO_WAVES)
 def test_clients_keep_what_counted_whatever_happens(case: Case) -> None:
-    """Engine and sessions agree to the bit; SCAFFOLD's controls sum up after every round."""
+    """Engine and sessions agree to the bit; SCAFFOLD's controls add up after every round."""
     check(case)
 
 
@@ -218,7 +218,7 @@ def test_clients_keep_what_counted_whatever_happens(case: Case) -> None:
 @settings(max_examples=20, deadline=None)
 @given(case=cases)
 def test_many_histories_of_what_clients_keep(case: Case) -> None:
-    """The same, more often."""
+    """The same check on more examples."""
     check(case)
 
 
@@ -240,7 +240,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.slow
 def test_an_attempt_that_is_thrown_away_is_undone_on_flower_too() -> None:
-    """And an update that its bound refuses, of which Flower tells no client."""
+    """So is an update that exceeds its bound, which Flower does not report to its client."""
     strategy = Bounded(SCAFFOLD, UpdateBounds(max_norm=0.75, max_examples=1000))
     states = list[ServerState]()
     for collector in (flower.by_the_engine(strategy), flower.over_flower(strategy)):
@@ -255,7 +255,7 @@ def test_an_attempt_that_is_thrown_away_is_undone_on_flower_too() -> None:
 
 
 def test_a_client_that_is_told_nothing_keeps_its_last_training() -> None:
-    """The control: without word of what counted, an update that was lost moves what it keeps."""
+    """Control: if a client does not learn which updates counted, a lost one changes its state."""
     tensors = {"c": torch.ones(2)}
     request = TrainRequest(
         round_num=3, attempt=0, tensors={}, order=(), settings={}, seed=0, counted={}
@@ -275,9 +275,9 @@ def test_a_client_that_is_told_nothing_keeps_its_last_training() -> None:
 
 @pytest.mark.parametrize("is_rolled_back", [True, False])
 def test_the_server_forgets_controls_that_clients_have_lost(*, is_rolled_back: bool) -> None:
-    """After a rollback, clients know the run by another name and begin with nothing.
+    """After a rollback, clients know the run by another name and start without kept state.
 
-    The control: where they still keep their controls, the server keeps its own.
+    Control: if clients still keep their controls, the server keeps its own.
     """
     store = Remembering()
     train_rounds(store, num_rounds=2, checkpoint=None)

@@ -1,4 +1,4 @@
-"""Whatever a coordinator makes of honest chains, nobody is led to a key that its owner left."""
+"""Whatever a coordinator builds from honest chains, no client follows it to an abandoned key."""
 
 from itertools import pairwise
 
@@ -47,7 +47,7 @@ def is_refused(pins: Pins, data: bytes) -> bool:
 
 @given(pinned=PLACES, told=PLACES)
 def test_a_chain_is_followed_forward_and_never_back(pinned: int, told: int) -> None:
-    """Every pinned place, every length of the honest chain."""
+    """For every pinned key and every length of the honest chain."""
     data = upto(told).to_bytes()
     assert is_refused(pins_at(pinned), data) == (told < pinned)
     if told >= pinned:
@@ -57,17 +57,17 @@ def test_a_chain_is_followed_forward_and_never_back(pinned: int, told: int) -> N
 
 @given(pinned=st.integers(0, NUM_KEYS - 2), flipped=st.data())
 def test_no_altered_byte_passes(pinned: int, flipped: st.DataObject) -> None:
-    """Wherever it is, before the pinned key or after it."""
+    """Wherever the byte is, before the pinned key or after it."""
     data = bytearray(LINEAGE.to_bytes())
     place = flipped.draw(st.integers(0, len(data) - 1))
     data[place] ^= flipped.draw(st.integers(1, 255))
     assert is_refused(pins_at(pinned), bytes(data))
-    assert is_refused(Pins(), bytes(data))  # nor is it pinned at first sight
+    assert is_refused(Pins(), bytes(data))  # it is not pinned at first sight either
 
 
 @given(pinned=st.integers(0, NUM_KEYS - 2), order=st.permutations(range(NUM_KEYS - 1)))
 def test_no_other_order_passes(pinned: int, order: list[int]) -> None:
-    """Nor do some of the statements without the others."""
+    """A chain with a missing statement is refused as well."""
     assume(order != sorted(order))
     shuffled = Lineage(KEYS[0], tuple(LINEAGE.successions[place] for place in order))
     assert is_refused(pins_at(pinned), shuffled.to_bytes())
@@ -77,7 +77,7 @@ def test_no_other_order_passes(pinned: int, order: list[int]) -> None:
 
 @given(fork=st.integers(0, NUM_KEYS - 2), pinned=PLACES)
 def test_a_fork_leads_nobody_from_one_branch_to_the_other(fork: int, pinned: int) -> None:
-    """Its owner signed two successors of one key: who is on one branch stays there."""
+    """If the owner signed two successors of one key, a client on one branch stays there."""
     old, _ = _IDENTITIES[fork]
     new, key = _FORKED
     other = upto(fork).followed_by(key, client_id=CLIENT, old=old, new=new)
@@ -87,14 +87,14 @@ def test_a_fork_leads_nobody_from_one_branch_to_the_other(fork: int, pinned: int
 
 @given(begin=st.integers(1, NUM_KEYS - 1), pinned=PLACES)
 def test_a_chain_that_begins_later_is_another(begin: int, pinned: int) -> None:
-    """Places count from the first key: a part of a chain proves nothing."""
+    """Positions count from the first key, so a part of a chain proves nothing."""
     part = Lineage(KEYS[begin], LINEAGE.successions[begin:])
     assert is_refused(pins_at(pinned), part.to_bytes())
 
 
 @given(data=st.binary(max_size=400))
 def test_bytes_of_no_chain_raise_nothing_else(data: bytes) -> None:
-    """A key alone is a chain."""
+    """Only a key by itself is a valid chain of random bytes."""
     try:
         Lineage.from_bytes(data).check(CLIENT)
     except ProtocolError:

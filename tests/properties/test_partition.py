@@ -1,4 +1,4 @@
-"""Whatever the rule, labels and seed: a partition is exact and repeatable."""
+"""For any rule, labels and seed, a partition is exact and repeatable."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ _rules: st.SearchStrategy[Partitioner] = st.one_of(
 def test_every_row_belongs_to_exactly_one_client(
     rule: Partitioner, labels: NDArray[np.int64], seed: Seed
 ) -> None:
-    """Rows are a permutation, cut into parts that are not empty."""
+    """The rows are a permutation, cut into parts that are not empty."""
     partition = rule.split(labels, seed=seed)
     assert np.array_equal(np.sort(partition.rows), np.arange(labels.size))
     assert partition.offsets[0] == 0
@@ -37,9 +37,9 @@ def test_every_row_belongs_to_exactly_one_client(
 def test_the_seed_alone_decides(
     rule: Partitioner, labels: NDArray[np.int64], seed: Seed, noise: int
 ) -> None:
-    """Nothing that happens to numpy's global generator changes a partition."""
+    """The state of numpy's global generator does not affect a partition."""
     first = rule.split(labels, seed=seed)
-    np.random.seed(noise)  # noqa: NPY002  the global generator is what must not matter
+    np.random.seed(noise)  # noqa: NPY002  the global generator, which must not matter
     second = rule.split(labels, seed=seed)
     assert np.array_equal(first.rows, second.rows)
     assert np.array_equal(first.offsets, second.offsets)
@@ -50,14 +50,14 @@ def test_the_seed_alone_decides(
 def test_iid_parts_are_as_equal_as_can_be(
     num_clients: int, labels: NDArray[np.int64], seed: Seed
 ) -> None:
-    """Sizes differ by one at most."""
+    """Sizes differ by at most one."""
     assert np.ptp(np.diff(Iid(num_clients).split(labels, seed=seed).offsets)) <= 1
 
 
 @given(ids=st.lists(st.text(max_size=3), min_size=1, max_size=40).map(np.array), seed=_seeds)
 @settings(max_examples=30)
 def test_natural_clients_hold_their_own_rows(ids: NDArray[np.str_], seed: Seed) -> None:
-    """A client's rows all carry its name, and no other row does."""
+    """All rows of a client carry its name, and no other row does."""
     partition = ByIds(ids).split(np.zeros(ids.size), seed=seed)
     assert partition.names is not None
     for client, name in enumerate(partition.names):
@@ -65,7 +65,7 @@ def test_natural_clients_hold_their_own_rows(ids: NDArray[np.str_], seed: Seed) 
 
 
 def test_another_seed_gives_another_partition() -> None:
-    """The control: the seed does matter."""
+    """Control: the seed does matter."""
     labels = np.arange(100) % 5
     for rule in (Iid(5), Dirichlet(5, 1.0, 1), Shards(5, 2)):
         first, second = (rule.split(labels, seed=Seed(value)).rows for value in (0, 1))

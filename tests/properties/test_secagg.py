@@ -1,4 +1,4 @@
-"""Sums are exact for any drop-outs that leave the quorum; others release nothing."""
+"""Sums are exact for all dropouts that leave a quorum; with more dropouts nothing is released."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ POLICY = TermsPolicy(
     max_releases_per_round=1,
     max_draw_factor=2.0,
 )
-#: Ids of a population, so that positions and ids differ.
+#: Ids from a larger population, so that ids and positions differ.
 IDS = [ClientId(3 + 7 * i) for i in range(20)]
 CASTS = {n: Cast.of(IDS[:n], policy=POLICY, num_threads=1) for n in range(2, 15)}
 
@@ -55,7 +55,7 @@ def terms_for(n: int, *, adversary: Adversary, num_dropped: int) -> Terms:
         sigma_bits=1,
         eta_bits=1,
     )
-    lanes = (  # of one grid, whatever n is
+    lanes = (  # on the same grid for every n
         weight_lane(max_weight=MAX_WEIGHT, num_clients=n),
         vector_lane(
             "delta",
@@ -95,9 +95,9 @@ def terms_for(n: int, *, adversary: Adversary, num_dropped: int) -> Terms:
 
 
 def contributions(n: int, *, seed: int) -> dict[ClientId, Contribution]:
-    """Return values on the grid of their lanes, so that no rounding is in the way.
+    """Return values on the grid of their lanes, so that they are not rounded.
 
-    A weight of W makes the factor 1; the control is not weighted at all.
+    A weight of W makes the factor 1; the control lane is not weighted at all.
     """
     rng = np.random.default_rng(seed)
     lanes = {lane.name: lane for lane in terms_for(2, adversary=CURIOUS, num_dropped=0).lanes}
@@ -116,7 +116,7 @@ def contributions(n: int, *, seed: int) -> dict[ClientId, Contribution]:
 
 
 def losing(drops: Drops) -> Post:
-    """Return a post that loses all replies of a client from one stage on."""
+    """Return a post that loses all replies of each dropped client from its stage on."""
     stages = list(Stage)
 
     def post(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
@@ -143,7 +143,7 @@ def run(
 
 
 def check(terms: Terms, drops: Drops, *, seed: int = 0) -> None:
-    """Check that the sum is exactly that of whoever sent a vector."""
+    """Check that the sum is exactly that of the clients that sent a vector."""
     result, given = run(terms, drops, seed=seed)
     lost = (Stage.ADVERTISE, Stage.SHARE, Stage.MASK)
     expected = [i for i in given if drops.get(i) not in lost]
@@ -155,18 +155,18 @@ def check(terms: Terms, drops: Drops, *, seed: int = 0) -> None:
             wanted = np.sum([given[i].values[lane.name] for i in expected], axis=0)
             levels = np.rint(wanted / lane.step)
             got = outcome.total.sums[lane.name] / lane.step
-            assert np.abs(got - levels).max() < 1e-3, lane.name  # whole levels: exact
+            assert np.abs(got - levels).max() < 1e-3, lane.name  # in whole levels, so it is exact
 
 
 def patterns(n: int, num_dropped: int) -> Iterator[Drops]:
-    """Yield every choice of so many clients, each lost at any of the five stages."""
+    """Yield every choice of ``num_dropped`` clients, each lost at any of the five stages."""
     for who in combinations(IDS[:n], num_dropped):
         for when in product(Stage, repeat=num_dropped):
             yield dict(zip(who, when, strict=True))
 
 
 def every(largest: int) -> list[tuple[Adversary, int, int]]:
-    """Return each n and the most drop-outs that leave t clients, for both adversaries."""
+    """Return, for both adversaries, each n with the most dropouts that leave t clients."""
     found = []
     for n in range(2, largest + 1):
         found.append((CURIOUS, n, n - 2))
@@ -175,7 +175,7 @@ def every(largest: int) -> list[tuple[Adversary, int, int]]:
 
 
 def holds_for_all(adversary: Adversary, n: int, most: int) -> None:
-    """Check all patterns up to ``most`` drop-outs, and that one more releases nothing."""
+    """Check all patterns of up to ``most`` dropouts."""
     terms = terms_for(n, adversary=adversary, num_dropped=most)
     assert terms.threshold <= n - most
     for num_dropped in range(most + 1):
@@ -208,7 +208,7 @@ def leaves_a_quorum(terms: Terms, drops: Drops) -> bool:
 @pytest.mark.parametrize("adversary", Adversary)
 @pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def test_a_sum_is_released_if_and_only_if_a_quorum_is_left(adversary: Adversary, n: int) -> None:
-    """Lose up to all clients, at every multiset of stages; which clients is drawn by seed."""
+    """Lose any number of clients, at every multiset of stages; a seed draws which clients."""
     most = n - 2 if adversary is CURIOUS else n - (n + 1) // 2 - 1
     terms = terms_for(n, adversary=adversary, num_dropped=most)
     found = Counter[bool]()
@@ -227,13 +227,13 @@ def test_a_sum_is_released_if_and_only_if_a_quorum_is_left(adversary: Adversary,
 @pytest.mark.slow
 @pytest.mark.parametrize("adversary", Adversary)
 def test_every_pattern_with_one_more_aborts_and_releases_nothing(adversary: Adversary) -> None:
-    """Four clients, one drop-out allowed: two lost anywhere leave too few."""
+    """Of four clients one may drop out; two that are lost at any stages leave too few."""
     terms = terms_for(4, adversary=adversary, num_dropped=1)
     terms = replace(terms, threshold=3)
     for drops in patterns(4, 2):
         late = [stage for stage in drops.values() if stage is Stage.CONFIRM]
         if adversary is CURIOUS and late:
-            continue  # there is no such stage
+            continue  # this adversary has no such stage
         with pytest.raises(AggregationAborted):
             run(terms, drops)
     check(terms, {})
@@ -242,7 +242,7 @@ def test_every_pattern_with_one_more_aborts_and_releases_nothing(adversary: Adve
 @settings(max_examples=25)
 @given(st.data())
 def test_random_drop_outs_on_larger_graphs_give_the_exact_sum(data: st.DataObject) -> None:
-    """Complete and sparse; in a sparse one a drop-out may leave a client without t holders."""
+    """In complete and sparse graphs; in a sparse one, some client may lose too many holders."""
     n = data.draw(st.integers(7, 14))
     adversary = data.draw(st.sampled_from(list(Adversary)))
     most = (n - 1) // 3
@@ -263,7 +263,7 @@ def test_random_drop_outs_on_larger_graphs_give_the_exact_sum(data: st.DataObjec
 @settings(max_examples=200)
 @given(st.binary(max_size=400), st.integers(0, 9))
 def test_any_bytes_are_a_message_or_an_error(body: bytes, kind: int) -> None:
-    """And whatever is read has exactly one encoding."""
+    """A decoded message encodes to the same bytes again."""
     data = b"FLSA" + bytes((messages.VERSION, kind)) + body
     try:
         message = messages.decode(data)
@@ -275,7 +275,7 @@ def test_any_bytes_are_a_message_or_an_error(body: bytes, kind: int) -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_message_is_read_whole_or_refused(data: st.DataObject) -> None:
-    """Cut, extended or with a byte changed, beginning with real terms and lists."""
+    """Real terms and lists are cut, extended, or have one byte changed."""
     terms = terms_for(3, adversary=ACTIVE, num_dropped=0)
     ids = (ClientId(1), ClientId(4))
     kinds: list[messages.Message] = [
