@@ -1,4 +1,4 @@
-"""Apps of the shapes that Flower's examples have: migrated by the guide, and by Flower itself."""
+"""Apps shaped like Flower's examples, to be run by the migration guide and by Flower itself."""
 
 import importlib
 import re
@@ -26,7 +26,7 @@ NUM_NODES, NUM_ROUNDS = 2, 1
 
 
 def files_in(guide: str) -> dict[str, str]:
-    """Return the files that a guide has its reader write, by name."""
+    """Return the files that a guide tells its reader to write, by name."""
     named = r"`([a-z_]+\.(?:py|toml))`[^`\n]*:\n\n```[a-z]+\n(.*?)```"
     return dict(re.findall(named, guide, re.DOTALL))
 
@@ -35,10 +35,10 @@ def migrate(app: Path, package: str, half: int, *, more: Mapping[str, str] | Non
     """Change an app's server half (0) or client half (1) as the guide says, and return its folder.
 
     Args:
-        app: The folder, which is written to.
-        package: Of the app, in that folder.
-        half: Which part of the guide.
-        more: Files that take the place of the guide's.
+        app: The app's folder, which is modified.
+        package: The app's package in that folder.
+        half: The part of the guide.
+        more: Files that replace the guide's.
     """
     files = files_in(GUIDE.read_text().split("## Keep your ServerApp", maxsplit=1)[half])
     project = app / "pyproject.toml"
@@ -57,7 +57,7 @@ def migrate(app: Path, package: str, half: int, *, more: Mapping[str, str] | Non
 
 
 def with_tables(config: str, changes: str) -> str:
-    """Return a configuration whose tables are replaced by those of ``changes`` with their root."""
+    """Replace the tables of a configuration by those of ``changes`` with the same root table."""
     roots = re.findall(r"(?m)^\[(\w+)", changes)
     blocks = re.split(r"(?m)^(?=\[)", config)
     return (
@@ -68,17 +68,17 @@ def with_tables(config: str, changes: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """An app, and how its ServerApp moves to fedlearn.
+    """An app, and how to migrate its ServerApp to fedlearn.
 
     Attributes:
-        name: Of the run.
-        module: Of the ClientApp, with its package.
-        folder: Of the app.
-        is_list: Whether the model is a list of arrays, as a section of the guide has it.
-        overrides: Of the run.
-        run_config: What the ClientApp reads beside its messages.
-        train_config: What it reads in the messages' ``config``.
-        accuracy: What it calls its accuracy.
+        name: Name of the run.
+        module: Module of the ClientApp, with its package.
+        folder: Folder of the app.
+        is_list: Whether the model is a list of arrays, which has its own section in the guide.
+        overrides: Overrides of the run's configuration.
+        run_config: Flower's run config, which the ClientApp reads.
+        train_config: The ``config`` of train messages, which the ClientApp reads.
+        accuracy: Name of its accuracy metric.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Shape:
         return self.module.split(".")[0]
 
     def migrated(self, folder: Path) -> Path:
-        """Return a copy of the app with its server half as the guide says."""
+        """Copy the app and change its server half as the guide says."""
         app = shutil.copytree(
             self.folder, folder / self.name, ignore=shutil.ignore_patterns("__pycache__")
         )
@@ -109,7 +109,7 @@ class Shape:
         return migrate(app, self.package, 0, more=more)
 
     def make_model(self) -> nn.Module:
-        """Return the model that a run begins with."""
+        """Build the model that a run starts from."""
         torch.manual_seed(Seed(0).derive("model").value)
         made: nn.Module
         if self.is_list:
@@ -123,7 +123,7 @@ class Shape:
         return made
 
     def stock_accuracy(self) -> float:
-        """Return the accuracy after Flower's own FedAvg over the same nodes, in this process."""
+        """Run Flower's own FedAvg over the same nodes in this process; return the accuracy."""
         app: ClientApp = importlib.import_module(self.module).app
         grid = StockGrid(
             VirtualClock(),
@@ -135,7 +135,7 @@ class Shape:
         state = self.make_model().state_dict()
         arrays = [value.numpy() for value in state.values()]
         result = FedAvg().start(
-            grid=cast("Grid", grid),  # it has all that a strategy asks of one
+            grid=cast("Grid", grid),  # it has all methods that a strategy calls
             initial_arrays=ArrayRecord(arrays) if self.is_list else ArrayRecord(state),
             num_rounds=NUM_ROUNDS,
             train_config=ConfigRecord({**self.train_config}),

@@ -1,4 +1,4 @@
-"""An audit finds nothing where the noise is as it is said to be, and finds out where it is not."""
+"""A privacy audit does not refute a correct build, and refutes builds with too little noise."""
 
 import inspect
 import json
@@ -47,7 +47,7 @@ MODES = {
         *("--set", "privacy.bands=4", "--set", "cohort.sampling=cyclic"),
         *("--set", "cohort.num_wanted=15"),
     ),
-    # A user is replaced in the next two, which moves a sum by twice the clip norm.
+    # The next two replace a user, which moves a sum by up to twice the clip norm.
     "distributed": ("--set", "privacy.mode=distributed", "--set", "privacy.noise_multiplier=6.0"),
     "local": ("--set", "privacy.mode=local", "--set", "privacy.noise_multiplier=6.0"),
     "example": (
@@ -59,12 +59,12 @@ MODES = {
 
 @pytest.fixture(autouse=True)
 def _configuration(surroundings: None) -> None:
-    """The file that is audited."""
+    """Write the configuration to audit."""
     Path("own.toml").write_text(CONFIG)
 
 
 def audited(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, object]]:
-    """Return the exit code of an audit, and what it says to a program."""
+    """Run an audit; return its exit code and its JSON output."""
     code = main(["audit", "own.toml", "--json", *options])
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return code, found
@@ -75,7 +75,7 @@ CLAIM = ("--set", "privacy.noise_multiplier=3.0", "--set", "privacy.target_delta
 
 
 def scale_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    """Make each source of noise draw this share of it."""
+    """Make each source of noise draw only this share of the standard deviation."""
     for owner, name in (
         (DrawnNoise, "draw"),
         (transforms, "discrete_gaussian"),
@@ -85,7 +85,7 @@ def scale_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 
 def with_share(draw: Callable[..., Any], share: float) -> Callable[..., Any]:  # Any: three of them
-    """Return a function whose sigma is a share of what it is asked for."""
+    """Wrap a function so that its sigma is a share of the requested one."""
     place = list(inspect.signature(draw).parameters).index("sigma")
 
     def draw_less(*args: Any, **named: Any) -> Any:  # Any: as above
@@ -100,7 +100,7 @@ def with_share(draw: Callable[..., Any], share: float) -> Callable[..., Any]:  #
 def test_noise_that_is_there_is_not_refuted(
     privacy: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With 99.99 % confidence, since the noise is secret; nothing is stored or charged."""
+    """At 99.99 % confidence, since secret noise cannot be seeded. Nothing is stored or charged."""
     code, found = audited(capsys, *CLAIM, *privacy, "--confidence", "0.9999")
     assert code == 0
     assert 0.7 < float(str(found["claimed_epsilon"])) < 1.6
@@ -112,7 +112,7 @@ def test_noise_that_is_there_is_not_refuted(
 def test_a_build_with_too_little_noise_is_refuted(
     privacy: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of it; with bands a third, since the last turns are cut short by the end of the run."""
+    """Half of the noise; with bands a third, since the end of the run cuts the last turns short."""
     scale_noise(monkeypatch, 1 / 2 if "privacy.bands=4" not in privacy else 1 / 3)
     code, found = audited(capsys, *CLAIM, *privacy, "--confidence", "0.9")
     assert code == 3

@@ -1,4 +1,4 @@
-"""The command line as a user has it: real processes, real runs, kill -9."""
+"""The command line as users run it: real processes, real runs, kill -9."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from tests.processes import Crash, Launcher, Process, json_lines, until
 
 END_KEYS = ["event", "run", "accuracy", "loss", "rounds", "seconds", "path"]
 LONG = [
-    *("--rounds", "80"),  # more than end while a test looks away for some seconds
+    *("--rounds", "80"),  # more than can finish while a test waits for some seconds
     *("--workers", "1"),
-    *("--set", "engine.executor=sequential"),  # what "auto" measures may differ between runs
+    *("--set", "engine.executor=sequential"),  # "auto" may choose differently between runs
     *("--set", "store.checkpoint_every_s=0"),
 ]
 
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.xdist_group("cli")  # the runs of a module-wide fixture
 
 @dataclass(frozen=True)
 class Shell:
-    """A working directory to type commands in, with nothing set from outside."""
+    """A working directory in which to run commands, without settings from the environment."""
 
     launcher: Launcher
     folder: Path
 
     @property
     def environ(self) -> dict[str, str]:
-        """Caches in the folder, but for the fonts' index; threads as on an idle machine."""
+        """Environment with caches in the folder, except for matplotlib's index of fonts."""
         kept = {
             k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_") and k != "RANK"
         }
@@ -47,7 +47,7 @@ class Shell:
         return kept | caches | {"MPLCONFIGDIR": get_cachedir()}
 
     def popen(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Start a command in a process of its own, as a user does."""
+        """Start a command in a separate process, as a user does."""
         return subprocess.Popen(
             [sys.executable, "-m", "fedlearn", *arguments],
             cwd=self.folder,
@@ -59,7 +59,7 @@ class Shell:
         )
 
     def type(self, *arguments: str, code: int = 0) -> "Typed":
-        """Run a command in a process of its own that need not import everything first."""
+        """Run a command in a process forked by the launcher, which has imported everything."""
         with self.started(*arguments) as process:
             found = process.wait()
             typed = Typed(process.out(), process.err())
@@ -67,14 +67,14 @@ class Shell:
         return typed
 
     def kill_at_commit(self, nth: int, *arguments: str) -> None:
-        """Type a command whose process is killed, as by kill -9, once a round is committed."""
+        """Run a command whose process is killed by -9 at its ``nth`` commit of a round."""
         crash = Crash("a round is committed", StoredRun.commit, "after", nth)
         with self.started(*arguments, crash=crash) as process:
             assert process.wait() is None, f"it was not killed\n{process.tail()}"
 
     @contextmanager
     def started(self, *arguments: str, crash: Crash | None = None) -> Iterator[Process]:
-        """Start a command; it has ended when the block has."""
+        """Start a command; it is ended with the block."""
         with TemporaryDirectory() as printed:
             stem = Path(printed, "typed.log")
             process = self.launcher.launch(
@@ -86,7 +86,7 @@ class Shell:
 
 @dataclass(frozen=True)
 class Typed:
-    """What a command printed."""
+    """The output of a command."""
 
     out: str
     err: str
@@ -104,7 +104,7 @@ def shell(launcher: Launcher, tmp_path: Path) -> Shell:
 
 @pytest.fixture(scope="module")
 def main_job(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[Shell, Typed]:
-    """The main job, run once and named, and a second run beside it."""
+    """The default job, run once with a name, and a second run next to it."""
     shell = Shell(launcher, tmp_path_factory.mktemp("main-job"))
     typed = shell.type("simulate", "--json", "--name", "first")
     shell.type("simulate", "--name", "second", "--rounds", "3", "--set", "client.epochs=1")
@@ -115,7 +115,7 @@ def main_job(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def test_the_main_job_learns_real_digits(main_job: tuple[Shell, Typed]) -> None:
-    """Twenty rounds reach 0.90 on images that nobody trained on."""
+    """Twenty rounds reach an accuracy of 0.90 on held-out images."""
     *_, end = main_job[1].events
     assert end["rounds"] == 20
     assert isinstance(end["accuracy"], float)
@@ -136,7 +136,7 @@ def test_json_is_one_object_a_line(main_job: tuple[Shell, Typed]) -> None:
 
 @pytest.mark.slow
 def test_without_json_there_is_a_line_a_round_and_the_next_command(shell: Shell) -> None:
-    """Off a terminal the lines are plain."""
+    """In a pipe, lines have no colours."""
     typed = shell.type("simulate", "--rounds", "2", "--name", "plain")
     assert "round 1/2" in typed.out
     assert "round 2/2" in typed.out
@@ -146,7 +146,7 @@ def test_without_json_there_is_a_line_a_round_and_the_next_command(shell: Shell)
 
 @pytest.mark.slow
 def test_the_same_model_is_trained_on_the_pooled_data(shell: Shell) -> None:
-    """It is a run like any other."""
+    """A centralized run is recorded like any other."""
     typed = shell.type("simulate", "--centralized", "--rounds", "2", "--json")
     end = typed.events[-1]
     assert list(end) == END_KEYS
@@ -202,7 +202,7 @@ def test_a_run_is_shown(main_job: tuple[Shell, Typed]) -> None:
 
 @pytest.mark.slow
 def test_runs_are_compared(main_job: tuple[Shell, Typed]) -> None:
-    """With what was asked differently."""
+    """The table includes the keys in which the configurations differ."""
     table = main_job[0].type("compare", "first", "second").out
     assert "client.epochs" in table
     assert "best accuracy" in table
@@ -210,7 +210,7 @@ def test_runs_are_compared(main_job: tuple[Shell, Typed]) -> None:
 
 @pytest.mark.slow
 def test_curves_and_reports_are_files(main_job: tuple[Shell, Typed]) -> None:
-    """In the run's folder or where one says; the path is printed."""
+    """They are written to the run's folder or to the given path, which is printed."""
     shell, _ = main_job
     for arguments in (
         ["plot", "first"],
@@ -242,7 +242,7 @@ def test_weights_are_exported_and_not_replaced(main_job: tuple[Shell, Typed]) ->
 
 @pytest.mark.slow
 def test_check_prints_the_parameters_of_secure_aggregation(shell: Shell) -> None:
-    """With their formulas, as comments; also where the rest cannot be simulated as it stands."""
+    """With formulas, as comments; also if the configuration cannot be simulated as given."""
     on = ("--set", "secure_aggregation.mode=complete")
     done = shell.type("check", *on, "--set", "engine.transport=memory").out
     assert "# threshold    t = 8, the least with 2t > h + a = 15" in done
@@ -259,7 +259,7 @@ def test_check_prints_what_would_run_and_runs_nothing(shell: Shell) -> None:
     printed = shell.type("check", "--set", "client.epochs=3").out
     tree = tomllib.loads(printed)
     assert tree["client"]["epochs"] == 3
-    assert tree["engine"]["num_workers"] == "auto"  # so that the file suits other machines
+    assert tree["engine"]["num_workers"] == "auto"  # so that the file works on other machines
     assert printed.startswith("# device cpu, 1 worker: ")
     assert "(engine.executor " in printed
     file = shell.folder / "again.toml"
@@ -270,7 +270,7 @@ def test_check_prints_what_would_run_and_runs_nothing(shell: Shell) -> None:
 
 @pytest.mark.slow
 def test_a_file_of_ones_own_runs_with_the_few_clients_that_it_has(shell: Shell) -> None:
-    """Three of 600 examples: all report, and `check` says so before. The control: the deadline."""
+    """Three clients with 600 examples each all report, as `check` says. The control: a deadline."""
     rng = np.random.default_rng(0)
     owners = np.repeat(np.arange(3), 600)
     labels = rng.integers(0, 2, len(owners))
@@ -297,7 +297,7 @@ def test_a_file_of_ones_own_runs_with_the_few_clients_that_it_has(shell: Shell) 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "check"])
 def test_an_unknown_key_names_file_line_and_nearest_key(command: str, shell: Shell) -> None:
-    """One line on standard error, no traceback, nothing made."""
+    """One line on standard error, no traceback, and no files are written."""
     file = shell.folder / "experiment.toml"
     file.write_text("[client]\nepochs = 2\nlearnin_rate = 0.1\n")
     typed = shell.type(command, "experiment.toml", code=2)
@@ -308,7 +308,7 @@ def test_an_unknown_key_names_file_line_and_nearest_key(command: str, shell: She
 
 
 def test_missing_data_are_said_to_be_missing(shell: Shell) -> None:
-    """The last line of JSON says so too, and no run was begun."""
+    """The last line of JSON says so too, and no run is created."""
     arguments = ["--set", "data.source=mnist-by-writer", "--data-dir", "nowhere", "--json"]
     typed = shell.type("simulate", *arguments, code=2)
     *_, last = typed.events
@@ -325,7 +325,7 @@ def test_an_unknown_run_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
 
 @pytest.mark.slow
 def test_a_taken_name_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
-    """The run that has it stays as it is."""
+    """The run that has the name does not change."""
     shell, _ = main_job
     before = shell.type("show", "first", "--json").out
     assert "choose another name" in shell.type("simulate", "--name", "first", code=2).err
@@ -334,7 +334,7 @@ def test_a_taken_name_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_fails_exits_with_3(shell: Shell) -> None:
-    """Devices that all fail leave no report to make a round of."""
+    """If all devices fail, there are no reports for a round."""
     options = ["devices.dropout_rate=1.0", "stragglers.below_minimum=fail"]
     settings = [part for option in options for part in ("--set", option)]
     typed = shell.type("simulate", "--json", "--name", "doomed", *settings, code=3)
@@ -350,7 +350,7 @@ def test_a_run_that_fails_exits_with_3(shell: Shell) -> None:
 
 
 def exported(shell: Shell, name: str) -> bytes:
-    """Return the file of the last weights of a run."""
+    """Export the last weights of a run and return the file's bytes."""
     file = shell.folder / f"{name}.safetensors"
     shell.type("export", name, "--last", "--force", "--output", file.name)
     return file.read_bytes()
@@ -359,7 +359,7 @@ def exported(shell: Shell, name: str) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedbuff"])
 def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell, algorithm: str) -> None:
-    """Killed -9 in the middle, resumed, killed again, resumed: as if nothing had happened."""
+    """Killed by -9 in the middle, resumed, killed again, and resumed again."""
     job = (*LONG, "--rounds", "12", "--set", f"algorithm.name={algorithm}")
     shell.type("simulate", "--name", "whole", *job)
     shell.kill_at_commit(5, "simulate", "--name", "killed", *job)
@@ -375,23 +375,23 @@ def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell, algorit
 
 
 def status_of(shell: Shell, name: str, *options: str) -> object:
-    """Return where a run stands, as a command tells it."""
+    """Return the status of a run, as a command shows it."""
     return json.loads(shell.type("show", name, "--json", *options).out)["status"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on(shell: Shell, stop: signal.Signals) -> None:
-    """Ctrl-C is 130, and so is SIGTERM; the command it prints goes on from there.
+    """The exit code is 130 for Ctrl-C and SIGTERM; the command that it prints resumes the run.
 
-    Before, it was refused.
+    While the run is alive, that command is refused.
     """
     here = ("--runs-dir", "here")
     with shell.started("simulate", "--json", "--name", "stopped", *here, *LONG) as run:
         until(
             lambda: any(line.get("round", 0) >= 5 for line in json_lines(run.out())), told=run.tail
         )
-        run.send(signal.SIGSTOP)  # or it might be over by then
+        run.send(signal.SIGSTOP)  # otherwise it might finish before the next line
         assert f"process {run.pid}" in shell.type("resume", "stopped", *here, code=2).err
         assert status_of(shell, "stopped", *here) == "running"
         run.send(signal.SIGCONT)
@@ -403,13 +403,13 @@ def test_an_interrupted_run_says_how_to_go_on(shell: Shell, stop: signal.Signals
     (interrupted,) = shell.type("runs", "--json", "--runs-dir", "here").events
     number = int(str(interrupted["rounds"]))
     assert interrupted["status"] == "interrupted"
-    assert number >= 4  # the one that was told last may have been on its way to the disk
+    assert number >= 4  # the last one shown may not have been committed yet
     shell.kill_at_commit(1, "resume", "stopped", *here)
 
 
 @pytest.mark.slow
 def test_a_stop_of_the_whole_group_interrupts_a_run_of_several_processes(shell: Shell) -> None:
-    """As a service manager sends it: the workers leave it to the first process."""
+    """As a service manager sends it: workers ignore it and leave the stop to the first process."""
     with shell.popen("simulate", "--json", "--name", "group", *LONG, "--workers", "2") as run:
         assert run.stdout is not None
         rounds = (json.loads(line).get("round", 0) for line in run.stdout)
@@ -429,7 +429,7 @@ def test_a_stop_of_the_whole_group_interrupts_a_run_of_several_processes(shell: 
 
 
 def test_help_does_not_wait_for_torch(shell: Shell) -> None:
-    """A second that nobody who asks for help should wait."""
+    """Importing it would delay the help text by a second."""
     script = (
         "import sys; from fedlearn.cli.app import main\n"
         "code = main(['simulate', '--help'])\n"

@@ -1,4 +1,4 @@
-"""The applications in clients/ learn: their trainers, their models, their configurations."""
+"""The example applications in clients/ learn, with their trainers, models and configurations."""
 
 import ast
 import os
@@ -46,7 +46,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_data_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of whoever runs the tests are not the applications'."""
+    """Remove variables that the developer's environment may set."""
     monkeypatch.delenv("FEDLEARN_DATA", raising=False)
     monkeypatch.delenv("FEDLEARN_PART", raising=False)
 
@@ -116,7 +116,7 @@ def accuracy(channel: MemoryChannel, params: Params) -> float:
 
 
 def app(name: str, environments: Sequence[Mapping[str, str]]) -> App:
-    """Make one trainer per environment, as its client would."""
+    """Build one trainer per environment, as its client would."""
     trainers = []
     for environment in environments:
         with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +144,7 @@ def test_three_clients_learn_to_read_digits() -> None:
 
 @pytest.mark.slow
 def test_images_come_from_a_clients_own_file(tmp_path: Path) -> None:
-    """Bytes or floats, of another size than the digits, for the same network."""
+    """Bytes or floats, of another size than the digits; the network is the same."""
     digits = import_module("sklearn.datasets").load_digits()
     doubled = digits.images.repeat(2, 1).repeat(2, 2) / 16
     as_bytes = (255 * doubled).astype(np.uint8)
@@ -162,7 +162,7 @@ def test_images_come_from_a_clients_own_file(tmp_path: Path) -> None:
 def test_four_hospitals_learn_to_predict_heart_disease() -> None:
     """All 254 test patients: published FedAvg 0.706 (mean of five seeds); 0.736 was measured.
 
-    Saying "ill" of everybody is right for 0.52 of them.
+    Predicting "ill" for all of them is right for 0.52.
     """
     path = data_file("fed_heart_disease.npz")
     hospitals = ("cleveland", "hungarian", "switzerland", "va")
@@ -175,7 +175,7 @@ def test_four_hospitals_learn_to_predict_heart_disease() -> None:
 
 @pytest.mark.slow
 def test_five_roles_learn_to_predict_the_next_character() -> None:
-    """A blank is right 0.16 of the time; after two rounds 0.35 was measured."""
+    """Always predicting a blank is right for 0.16; after two rounds 0.35 was measured."""
     path = data_file("shakespeare_roles.npz")
     roles = [
         "othello/IAGO",
@@ -191,7 +191,7 @@ def test_five_roles_learn_to_predict_the_next_character() -> None:
 
 
 def test_a_text_file_is_a_clients_data(tmp_path: Path) -> None:
-    """Any text: its last fifth makes windows to be measured on."""
+    """Any text works; its last fifth is for evaluation."""
     file = tmp_path / "diary.txt"
     file.write_text("It was the best of times, it was the worst of times. " * 200)
     trainer = app("next_character", [{"FEDLEARN_DATA": str(file)}])
@@ -200,7 +200,7 @@ def test_a_text_file_is_a_clients_data(tmp_path: Path) -> None:
 
 
 def tables(folder: Path, *, num_columns: int = 30) -> list[Path]:
-    """Write the tumours inside scikit-learn as three tables; each has its columns in its order."""
+    """Write scikit-learn's breast cancer data as three tables, each with another column order."""
     data = import_module("sklearn.datasets").load_breast_cancer()
     names = [*data.feature_names[:num_columns], "label"]
     rng = np.random.default_rng(0)
@@ -217,7 +217,7 @@ def tables(folder: Path, *, num_columns: int = 30) -> list[Path]:
 
 @pytest.mark.slow
 def test_three_tables_make_one_linear_model(tmp_path: Path) -> None:
-    """0.98 of the rows that nobody trains on were measured; the larger class is 0.55 of them."""
+    """An accuracy of 0.98 on held-out rows was measured; the larger class has 0.55 of them."""
     files = tables(tmp_path)
     linear = app("linear_model", [{"FEDLEARN_DATA": str(file)} for file in files])
     before, *_, after = linear.accuracies(5)
@@ -226,7 +226,7 @@ def test_three_tables_make_one_linear_model(tmp_path: Path) -> None:
 
 
 def test_a_table_of_other_columns_is_refused_by_its_client(tmp_path: Path) -> None:
-    """Who says so to its user; the coordinator hears no more than the type."""
+    """The client's user sees the message; the coordinator is sent only the error's type."""
     linear = app("linear_model", [{"FEDLEARN_DATA": str(tables(tmp_path, num_columns=7)[0])}])
     with pytest.raises(DataError, match="the model is of 30 columns, this client's table has 7"):
         linear.trainers[0].evaluate(_weights("linear_model"), control=UNATTENDED)
@@ -236,7 +236,7 @@ def test_a_table_of_other_columns_is_refused_by_its_client(tmp_path: Path) -> No
 def test_a_coordinator_and_clients_with_tables_fit_a_linear_model(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """As processes of their own, over mutual TLS; each example is counted once, by its client."""
+    """In separate processes, over mutual TLS; each example is counted once, by its client."""
     folder = CLIENTS / "linear_model"
     with Site(launcher, tmp_path, task=f"{folder / 'trainer.py'}:make_trainer") as site:
         own = (f"coordinator.{name}={value}" for name, value in own_coordinator().items())
@@ -281,7 +281,7 @@ def _weights(name: str) -> Mapping[str, torch.Tensor]:
     ],
 )
 def test_missing_data_are_named(name: str, environment: Mapping[str, str], message: str) -> None:
-    """With the variable that names them and what to give it."""
+    """The message has the variable, and what to set it to."""
     with pytest.raises(DataError, match=message):
         app(name, [environment])
 
@@ -294,7 +294,7 @@ def test_missing_data_are_named(name: str, environment: Mapping[str, str], messa
     ],
 )
 def test_an_unknown_part_is_named(name: str, file: str, message: str) -> None:
-    """With those that there are."""
+    """The message lists the parts that exist."""
     environment = {"FEDLEARN_DATA": data_file(file), "FEDLEARN_PART": "nowhere"}
     with pytest.raises(DataError, match=message):
         app(name, [environment])
@@ -312,7 +312,7 @@ def test_an_unknown_part_is_named(name: str, file: str, message: str) -> None:
 def test_images_that_the_network_cannot_take_are_refused(
     arrays: Mapping[str, NDArray[np.float64]], tmp_path: Path
 ) -> None:
-    """Flat ones, unknown classes, missing labels, no images at all."""
+    """Flat images, unknown classes, missing labels, or no images."""
     np.savez(tmp_path / "own.npz", x=arrays["x"], y=arrays["y"])
     with pytest.raises(DataError, match="give grey images"):
         app("image_classification", [{"FEDLEARN_DATA": str(tmp_path / "own.npz")}])
@@ -333,14 +333,14 @@ def test_images_that_the_network_cannot_take_are_refused(
 def test_tables_that_a_linear_model_cannot_take_are_refused(
     text: str, message: str, tmp_path: Path
 ) -> None:
-    """Empty, ragged or no numbers, without labels, of too few rows."""
+    """Empty or ragged tables, text, no labels, or too few rows."""
     (tmp_path / "own.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         app("linear_model", [{"FEDLEARN_DATA": str(tmp_path / "own.csv")}])
 
 
 def test_a_table_of_one_class_alone_is_trained_on(tmp_path: Path) -> None:
-    """As where a clinic has only healthy visitors: the other class is not forgotten."""
+    """Such as a clinic's with only healthy visitors: both classes stay in the model."""
     (tmp_path / "own.csv").write_text("a,label\n" + "1,0\n2,0\n" * 10)
     (trainer,) = app("linear_model", [{"FEDLEARN_DATA": str(tmp_path / "own.csv")}]).trainers
     weights = {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}
@@ -361,7 +361,7 @@ def test_a_table_of_one_class_alone_is_trained_on(tmp_path: Path) -> None:
     "name", ["heart_disease", "image_classification", "linear_model", "next_character"]
 )
 def test_an_application_is_short_and_uses_public_names_alone(name: str) -> None:
-    """Its author has read fewer than a hundred lines, and none of the framework's insides."""
+    """Examples stay below a hundred lines and do not use the framework's internals."""
     text = (CLIENTS / name / "trainer.py").read_text()
     assert len(text.splitlines()) < 100
     imported = {

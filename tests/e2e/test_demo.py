@@ -1,4 +1,4 @@
-"""One command shows a whole deployment: real processes, real training."""
+"""``fedlearn demo`` shows a whole deployment: real processes, real training."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from fedlearn.deployment.demo import Stage, _followed
 
 @pytest.mark.slow
 def test_the_demo_reaches_the_accuracy_of_the_simulation(tmp_path: Path) -> None:
-    """On digits that five client processes hold; nothing runs on afterwards."""
+    """Five client processes hold the digits, and no process is left afterwards."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
     done = subprocess.run(
         [sys.executable, "-m", "fedlearn", "demo", "--rounds", "8", "--keep", "demo"],
@@ -40,7 +40,7 @@ def test_the_demo_reaches_the_accuracy_of_the_simulation(tmp_path: Path) -> None
 
 
 def test_a_coordinator_that_has_ended_is_heard_to_its_last_line(tmp_path: Path) -> None:
-    """Its process is gone while its output is still being read: that is no mishap."""
+    """Its process may end while its output is still being read, which is not an error."""
     line = '{"event": "round", "round": 1, "rounds": 1, "accuracy": 0.5, '
     line += '"reported": 5, "late": 0, "failed": 0}'
     program = f"import os\nif os.fork():\n    os._exit(0)\nos.system('sleep 1')\nprint('{line}')"

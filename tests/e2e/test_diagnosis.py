@@ -1,4 +1,4 @@
-"""What `join --check` finds, against a real door."""
+"""`join --check` against a real door: which problems it finds."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def invitation(coordinator: FakeCoordinator) -> Path:
 
 @dataclass(frozen=True)
 class WrongClock:
-    """A device's clock that is off."""
+    """A device's clock that is off by some seconds."""
 
     by_s: float = 0.0
 
@@ -68,7 +68,7 @@ def found(
 
 
 def enrolled(invitation: Path, tmp_path: Path) -> Home:
-    """Redeem an invitation, as a client does that joins."""
+    """Redeem an invitation, as a joining client does."""
     home, invited = Home(tmp_path / "home"), Invitation.load(invitation)
     identity = home.keys.coming_identity()
     address = invited.token_addresses[0]
@@ -85,7 +85,7 @@ def changed(invitation: Path, **values: object) -> Path:
 
 
 def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None:
-    """Every look, and the token is not redeemed."""
+    """All checks pass, and the token is not redeemed."""
     file = tmp_path / "trainer.py"
     file.write_text(SOURCE.format(num_examples=17))
     findings = found(invitation, tmp_path, trainer=f"{file}:Trainer")
@@ -96,7 +96,7 @@ def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None
 
 
 def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) -> None:
-    """And is told so when it was revoked."""
+    """A session is skipped while another process uses the folder."""
     home = enrolled(invitation, tmp_path)
     findings = found(invitation, tmp_path)
     assert findings["session"].message.startswith("welcome to run")
@@ -111,7 +111,7 @@ def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) ->
 def test_a_look_changes_nothing(
     coordinator: FakeCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither on the disk nor among the clients that may be asked."""
+    """Neither on disk, nor in the list of clients that may be asked."""
     invitation = coordinator.invite("laptop")
     findings = found(invitation, tmp_path)
     assert findings["disk"].is_fine
@@ -122,7 +122,7 @@ def test_a_look_changes_nothing(
     seen: list[list[str]] = []
 
     class Watched(DoorConnection):
-        """A connection during whose session the coordinator is asked whom it may ask."""
+        """A connection that records the connected clients during its session."""
 
         @asynccontextmanager
         async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
@@ -138,7 +138,7 @@ def test_a_look_changes_nothing(
 
 
 def num_strangers(coordinator: FakeCoordinator) -> float:
-    """Return how many connections nobody can account for."""
+    """Return the number of connections that are neither clients nor checks."""
     counted = coordinator.counters()
     return counted["connections"] - counted["authenticated"] - counted["looks"]
 
@@ -146,17 +146,17 @@ def num_strangers(coordinator: FakeCoordinator) -> float:
 def test_a_look_is_no_strangers(
     coordinator: FakeCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before joining and afterwards; control: the invitation of another deployment."""
+    """Before and after joining. Control: an invitation without the keys of this deployment."""
     monkeypatch.setattr(server, "_REPORT_S", 0.0)
     invitation = coordinator.invite("laptop")
     with capture_logs() as logs:
         for _ in range(2):
             assert found(invitation, tmp_path)["TLS"].is_fine
-        until(lambda: num_strangers(coordinator) == 0)  # counted once the client has its answer
+        until(lambda: num_strangers(coordinator) == 0)  # counted after the client has its answer
         enrolled(invitation, tmp_path)
         assert found(invitation, tmp_path)["session"].is_fine
         until(lambda: num_strangers(coordinator) == 0)
-        coordinator.revoke("laptop")  # returns once the door has looked around
+        coordinator.revoke("laptop")  # returns once the door has checked its connections
         assert [each for each in logs if each["event"] == "strangers"] == []
     other = changed(coordinator.invite("desktop"), certificate_pem="", tls_key_pem="")
     with capture_logs() as logs:
@@ -168,7 +168,7 @@ def test_a_look_is_no_strangers(
 def test_an_invitation_that_is_not_open_is_found(
     coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    """Since another client has used it, or its token is none."""
+    """Because another client has used it, or its token is not valid."""
     used = coordinator.invite("laptop")
     enrolled(used, tmp_path)
     for each in (used, changed(coordinator.invite("desktop"), token="")):
@@ -180,7 +180,7 @@ def test_an_invitation_that_is_not_open_is_found(
 def through_a_proxy(
     invitation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, status: bytes
 ) -> tuple[bytes, dict[str, Finding]]:
-    """Check behind a proxy that answers by ``status``, at a name that the proxy alone knows."""
+    """Check behind a proxy that answers with ``status``, at a name that only it can resolve."""
     port = json.loads(invitation.read_text())["addresses"][0].rpartition(":")[2]
     away = changed(invitation, addresses=[f"coordinator.invalid:{port}"])
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
@@ -206,7 +206,7 @@ def through_a_proxy(
 
 
 def pump(source: socket.socket, sink: socket.socket) -> None:
-    """Pass on what comes, until one side ends."""
+    """Forward data until one side closes."""
     with suppress(OSError):
         while data := source.recv(1 << 16):
             sink.sendall(data)
@@ -217,7 +217,7 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
 def test_a_proxy_is_passed_as_in_joining(
     invitation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It resolves the name, and nothing else leads out; a refusal of its is told as such."""
+    """Only the proxy can resolve the name. If it refuses, the finding says so."""
     head, findings = through_a_proxy(invitation, tmp_path, monkeypatch, status=b"200 OK")
     assert head.startswith(b"CONNECT coordinator.invalid:")
     assert all(finding.is_fine for finding in findings.values()), findings
@@ -228,7 +228,7 @@ def test_a_proxy_is_passed_as_in_joining(
 
 
 def test_a_folder_that_cannot_be_used_is_found(invitation: Path, tmp_path: Path) -> None:
-    """Here a file in its place."""
+    """Here a file is in its place."""
     (tmp_path / "home").write_text("in the way")
     finding = found(invitation, tmp_path)["disk"]
     assert not finding.is_fine
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_used_is_found(invitation: Path, tmp_path: Path)
 
 
 def test_the_clock_is_named_once(invitation: Path, tmp_path: Path) -> None:
-    """Though both addresses show it; control: their certificates are two findings."""
+    """Although both addresses show it. Control: their certificates are two findings."""
     address = json.loads(invitation.read_text())["addresses"][0]
     twice = changed(invitation, addresses=[address, address])
     names = [finding.name for finding in diagnose(twice, home=tmp_path / "home", trainer=None)]
@@ -246,7 +246,7 @@ def test_the_clock_is_named_once(invitation: Path, tmp_path: Path) -> None:
 def test_keys_that_are_to_be_replaced_are_not_tried(
     coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    """A client that was revoked has a new invitation; control: without it they are."""
+    """A revoked client has a new invitation. Control: with the old one, its keys are tried."""
     invitation = coordinator.invite("laptop")
     enrolled(invitation, tmp_path)
     coordinator.revoke("laptop")
@@ -263,13 +263,13 @@ def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path)
     coordinator.revoke("laptop")
     clock = SystemClock()
     until_s = clock.now_s() + 60.0
-    while (finding := found(invitation, tmp_path)["session"]).is_fine:  # it looks every second
+    while (finding := found(invitation, tmp_path)["session"]).is_fine:  # the door polls each second
         assert clock.now_s() < until_s, "the door still lets it in"
     assert "revoked" in finding.message
 
 
 def test_an_address_where_nobody_listens_is_found(invitation: Path, tmp_path: Path) -> None:
-    """Or that is none."""
+    """Or that is not an address."""
     for address in ("127.0.0.1:1", "nonsense"):
         finding = found(changed(invitation, addresses=[address]), tmp_path)["connection"]
         assert not finding.is_fine
@@ -287,7 +287,7 @@ def test_another_coordinators_certificate_is_found(invitation: Path, tmp_path: P
 
 @pytest.mark.parametrize("verb", ["has expired", "is not yet valid"])
 def test_a_clock_outside_the_certificates_time_is_told_as_such(verb: str) -> None:
-    """In the words that gRPC has for it."""
+    """Recognised by gRPC's error message."""
     error = f"UNAVAILABLE: SSL routines: CERTIFICATE_VERIFY_FAILED: certificate {verb}: OK"
     finding = explain("fl.example.org:443", error, now="2020-01-01T00:00:00Z")
     assert (finding.name, finding.is_fine) == ("clock", False)
@@ -305,7 +305,7 @@ def test_a_clock_outside_the_certificates_time_is_told_as_such(verb: str) -> Non
 def test_a_clock_that_is_off_is_a_warning_and_no_obstacle(
     invitation: Path, tmp_path: Path, by_s: float, verdict: Verdict, words: str
 ) -> None:
-    """Measured against the coordinator's own, which says it in its welcome."""
+    """Measured against the coordinator's clock, which its welcome contains."""
     enrolled(invitation, tmp_path)
     finding = found(invitation, tmp_path, clock=WrongClock(by_s))["clock offset"]
     assert (finding.verdict, finding.is_fine) == (verdict, True)
@@ -315,7 +315,7 @@ def test_a_clock_that_is_off_is_a_warning_and_no_obstacle(
 def test_a_certificate_that_ends_soon_is_a_warning(
     coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    """With the remedy; a new invitation is one for the client that is enrolled."""
+    """With the remedy. A new invitation for the enrolled client is recognised as such."""
     invitation = coordinator.invite("laptop")
     home = enrolled(invitation, tmp_path)
     enrolment = home.keys.enrolment()
@@ -330,14 +330,14 @@ def test_a_certificate_that_ends_soon_is_a_warning(
 
 
 def test_a_clock_that_is_years_off_is_found(invitation: Path, tmp_path: Path) -> None:
-    """By the invitation, whatever else fails."""
+    """By the invitation's dates, even if other checks fail."""
     finding = found(invitation, tmp_path, clock=VirtualClock(4e9))["invitation"]
     assert not finding.is_fine
     assert "by this clock" in finding.message
 
 
 def test_a_file_that_is_no_invitation_ends_the_search(tmp_path: Path) -> None:
-    """There is nothing to look at."""
+    """Without an invitation nothing else can be checked."""
     (tmp_path / "file").write_text("{}")
     findings = found(tmp_path / "file", tmp_path)
     assert [finding.is_fine for finding in findings.values()] == [False]
@@ -349,7 +349,7 @@ def test_a_file_that_is_no_invitation_ends_the_search(tmp_path: Path) -> None:
 def test_data_that_is_not_there_is_found(
     invitation: Path, tmp_path: Path, num_examples: int | None, words: str
 ) -> None:
-    """An empty one, and no trainer at all."""
+    """An empty data set, or no trainer."""
     file = tmp_path / "trainer.py"
     file.write_text("" if num_examples is None else SOURCE.format(num_examples=num_examples))
     finding = found(invitation, tmp_path, trainer=f"{file}:Trainer")["data"]
@@ -384,7 +384,7 @@ def unset():
 def test_data_that_the_model_does_not_take_are_found(
     invitation: Path, tmp_path: Path, name: str, words: str | None
 ) -> None:
-    """As is a trainer that cannot be made: by its line, and nothing is raised."""
+    """A trainer that cannot be built is found too, with its line, and nothing is raised."""
     file = tmp_path / "trainer.py"
     file.write_text(TORCH_SOURCE)
     finding = found(invitation, tmp_path, trainer=f"{file}:{name}")["data"]

@@ -1,4 +1,4 @@
-"""A ledger belongs to examples: the same ones never get a fresh one without a word."""
+"""A privacy ledger belongs to examples: the same ones get a new one only if the user says so."""
 
 import io
 
@@ -40,7 +40,7 @@ def divided(
 
 
 def spent(data: fl.FederatedData, privacy: dict[str, object], name: str | None = None) -> float:
-    """Return ε after a round on all clients."""
+    """Run a round on all clients and return ε."""
     done = fl.simulate(
         lambda: nn.Linear(4, 2),
         data,
@@ -59,7 +59,7 @@ def spent(data: fl.FederatedData, privacy: dict[str, object], name: str | None =
 
 @pytest.mark.slow
 def test_the_cost_of_examples_adds_up_however_they_are_divided() -> None:
-    """Other seeds, clients, held-out rows and subsets; control: other examples begin at one."""
+    """For other seeds, clients, held-out rows and subsets. Control: other examples start afresh."""
     once = spent(divided(), EXAMPLE)
     found = [
         spent(divided(seed=1), EXAMPLE),
@@ -76,7 +76,7 @@ def test_the_cost_of_examples_adds_up_however_they_are_divided() -> None:
 
 @pytest.mark.slow
 def test_users_that_hold_other_examples_need_a_name() -> None:
-    """Their cost does not add up; with a name, it is the user who says that they are the same."""
+    """Their costs cannot be added up, unless the user names the population they belong to."""
     once = spent(divided(), CENTRAL, name="first")
     for other in (divided(seed=1), divided(fl.Iid(3)), divided(rows=slice(0, 90))):
         with pytest.raises(ConfigError, match=r"divided among other clients.* name the population"):
@@ -93,7 +93,7 @@ def test_users_that_hold_other_examples_need_a_name() -> None:
 
 
 def test_examples_that_cannot_be_known_again_need_a_name() -> None:
-    """As those with random augmentation; control: with a name they train."""
+    """Such as randomly augmented examples. Control: with a name they are accepted."""
     test = TensorDataset(torch.from_numpy(FEATURES), torch.from_numpy(LABELS))
     data = fl.from_dataset(
         Augmented(FEATURES, LABELS), labels=LABELS, partition=fl.Iid(4), test=test, seed=0

@@ -1,4 +1,4 @@
-"""Commands that need the database alone wait for nothing else: what each imports is looked at."""
+"""Commands that need only the database start fast: tests check which modules they import."""
 
 import json
 import math
@@ -22,14 +22,14 @@ from tests.records import RUN
 
 pytestmark = pytest.mark.slow
 
-#: What takes a second or a hundred megabytes, or is not needed to look at a database.
+#: Modules that take a second or a hundred megabytes, or are not needed to read a database.
 HEAVY = (
     *("torch", "scipy", "pyarrow", "matplotlib", "sklearn", "flwr", "grpc", "dp_accounting"),
     *("aiohttp", "prometheus_client", "alembic", "google.protobuf", "numpy"),
 )
 ONES = torch.ones(3)
 
-#: Commands in the order in which one interpreter runs them, so that each would show what it adds.
+#: Commands in the order in which one interpreter runs them; each is charged with what it adds.
 OF_DEPLOYMENTS = (
     "--version",
     "--help",
@@ -67,7 +67,7 @@ for command in json.loads(sys.argv[1]):
 
 
 def imported_by(*commands: str) -> dict[str, list[str]]:
-    """Return by command which heavy modules it was the first to import, in a fresh interpreter."""
+    """Return the heavy modules that each command is first to import, in a fresh interpreter."""
     wanted = json.dumps(commands), json.dumps(HEAVY)
     typed = subprocess.run(
         [sys.executable, "-c", _SCRIPT, *wanted],
@@ -84,7 +84,7 @@ def imported_by(*commands: str) -> dict[str, list[str]]:
 
 @pytest.fixture
 def _deployed_run(surroundings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A deployed run of two rounds in the working directory, which nobody coordinates."""
+    """A deployed run of two rounds in the working directory, without a coordinator."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert main(["init"]) == 0
     places = Places.of(load("coordinator.toml", overrides=()), environ={})
@@ -112,13 +112,13 @@ def _deployed_run(surroundings: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.usefixtures("_deployed_run")
 def test_operators_commands_import_neither_torch_nor_numpy() -> None:
-    """Nor what serves clients, draws, or trains."""
+    """Nor the modules that serve clients, plot, or train."""
     assert imported_by(*OF_DEPLOYMENTS) == {command: [] for command in OF_DEPLOYMENTS}
 
 
 @pytest.mark.usefixtures("_deployed_run")
 def test_commands_about_runs_and_keys_import_little() -> None:
-    """Participations are columns of numpy's, and what a client has sent is protobuf."""
+    """Participations need numpy, and a client's key files need protobuf."""
     found = imported_by(*OF_RUNS, *OF_CLIENTS)
     assert found["runs"] == found["runs --json"] == [], "rounds are summed up by the database"
     of_runs = {name for command in OF_RUNS for name in found[command]}
@@ -128,5 +128,5 @@ def test_commands_about_runs_and_keys_import_little() -> None:
 
 @pytest.mark.usefixtures("_deployed_run")
 def test_what_a_command_imports_is_seen() -> None:
-    """The control: one that builds what it is told of imports torch."""
+    """The control: a command that builds a run imports torch."""
     assert "torch" in imported_by("runs", "check")["check"]

@@ -1,4 +1,4 @@
-"""Differential privacy as a researcher has it: the noise that arrives, the ledger, the refusals."""
+"""Differential privacy from Python: the noise in the model, the ledger, and what is refused."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ from tests.e2e.noise import has_scale, moved
 from tests.processes import Launcher, json_lines
 
 POPULATION = 60
-#: Trains by steps of size zero: what the model moves by is the noise alone.
+#: Trains with a step size near zero, so that the model moves only by the noise.
 STILL = fl.FedAvg(
     fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30), weight_by_examples=False
 )
@@ -39,12 +39,12 @@ PRIVACY = {"mode": "central", "clip_norm": 0.6, "noise_multiplier": 1.5, "target
 
 
 class Trimmed(fl.WeightedMean):
-    """A mean of the user's own, which a bounded sum must not silently take the place of."""
+    """A user's own mean, which the bounded noisy sum must not silently replace."""
 
 
 @dataclass(frozen=True)
 class Later(Wrapped):
-    """Combines by a mean of the user's own once there is a state."""
+    """A strategy that switches to the user's own mean once it has a state."""
 
     own = frozenset({"begun"})
 
@@ -56,7 +56,7 @@ class Later(Wrapped):
 
 
 class Told:
-    """A progress that keeps what it is told, and may break off after some rounds."""
+    """A progress display that keeps its arguments, and may interrupt the run after some rounds."""
 
     def __init__(self, break_after: int = -1) -> None:
         self.notes: Sequence[str] = ()
@@ -79,7 +79,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def data(seed: int = 0) -> fl.FederatedData:
-    """Two classes that a linear model separates, 20 examples a client."""
+    """Make two classes that a linear model separates, with 20 examples per client."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 2, 20 * POPULATION + 200)
     features = rng.normal(size=(len(labels), 400)) + 0.5 * labels[:, None]
@@ -88,7 +88,7 @@ def data(seed: int = 0) -> fl.FederatedData:
 
 
 def make_model() -> nn.Module:
-    """Return a network of 20,000 parameters and some."""
+    """Build a network of slightly more than 20,000 parameters."""
     return nn.Sequential(nn.Linear(400, 50), nn.Tanh(), nn.Linear(50, 2))
 
 
@@ -99,7 +99,7 @@ def run(
     told: Told | None = None,
     **settings: Any,  # Any: keys and pieces
 ) -> fl.Run:
-    """Run two rounds of a quarter of the clients on average."""
+    """Run two rounds with a quarter of the clients on average."""
     everything: dict[str, Any] = {
         "num_rounds": 2,
         "cohort": {"num_wanted": 15, "sampling": "poisson"},
@@ -120,7 +120,10 @@ def run(
     ],
 )
 def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) -> None:
-    """Z C / m in each of two rounds, once however many processes; 2/3 and 3/2 would be seen."""
+    """It is z C / m in each of two rounds, for any number of processes.
+
+    Controls: scales of 2/3 and 3/2 are told apart.
+    """
     noise, sigma = moved(run(engine=engine), make_model), math.sqrt(2.0) * 1.5 * 0.6 / 15
     assert has_scale(noise, sigma)
     assert not has_scale(noise * 2.0 / 3.0, sigma)
@@ -131,7 +134,7 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
 def test_a_run_of_a_moment_tells_its_epsilon_at_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """No round of it may, since to find it takes time: the run does, and all that shows it."""
+    """Computing it after each round would take too long, so it is shown at the end and later."""
     told = Told()
     short = run(told=told, name="short")
     assert told.summary is not None
@@ -148,7 +151,7 @@ def test_a_run_of_a_moment_tells_its_epsilon_at_the_end(
 
 @pytest.mark.slow
 def test_the_public_seed_tells_nothing_of_cohorts_and_noise() -> None:
-    """Two runs of one seed differ in both; of runs that shall be repeated, neither does."""
+    """Two runs with the same seed differ in both; reproducible runs differ in neither."""
     secret = [run(num_rounds=3), run(num_rounds=3)]
     assert not torch.equal(moved(secret[0], make_model), moved(secret[1], make_model))
     asked = [[list(each.participations.client_ids) for each in one.history] for one in secret]
@@ -163,7 +166,7 @@ def test_the_public_seed_tells_nothing_of_cohorts_and_noise() -> None:
 
 @pytest.mark.slow
 def test_a_model_learns_behind_the_noise() -> None:
-    """And the run tells what it cost: the release, and whoever saw the cohorts."""
+    """The run reports ε of the released models, and ε for an observer of the cohorts."""
     told = Told()
     found = run(LEARNS, privacy={"noise_multiplier": 0.5}, num_rounds=12, told=told)
     assert found.history[-1].metrics["accuracy"] > 0.8  # secret noise: 0.92 to 0.98
@@ -197,7 +200,7 @@ def test_a_model_learns_behind_the_noise() -> None:
 def test_sessions_workers_and_the_engine_agree_bit_for_bit(
     algorithm: fl.Strategy, privacy: dict[str, object]
 ) -> None:
-    """The sums are of integers: in any order, on any number of processes."""
+    """The sums are of integers, so order and number of processes do not matter."""
     sequential = {"executor": "sequential"}
     engines = [
         {"num_workers": 1, **sequential},
@@ -215,7 +218,7 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_clip_norm_that_follows_the_updates_is_told_and_resumed() -> None:
-    """From far above it falls by nearly a tenth a round, also across a break: to the same bits."""
+    """It starts too high and falls by nearly a tenth per round, and resumes to the same bits."""
     adaptive = {"clip_norm": 50.0, "clip_quantile": 0.5, "reproducible": True}
     told = Told()
     whole = run(LEARNS, privacy=adaptive, num_rounds=6, told=told)
@@ -240,7 +243,7 @@ def test_a_clip_norm_that_follows_the_updates_is_told_and_resumed() -> None:
 
 @pytest.mark.slow
 def test_rounds_without_anybody_are_released_like_any_other() -> None:
-    """At one client a round on average, some have none: noise is added all the same."""
+    """With one client per round on average, some rounds have none; they still get noise."""
     found = run(cohort={"num_wanted": 1, "sampling": "poisson"}, num_rounds=60)
     counts = [each.count(Status.REPORTED) for each in found.history]
     assert 0 in counts
@@ -250,7 +253,7 @@ def test_rounds_without_anybody_are_released_like_any_other() -> None:
 # ---- The budget ---------------------------------------------------------------------------
 
 
-#: Of rounds in which all are asked: their ε is a formula, where sampling takes a second.
+#: All clients are asked, so that ε is a formula; with sampling it takes a second to compute.
 ALL = {"num_wanted": POPULATION, "sampling": "poisson"}
 BUDGET: dict[str, object] = {"noise_multiplier": 1.0, "epsilon": 10.0}
 
@@ -261,14 +264,14 @@ def history(name: str) -> list[RoundRecord]:
 
 
 def stored(name: str) -> StoredRun:
-    """Return a run of the working directory's store."""
+    """Load a run from the store in the working directory."""
     runs_dir = Path("runs")
     return Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir).run(name)
 
 
 @pytest.mark.slow
 def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
-    """All rounds that were charged are committed; another on the same clients has nothing left."""
+    """All charged rounds are committed; another run on the same clients has no budget left."""
     told = Told()
     with pytest.raises(BudgetExhausted, match=r"above privacy.epsilon \(10\)"):
         run(privacy=BUDGET, cohort=ALL, num_rounds=16, name="a", told=told)
@@ -284,7 +287,7 @@ def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
     with pytest.raises(BudgetExhausted):
         run(privacy=BUDGET, cohort=ALL, name="b", told=again)
     assert history("b") == []
-    # Others' data, be it by their examples, by a name, or because the user says so.
+    # Other data: by their examples, by the population's name, or because the user says so.
     run(privacy=BUDGET, cohort=ALL, data=data(seed=1))
     run(privacy=BUDGET | {"population": "ward 5"}, cohort=ALL)
     others = {"other_data_because": "the second wave of the study"}
@@ -293,12 +296,12 @@ def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
 
 @pytest.mark.slow
 def test_rounds_that_were_lost_count_as_spent() -> None:
-    """A run that broke off goes on from its last commit; what it repeats is charged again."""
+    """An interrupted run resumes from its last commit, and repeated rounds are charged again."""
     told = Told(break_after=4)
     with pytest.raises(KeyboardInterrupt):
         run(told=told, privacy={"population": "all"}, num_rounds=6, name="broken")
     finished = len(history("broken"))
-    assert finished < 4  # the last commit is of before
+    assert finished < 4  # the last rounds were not committed
     told = Told()
     run(told=told, resume="broken", privacy={"population": "all"}, num_rounds=6)
     assert told.summary is not None
@@ -322,7 +325,7 @@ target_delta = 1e-3
 
 
 def budget(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    """Return what ``fedlearn budget`` says of ``own.toml`` to a program."""
+    """Return the JSON output of ``fedlearn budget own.toml``."""
     assert main(["budget", "own.toml", "--json", *options]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -330,7 +333,7 @@ def budget(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_what_a_run_will_cost_is_answered_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    """The noise for a budget, and ε of a noise; as a table and a picture; after a run, with it."""
+    """The noise for a budget, and ε for a noise; as a table and a plot; including earlier runs."""
     Path("own.toml").write_text(OWN)
     by_epsilon = budget(capsys, "--set", "privacy.epsilon=3.0")
     *_, last = by_epsilon["rounds"]
@@ -355,7 +358,7 @@ def test_what_a_run_will_cost_is_answered_both_ways(capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_a_deployment_without_data_has_a_budget_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """It needs none; without privacy there is no budget."""
+    """Computing a budget needs no data. Without privacy there is none."""
     Path("net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(3, 2)\n")
     Path("own.toml").write_text(
         OWN.replace("[data.partition]\nnum_clients = 40\n[cohort]", "[cohort]").replace(
@@ -374,7 +377,7 @@ def test_a_deployment_without_data_has_a_budget_too(capsys: pytest.CaptureFixtur
 def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """Kill -9 some times, and go on: each round that was told, and each opened, is charged."""
+    """Killed by -9 several times and resumed: each round that was shown or opened is charged."""
     Path("own.toml").write_text(
         'num_rounds = 4000\nname = "killed"\n[cohort]\nnum_wanted = 5\n'
         "[evaluation]\nevery_rounds = 0\nclients = 0\n[store]\ncheckpoint_every_s = 0.3\n"
@@ -400,7 +403,7 @@ def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened(
 
 @pytest.mark.slow
 def test_samplings_without_a_common_guarantee_are_not_mixed() -> None:
-    """On one population; what is said of other data is believed."""
+    """Not on one population. A statement that the data differ is accepted."""
     run(privacy={"population": "all"}, num_rounds=1)
     uniform = {"num_wanted": 15, "sampling": "uniform"}
     with pytest.raises(ConfigError, match=r"cohort\.sampling.*add_or_remove and replace"):
@@ -410,7 +413,7 @@ def test_samplings_without_a_common_guarantee_are_not_mixed() -> None:
 
 
 def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
-    """What the strategy has in that round is refused as it would have been in the first."""
+    """An aggregation that is refused in the first round is also refused in a later one."""
     with pytest.raises(RoundError, match="Trimmed is not WeightedMean itself"):
         run(Later(STILL))
 
@@ -461,7 +464,7 @@ def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
 def test_what_would_make_the_guarantee_false_is_refused(
     settings: dict[str, Any], message: str
 ) -> None:
-    """With the reason, before a run is made."""
+    """With the reason, before a run is created."""
     with pytest.raises(ConfigError, match=message):
         run(**settings)
     assert not Path("runs").exists()

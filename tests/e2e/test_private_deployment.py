@@ -1,4 +1,4 @@
-"""Differential privacy deployed: the simulation's model, and a budget that outlives kills."""
+"""Deployed differential privacy: the simulation's model, and a budget that survives kills."""
 
 import math
 import os
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
-    """Three of three clients are asked in each round: no coin decides."""
+    """All three clients are asked in each round, so sampling does not matter."""
     overrides = (
         f"num_rounds={NUM_ROUNDS}",
         f"data.partition.num_clients={NUM_CLIENTS}",
@@ -55,16 +55,16 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_deployed_run_is_the_simulation_of_the_same_configuration(site: Site) -> None:
-    """To the last bit, in whatever order the clients report: what is summed are integers.
+    """To the last bit and for any order of reports, since the sums are of integers.
 
-    The clip norm follows them, so they tell by a further lane whether they were within it.
+    The clip norm adapts, so clients also send whether their update was within it.
     """
     site.change("privacy.reproducible=true", "privacy.clip_quantile=0.5")
     assert_as_simulated(site)
 
 
 def test_clients_that_take_turns_are_those_of_the_simulation(site: Site) -> None:
-    """Each is a group of its own; noise that is taken back is the same."""
+    """Each client is one group, and the correlated noise is the same."""
     site.change("privacy.reproducible=true", "privacy.bands=3", f"cohort={TURNS}")
     assert_as_simulated(site)
     with site.database() as database:
@@ -75,7 +75,7 @@ def test_clients_that_take_turns_are_those_of_the_simulation(site: Site) -> None
 
 
 def assert_as_simulated(site: Site) -> None:
-    """Run a deployment of all clients, and a simulation: their models are one."""
+    """Run a deployment of all clients and a simulation, and compare their models."""
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
         site.join(number)
@@ -97,7 +97,7 @@ def assert_as_simulated(site: Site) -> None:
 
 
 def test_turns_go_on_when_a_coordinator_is_killed(site: Site) -> None:
-    """What it had charged is over: nobody is asked again before all others had their turn."""
+    """Charged turns are not repeated: no client is asked again before all others had their turn."""
     site.change("num_rounds=12", "privacy.bands=3", f"cohort={TURNS}")
     first = site.serving()
     for number in range(NUM_CLIENTS):
@@ -124,7 +124,7 @@ def test_turns_go_on_when_a_coordinator_is_killed(site: Site) -> None:
 
 
 def test_a_budget_holds_however_often_its_coordinator_is_killed(site: Site) -> None:
-    """Each time that a round is asked is charged; at the end the run stops by itself."""
+    """Each attempt of a round is charged; when the budget is spent, the run stops by itself."""
     site.change("privacy.epsilon=40.0", "num_rounds=5000")
     first = site.serving()
     for number in range(NUM_CLIENTS):
@@ -152,9 +152,9 @@ def test_a_budget_holds_however_often_its_coordinator_is_killed(site: Site) -> N
 
 
 def test_clients_add_the_noise_themselves(site: Site) -> None:
-    """Over the protocol and mutual TLS: clients that take no step leave noise alone.
+    """Over the protocol and mutual TLS. Clients that take no step leave only noise in the model.
 
-    Whoever is there is asked, so that it helps nobody not to be: all is accounted as if all were.
+    Cohorts are not sampled secretly, so the accounting treats every user as asked in each round.
     """
     site.change(
         "privacy.mode=distributed",
@@ -177,7 +177,7 @@ def test_clients_add_the_noise_themselves(site: Site) -> None:
     pieces = deployment(site.config, data_dir=Path("nowhere"))
     before = pieces.make_model().state_dict()
     noise = torch.cat([(after[name] - before[name]).flatten() for name in after]).double()
-    # Of each of 3 clients half of the variance, as one may tell what it added; in 2 rounds.
+    # Each of 3 clients adds half of the variance, since one may reveal its share; in 2 rounds.
     sigma = 0.5 / 3 * (3 / 2 * 2) ** 0.5
     excess = float((noise**2).mean()) / sigma**2 - 1.0
     tolerance = 5.0 * (2.0 / len(noise)) ** 0.5
@@ -185,7 +185,7 @@ def test_clients_add_the_noise_themselves(site: Site) -> None:
 
 
 def test_a_client_counts_what_a_day_costs_it_over_its_restarts(site: Site) -> None:
-    """At 2 / sqrt(3 sigma^2) a round it affords two rounds a day: the third has two clients."""
+    """Its limit allows two rounds a day, so the third round has only two clients."""
     site.change(
         "privacy.mode=distributed",
         "privacy.noise_multiplier=8.0",
@@ -215,7 +215,7 @@ def test_a_client_counts_what_a_day_costs_it_over_its_restarts(site: Site) -> No
 
 
 def test_a_deployment_says_how_many_may_enrol_and_flips_coins(site: Site) -> None:
-    """ε rests on both."""
+    """ε depends on the number of users and on Poisson sampling."""
     text = site.file.read_text().replace(f"num_users = {NUM_CLIENTS}\n", "")
     site.file.write_text(text)
     process = site.coordinator()

@@ -1,4 +1,4 @@
-"""What a researcher does from Python: run, look, load, break off and go on."""
+"""What a researcher does from Python: run, inspect, load, interrupt and resume."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ ALGORITHM = fl.FedAvg(
 
 
 def data(num_clients: int = 12) -> fl.FederatedData:
-    """Two Gaussian classes that a linear model separates."""
+    """Make two Gaussian classes that a linear model separates."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 600)
     features = rng.normal(size=(600, 6)) + 2.0 * labels[:, None]
@@ -36,29 +36,29 @@ def data(num_clients: int = 12) -> fl.FederatedData:
 
 
 def make_model() -> nn.Module:
-    """Return a small network."""
+    """Build a small network."""
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 class Quiet:
-    """A progress that says nothing, and may break off after some rounds."""
+    """A progress display that shows nothing, and may interrupt the run after some rounds."""
 
     def __init__(self, break_after: int | None = None) -> None:
         self.break_after, self.num_rounds, self.ended = break_after, 0, False
         self.notes: Sequence[str] = ()
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Say nothing, and keep the notes."""
+        """Keep the notes."""
         self.notes = notes
 
     def round(self, record: RoundRecord) -> None:
-        """Count the round; interrupt the run where that is due."""
+        """Count the round, and interrupt the run if it is time."""
         self.num_rounds += 1
         if self.num_rounds == self.break_after:
             raise KeyboardInterrupt
 
     def end(self, summary: Summary) -> None:
-        """Note that the end was told."""
+        """Note that the end was reported."""
         self.ended = True
 
 
@@ -69,7 +69,7 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(progress: Quiet | None = None, **settings: Any) -> fl.Run:  # Any: keys and pieces
-    """Run eight rounds with every round durable."""
+    """Run eight rounds with a checkpoint after each."""
     everything: dict[str, Any] = {
         "make_model": make_model,
         "data": settings.get("data") or data(),
@@ -94,7 +94,7 @@ def test_a_run_learns_and_leaves_its_history() -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 3, 12])
 def test_a_first_script_on_data_of_its_own_waits_for_everybody(num_clients: int) -> None:
-    """Clients of 600 examples, however few: nobody is late, and the run says and keeps why."""
+    """With few or many clients of 600 examples, none is late; the run notes and records why."""
     owners = np.repeat(np.arange(num_clients), 600)
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, len(owners))
@@ -116,7 +116,7 @@ def test_a_first_script_on_data_of_its_own_waits_for_everybody(num_clients: int)
 
 
 def test_stragglers_are_there_where_they_are_asked_for() -> None:
-    """The control: the main job's devices and deadline, on clients that are too slow for it."""
+    """The control: with simulated devices and a short deadline, clients are late."""
     asked: dict[str, Any] = {"stragglers": {"deadline_s": 0.5}, "devices": {"kind": "lognormal"}}
     progress = Quiet()
     with pytest.raises(RoundError, match=r"4 late"):
@@ -125,7 +125,7 @@ def test_stragglers_are_there_where_they_are_asked_for() -> None:
 
 
 def test_the_loaded_model_has_the_recorded_accuracy() -> None:
-    """The best weights, in a fresh module, do on the test set what the history says."""
+    """The best weights, in a fresh module, have the recorded accuracy on the test set."""
     finished, test = run(), data().test
     model = finished.load_model()
     assert not model.training
@@ -143,7 +143,7 @@ def test_the_last_model_can_be_loaded_instead_of_the_best() -> None:
 
 
 def test_weights_are_in_the_order_of_the_network(tmp_path: Path) -> None:
-    """Buffers among the parameters; to look draws no random number."""
+    """Buffers are in their place among parameters, and loading draws no random numbers."""
     layers = nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
     normalised = nn.Sequential(*layers)
     with Database.open(sqlite_url(tmp_path / "a.db"), runs_dir=tmp_path / "runs") as database:
@@ -166,7 +166,7 @@ def test_another_network_is_refused() -> None:
 
 @pytest.mark.slow
 def test_plot_and_report_are_files_in_the_run_folder() -> None:
-    """Both return where they lie."""
+    """Both return the path of the file."""
     finished = run()
     assert finished.plot().read_bytes().startswith(b"\x89PNG")
     assert "<html" in finished.report().read_text()
@@ -174,7 +174,7 @@ def test_plot_and_report_are_files_in_the_run_folder() -> None:
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits() -> None:
-    """Broken off after three rounds and resumed, it ends in the weights of the whole run."""
+    """Interrupted after three rounds and resumed, it ends with the weights of an unbroken run."""
     whole = run(name="whole")
     with pytest.raises(KeyboardInterrupt):
         run(Quiet(break_after=3), name="broken")
@@ -208,14 +208,14 @@ PLAIN = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
 def test_sessions_over_memory_keep_what_is_theirs_through_a_crash(
     algorithm: fl.Strategy, settings: dict[str, Any]
 ) -> None:
-    """What trainers keep is in the checkpoint, as it is of clients of the engine."""
+    """The state of trainers is in the checkpoint, as it is for clients of the engine."""
     same = {"algorithm": algorithm, "engine": {"transport": "memory"}, **settings}
     whole = run(name="whole", **same)
     with pytest.raises(KeyboardInterrupt):
         run(Quiet(break_after=5), name="broken", **same)
     resumed = run(resume="broken", **same).weights(best=False)
     for name, tensor in whole.weights(best=False).items():
-        # Masks are drawn anew, and so is the rounding of what they hide.
+        # Secure aggregation rounds at random, which differs after the resume.
         tolerance = 1e-3 if settings else 0.0
         torch.testing.assert_close(resumed[name], tensor, rtol=0.0, atol=tolerance)
 
@@ -236,7 +236,7 @@ def test_sessions_over_memory_keep_what_is_theirs_through_a_crash(
     ],
 )
 def test_a_run_does_not_go_on_with_other_arguments(settings: dict[str, Any], told: str) -> None:
-    """They would be ignored, or make it a run of two kinds; nothing is done to the run."""
+    """They would be ignored, or mix two configurations in one run. The run is not changed."""
     with pytest.raises(KeyboardInterrupt):
         run(Quiet(break_after=3), name="broken")
     with pytest.raises(ConfigError, match=told):
@@ -246,7 +246,7 @@ def test_a_run_does_not_go_on_with_other_arguments(settings: dict[str, Any], tol
 
 @pytest.mark.slow
 def test_a_run_that_is_alive_is_not_resumed() -> None:
-    """Before, the second one marked it failed while it went on to its end."""
+    """Otherwise the second process would mark it failed while it continues."""
 
     class Meddling(Quiet):
         def round(self, record: RoundRecord) -> None:
@@ -258,7 +258,7 @@ def test_a_run_that_is_alive_is_not_resumed() -> None:
 
 
 def test_a_done_run_stays_done_whatever_its_checkpoint() -> None:
-    """Damage is told, and changes nothing on record; before, it turned done into failed."""
+    """Damage is reported, but must not change the recorded status."""
     done = run()
     done.stored.checkpoints()[-1].path.write_bytes(b"damaged")
     with pytest.raises(CorruptCheckpoint, match="--from-previous"):
@@ -267,7 +267,7 @@ def test_a_done_run_stays_done_whatever_its_checkpoint() -> None:
 
 
 def test_a_done_run_is_resumed_without_a_round() -> None:
-    """It tells what it came to, and is the run that it was."""
+    """It only reports the end again, and the run does not change."""
     done, quiet = run(), Quiet()
     again = run(quiet, resume=done.name)
     assert (again.record, again.history) == (done.record, done.history)
@@ -275,7 +275,7 @@ def test_a_done_run_is_resumed_without_a_round() -> None:
 
 
 def test_a_run_that_no_python_started_is_resumed_from_its_record() -> None:
-    """Its model and data are described there; those of the arguments would take their place."""
+    """Its model and data are described in the record, so those in the arguments are refused."""
     environ = dict[str, str]()
     site = Site(resolve_addresses(Config(), environ=environ), environ, SystemClock(), Quiet())
     run_config(Config().model_copy(update={"name": "toml", "num_rounds": 1}), site)
@@ -311,7 +311,7 @@ def test_sessions_and_the_engine_agree_bit_for_bit() -> None:
 
 
 def test_the_progress_hears_of_an_interruption() -> None:
-    """The end is told even when the run did not reach it."""
+    """The end is reported even if the run was interrupted."""
     progress = Quiet(break_after=2)
     with pytest.raises(KeyboardInterrupt):
         run(progress)
@@ -319,7 +319,7 @@ def test_the_progress_hears_of_an_interruption() -> None:
 
 
 def test_a_misspelt_setting_names_the_nearest() -> None:
-    """Keyword arguments are the keys of the configuration, checked alike."""
+    """Keyword arguments are keys of the configuration and checked in the same way."""
     with pytest.raises(ConfigError, match=r"simulate\(\): .*num_rounds"):
         fl.simulate(make_model, data(), ALGORITHM, num_round=3)
 
@@ -333,7 +333,7 @@ def test_a_table_that_an_argument_replaces_is_refused() -> None:
 def test_a_cohort_above_the_population_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
-    """The error gives both numbers; no run is left behind."""
+    """The error gives both numbers, and no run is created."""
     with pytest.raises(ConfigError, match=r"13 clients are asked .* have 12"):
         run(cohort={"num_wanted": 13})
     assert not (tmp_path / "runs").exists()
@@ -341,14 +341,14 @@ def test_a_cohort_above_the_population_is_refused_before_anything_is_written(
 
 @pytest.mark.slow
 def test_resuming_an_unknown_run_suggests_the_nearest() -> None:
-    """A typo is met with the name that was meant."""
+    """For a typo, the error has the nearest name."""
     run(name="amber-fox")
     with pytest.raises(StoreError, match="amber-fox"):
         run(resume="amber-fix")
 
 
 def test_resume_from_the_record_alone_needs_the_pieces() -> None:
-    """A run of Python objects is told to be resumed from Python."""
+    """The error says to resume a run of Python objects from Python."""
     name = run().name
     site = Site(resolve_addresses(Config(), environ={}), {}, SystemClock(), Quiet())
     with pytest.raises(ConfigError, match="started from Python"):
@@ -358,7 +358,7 @@ def test_resume_from_the_record_alone_needs_the_pieces() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["engine", "memory"])
 def test_a_model_in_bfloat16_trains_as_such_and_a_note_tells(transport: str) -> None:
-    """A model in float32 has no such note."""
+    """The control: a model in float32 has no such note."""
     for make, dtype in ((lambda: make_model().bfloat16(), "bfloat16"), (make_model, "float32")):
         told = Quiet()
         run = fl.simulate(

@@ -1,4 +1,4 @@
-"""A certificate is renewed by joining again, in place: real processes of `fedlearn join`."""
+"""A client renews its certificate by joining again: real processes of `fedlearn join`."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from tests.processes import LONG_S, Launcher, Process
 
 MODEL = {"weight": torch.zeros(4)}
 
-#: Counts its trainings in its state.
+#: A trainer that counts its trainings in its state.
 SOURCE = """
 from fedlearn.client import LocalResult
 
@@ -50,7 +50,7 @@ class Laptop:
 
     @contextmanager
     def joined(self, invitation: Path, name: str) -> Iterator[Process]:
-        """Run one until the block ends; its files begin with ``name``."""
+        """Run one until the block ends; names of its log files start with ``name``."""
         command = ["join", str(invitation), "--task", "trainer.py:Trainer", "--home", "home"]
         process = self.launcher.launch(self.folder / f"{name}.log", *command, environ=os.environ)
         try:
@@ -62,7 +62,7 @@ class Laptop:
 
 
 def trained(coordinator: FakeCoordinator) -> float:
-    """Return how many trainings the laptop's state has seen, this one included."""
+    """Let the laptop train once; return the number of trainings that its state has counted."""
     coordinator.wait_for(1, timeout_s=LONG_S)
     reply = coordinator.train(MODEL, {"epochs": 1}, deadline_s=LONG_S)["laptop"]
     assert isinstance(reply, TrainReply)
@@ -77,7 +77,7 @@ def enrolment(folder: Path) -> Enrolment:
 
 @pytest.mark.slow
 def test_joining_with_a_new_invitation_renews_in_place(launcher: Launcher, tmp_path: Path) -> None:
-    """New keys and a new certificate; the client's number and its state are those of before."""
+    """Keys and certificate are new; the client's id and its state stay."""
     (tmp_path / "trainer.py").write_text(SOURCE)
     laptop = Laptop(launcher, tmp_path)
     with FakeCoordinator() as coordinator:

@@ -1,4 +1,4 @@
-"""Settings by the round and callbacks in a deployment: a coordinator and clients, as processes."""
+"""Settings by round and callbacks in a deployment with a coordinator and clients as processes."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def lines(path: Path) -> list[dict[str, Any]]:  # Any: of JSON
 def test_clients_train_with_the_settings_of_their_round_and_callbacks_hear_of_each(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """A callback that fails is in the log, and the run and the next callback go on."""
+    """A failing callback is logged; the run continues, and so does the next callback."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     factory = f"factory='{tmp_path / 'tracker.py'}:Tracker'"

@@ -1,4 +1,4 @@
-"""torchrun spreads a run over processes that it has started itself."""
+"""A run spread over processes that torchrun has started."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.processes import Launcher, json_lines
 
 
 def begun(*command: str, folder: Path) -> "subprocess.Popen[str]":
-    """Begin a command in a folder; modules that lie there are found."""
+    """Start a command in a folder, from which it can import modules."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -30,7 +30,7 @@ def begun(*command: str, folder: Path) -> "subprocess.Popen[str]":
 
 
 def ended(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
-    """Return the JSON lines on the standard output of a command, once it has ended."""
+    """Wait until a command has ended; return the JSON lines on its standard output."""
     with process:
         try:
             out, err = process.communicate(timeout=300)
@@ -62,10 +62,10 @@ def test_torchrun_runs_the_same_simulation_once(launcher: Launcher, tmp_path: Pa
 
 @pytest.mark.slow
 def test_torchrun_shares_a_training_of_the_coordinator(launcher: Launcher, tmp_path: Path) -> None:
-    """As two machines would: they tell once, write one model, and leave nothing else behind.
+    """As on two machines: progress is shown once, one model is written, and no other files.
 
-    Only the process that writes the model comes to the end of its interpreter: in the other, a
-    thread that is still at work would abort it, and with it a training that has succeeded.
+    Only the process that writes the model shuts its interpreter down. In the other, a thread that
+    still runs would abort the shutdown, and with it a training that has succeeded.
     """
     training = {"num_steps": 20, "report_every": 10, "batch_size": 32, "share": 0.5}
     sets = [f"coordinator.training.{key}={value}" for key, value in training.items()]
@@ -100,7 +100,7 @@ def test_torchrun_shares_a_training_of_the_coordinator(launcher: Launcher, tmp_p
 def test_a_mesh_of_another_number_of_processes_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before they wait for each other."""
+    """Before the processes wait for each other."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = ("coordinator.training.num_steps=2", "coordinator.training.replicate=3")

@@ -1,4 +1,4 @@
-"""A sampler and callbacks of the user's, in a simulation from Python, on one worker and two."""
+"""A user's sampler and callbacks in a simulation from Python, with one worker and two."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ Draw = Callable[[Sequence[ClientId], int], Sequence[ClientId]]
 
 @dataclass(frozen=True)
 class Drawn:
-    """Asks whom a function says."""
+    """A sampler that draws with a function."""
 
     draw: Draw
 
@@ -79,7 +79,7 @@ def in_turn(available: Sequence[ClientId], round_num: int) -> Sequence[ClientId]
 
 @dataclass
 class Looking:
-    """Keeps what it is shown, and ends the run after a round."""
+    """A callback that keeps its arguments, and may end the run after a round."""
 
     last_round: int | None = None
     rounds: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_sampler_of_the_users_says_who_is_asked(num_workers: int) -> None:
-    """Any number of them, in any process. The control: without it they are four, at random."""
+    """Any number of clients, in any process. The control: without it there are four, at random."""
     mine = run(sampler=Drawn(in_turn), engine={"num_workers": num_workers})
     asked = [sorted(record.participations.client_ids.tolist()) for record in mine.history]
     assert asked == [sorted(in_turn(EVERYBODY, each)) for each in range(6)]
@@ -108,10 +108,10 @@ def test_a_sampler_of_the_users_says_who_is_asked(num_workers: int) -> None:
 
 @pytest.mark.slow
 def test_a_sampler_that_draws_at_random_gives_two_workers_one_cohort() -> None:
-    """It is asked in one process; two that drew for themselves would wait for each other."""
+    """It is called in one process only; two different cohorts would deadlock the processes."""
 
     def drawn(available: Sequence[ClientId], _: int) -> Sequence[ClientId]:
-        rng = np.random.default_rng()  # not forked with the process: each would draw its own
+        rng = np.random.default_rng()  # seeded by the system, so each process would draw its own
         return [available[each] for each in rng.choice(NUM_CLIENTS, rng.integers(1, 8), False)]
 
     finished = run(sampler=Drawn(drawn), engine={"num_workers": 2}, num_rounds=12)
@@ -131,7 +131,7 @@ def test_a_sampler_that_draws_at_random_gives_two_workers_one_cohort() -> None:
     ],
 )
 def test_a_cohort_that_cannot_be_asked_is_refused(drawn: list[Any], complaint: str) -> None:
-    """Before anybody trains, with the sampler's name and the round."""
+    """Before any client trains, with the sampler's name and the round."""
     with pytest.raises(ConfigError, match=f"sampler: Drawn, round 1: {complaint}"):
         run(sampler=Drawn(lambda *_: drawn))
 
@@ -168,7 +168,7 @@ def test_what_a_sampler_would_replace_or_break_is_refused(
 @pytest.mark.parametrize("method", ["sampler", "callbacks"])
 @pytest.mark.parametrize("what", [lambda *_: (ClientId(0),), Drawn])
 def test_what_cannot_be_called_is_refused_before_anybody_trains(method: str, what: object) -> None:
-    """A function, or a class, in the place of an object."""
+    """A function or a class in place of an object."""
     name = {"sampler": "sample", "callbacks": "after_round"}[method]
     given = what if method == "sampler" else [what]
     with pytest.raises(ConfigError, match=f"{method}.*not an object with a method {name}"):
@@ -179,7 +179,7 @@ def test_what_cannot_be_called_is_refused_before_anybody_trains(method: str, wha
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_callbacks_see_each_round_and_its_model(num_workers: int) -> None:
-    """Once, whatever the number of workers; the last model is that of the run, each its own."""
+    """Once for any number of workers. Each gets its own copy; the last is the run's model."""
     first, second = Looking(), Looking()
     finished = run(callbacks=[first, second], engine={"num_workers": num_workers})
     assert first.rounds == second.rounds == list(range(6))
@@ -205,7 +205,7 @@ def test_what_a_callback_does_to_the_model_changes_nothing_in_the_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_callback_may_end_the_run(num_workers: int) -> None:
-    """After its round, as done and durable; the other callbacks hear of that round, too."""
+    """After that round, as done and committed; other callbacks are called for that round too."""
     ending, other = Looking(last_round=2), Looking()
     finished = run(callbacks=[ending, other], engine={"num_workers": num_workers})
     assert ending.rounds == other.rounds == [0, 1, 2]
@@ -217,7 +217,7 @@ def test_a_callback_may_end_the_run(num_workers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_a_callback_raises_comes_out_with_its_place(num_workers: int) -> None:
-    """And the run can be resumed: without that callback, to the bits of the whole."""
+    """The run can be resumed without that callback, and has the same bits as a whole run."""
 
     class Failing:
         def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
@@ -234,7 +234,7 @@ def test_what_a_callback_raises_comes_out_with_its_place(num_workers: int) -> No
 
 
 def test_a_callback_that_answers_with_something_else_is_refused() -> None:
-    """A metric that it returns by mistake must not end the run."""
+    """A metric returned by mistake must not end the run."""
 
     class Slip:
         def after_round(self, record: fl.RoundRecord, model: nn.Module) -> Any:
@@ -246,7 +246,7 @@ def test_a_callback_that_answers_with_something_else_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_examples_of_the_guide_run() -> None:
-    """Each block after those before it, on this model and these data."""
+    """In order, on this model and these data."""
     blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     names = {"fl": fl, "data": data(), "make_model": make_model, "local": ALGORITHM.local}
