@@ -1,8 +1,8 @@
-"""A coordinator that dies at any step: what clients were told holds in the record.
+"""A coordinator that is killed at any step: updates that clients were told are accepted survive.
 
-The coordinator runs in this process, over a door in memory whose reply log outlives it. Every
-client trains each model that it is sent once, and its update marks a cell of its own of the model:
-so the final model says which updates are in it.
+The coordinator runs in this process, over an in-memory channel whose reply log outlives it. Every
+client trains each model that it is sent once, and its update sets one cell of the model that is
+unique to client and round. So the final model shows which updates it contains.
 """
 
 import math
@@ -40,7 +40,7 @@ Kind = Literal["synchronous", "semi-synchronous", "buffered"]
 KINDS: tuple[Kind, ...] = ("synchronous", "semi-synchronous", "buffered")
 
 CLIENTS = [ClientId(each) for each in range(5)]
-#: Seconds of each client's training: in the first attempts of a round too few are in time.
+#: Seconds that each client trains: too few are in time for the first attempts of a round.
 DELAYS_S = (0.4, 0.7, 1.6, 2.7, 3.5)
 ROUNDS = 3
 POLICY = StragglerPolicy(
@@ -67,11 +67,11 @@ BUFFER = Asynchrony(**vars(OLD), buffer_size=2, concurrency=4)
 
 
 class Killed(BaseException):
-    """The coordinator's process is gone."""
+    """Simulates that the coordinator's process is killed."""
 
 
 class Key(NamedTuple):
-    """A question."""
+    """Identifies a question to clients."""
 
     round_num: int
     attempt: int
@@ -79,7 +79,7 @@ class Key(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """One in the log."""
+    """A reply in the log."""
 
     client_id: ClientId
     elapsed_s: float
@@ -87,7 +87,7 @@ class Reply(NamedTuple):
 
 @dataclass
 class Question:
-    """What a door keeps of a question on its disk, and a client of its task."""
+    """The state of a question: what the server keeps on disk, and when each client finishes."""
 
     opened_s: float
     log: list[Reply] = field(default_factory=list)
@@ -97,11 +97,11 @@ class Question:
 
 @dataclass
 class World:
-    """All that outlives a coordinator, and the clock.
+    """Everything that outlives a coordinator, and the clock.
 
     Attributes:
-        dies_after: Steps after which the process is killed; each is counted once.
-        accepted: By update, whose it is and of which round's model: attempts that accepted it.
+        dies_after: Step at which the process is killed; 0: never.
+        accepted: By client and round of the model, the attempts that accepted the update.
     """
 
     dies_after: int
@@ -115,7 +115,7 @@ class World:
     is_dead: bool = False
 
     def step(self) -> None:
-        """Be killed here, if it is time; a process that is dead takes no further step."""
+        """Count a step, and raise :class:`Killed` if the process dies or is dead."""
         self.num_steps += 1
         self.is_dead = self.is_dead or self.num_steps == self.dies_after
         if self.is_dead:
@@ -156,7 +156,7 @@ class World:
 
 @dataclass
 class Door:
-    """A channel to the clients, of one process."""
+    """One process's channel to the clients."""
 
     world: World
     asked: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Door:
 
 
 class Exchange:
-    """As that of a door: what was logged comes first, and a verdict with the next call."""
+    """Like the server's: logged replies come first, and the next call accepts the last reply."""
 
     def __init__(self, door: Door, deadline_s: float) -> None:
         self.door, self.world, self.deadline_s = door, door.world, deadline_s
@@ -232,7 +232,7 @@ class Exchange:
         question = self.world.questions[key]
         reply = Reply(client_id, comes_s - question.opened_s)
         question.log.append(reply)
-        self.world.step()  # it is logged, and nobody knows
+        self.world.step()  # logged, but not returned yet
         return self.arrival(key, reply, is_found=False)
 
     def arrival(self, key: Key, reply: Reply, *, is_found: bool) -> Arrival:
@@ -261,7 +261,7 @@ class Exchange:
             self.close_question(key)
 
     def close(self) -> None:
-        with suppress(Killed):  # while a generator ends; the next step of the process fails
+        with suppress(Killed):  # a generator is closing; the next step fails
             self.accept()
             for key in list(self.consumed):
                 self.close_question(key)
@@ -288,7 +288,7 @@ class Exchange:
 
 @dataclass
 class Opening:
-    """Draws clients in turn, and writes them down first."""
+    """Draws clients in turn, and records the cohort before it returns it."""
 
     world: World
 
@@ -319,14 +319,14 @@ class Opening:
 
 @dataclass(frozen=True)
 class Nobody:
-    """Measures nothing."""
+    """An evaluator without metrics."""
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
         return {}
 
 
 def live(world: World, kind: Kind) -> None:
-    """Run a coordinator until the run is done, or it is killed."""
+    """Run a coordinator until the run is done or it is killed."""
     world.is_dead = False
     door, opening = Door(world), Opening(world)
     policy = PATIENT if kind == "synchronous" else POLICY
@@ -373,7 +373,7 @@ def live(world: World, kind: Kind) -> None:
 
 
 def lives(kind: Kind, *, dies_after: int, away_s: float) -> World:
-    """Run a coordinator that is killed after so many steps, and another one after it."""
+    """Run a coordinator that is killed after ``dies_after`` steps, and then its successor."""
     world = World(dies_after)
     with suppress(Killed):
         live(world, kind)
@@ -384,7 +384,7 @@ def lives(kind: Kind, *, dies_after: int, away_s: float) -> World:
 
 
 def audit(world: World, kind: Kind) -> None:
-    """Hold receipts, rows and model against each other, cell by cell."""
+    """Check that receipts, record and model agree, cell by cell."""
     (vector,) = world.commits[-1][0].under("params/").values()
     cells = vector.view(ROUNDS, len(CLIENTS))
     in_model = {
@@ -394,11 +394,11 @@ def audit(world: World, kind: Kind) -> None:
         if cells[based_on, client_id] != 0.0
     }
     told = set(world.accepted)
-    if kind == "synchronous":  # an attempt below the minimum is thrown away, its receipts with it
+    if kind == "synchronous":  # updates of an attempt below the minimum are dropped
         last = {each.round_num: each.attempt for each in world.records}
         told = {key for key, attempts in world.accepted.items() if last[key[1]] in attempts}
     assert told <= in_model, "an update that was accepted is lost"
-    # Of the one in hand as the process died, its client may not have heard.
+    # The client of the reply in hand as the process died may not have a receipt.
     assert len(in_model - told) <= (1 if world.dies_after else 0)
     rows = [
         each.client_id
@@ -422,7 +422,7 @@ def num_steps(kind: Kind) -> int:
 def test_no_crash_loses_an_update_that_was_accepted_or_counts_one_twice(
     kind: Kind, num_deaths: int, absences_s: Sequence[float]
 ) -> None:
-    """Killed at some steps, or at each, with the successor at once or when all have finished."""
+    """Killed at some or all steps; the successor starts at once, or after all clients finished."""
     for away_s in absences_s:
         last = num_steps(kind)
         for step in range(0, last + 1, max(1, last // num_deaths)):
@@ -430,7 +430,7 @@ def test_no_crash_loses_an_update_that_was_accepted_or_counts_one_twice(
 
 
 def test_the_runs_have_rounds_of_several_attempts_and_late_updates() -> None:
-    """Else no crash would come upon one."""
+    """Otherwise the crash tests would not cover them."""
     plain, semi, filled = (lives(kind, dies_after=0, away_s=0.0) for kind in KINDS)
     for world in (plain, semi):
         assert max(each.attempt for each in world.records) > 0
@@ -440,7 +440,7 @@ def test_the_runs_have_rounds_of_several_attempts_and_late_updates() -> None:
 def test_a_restart_that_begins_at_the_first_attempt_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The control: so a semi-synchronous round lost what its second attempt had accepted."""
+    """Control: a semi-synchronous round would then lose what its second attempt accepted."""
 
     def begin_again(journal: RoundJournal, *_: object, **__: object) -> ResumedRound | None:
         last = journal.last()

@@ -1,4 +1,4 @@
-"""More rounds than a run was begun with: as if it had been begun with them."""
+"""Adding rounds to a run gives the same result as starting it with them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ PRIVATE: dict[str, object] = {
 
 @dataclass
 class Bench:
-    """A folder of runs."""
+    """A folder with runs."""
 
     folder: Path
     last: Site = field(init=False)
@@ -95,7 +95,7 @@ def test_an_extended_run_ends_as_one_that_was_begun_with_as_many_rounds(
 
 
 def test_rounds_that_would_exceed_the_privacy_budget_are_refused(bench: Bench) -> None:
-    """The noise was found for the rounds that the run was begun with: none is left."""
+    """The noise was calibrated to the original number of rounds, so no budget is left."""
     bench.run("private", 2, PRIVATE)
     with pytest.raises(ConfigError, match=r"would exceed its privacy budget, epsilon 50"):
         bench.extend("private", 4)
@@ -154,7 +154,7 @@ def test_fewer_rounds_too_many_and_another_run_are_refused(
 def test_a_deployed_run_goes_on_with_its_next_coordinator(
     database: Database, status: RunStatus, after: RunStatus
 ) -> None:
-    """A run that is under way stays so, and one that has failed has a cause that stays."""
+    """A running run stays running. A failed run stays failed, since its cause remains."""
     run = database.create(RUN)
     deploy(database, RUN.name)
     run.finish(status, error="")

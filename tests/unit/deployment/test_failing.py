@@ -1,4 +1,4 @@
-"""Who keeps failing is named, and set aside after so many times in a row."""
+"""Clients that keep failing are reported, and set aside after several failures in a row."""
 
 from collections.abc import Collection, Mapping
 
@@ -18,7 +18,7 @@ def names(client_ids: Collection[ClientId]) -> Mapping[ClientId, str]:
 
 
 def attempt(**statuses: Status) -> Participations:
-    """Return an attempt at a round, by the numbers of its clients."""
+    """Return the participations of an attempt; the keyword ``c3`` is client 3."""
     return Participations.of(
         Participation(
             ClientId(int(name[1:])), status, 1.0, reason=NAN if status == "failed" else ""
@@ -39,7 +39,7 @@ def watched(
 
 
 def test_a_client_that_keeps_failing_is_named_and_set_aside() -> None:
-    """And again with each further failure: it may have connected anew meanwhile."""
+    """It is set aside again with each further failure, since it may have reconnected."""
     aside = list[ClientId]()
     failing = watched(aside)
     for times in (1, 2, 3, 4):
@@ -65,7 +65,7 @@ def test_a_report_ends_the_row_and_being_late_does_not() -> None:
 
 
 def test_who_failed_and_reported_when_a_buffer_asked_again_has_reported() -> None:
-    """However often it failed before: that is one attempt. The control: it fails to the end."""
+    """It counts as one attempt, however often it failed. Control: a client that only failed."""
     rows = [
         Participation(BAD, Status.FAILED, 1.0, reason=NAN),
         Participation(GOOD, Status.REPORTED, 1.0),
@@ -79,7 +79,7 @@ def test_who_failed_and_reported_when_a_buffer_asked_again_has_reported() -> Non
 
 
 def test_what_all_fail_of_is_nobodys_fault() -> None:
-    """A session of secure aggregation that ended, a request that nobody can meet."""
+    """For example an aborted secure aggregation, or a request that no client can fulfil."""
     aside = list[ClientId]()
     failing = watched(aside, after=1)
     failing.note(attempt(c3=Status.FAILED, c4=Status.FAILED))
@@ -110,7 +110,7 @@ def test_of_thousands_that_fail_a_few_are_logged() -> None:
 
 
 def test_a_row_that_an_earlier_process_has_seen_goes_on() -> None:
-    """A coordinator that takes over gives nobody as many tries anew."""
+    """A coordinator that takes over continues the count."""
     aside = list[ClientId]()
     failing = watched(aside, found={BAD: (2, "no data"), GOOD: (7, "no power")})
     assert failing.status()["3"] == {"in_a_row": 2, "reason": "no data"}

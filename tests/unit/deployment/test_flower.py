@@ -1,4 +1,4 @@
-"""A Flower run's settings, and the coordinator over a federation in this process."""
+"""Settings of a Flower run, and the coordinator over a federation in this process."""
 
 import re
 from collections.abc import Iterable
@@ -42,14 +42,14 @@ from tests.grid import LocalGrid
 FOLDER = Path(__file__).parents[3] / "server" / "flower" / "federation"
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "run-on-flower.md"
 RUN_CONFIG: dict[str, Scalar] = {"config": "run.toml", "overrides": "", "patience-s": 0}
-#: Laid over the file: as few clients as there are nodes here.
+#: Overrides of the file, to match the number of nodes here.
 THREE = "data.partition.num_clients=3;cohort.num_wanted=3"
 
 
 def grid_of(
     num_nodes: int, overrides: str = THREE, /, **node_config: bool | float | str
 ) -> LocalGrid:
-    """Return nodes with parts of the run's own data."""
+    """Return nodes that hold partitions of the run's data."""
     return LocalGrid(
         VirtualClock(),
         client_app(lambda node: partition_trainer(node, FOLDER), policy_of=node_policy),
@@ -61,7 +61,7 @@ def grid_of(
 
 @dataclass
 class Heard:
-    """What a run told of itself."""
+    """The progress that a run reported."""
 
     rounds: list[RoundRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ def statuses(folder: Path) -> list[RunStatus]:
 
 @pytest.mark.slow
 def test_a_run_over_a_federation_is_recorded_as_any_other(tmp_path: Path) -> None:
-    """Its rounds, its metrics and its end."""
+    """The record has its rounds, metrics and status."""
     heard = Heard()
     found = run(
         federation(3, **{"num-rounds": 2, "patience-s": 30}),
@@ -116,7 +116,7 @@ def test_a_run_over_a_federation_is_recorded_as_any_other(tmp_path: Path) -> Non
 
 
 def test_a_run_that_too_few_clients_join_fails_with_words(tmp_path: Path) -> None:
-    """After the patience it was given, and it is recorded."""
+    """It fails after its patience, and the failure is recorded."""
     with pytest.raises(TooFewNodes, match=r"2 clients make a round, .* 0 nodes are connected"):
         run(
             federation(0),
@@ -130,7 +130,7 @@ def test_a_run_that_too_few_clients_join_fails_with_words(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_round_begins_with_fewer_nodes_than_it_asks(tmp_path: Path) -> None:
-    """Three are asked, two are there and make a round; `min-clients` waits for no more than it."""
+    """Three would be asked, but two are enough for a round; `min-clients` limits the wait."""
     heard = Heard()
     run_of(federation(2, **{"num-rounds": 1, "patience-s": 1}), tmp_path, heard)
     assert heard.rounds[0].count(Status.REPORTED) == 2
@@ -140,7 +140,7 @@ def test_a_round_begins_with_fewer_nodes_than_it_asks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nodes_of_a_foreign_app_are_told_from_nodes_that_are_not_there(tmp_path: Path) -> None:
-    """With Flower's reason."""
+    """The error contains Flower's reason."""
     foreign = LocalGrid(VirtualClock(), ClientApp(), nodes={10: 0, 11: 1, 12: 2})
     told = "3 nodes are connected, 3 did not introduce themselves.*, or set flower.client_apps"
     with pytest.raises(TooFewNodes, match=told):
@@ -149,7 +149,7 @@ def test_nodes_of_a_foreign_app_are_told_from_nodes_that_are_not_there(tmp_path:
 
 @dataclass
 class Stopping(Heard):
-    """The ServerApp is stopped after the first round, as `flwr stop` does it."""
+    """Stops the ServerApp after the first round, as `flwr stop` does."""
 
     def round(self, record: RoundRecord) -> None:
         super().round(record)
@@ -159,7 +159,7 @@ class Stopping(Heard):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_from_its_last_round(tmp_path: Path) -> None:
-    """By its name, in another Flower run with other keys; and is deployed, not simulated."""
+    """Found by its name in another Flower run; it cannot be resumed as a simulation."""
     settings: dict[str, Scalar] = {"num-rounds": 3, "patience-s": 30, "overrides": "name=ours"}
     with pytest.raises(SystemExit):
         run_of(federation(3, **settings), tmp_path, Stopping())
@@ -185,7 +185,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_last_round(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_that_is_alive_is_not_run_twice(tmp_path: Path) -> None:
-    """One whose process was killed is lost, and goes on."""
+    """Control: a run whose process was killed is lost, and continues."""
     settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30, "overrides": "name=ours"}
     with pytest.raises(SystemExit):
         run_of(federation(3, **settings), tmp_path, Stopping())
@@ -203,7 +203,7 @@ ON = 'secure_aggregation.mode="complete"'
 
 
 def of_three(folder: Path, **node_config: bool | float | str) -> LocalGrid:
-    """Return three nodes whose owners take part in sums of three: fewer than by default."""
+    """Return three nodes whose policy allows sums of three clients, fewer than the default."""
     folder.mkdir(exist_ok=True)
     (folder / "client.toml").write_text("[policy.secure_aggregation]\nmin_cohort = 3\n")
     return grid_of(3, policy=str(folder / "client.toml"), **node_config)
@@ -213,7 +213,7 @@ def of_three(folder: Path, **node_config: bool | float | str) -> LocalGrid:
 def test_the_pages_secure_aggregation_runs_on_the_federation_that_it_starts(
     tmp_path: Path,
 ) -> None:
-    """Nodes with the default policy and the example's file; the run names the key to pin."""
+    """With the default policy and the example's file; the run reports the key to pin."""
     page = PAGE.read_text()
     started = re.findall(r'--node-config "partition-id=(\S+) num-partitions=(\d+)"', page)
     ids = re.search(r"for \w+ in ([\d ]+); do", page)
@@ -230,7 +230,7 @@ def test_the_pages_secure_aggregation_runs_on_the_federation_that_it_starts(
 
 @pytest.mark.slow
 def test_nodes_evaluate_in_a_sum_what_they_evaluate_in_the_clear(tmp_path: Path) -> None:
-    """The mean over them, and no more; plain, there are the quantiles as well."""
+    """A secure sum gives only the means over nodes; in the clear there are quantiles as well."""
     found = {}
     for name, mode in (("sum", "complete"), ("clear", "off")):
         heard = Heard()
@@ -248,7 +248,7 @@ def test_nodes_evaluate_in_a_sum_what_they_evaluate_in_the_clear(tmp_path: Path)
 
 @pytest.mark.slow
 def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) -> None:
-    """As in a simulation: with coins, noise, a ledger, and the refusals."""
+    """As in a simulation: sampling, noise, ledger and refusals."""
     table = (
         'privacy={mode="central", clip_norm=10.0, noise_multiplier=1e-4, target_delta=1e-3, '
         "num_users=3, clip_quantile=0.5}"
@@ -292,7 +292,7 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
 def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_others(
     tmp_path: Path,
 ) -> None:
-    """Its key lies beside the runs; one with other runs has another."""
+    """The key is stored next to the runs; a coordinator with other runs has another key."""
     key = coordinator_identity(tmp_path / "a").public_key.hex()
     settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30}
     settings["overrides"] = f'{ON};stragglers.below_minimum="fail"'
@@ -309,7 +309,7 @@ def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_oth
 
 @pytest.mark.slow
 def test_a_node_that_requires_secure_aggregation_refuses_a_plain_run(tmp_path: Path) -> None:
-    """Control: with the line, the same nodes take part."""
+    """Control: with secure aggregation on, the same nodes take part."""
     settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30}
     required = {"require-secure-aggregation": True}
     plain = settings | {"overrides": 'stragglers.below_minimum="fail"'}
@@ -326,7 +326,7 @@ def policy_of(**node_config: Scalar) -> Policy:
 
 
 def test_a_nodes_policy_is_that_of_its_file_and_its_configuration(tmp_path: Path) -> None:
-    """Nothing said: the defaults."""
+    """Without either, the policy has its defaults."""
     assert policy_of() == Policy()
     file = tmp_path / "client.toml"
     file.write_text("[policy]\nmax_epochs = 3\n[policy.secure_aggregation]\nmin_cohort = 7\n")
@@ -352,7 +352,7 @@ def test_a_nodes_policy_is_that_of_its_file_and_its_configuration(tmp_path: Path
 def test_a_policy_that_cannot_be_kept_on_flower_is_refused(
     text: str, named: str, tmp_path: Path
 ) -> None:
-    """With the key and what to do."""
+    """The message names the key."""
     file = tmp_path / "client.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=named):
@@ -360,13 +360,13 @@ def test_a_policy_that_cannot_be_kept_on_flower_is_refused(
 
 
 def test_requiring_something_else_than_true_or_false_is_refused() -> None:
-    """Else "false" would be true."""
+    """Otherwise the string "false" would count as true."""
     with pytest.raises(ConfigError, match="'false'"):
         policy_of(**{"require-secure-aggregation": "false"})
 
 
 def test_overrides_are_laid_over_the_file() -> None:
-    """Several, separated by semicolons; rounds have a key of their own."""
+    """Several are separated by semicolons; the number of rounds has its own key."""
     laid: dict[str, Scalar] = {"overrides": "client.epochs=4; seed=9;", "num-rounds": 2}
     config = configuration(RUN_CONFIG | laid, FOLDER)
     assert (config.client.epochs, config.seed, config.num_rounds) == (4, 9, 2)
@@ -384,13 +384,13 @@ def test_overrides_are_laid_over_the_file() -> None:
     ],
 )
 def test_settings_that_name_no_run_are_refused(wrong: dict[str, Scalar], named: str) -> None:
-    """With the key and the value."""
+    """The message has the key and the value."""
     with pytest.raises(ConfigError, match=named):
         configuration(RUN_CONFIG | wrong, FOLDER)
 
 
 def test_more_nodes_than_parts_are_a_data_error() -> None:
-    """On the node that has none."""
+    """The error occurs on the node without a partition."""
     node = Node(client_id=ClientId(5), node_config={}, run_config=RUN_CONFIG)
     with pytest.raises(DataError, match="num_clients"):
         partition_trainer(node, FOLDER)
@@ -405,7 +405,7 @@ TURNS = (
 
 @dataclass
 class StoppedInside(LocalGrid):
-    """The run is ended as a client trains in its second round; nobody hears what it answers."""
+    """Ends the run while a client trains in its second round, so that its reply is lost."""
 
     interruption: Interruption = field(default_factory=Interruption)
     num_trained: int = 0
@@ -421,7 +421,7 @@ class StoppedInside(LocalGrid):
 
 @pytest.mark.slow
 def test_turns_that_were_lost_are_over_on_a_federation_as_well(tmp_path: Path) -> None:
-    """Whoever was asked in one is not asked again in its place: what he sent counts."""
+    """A client asked in a lost turn may have sent its update, so the turn is not repeated."""
     settings: dict[str, Scalar] = {"num-rounds": 3, "patience-s": 30, "overrides": TURNS}
     whole, broken, again = Heard(), Heard(), Heard()
     run_of(federation(3, **settings), tmp_path / "whole", whole)
@@ -455,7 +455,7 @@ def test_turns_that_were_lost_are_over_on_a_federation_as_well(tmp_path: Path) -
 def test_a_database_that_is_away_for_a_moment_ends_no_run(
     owner: type[object], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever of it was asked for: where the run goes on, a round's opening, its charge."""
+    """Whether it fails on loading a checkpoint, opening a round, or charging privacy."""
     inner, num_asked = getattr(owner, name), 0
 
     def away_at_first(*args: object, **kwargs: object) -> object:
@@ -475,7 +475,7 @@ def test_a_database_that_is_away_for_a_moment_ends_no_run(
 
 @dataclass
 class FirstFails(LocalGrid):
-    """The app of one client raises whenever it shall train."""
+    """The app of one client raises an exception in every training."""
 
     def answered(self, client: int, message: Message) -> tuple[float, Message]:
         if client == 0 and message.metadata.message_type == MessageType.TRAIN:
@@ -487,7 +487,7 @@ class FirstFails(LocalGrid):
 def test_a_node_that_keeps_failing_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the log, and to whoever asks why the run is slow."""
+    """Both in the log and in the run's status."""
     settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30, "overrides": "name=ours"}
     run_of(federation(FirstFails(**vars(grid_of(3))), **settings), tmp_path, Heard())
     logged = [line for line in capsys.readouterr().out.splitlines() if "client_failed" in line]
@@ -500,7 +500,7 @@ def test_a_node_that_keeps_failing_is_named(
 
 
 def test_who_is_eligible_cannot_be_known_on_a_federation(tmp_path: Path) -> None:
-    """An operator that asks for tags would have had any node take part."""
+    """Otherwise rules of eligibility would be ignored silently."""
     for asked in ('tags=["site=a"]', "on_power=true", "min_examples=5"):
         overrides = f"coordinator.eligibility.{asked}"
         with pytest.raises(ConfigError, match=f"coordinator.eligibility.{asked.split('=')[0]} is"):

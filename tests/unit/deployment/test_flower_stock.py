@@ -1,4 +1,4 @@
-"""The coordinator over ClientApps that know nothing of fedlearn, in this process."""
+"""The coordinator with ClientApps that do not use fedlearn, in this process."""
 
 import math
 import re
@@ -54,7 +54,7 @@ extra = { lr = 0.5 }
 [flower]
 client_apps = "flower"
 """
-#: Node ids are unsigned 64-bit numbers; a client's is made of 63 bits.
+#: Node ids are unsigned 64-bit numbers; client ids use 63 bits of them.
 NODES = {2**64 - 1: 0, 12: 1, 13: 2}
 CLIENTS = [12, 13, 2**63 - 1]
 
@@ -64,12 +64,12 @@ def make_model() -> nn.Module:
 
 
 def make_model_without_statistics() -> nn.Module:
-    """Return one that may have noise."""
+    """Return a model without running statistics, which differential privacy can use."""
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
 
 
 def examples(partition: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return some of which a linear model can tell the label."""
+    """Return examples whose labels a linear model can learn."""
     generator = torch.Generator().manual_seed(partition)
     features = torch.randn(30 + 10 * partition, 4, generator=generator)
     return features, features[:, :3].argmax(dim=1)
@@ -87,7 +87,7 @@ def given(message: Message) -> nn.Module:
 
 @APP.train()
 def train(message: Message, context: Context) -> Message:
-    """Train as it likes, by the rate that it is told."""
+    """Train by the app's own loop, at the learning rate from the config."""
     model = given(message)
     features, labels = examples(int(context.node_config["partition-id"]))
     rate = message.content.config_records["config"]["lr"]
@@ -107,7 +107,7 @@ def train(message: Message, context: Context) -> Message:
 
 @APP.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Tell the accuracy."""
+    """Report the accuracy."""
     model = given(message).eval()
     features, labels = examples(int(context.node_config["partition-id"]))
     accuracy = float((model(features).argmax(dim=1) == labels).float().mean())
@@ -129,7 +129,7 @@ def grid_of(
 def run_on(
     grid: LocalGrid, folder: Path, *, heard: Heard | None = None, overrides: str = ""
 ) -> Heard:
-    """Run the configuration in ``folder`` on the nodes, and return what was heard of it."""
+    """Run the configuration in ``folder`` on the nodes, and return the reported progress."""
     heard = Heard() if heard is None else heard
     settings: dict[str, Scalar] = {"config": "run.toml", "overrides": overrides, "patience-s": 0}
     run(
@@ -148,7 +148,7 @@ def reasons(record: RoundRecord) -> dict[int, str]:
 
 @pytest.mark.slow
 def test_apps_that_know_nothing_of_fedlearn_train_as_any_other(tmp_path: Path) -> None:
-    """Known by their nodes; the record has their metrics, and means by examples."""
+    """Clients are identified by node id; the record has their metrics, and means by examples."""
     write_config(tmp_path)
     heard = run_on(grid_of(), tmp_path)
     counts = [record.count(Status.REPORTED) for record in heard.rounds]
@@ -162,7 +162,7 @@ def test_apps_that_know_nothing_of_fedlearn_train_as_any_other(tmp_path: Path) -
 
 
 def test_means_by_examples_are_those_of_flowers_own_strategies(tmp_path: Path) -> None:
-    """Beside the spread over clients, whose mean counts each client once."""
+    """They are recorded next to the mean over clients, which counts each client once."""
     write_config(tmp_path)
     grid = grid_of()
     heard = run_on(grid, tmp_path, overrides="num_rounds=1")
@@ -181,7 +181,7 @@ def test_means_by_examples_are_those_of_flowers_own_strategies(tmp_path: Path) -
 
 @dataclass
 class LyingGrid(LocalGrid):
-    """One node answers to training with something else."""
+    """Replaces one node's training replies."""
 
     lies: Callable[[Message, Message], Message] = lambda _, reply: reply
     liar: int = 1
@@ -243,7 +243,7 @@ NAN = Array(np.full((3,), math.nan, np.float32))
 def test_a_client_that_lies_has_failed_and_the_round_goes_on(
     lies: Callable[[Message, Message], Message], named: str, tmp_path: Path
 ) -> None:
-    """Its reason is recorded; the control is that the others reported."""
+    """Its reason is recorded. Control: the other clients reported."""
     write_config(tmp_path)
     grid = LyingGrid(VirtualClock(), APP, nodes=dict(NODES), lies=lies)
     heard = run_on(grid, tmp_path, overrides="num_rounds=1")
@@ -254,7 +254,7 @@ def test_a_client_that_lies_has_failed_and_the_round_goes_on(
 
 
 def test_an_app_that_raises_has_failed(tmp_path: Path) -> None:
-    """With its exception, which Flower passes on."""
+    """The reason has the app's exception, which Flower passes on."""
     write_config(tmp_path)
     grid = LyingGrid(VirtualClock(), APP, nodes=dict(NODES))
     broken = ClientApp()
@@ -275,12 +275,12 @@ def test_an_app_that_raises_has_failed(tmp_path: Path) -> None:
 
 
 def stepped(arrays: list[NDArray[Any]], partition: int) -> list[NDArray[Any]]:
-    """Return arrays after training, as numpy computes it."""
+    """Return the arrays after a training: plus the partition's number and 1."""
     return [array + (partition + 1) for array in arrays]
 
 
 def listing(dtype: type[np.generic] = np.float32, *, num_arrays: int | None = None) -> ClientApp:
-    """Return an app that knows its model as a list of arrays."""
+    """Return an app whose model is a list of arrays."""
     app = ClientApp()
 
     @app.train()
@@ -328,7 +328,7 @@ LINEAR = FOREIGN + '[metrics.accuracy]\ndirection = "max"\n'
 
 @pytest.mark.parametrize("apps", ["flower", "flower-legacy"])
 def test_apps_that_send_lists_of_arrays_train(apps: str, tmp_path: Path) -> None:
-    """Each tensor by its place in the list; a measure may be called accuracy."""
+    """Tensors are identified by their position. A metric may be called accuracy."""
     is_legacy = apps == "flower-legacy"
     write_config(tmp_path, LINEAR, factory="make_zeros")
     grid = grid_of(legacy() if is_legacy else listing())
@@ -366,7 +366,7 @@ def make_zeros() -> nn.Module:
 def test_apps_that_cannot_train_so_are_refused_with_the_reason(
     app: ClientApp, overrides: str, named: str, tmp_path: Path
 ) -> None:
-    """In the record and in the error: what to set."""
+    """The error has the reason or the setting to change, and the run is recorded as failed."""
     write_config(tmp_path, LINEAR, factory="make_zeros")
     once = f"num_rounds=1;stragglers.max_retries=0;{overrides}"
     with pytest.raises(RoundError, match=named):
@@ -375,10 +375,10 @@ def test_apps_that_cannot_train_so_are_refused_with_the_reason(
 
 
 def test_a_legacy_client_that_cannot_answer_has_failed(tmp_path: Path) -> None:
-    """The others of the round count."""
+    """The other clients of the round count."""
 
     class Unable(Client):
-        """Measures nothing and trains nothing."""
+        """A client that implements neither training nor evaluation."""
 
     def client_fn(context: Context) -> Client:
         partition = int(context.node_config["partition-id"])
@@ -398,7 +398,7 @@ def test_a_legacy_client_that_cannot_answer_has_failed(tmp_path: Path) -> None:
 
 
 def halving(round_num: int) -> dict[str, Scalar]:
-    """Return a rate that is half of that of the round before, as the app reads it."""
+    """Return settings that halve the app's learning rate every round."""
     return {"extra.lr": 0.5 / 2**round_num}
 
 
@@ -435,7 +435,7 @@ args = {{ path = "{log}", fails_in = 0, last = 2 }}
 
 
 def test_a_deployed_run_has_settings_by_the_round_and_callbacks(tmp_path: Path) -> None:
-    """One that raises costs no round; one that returns true ends the run, as done."""
+    """A callback that raises does not end the round; one that returns True ends the run."""
     log = tmp_path / "log"
     text = EACH_ROUND.replace("extra = { lr = 0.5 }\n", "").replace("{{", "{").replace("}}", "}")
     text = text.replace("{file}", Path(__file__).as_posix()).replace("{log}", log.as_posix())
@@ -474,7 +474,7 @@ def test_functions_that_do_not_fit_are_refused_when_the_run_is_built(
 
 
 class SlowGrid(LocalGrid):
-    """One node never answers."""
+    """One node never replies."""
 
     def answered(self, client: int, message: Message) -> tuple[float, Message]:
         latency_s, reply = super().answered(client, message)
@@ -483,7 +483,7 @@ class SlowGrid(LocalGrid):
 
 @pytest.mark.slow
 def test_a_round_of_other_apps_closes_at_its_deadline(tmp_path: Path) -> None:
-    """With those that have reported, and at the first that are wanted where more are asked."""
+    """Late clients are recorded; with over-selection it closes when enough have reported."""
     write_config(tmp_path)
     grid = SlowGrid(VirtualClock(), APP, nodes=dict(NODES))
     once = "num_rounds=1;evaluation.deadline_s=0.3"
@@ -497,7 +497,7 @@ def test_a_round_of_other_apps_closes_at_its_deadline(tmp_path: Path) -> None:
 
 
 def test_fewer_nodes_than_make_a_round_fail_the_run_with_their_number(tmp_path: Path) -> None:
-    """Nobody has to introduce himself."""
+    """The number counts connected nodes, which need not introduce themselves."""
     write_config(tmp_path)
     with pytest.raises(TooFewNodes, match="1 node is connected"):
         run_on(grid_of(nodes={12: 1}), tmp_path)
@@ -506,7 +506,7 @@ def test_fewer_nodes_than_make_a_round_fail_the_run_with_their_number(tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_of_other_apps_goes_on_from_its_last_round(tmp_path: Path) -> None:
-    """And ends in the model of a run that was never stopped."""
+    """The final model equals that of an uninterrupted run."""
     write_config(tmp_path)
     with pytest.raises(SystemExit):
         run_on(grid_of(), tmp_path, heard=Stopping())
@@ -530,7 +530,7 @@ def weights(runs_dir: Path) -> Mapping[str, torch.Tensor]:
 
 
 def test_fedlearns_own_clients_answer_as_other_apps_do(tmp_path: Path) -> None:
-    """Beside them, where their policy lets them; one that requires sums says why it does not."""
+    """They train next to other apps if their policy allows it; else they report the reason."""
     write_config(tmp_path)
     ours = client_app(
         lambda node: TorchTrainer.of(make_model, *examples(node.client_id), device="cpu"),
@@ -551,7 +551,7 @@ def test_fedlearns_own_clients_answer_as_other_apps_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_coordinator_hides_users_of_other_apps(tmp_path: Path) -> None:
-    """It clips and adds the noise: nothing of that rests on the clients."""
+    """The coordinator clips and adds noise, so privacy does not depend on the clients."""
     private = (
         '[privacy]\nmode = "central"\nclip_norm = 5.0\nnoise_multiplier = 1.0\n'
         "target_delta = 1e-3\nnum_users = 3\n"
@@ -598,7 +598,7 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
 def test_what_other_apps_cannot_honour_is_refused(
     overrides: str, named: str, tmp_path: Path
 ) -> None:
-    """When the run is built, with the key; nobody has been asked."""
+    """When the run is built, with the key, before any node is asked."""
     write_config(tmp_path)
     grid = grid_of()
     laid = overrides.replace("{file}", Path(__file__).as_posix())
@@ -608,7 +608,7 @@ def test_what_other_apps_cannot_honour_is_refused(
 
 
 def clipping(local: LocalUpdate) -> Algorithm:
-    """FedAvg of updates that clients clip."""
+    """FedAvg with updates that clients clip."""
     return replace(FedAvg(local), transforms=(ClippedUpdates(update_clip_norm=1.0),))
 
 
@@ -618,7 +618,7 @@ def make_half() -> nn.Module:
 
 @pytest.mark.linux
 def test_a_coordinator_over_grpc_refuses_other_apps(tmp_path: Path) -> None:
-    """They could not reach it."""
+    """Flower apps cannot connect over fedlearn's gRPC service."""
     write_config(tmp_path)
     config = load(tmp_path / "run.toml", overrides=())
     places = Places.of(config, environ={})

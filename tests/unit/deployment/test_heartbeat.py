@@ -1,4 +1,4 @@
-"""The beat of a coordinator: what it hears, and what becomes of a run without it."""
+"""The coordinator's heartbeat: it receives operators' commands, and a run ends without it."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 class Told:
-    """What operators are told; from some beat on, a defect."""
+    """The status for operators; raises an exception at one beat."""
 
     def __init__(self, *, num_good: int | None = None) -> None:
         self.num_beats = 0
@@ -60,7 +60,7 @@ def a_heart(
 
 
 def test_a_heart_beats_until_it_is_left_with_a_last_word(database: Database) -> None:
-    """No reason to stop the run is found in that."""
+    """The last beat does not interrupt the run."""
     told, interruption = Told(), Interruption()
     with a_heart(database, told, interruption):
         assert told.num_beats == 1
@@ -70,7 +70,7 @@ def test_a_heart_beats_until_it_is_left_with_a_last_word(database: Database) -> 
 
 
 def test_an_operator_who_aborts_is_heard(database: Database) -> None:
-    """At the next beat."""
+    """The run is interrupted at the next beat."""
     interruption = Interruption()
     with a_heart(database, Told(), interruption):
         set_control(database, RUN.name, "abort")
@@ -81,7 +81,7 @@ def test_an_operator_who_aborts_is_heard(database: Database) -> None:
 def test_a_heart_that_dies_ends_the_run(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it dies of: nobody would renew the lease, nor hear the operator."""
+    """Without heartbeat, the lease would expire and operators would not be heard."""
     died = list[type[BaseException]]()
     monkeypatch.setattr(threading, "excepthook", lambda args: died.append(args.exc_type))
     interruption = Interruption()

@@ -1,4 +1,4 @@
-"""What makes a coordinator stop waiting."""
+"""Reasons that end a coordinator's waiting."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ LONG_S = 120.0
 
 
 def test_the_first_reason_counts() -> None:
-    """An abort after a stop does not change what is told."""
+    """An abort after a stop does not replace the first reason."""
     interruption = Interruption()
     interruption.check()
     interruption.give(Parked("first"))
@@ -24,7 +24,7 @@ def test_the_first_reason_counts() -> None:
 
 
 def test_a_sleep_ends_when_there_is_a_reason() -> None:
-    """From another thread, at once."""
+    """At once, even if another thread gives the reason."""
     interruption, clock = Interruption(), SystemClock()
     started_s = clock.now_s()
     threading.Timer(0.05, interruption.give, [Aborted("by the operator")]).start()
@@ -34,13 +34,12 @@ def test_a_sleep_ends_when_there_is_a_reason() -> None:
 
 
 def test_a_sleep_without_a_reason_passes() -> None:
-    """And raises nothing."""
     Interruption().sleep(0.001)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_parks_the_run(number: signal.Signals) -> None:
-    """Instead of ending the process; afterwards signals do what they did before."""
+    """The process does not end; afterwards the previous signal handlers are restored."""
     interruption, before = Interruption(), signal.getsignal(number)
     with stop_signals(interruption):
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""What ``fedlearn join`` prints, and what ``--check`` says of a client's own file."""
+"""The output of ``fedlearn join``, and its ``--check`` of a client's configuration file."""
 
 import io
 import os
@@ -42,7 +42,7 @@ from tests.processes import LONG_S, Launcher, Process, until
     ],
 )
 def test_the_file_is_looked_at_before_the_network(tmp_path: Path, text: str, line: str) -> None:
-    """What is wrong with it does not keep the rest from being looked at."""
+    """An error in the file does not stop the other checks."""
     file, out = tmp_path / "client.toml", io.StringIO()
     file.write_text(text)
 
@@ -61,7 +61,7 @@ def test_the_file_is_looked_at_before_the_network(tmp_path: Path, text: str, lin
 
 @pytest.fixture
 def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what is added to where modules are found."""
+    """Restore ``sys.path`` after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
@@ -69,7 +69,7 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainer_beside_the_user_is_found_before_joining(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is by joining; one that is nowhere is not."""
+    """In the working directory, as when joining. Control: a missing module is reported."""
     monkeypatch.chdir(tmp_path)
     Path("fedlearn_test_beside.py").write_text(TRAINER)
     out = io.StringIO()
@@ -86,7 +86,7 @@ def test_a_trainer_beside_the_user_is_found_before_joining(
 
 
 def test_without_a_file_nothing_is_said_of_it(tmp_path: Path) -> None:
-    """The defaults are fine."""
+    """Without a file the defaults hold, so there is nothing to report."""
     out = io.StringIO()
     with FakeCoordinator() as coordinator:
         invitation = coordinator.invite("clinic-a")
@@ -142,7 +142,7 @@ def joined(
 def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """By the trainer's line, and by the round that was finished."""
+    """The failure names the trainer's line, the evaluation the round before it."""
     with (
         FakeCoordinator() as coordinator,
         joined(launcher, tmp_path, coordinator, "trainer") as client,
@@ -169,7 +169,7 @@ def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(
 def test_a_trainer_that_cannot_be_made_is_named_by_its_line(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """Not as something unexpected, and it is not tried again."""
+    """It counts as bad input, not as an unexpected error, and is not retried."""
     with (
         FakeCoordinator() as coordinator,
         joined(launcher, tmp_path, coordinator, "unset") as client,
@@ -180,7 +180,7 @@ def test_a_trainer_that_cannot_be_made_is_named_by_its_line(
 
 
 class Restoring(io.StringIO):
-    """Standard output; once it says that no process can be started, one can."""
+    """Standard output; once a failed start is printed, it makes the program available again."""
 
     def __init__(self, program: Path) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_a_client_outlives_a_moment_in_which_it_cannot_start_a_process(
     The first process that cannot be started ends the command.
     """
     python = tmp_path / "python"
-    # The guard beside the training process runs in the same Python, and must have begun.
+    # The guard next to the training process uses the same Python, and must have started.
     python.write_text(f"""#!{sys.executable}
 import os, socket, sys, time
 if "-c" in sys.argv:
@@ -241,13 +241,13 @@ link.sendall(b'{{"kind": "failed", "message": "it was started", "is_final": true
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state in /proc; ``T`` is stopped by a signal."""
+    """Return the letter of a process's state in /proc; ``T`` means stopped by a signal."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.slow
 def test_the_terminal_and_the_kernel_end_both_processes(launcher: Launcher, tmp_path: Path) -> None:
-    """Ctrl-Z freezes both; a deaf training is ended with exit code 3; SIGKILL of one ends both."""
+    """Ctrl-Z stops both; a training that ignores SIGTERM is ended; SIGKILL of one ends both."""
     with FakeCoordinator() as coordinator, ThreadPoolExecutor(1) as thread:
         with joined(launcher, tmp_path, coordinator, "deaf") as client:
             coordinator.wait_for(1, timeout_s=LONG_S)

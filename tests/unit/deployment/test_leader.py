@@ -1,4 +1,4 @@
-"""A coordinator's process: how it takes the lease, and lets go of it."""
+"""How a coordinator's process acquires and releases the lease."""
 
 from collections.abc import Iterator
 from io import StringIO
@@ -21,7 +21,7 @@ from fedlearn.store.runs import Database
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Of a run that nobody has made yet."""
+    """The configuration of a run that does not exist yet."""
     values = {
         "name": "calm-otter-17",
         "store": {"runs_dir": str(tmp_path / "runs")},
@@ -32,26 +32,26 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def places(config: Config) -> Places:
-    """Where that run is."""
+    """The places of that run."""
     return Places.of(config, environ={})
 
 
 @pytest.fixture
 def pieces(config: Config) -> assembly.Deployment:
-    """Of that run."""
+    """The components of that run."""
     return assembly.deployment(config, data_dir=Path("nowhere"))
 
 
 @pytest.fixture
 def database(places: Places, pieces: assembly.Deployment) -> Iterator[Database]:
-    """With the run."""
+    """A database with that run."""
     with places.database() as database:
         ensure_deployed(database, pieces, name=places.run_name, clock=SystemClock())
         yield database
 
 
 class StoppedAsItLeads(Interruption):
-    """The holder lets go and a signal comes after a waiter has looked for one."""
+    """Right after the standby checks for a signal, one comes, and the holder releases the lease."""
 
     def __init__(self, holder: Lease) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class StoppedAsItLeads(Interruption):
 def test_a_standby_that_is_told_to_stop_as_it_takes_over_lets_go_of_the_lease(
     places: Places, pieces: assembly.Deployment, database: Database
 ) -> None:
-    """The next one need not wait for it to be silent."""
+    """So the next coordinator need not wait until the lease expires."""
     holder = Lease(database, places.run_name, holder="first", ttl_s=60.0, clock=SystemClock())
     assert holder.try_acquire()
     leader = Leader(

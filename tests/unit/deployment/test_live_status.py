@@ -1,4 +1,4 @@
-"""What a coordinator says of itself while it trains, and between evaluations."""
+"""A coordinator's gauges and counters during a round, and between evaluations."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ RECORD = RoundRecord(
 
 
 def test_a_training_of_its_own_is_in_the_gauges() -> None:
-    """Each kind by itself; before the first report there are none."""
+    """Each kind of training has its own gauges; before the first report there are none."""
     live_status = LiveStatus()
     assert not any(name.startswith("server_training") for name in live_status.gauges())
     live_status.trained(STEPS, PROGRESS)
@@ -53,7 +53,7 @@ def test_a_training_of_its_own_is_in_the_gauges() -> None:
 
 
 def test_a_round_that_was_not_evaluated_leaves_the_last_evaluation() -> None:
-    """Though it has metrics: what the strategy says of its step, or the epsilon that is spent."""
+    """Such a round still has metrics, for example the strategy's own, or the epsilon spent."""
     live_status = LiveStatus()
     live_status.finished(RECORD)
     live_status.finished(replace(RECORD, round_num=1, metrics={"server_loss": 0.2}))
@@ -64,7 +64,7 @@ def test_a_round_that_was_not_evaluated_leaves_the_last_evaluation() -> None:
 
 
 def test_the_staleness_of_updates_is_counted_over_rounds() -> None:
-    """As the metrics tell it; of synchronous rounds there is nothing to tell."""
+    """Counted from the rounds' records; synchronous rounds have no staleness."""
     live_status = LiveStatus()
     live_status.finished(RECORD)
     assert not any(name.startswith("updates") for name in live_status.counters())

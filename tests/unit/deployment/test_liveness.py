@@ -1,4 +1,4 @@
-"""Which threads stand still."""
+"""Detection of threads that hang."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from fedlearn.errors import Parked
 
 
 def test_every_thread_that_is_stuck_is_named() -> None:
-    """One that sleeps as long as it said is not, nor one of which nobody has heard."""
+    """A thread that sleeps as announced is not stuck, nor is one that never showed itself."""
     clock = VirtualClock()
     signs = SignsOfLife(stuck_after_s=10.0, clock=clock)
     assert signs.stuck() == ""
@@ -28,7 +28,7 @@ def test_every_thread_that_is_stuck_is_named() -> None:
 
 
 def test_a_run_loop_that_looks_or_sleeps_shows_that_it_goes_on() -> None:
-    """Also with a look that ends it: it goes on to its end."""
+    """Also with a check that ends the run, which then still has to shut down."""
     shown = list[float]()
     interruption = Interruption(shown.append)
     interruption.check()
@@ -41,7 +41,7 @@ def test_a_run_loop_that_looks_or_sleeps_shows_that_it_goes_on() -> None:
 
 
 def test_the_attempts_at_a_round_are_one_round() -> None:
-    """And no round is what follows the last commit."""
+    """Time after the last commit belongs to no round."""
     clock = VirtualClock()
     times = RoundTimes(clock=clock)
     for _ in range(2):

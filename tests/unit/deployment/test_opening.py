@@ -1,4 +1,4 @@
-"""The opening of a round: who is waited for, what ends the waiting, and what is written down."""
+"""Opening a round: which clients it waits for, how the wait ends, and what it records."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ POLICY = StragglerPolicy(
 
 
 def ignore() -> None:
-    """Nothing ends the run."""
+    """A check that never interrupts the run."""
 
 
 def never() -> bool:
@@ -44,7 +44,7 @@ def never() -> bool:
 
 @dataclass
 class Hour(VirtualClock):
-    """Nothing is waited for longer than an hour."""
+    """A virtual clock that fails the test after one hour."""
 
     def sleep(self, seconds: float) -> None:
         super().sleep(seconds)
@@ -53,7 +53,7 @@ class Hour(VirtualClock):
 
 @dataclass
 class Arriving:
-    """One more client is connected each time somebody looks."""
+    """One more client is connected at each look, up to ``most``."""
 
     most: int
     looks: int = 0
@@ -71,14 +71,14 @@ NewJournal = Callable[[], RoundJournal]
 
 @pytest.fixture
 def new_journal(tmp_path: Path) -> Iterator[NewJournal]:
-    """Makes empty journals."""
+    """A factory of empty journals."""
     with journals_in(tmp_path) as empty:
         yield empty
 
 
 @pytest.fixture
 def any_journal(database_url: str, tmp_path: Path) -> Iterator[RoundJournal]:
-    """An empty journal, once in each kind of database."""
+    """An empty journal, in each kind of database in turn."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         database.create(RUN)
         yield StoredJournal(database, RUN.name, guard=unguarded)
@@ -116,7 +116,7 @@ def durable(
 def cohort_of(
     opening: SampledOpening | DurableOpening, round_num: int, *, attempt: int
 ) -> Sequence[ClientId]:
-    """Return who is drawn of the first clients, of whom nobody is busy."""
+    """Draw a cohort of four; no client is busy."""
     return opening.draw_cohort(4, round_num=round_num, attempt=attempt, busy=())
 
 
@@ -124,11 +124,11 @@ def there(num_clients: int) -> Arriving:
     return Arriving(most=num_clients, looks=num_clients)
 
 
-# ---- A simulation's -----------------------------------------------------------------------
+# ---- Simulations -------------------------------------------------------------------------
 
 
 def test_a_simulation_samples_and_no_more() -> None:
-    """Among all, as many as the policy asks: a function of seed, round and attempt."""
+    """The cohort is a function of seed, round and attempt."""
     opening = SampledOpening(sampler=UniformSampler(), available=lambda: ALL, seed=Seed(1))
     expected = UniformSampler().sample(ALL, num_asked=4, round_num=3, attempt=1, seed=Seed(1))
     assert cohort_of(opening, 3, attempt=1) == expected
@@ -136,7 +136,7 @@ def test_a_simulation_samples_and_no_more() -> None:
 
 
 def test_a_simulation_waits_for_nobody() -> None:
-    """Nobody would come."""
+    """No more clients would come, so it raises an error."""
     opening = SampledOpening(sampler=UniformSampler(), available=lambda: ALL[:3], seed=Seed(1))
     with pytest.raises(CohortTooSmall):
         cohort_of(opening, 0, attempt=0)
@@ -146,7 +146,7 @@ def test_a_simulation_waits_for_nobody() -> None:
 
 
 def test_a_round_waits_until_enough_clients_are_there(new_journal: NewJournal) -> None:
-    """And the status says that it does, and for how many."""
+    """The status shows that it waits, and for how many clients."""
     clients = Arriving(most=4)
     assert sorted(cohort_of(durable(clients, new_journal()), 0, attempt=0)) == ALL[:4]
     assert Phase.WAITING in clients.phases
@@ -154,7 +154,7 @@ def test_a_round_waits_until_enough_clients_are_there(new_journal: NewJournal) -
 
 
 def test_a_client_that_never_comes_does_not_hold_up_the_others(new_journal: NewJournal) -> None:
-    """When patience has ended, the round asks those that are there."""
+    """When its patience ends, the round asks the clients that are connected."""
     assert (
         sorted(cohort_of(durable(there(3), new_journal(), patience_s=0.0), 0, attempt=0)) == ALL[:3]
     )
@@ -169,7 +169,7 @@ def test_a_client_that_never_comes_does_not_hold_up_the_others(new_journal: NewJ
 def test_nobody_waits_for_clients_that_are_set_aside(
     new_journal: NewJournal, num_set_aside: int, waited_s: float
 ) -> None:
-    """Three of four are there; control: without one set aside, the fourth is waited for."""
+    """Three of four are connected. Control: without one set aside, it waits for the fourth."""
     clock = Hour(5.0)
     made = durable(there(3), new_journal(), num_set_aside=num_set_aside, clock=clock)
     assert len(cohort_of(made, 0, attempt=0)) == 3
@@ -179,7 +179,7 @@ def test_nobody_waits_for_clients_that_are_set_aside(
 def test_fewer_clients_than_make_a_round_are_waited_for_beyond_patience(
     new_journal: NewJournal,
 ) -> None:
-    """It would only be retried."""
+    """A round that cannot succeed would only be retried."""
     clients = Arriving(most=2)
     assert (
         sorted(cohort_of(durable(clients, new_journal(), patience_s=0.0), 0, attempt=0)) == ALL[:2]
@@ -189,7 +189,7 @@ def test_fewer_clients_than_make_a_round_are_waited_for_beyond_patience(
 
 
 def test_who_waits_hears_each_time_that_patience_ends_in_vain(new_journal: NewJournal) -> None:
-    """And may end the run; control: with enough for a round, it hears nothing."""
+    """The callback may end the run. Control: with enough clients for a round it is not called."""
     heard: list[tuple[int, int, float]] = []
     clock = Hour()
 
@@ -210,7 +210,7 @@ def test_who_waits_hears_each_time_that_patience_ends_in_vain(new_journal: NewJo
 
 @dataclass
 class Pausing(Hour):
-    """The operator lets the run go on after some time."""
+    """The operator pauses the run for some time."""
 
     live_status: LiveStatus = field(default_factory=LiveStatus)
     until_s: float = 3.0
@@ -226,7 +226,7 @@ class Pausing(Hour):
 
 
 def test_a_paused_run_asks_nobody(new_journal: NewJournal) -> None:
-    """Though enough are there; it goes on when the operator says so."""
+    """Even with enough clients; it continues when the operator resumes it."""
     clients, journal = there(4), new_journal()
     clock = Pausing(live_status=clients.live_status)
     opening = durable(clients, journal, is_paused=clock.is_paused, clock=clock)
@@ -240,18 +240,18 @@ def test_a_paused_run_asks_nobody(new_journal: NewJournal) -> None:
 def test_a_pause_while_clients_are_waited_for_starts_no_smaller_round(
     new_journal: NewJournal,
 ) -> None:
-    """Two clients are enough for a round, four would be asked: it asks the four, afterwards."""
+    """Two clients are enough for a round, but after the pause it asks all four."""
     clients = Arriving(most=4)
     clock = Pausing(live_status=clients.live_status, began_s=0.3, until_s=30.0)
     opening = durable(
         clients, new_journal(), is_paused=clock.is_paused, clock=clock, patience_s=10.0
-    )  # which the pause outlasts
+    )  # shorter than the pause
     assert sorted(cohort_of(opening, 0, attempt=0)) == ALL[:4]
     assert Phase.PAUSED in clock.phases
 
 
 def test_an_interruption_ends_the_waiting(new_journal: NewJournal) -> None:
-    """For clients that never come; nothing is written down."""
+    """The wait for clients that never come ends; no round is recorded."""
     interruption, journal = Interruption(), new_journal()
     opening = durable(there(1), journal, check=interruption.check, clock=interruption)
     threading.Timer(0.05, interruption.give, [Aborted("by the operator")]).start()
@@ -261,7 +261,7 @@ def test_an_interruption_ends_the_waiting(new_journal: NewJournal) -> None:
 
 
 def test_what_ends_the_run_opens_no_round(new_journal: NewJournal) -> None:
-    """Though enough clients are there; control: without a reason it opens."""
+    """Even with enough clients. Control: without a reason to stop, the round opens."""
     interruption, journal = Interruption(), new_journal()
     cohort_of(durable(there(4), journal, check=interruption.check), 0, attempt=0)
     interruption.give(Aborted("by the operator"))
@@ -271,7 +271,7 @@ def test_what_ends_the_run_opens_no_round(new_journal: NewJournal) -> None:
 
 
 def test_the_board_says_when_a_round_is_under_way(new_journal: NewJournal) -> None:
-    """With its attempt; one that is gone on with, too."""
+    """It also shows the attempt, and also for a round that is resumed."""
     clients, journal = there(4), new_journal()
     cohort_of(durable(clients, journal), 3, attempt=1)
     assert (clients.live_status.phase, clients.live_status.attempt) == (Phase.ROUND, 1)
@@ -280,11 +280,11 @@ def test_the_board_says_when_a_round_is_under_way(new_journal: NewJournal) -> No
     assert (later.live_status.phase, later.live_status.attempt) == (Phase.ROUND, 1)
 
 
-# ---- Writing down -------------------------------------------------------------------------
+# ---- Recording ---------------------------------------------------------------------------
 
 
 def test_a_cohort_is_chosen_once(any_journal: RoundJournal) -> None:
-    """A restart asks the same clients, though others are connected by then, or nobody is."""
+    """A restart asks the same clients, even if others or none are connected by then."""
     first = cohort_of(durable(there(10), any_journal), 0, attempt=0)
     assert first == UniformSampler().sample(ALL, num_asked=4, round_num=0, attempt=0, seed=Seed(1))
     paused = Pausing(until_s=1e9)
@@ -296,7 +296,7 @@ def test_a_cohort_is_chosen_once(any_journal: RoundJournal) -> None:
 
 
 def test_another_attempt_is_another_cohort(any_journal: RoundJournal) -> None:
-    """And so is another round."""
+    """The same holds for another round."""
     opening = durable(there(10), any_journal)
     cohorts = {
         cohort_of(opening, round_num, attempt=attempt)
@@ -306,7 +306,7 @@ def test_another_attempt_is_another_cohort(any_journal: RoundJournal) -> None:
 
 
 def test_a_coordinator_that_was_taken_over_opens_no_round(tmp_path: Path) -> None:
-    """Though it does not know yet; control: before that it opened one, and the other one does."""
+    """Even if it does not know yet. Control: it did before, and the new coordinator does."""
     clock = VirtualClock()
     with Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=tmp_path / "runs") as database:
         database.create(RUN)

@@ -1,4 +1,4 @@
-"""What operators do and read, on a real database, without a coordinator's process."""
+"""Operators' commands and reports on a real database, without a coordinator process."""
 
 import io
 import json
@@ -40,7 +40,7 @@ from fedlearn.store.runs import Database
 
 NAN, ASIDE = "the delta is not finite", "it is set aside until it connects anew"
 
-#: How long operators look for a beat, and what makes it come soon.
+#: How long operators look for a beat; the short time to live makes beats frequent.
 PATIENCE_S, TTL_S = 60.0, 0.8
 
 
@@ -65,7 +65,7 @@ ROUND = RoundRecord(
 
 @dataclass
 class Site:
-    """A deployment that was begun; nobody coordinates it."""
+    """A deployed run without a coordinator."""
 
     places: Places
     database: Database
@@ -78,7 +78,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """A deployed run, in SQLite."""
+    """A deployed run in SQLite."""
     places = Places.of(config(tmp_path), environ={})
     clock = SystemClock()
     with places.database() as database:
@@ -88,7 +88,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def hasty(site: Site, folder: Path) -> Operator:
-    """An operator who soon stops looking for a beat, where there is none."""
+    """Return an operator with little patience, for tests in which no beat comes."""
     places = Places.of(config(folder, patience_s=TTL_S), environ={})
     return Operator(places, site.database, SystemClock())
 
@@ -108,7 +108,7 @@ def enrol(site: Site, name: str) -> None:
 
 
 def test_an_invitation_names_the_addresses_and_the_authority(site: Site, tmp_path: Path) -> None:
-    """Those that are listened on, unless others are public."""
+    """The addresses are those that the server listens on, unless public ones are configured."""
     path = tmp_path / "a.invitation"
     site.operator.invite("clinic-a", tags=["country=ch"], path=path)
     found = Invitation.load(path)
@@ -122,7 +122,7 @@ def test_an_invitation_names_the_addresses_and_the_authority(site: Site, tmp_pat
 
 
 def test_an_invitation_that_is_there_is_not_overwritten(site: Site, tmp_path: Path) -> None:
-    """Its token may be on its way; nothing is invited."""
+    """Its token may already have been sent; no new invitation is made."""
     path = tmp_path / "a.invitation"
     path.write_text("mine")
     with pytest.raises(DeploymentError, match="there already"):
@@ -133,11 +133,11 @@ def test_an_invitation_that_is_there_is_not_overwritten(site: Site, tmp_path: Pa
 def test_an_invitation_that_cannot_be_written_does_not_end_the_one_before(
     site: Site, tmp_path: Path
 ) -> None:
-    """That one may be on its way; nor does a name that cannot be invited leave a file."""
+    """The earlier one may already have been sent. An invalid name leaves no file either."""
     opened = site.operator.invite("clinic-a", tags=(), path=tmp_path / "a.invitation")
     with pytest.raises(DeploymentError, match="cannot write"):
         site.operator.invite("clinic-a", tags=(), path=tmp_path / "nowhere" / "b.invitation")
-    for name in ("clinic a", "a/b"):  # a path that the command makes of it leads nowhere
+    for name in ("clinic a", "a/b"):  # as a file name, it could be another path
         with pytest.raises(DeploymentError, match=f"cannot be called '{name}'"):
             site.operator.invite(name, tags=(), path=tmp_path / f"{name}.invitation")
         assert not (tmp_path / f"{name}.invitation").exists()
@@ -151,7 +151,7 @@ def test_an_invitation_that_cannot_be_written_does_not_end_the_one_before(
 
 
 def test_an_address_that_nobody_can_reach_is_not_handed_out(tmp_path: Path) -> None:
-    """Every interface is where one listens, not where one calls."""
+    """A server can listen on 0.0.0.0, but clients cannot connect to it."""
     section = {"address": "0.0.0.0:9440", "folder": str(tmp_path / "keys")}
     values = {"store": {"runs_dir": str(tmp_path / "runs")}, "coordinator": section}
     places = Places.of(from_mapping(values, source="test"), environ={})
@@ -162,7 +162,7 @@ def test_an_address_that_nobody_can_reach_is_not_handed_out(tmp_path: Path) -> N
 
 
 def test_a_roster_has_the_keys_of_active_clients(site: Site, tmp_path: Path) -> None:
-    """And says whose deployment it is of; the next one replaces it."""
+    """It also names the coordinator's key; a later roster replaces the file."""
     for name in ("a", "b"):
         enrol(site, name)
     path = tmp_path / "all.roster"
@@ -175,7 +175,7 @@ def test_a_roster_has_the_keys_of_active_clients(site: Site, tmp_path: Path) -> 
 
 
 def test_revoking_an_invitation_and_a_client_differ(site: Site) -> None:
-    """One has never joined; of a third nobody knows."""
+    """An invited client has not joined yet; an unknown name is an error."""
     site.operator.registry.invite("invited", tags=(), valid_s=60.0)
     enrol(site, "enrolled")
     assert site.operator.registry.revoke("invited") is None
@@ -190,7 +190,7 @@ def test_revoking_an_invitation_and_a_client_differ(site: Site) -> None:
 
 
 def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
-    """Where it is served may change, what it computes may not."""
+    """Settings of where it runs may change, those of the training may not."""
     clock = SystemClock()
     served = config(tmp_path, engine={"num_workers": 1})
     pieces = deployment(served, data_dir=tmp_path)
@@ -201,7 +201,7 @@ def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
 
 
 def test_without_a_coordinator_it_is_said_so(site: Site) -> None:
-    """And what to type; what was wanted waits for the next one."""
+    """It suggests the command; the operator's request waits for the next coordinator."""
     lines = site.operator.why().lines()
     assert lines[0] == "federation has no coordinator"
     assert "fedlearn coordinator" in lines[-1]
@@ -210,7 +210,7 @@ def test_without_a_coordinator_it_is_said_so(site: Site) -> None:
 
 
 def test_a_coordinator_that_was_killed_is_not_alive(site: Site, tmp_path: Path) -> None:
-    """It still holds the lease, but its beat stands still."""
+    """It still holds the lease, but it no longer beats."""
     lease = site.lease("killed")
     assert lease.try_acquire()
     lease.renew(LiveStatus(num_rounds=20).values())
@@ -220,7 +220,7 @@ def test_a_coordinator_that_was_killed_is_not_alive(site: Site, tmp_path: Path) 
 
 
 def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None:
-    """By their names, in words."""
+    """Each client is listed by name, with its state."""
     for name in ("clinic-a", "clinic-b", "clinic-c"):
         enrol(site, name)
     live_status = LiveStatus(num_rounds=20, num_wanted=2, min_reports=1)
@@ -253,7 +253,7 @@ def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None
 
 
 def test_why_tells_how_many_clients_are_waited_for(site: Site) -> None:
-    """Those that are connected and those that may be asked."""
+    """The numbers of connected, eligible and set-aside clients."""
     live_status = LiveStatus(num_rounds=20, num_needed=5)
     live_status.phase = Phase.WAITING
     told: dict[str, object] = {"clients": {}, "exchange": None, "connected": 3, "eligible": 2}
@@ -267,7 +267,7 @@ def test_why_tells_how_many_clients_are_waited_for(site: Site) -> None:
 
 
 def test_why_tells_how_far_a_training_of_its_own_is(site: Site) -> None:
-    """One that has ended is not told of."""
+    """A training that has ended is not listed."""
     live_status = LiveStatus(num_rounds=20)
     under_way = Progress(
         step_num=120,
@@ -310,7 +310,7 @@ def beating(
 
 
 def test_the_heart_hears_pause_resume_and_abort(site: Site) -> None:
-    """Within a beat; whoever says it hears that a coordinator is alive."""
+    """Within one beat. The command reports that a coordinator is alive."""
     paused, interruption = threading.Event(), Interruption()
     with beating(site, LiveStatus(), interruption, paused):
         assert site.operator.control("pause") is True
@@ -329,7 +329,7 @@ def test_the_heart_hears_pause_resume_and_abort(site: Site) -> None:
 def test_a_coordinator_that_ends_at_once_has_heard(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has let go of the run before anybody looks whether it is alive."""
+    """It has released the run before the command checks whether it is alive."""
     lease = site.lease("quick")
     assert lease.try_acquire()
 
@@ -343,17 +343,17 @@ def test_a_coordinator_that_ends_at_once_has_heard(
 
 
 def test_a_coordinator_that_was_taken_over_stops(site: Site) -> None:
-    """Its next beat finds another epoch."""
+    """Its next beat finds a newer epoch of the lease."""
     interruption = Interruption()
     with beating(site, LiveStatus(), interruption, threading.Event()):
-        other = site.lease("alive")  # the same name may take over at once
+        other = site.lease("alive")  # a holder of the same name may take over at once
         assert other.try_acquire()
         with pytest.raises(Fenced):
             interruption.sleep(PATIENCE_S)
 
 
 def test_the_heart_goes_on_after_the_last_word(site: Site, tmp_path: Path) -> None:
-    """What was said at the end is what operators read."""
+    """Operators see the last status that it wrote."""
     live_status = LiveStatus(num_rounds=20)
     with beating(site, live_status, Interruption(), threading.Event()):
         live_status.phase = Phase.STOPPING
@@ -361,7 +361,7 @@ def test_the_heart_goes_on_after_the_last_word(site: Site, tmp_path: Path) -> No
 
 
 def test_rounds_are_listed_of_a_deployed_run_only(site: Site, tmp_path: Path) -> None:
-    """None so far; a run that was never deployed is an error."""
+    """There are none so far. A run that was never deployed is an error."""
     assert site.operator.rounds(5) == []
     other = Places.of(config(tmp_path, name="other"), environ={})
     with pytest.raises(DeploymentError, match="no run called 'other' is deployed"):
@@ -380,7 +380,7 @@ def contact(client_id: int, *, is_connected: bool) -> Contact:
 
 @pytest.mark.slow
 def test_clients_are_connected_while_a_coordinator_lives(site: Site, tmp_path: Path) -> None:
-    """After one that was killed nobody is, whatever it has written down last."""
+    """After a killed coordinator, clients count as disconnected, whatever was recorded last."""
     contacts = [contact(0, is_connected=True), contact(1, is_connected=False)]
     site.operator.registry.keep_contacts(contacts, are_all=True)
     with beating(site, LiveStatus(), Interruption(), threading.Event()):
@@ -390,7 +390,7 @@ def test_clients_are_connected_while_a_coordinator_lives(site: Site, tmp_path: P
 
 
 def test_how_the_rounds_of_clients_ended_is_told(site: Site) -> None:
-    """By client over the run, and by round who was late or failed and why."""
+    """Counts per client over the run, and per round the late and failed clients with reasons."""
     ended = [
         Participation(ClientId(0), Status.REPORTED, 1.0, 10, 0.5),
         Participation(ClientId(1), Status.FAILED, math.nan, reason="the delta is not finite"),
@@ -431,7 +431,7 @@ def test_how_the_rounds_of_clients_ended_is_told(site: Site) -> None:
 
 
 def test_nobody_has_taken_part_before_the_first_start(site: Site, tmp_path: Path) -> None:
-    """It is no error: clients are invited first."""
+    """It is not an error: clients are invited before the first start."""
     other = Places.of(config(tmp_path, name="other"), environ={})
     operator = Operator(other, site.database, SystemClock())
     assert operator.counts_by_client() == {}
@@ -439,7 +439,7 @@ def test_nobody_has_taken_part_before_the_first_start(site: Site, tmp_path: Path
 
 
 def test_client_numbers_are_those_of_the_registry(site: Site) -> None:
-    """In order of enrolment."""
+    """Numbers are given in order of enrolment."""
     enrol(site, "b")
     enrol(site, "a")
     found = site.operator.registry.clients()
@@ -450,7 +450,7 @@ def test_client_numbers_are_those_of_the_registry(site: Site) -> None:
 
 
 def test_a_deployed_run_is_not_resumed_as_a_simulation(site: Site) -> None:
-    """Its coordinator goes on with it; the command says so, and is not proposed."""
+    """Only its coordinator can continue it; the error says so, and no summary suggests it."""
     with site.places.database() as database:
         run = database.run("federation")
         assert run.record.is_deployed
@@ -467,7 +467,7 @@ def test_a_deployed_run_is_not_resumed_as_a_simulation(site: Site) -> None:
 
 
 def test_a_deployed_run_without_a_checkpoint_names_its_coordinator(site: Site) -> None:
-    """Not the command that goes on with a simulation."""
+    """The error must not suggest the command that resumes a simulation."""
     with site.places.database() as database:
         lease = Lease(database, "federation", holder="me", ttl_s=60.0, clock=SystemClock())
         assert lease.try_acquire()

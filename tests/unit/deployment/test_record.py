@@ -1,4 +1,4 @@
-"""Where a coordinator continues the round that the one before it left open."""
+"""Where a coordinator continues a round that its predecessor left open."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ NOW_S = 1_000.0
 
 @dataclass(frozen=True)
 class Journal:
-    """The attempts of round 7, by number; each was opened ten seconds after the one before."""
+    """A journal with the attempts of round 7, opened ten seconds apart."""
 
     cohorts: Sequence[Sequence[int]]
 
@@ -68,21 +68,21 @@ def in_flight(found: ResumedRound) -> list[tuple[int, int, int, float]]:
 
 
 def test_a_semi_synchronous_round_continues_with_its_last_attempt() -> None:
-    """Clients of the attempts before it are still in flight."""
+    """Clients of its earlier attempts are still in flight."""
     found = resumed((4, 2, 9), (5, 6))
     assert (found.attempt, found.cohort) == (1, (5, 6))
     assert in_flight(found) == [(4, 0, 0, -100.0), (2, 0, 1, -100.0), (9, 0, 2, -100.0)]
 
 
 def test_a_client_is_in_flight_once_for_its_latest_task() -> None:
-    """It failed in an attempt, and a later one asked it again."""
+    """A client may have failed in an attempt, and a later one asked it again."""
     found = resumed((4, 2, 9), (5, 2), (9,))
     assert (found.attempt, found.cohort) == (2, (9,))
     assert in_flight(found) == [(4, 0, 0, -100.0), (5, 1, 0, -90.0), (2, 1, 1, -90.0)]
 
 
 def test_a_run_that_failed_gets_new_attempts_and_keeps_what_was_accepted() -> None:
-    """With as many attempts again as at first."""
+    """It gets as many attempts as at first."""
     found = resumed((4, 2, 9), (5,), status=RunStatus.FAILED)
     assert (found.attempt, found.cohort) == (4, ())
     assert [client_id for client_id, *_ in in_flight(found)] == [4, 2, 9, 5]
@@ -97,7 +97,7 @@ def test_a_synchronous_round_begins_with_the_first_attempt_of_its_group(
 
 
 def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
-    """Of those in flight as the round began, the others stay."""
+    """Other tasks that were in flight when the round began are kept."""
     before = tuple(
         PendingTask(client_id=ClientId(number), based_on=6, attempt=0, place=number, asked_s=-200.0)
         for number in (1, 4, 5)
@@ -107,7 +107,7 @@ def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
 
 
 def test_a_client_that_is_too_stale_is_still_recorded_when_its_first_attempt_is_resumed() -> None:
-    """The round may ask it again; only a later attempt says that its earlier task is over."""
+    """The round may ask it again; only a later attempt shows that its earlier task is over."""
     stale = PendingTask(client_id=ClientId(4), based_on=1, attempt=0, place=0, asked_s=-900.0)
     assert resumed((4, 2)).rejoin((stale,)) == (stale,)
     assert [each.based_on for each in resumed((2,), (4,)).rejoin((stale,))] == [7]

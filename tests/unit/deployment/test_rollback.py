@@ -1,4 +1,4 @@
-"""Going back: not under a coordinator that lives, and to clients it is another run."""
+"""Rolling a run back: refused while a coordinator is alive; clients then see a new run id."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from tests.records import RUN
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    """A store with a run of two rounds."""
+    """A store with a run that has two rounds."""
     with Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=tmp_path / "runs") as database:
         run = database.create(RUN)
         for round_num in (1, 2):
@@ -29,7 +29,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 @dataclass
 class Beating(VirtualClock):
-    """Whenever somebody waits, the holder of a lease renews it."""
+    """A clock in whose sleeps the holder of a lease renews it."""
 
     lease: Lease | None = None
 
@@ -45,7 +45,7 @@ def test_a_simulated_run_goes_back(database: Database) -> None:
 
 
 def test_a_deployed_run_goes_back_once_nobody_coordinates_it(database: Database) -> None:
-    """A coordinator that was killed left its name in the lease; it is waited for in vain."""
+    """A killed coordinator's lease must expire first; a live one's does not."""
     before = deploy(database, RUN.name).run_id
     clock = Beating()
     holder = Lease(database, RUN.name, holder="one", ttl_s=5.0, clock=clock)
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_not_kept_lets_go_of_the_lease(database: Database) 
 def test_what_clients_had_sent_to_what_is_forgotten_is_removed(
     database: Database, tmp_path: Path, given: str | None
 ) -> None:
-    """Where the configuration has the coordinator's folder; what is another run's stays."""
+    """In the coordinator's folder; data of other runs is kept."""
     folder = tmp_path / "coordinator" if given is None else tmp_path / given
     section = {"folder": None if given is None else str(folder)}
     run = database.create(replace(RUN, name="deployed", config={"coordinator": section}))

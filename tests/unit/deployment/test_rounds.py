@@ -1,4 +1,4 @@
-"""Who evaluates in a deployed run, and what it is refused for when it is built."""
+"""Which clients evaluate in a deployed run, and evaluations that are refused at the start."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ ENOUGH = "cohort.num_wanted=10"
 
 @dataclass
 class There:
-    """A channel to clients of whom only the numbers are known."""
+    """A channel that only lists its clients."""
 
     client_ids: Sequence[ClientId]
 
@@ -47,7 +47,7 @@ def test_as_many_evaluate_as_are_wanted_or_there(num_there: int, asked: int) -> 
 
 
 def test_who_has_a_task_is_not_asked_to_evaluate() -> None:
-    """Of an asynchronous run some train while the model is measured."""
+    """In an asynchronous run, some clients train while others evaluate."""
     there = There([ClientId(each) for each in range(30)])
     busy = frozenset(there.client_ids[:25])
     num_clients, client_ids = _invited(pieces("evaluation.clients=20"), there, lambda: busy, 3)
@@ -56,7 +56,7 @@ def test_who_has_a_task_is_not_asked_to_evaluate() -> None:
 
 
 def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
-    """Else those that hold it would refuse the session. By the n of its terms, whoever is there."""
+    """Clients with the roster would refuse others. The draw uses the number in the terms."""
     listed = [ClientId(each) for each in range(200)]
     draw = Draw(roster="r", client_ids=listed, factor=2.0)
     found = replace(pieces("evaluation.clients=20"), draw=draw)
@@ -80,7 +80,7 @@ def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
 def test_what_a_sum_cannot_tell_is_refused_when_it_is_built(
     overrides: list[str], words: str
 ) -> None:
-    """Control: without secure aggregation each client's value is told, and it is built."""
+    """Control: without secure aggregation, the same settings are accepted."""
     assert pieces(ENOUGH, *overrides).secure is None
     with pytest.raises(ConfigError, match="(?s)" + words.replace("(", r"\(")):
         pieces(SECURE, ENOUGH, *overrides)

@@ -1,4 +1,4 @@
-"""The configuration that newcomers start with."""
+"""The configuration file that new users start from."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from fedlearn.errors import DeploymentError
 
 
 def test_the_starter_loads_and_builds(tmp_path: Path) -> None:
-    """As it is, with its runs beside it wherever the commands are typed."""
+    """Unchanged; its runs are stored next to the file, whatever the working directory."""
     file = tmp_path / "coordinator.toml"
     write_starter(file)
     config = load(file, overrides=())
@@ -26,7 +26,7 @@ def test_the_starter_loads_and_builds(tmp_path: Path) -> None:
 
 
 def keys_of(section: Section, path: str = "") -> Iterator[str]:
-    """Yield all keys of a tree, and its tables by names of the user's."""
+    """Yield all keys of a configuration, recursively."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -36,7 +36,7 @@ def keys_of(section: Section, path: str = "") -> Iterator[str]:
 
 
 def keys_in(text: str) -> Iterator[str]:
-    """Yield the keys that stand in a file, those in comments among them."""
+    """Yield the keys in a file, including those in comments."""
     table = ""
     for line in text.splitlines():
         if found := re.match(r"# \[([\w.]+)\.NAME\]$", line):
@@ -52,7 +52,7 @@ def is_of_others(key: str) -> bool:
 
 
 def test_each_key_that_a_coordinator_heeds_stands_in_the_file_once(tmp_path: Path) -> None:
-    """And what is left out is a key or a table that there is."""
+    """Every key that is left out on purpose exists."""
     file = tmp_path / "coordinator.toml"
     write_starter(file)
     every_key = list(keys_of(starter()))
@@ -64,7 +64,7 @@ def test_each_key_that_a_coordinator_heeds_stands_in_the_file_once(tmp_path: Pat
 
 
 def test_each_key_of_a_client_stands_in_its_file_once(tmp_path: Path) -> None:
-    """There is none that a client does not heed."""
+    """The file has all keys of a client and no others."""
     file = tmp_path / "client.toml"
     write_starter(file, of_client=True)
     found = keys_in(file.read_text().partition("\n\n")[2])
@@ -72,7 +72,7 @@ def test_each_key_of_a_client_stands_in_its_file_once(tmp_path: Path) -> None:
 
 
 def test_the_heading_names_the_network_that_trainers_build(tmp_path: Path) -> None:
-    """The same parameters as the coordinator's, by name and shape."""
+    """It has the same parameters as the coordinator's model, by name and shape."""
     file = tmp_path / "coordinator.toml"
     write_starter(file)
     heading = file.read_text().partition("\n\n")[0].replace("\n#", "")
@@ -88,7 +88,7 @@ def test_the_heading_names_the_network_that_trainers_build(tmp_path: Path) -> No
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    """It may hold a day's work."""
+    """The file may contain a user's work."""
     file = tmp_path / "coordinator.toml"
     file.write_text("seed = 3\n")
     with pytest.raises(DeploymentError, match=r"there already; name another"):
@@ -97,6 +97,6 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -> None:
-    """Nothing is made on the way."""
+    """Missing folders are not created."""
     with pytest.raises(DeploymentError, match=r"cannot write .*missing.*; make it accessible"):
         write_starter(tmp_path / "missing" / "coordinator.toml")
