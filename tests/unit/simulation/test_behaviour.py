@@ -67,7 +67,7 @@ def test_devices_are_lognormal_around_the_median() -> None:
 
 
 def test_speed_and_bandwidth_of_a_client_are_unrelated() -> None:
-    """The two draws of one client come from different streams."""
+    """A client's two draws come from different streams."""
     ids = np.arange(100_000)
     speed = replace(_EQUAL, speed_sigma=1.0).ms_per_example(ids, seed=Seed(0))
     bandwidth = LognormalBandwidth(median_mbit_per_s=1.0, sigma=1.0).mbit_per_s(ids, seed=Seed(0))
@@ -75,7 +75,7 @@ def test_speed_and_bandwidth_of_a_client_are_unrelated() -> None:
 
 
 def test_a_client_is_the_same_whoever_else_is_asked() -> None:
-    """Values are random access: neither order nor company changes them."""
+    """A client's values depend neither on the order nor on the other clients in the call."""
     behaviour = replace(_EQUAL, speed_sigma=1.0, dropout_rate=0.5, round_jitter_sigma=0.1)
     some = np.array([900, 3, 17])
     few, all_ = _asked(some, round_num=1), _asked(_IDS, round_num=1)
@@ -93,7 +93,7 @@ def test_only_jitter_changes_a_device_from_round_to_round() -> None:
 
 
 def test_clients_fail_at_the_rate_afresh_in_every_round_and_attempt() -> None:
-    """The rate holds over clients, and neither rounds nor attempts repeat a pattern."""
+    """The rate holds over clients, and no two rounds or attempts have the same pattern."""
     behaviour, ids = replace(_EQUAL, dropout_rate=0.2), np.arange(100_000)
     patterns = [
         behaviour.failures(_asked(ids, round_num=round_num, attempt=attempt))
@@ -106,14 +106,14 @@ def test_clients_fail_at_the_rate_afresh_in_every_round_and_attempt() -> None:
 
 
 def test_dropout_of_zero_and_one_are_certain() -> None:
-    """The ends of the range leave nothing to chance."""
+    """At the ends of the range nothing is random."""
     for rate in (0.0, 1.0):
         failures = replace(_EQUAL, dropout_rate=rate).failures(_asked(_IDS))
         assert (failures == bool(rate)).all()
 
 
 def test_ideal_devices_take_no_time_and_never_fail() -> None:
-    """Instant is the explicit value for no behaviour."""
+    """``Instant`` is the explicit value for ideal devices."""
     assert not Instant().durations_s(_asked(_IDS)).any()
     assert not Instant().failures(_asked(_IDS)).any()
 
@@ -122,18 +122,18 @@ def test_ideal_devices_take_no_time_and_never_fail() -> None:
     ("start_s", "mbit", "expected_s"),
     [
         (0.0, 5.0, 5.0),
-        (0.0, 10.0, 10.0),  # done the moment silence begins
-        (0.0, 13.0, 21.0),  # through the silence
-        (15.0, 3.0, 6.0),  # from within the silence
+        (0.0, 10.0, 10.0),  # ends at the moment at which the silence begins
+        (0.0, 13.0, 21.0),  # continues after the silence
+        (15.0, 3.0, 6.0),  # starts within the silence
         (25.0, 20.0, 10.0),  # 15 Mbit to the end in 5 s, then 5 Mbit in 5 s from the start
         (0.0, 40.0, 30.0),  # exactly one lap
-        (0.0, 85.0, 65.0),  # two laps and a bit
-        (35.0, 5.0, 5.0),  # the start wraps too
+        (0.0, 85.0, 65.0),  # two laps and a part of a third
+        (35.0, 5.0, 5.0),  # the start wraps around, too
         (15.0, 0.0, 0.0),
     ],
 )
 def test_a_transfer_integrates_the_trace(start_s: float, mbit: float, expected_s: float) -> None:
-    """Hand-made cases on a trace with an outage."""
+    """Cases worked out by hand, on a trace with an outage."""
     seconds = _TRACES.transfer_s(
         np.array([0]), start_s=np.array([start_s]), num_bytes=int(mbit * _MBIT)
     )
@@ -141,7 +141,7 @@ def test_a_transfer_integrates_the_trace(start_s: float, mbit: float, expected_s
 
 
 def test_traces_do_not_leak_into_each_other() -> None:
-    """Two traces side by side give what each gives alone."""
+    """Two traces in one array give the same results as each one separately."""
     seconds = _TRACES.transfer_s(
         np.array([1, 0]), start_s=np.array([0.5, 0.0]), num_bytes=12 * _MBIT
     )
@@ -178,7 +178,7 @@ def _replayed_s(
 
 
 def test_whole_laps_never_give_a_wrong_number() -> None:
-    """Sizes at and around multiples of a trace's volume stay monotone and finite."""
+    """At and around multiples of a trace's volume, durations are finite and rise with the size."""
     silent_first = TraceBandwidth(
         np.array([0.0, 0.1, 0.4, 0.7]), np.array([0.0, 0.0, 0.7, 0.1]), np.array([0, 4])
     )
@@ -198,12 +198,12 @@ def test_the_upload_starts_after_computing() -> None:
         only_first.communication_s(asked, compute_s=np.full(ids.shape, pause))
         for pause in (0.0, 30.0, 15.0)
     ]
-    assert seconds[0] == pytest.approx(seconds[1])  # a whole lap later the trace is the same
+    assert seconds[0] == pytest.approx(seconds[1])  # one whole lap later, the trace is the same
     assert not np.allclose(seconds[0], seconds[2])
 
 
 def test_a_client_keeps_its_trace_and_moves_within_it() -> None:
-    """The trace is the client's; the place in it is the round's."""
+    """The client decides the trace, and the round decides the position in it."""
     traces = _TRACES.trace_of(_IDS, seed=Seed(0))
     assert set(traces.tolist()) == {0, 1}
     per_round = [
@@ -232,13 +232,13 @@ def test_a_client_keeps_its_trace_and_moves_within_it() -> None:
     ],
 )
 def test_unusable_traces_are_refused(times: list[float], rates: list[float], message: str) -> None:
-    """Each defect of a trace is named."""
+    """The error names each defect of a trace."""
     with pytest.raises(DataError, match=message):
         TraceBandwidth(np.array(times), np.array(rates), np.array([0, len(times)]))
 
 
 def test_values_out_of_range_are_refused() -> None:
-    """Each field of each piece is checked when it is made."""
+    """Every field is checked at construction."""
     with pytest.raises(ValueError, match="median_ms_per_example is 0"):
         replace(_EQUAL, median_ms_per_example=0.0)
     with pytest.raises(ValueError, match="speed_sigma is -1"):

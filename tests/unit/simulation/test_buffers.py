@@ -1,4 +1,4 @@
-"""Asynchronous rounds in virtual time: who trains, from which model, and what it comes to."""
+"""Asynchronous rounds in virtual time: which clients train, from which model, and the result."""
 
 import heapq
 import math
@@ -34,13 +34,13 @@ from fedlearn.simulation.virtual_round import DROPPED_OUT
 NUM_CLIENTS = 12
 RATE = 0.25
 LOCAL = LocalSgd(epochs=1, batch_size=2, learning_rate=RATE)
-#: Seconds of each client: one of ten times the median among them. No sums of them are equal.
+#: Seconds of each client; one takes ten times the median. No two sums of them are equal.
 SECONDS = [s * 2**0.5 + k * 1e-3 for k, s in enumerate([7, 12, 4, 70, 9, 6, 15, 3, 8, 20, 5, 13])]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Devices whose seconds and failures stand in a table."""
+    """Devices whose durations and failures are listed in a table."""
 
     seconds: Sequence[float] = tuple(SECONDS)
     failing: frozenset[int] = frozenset()
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass
 class ToTheirOwn:
-    """An executor whose clients take a step each towards its own id, from the model it is sent."""
+    """An executor whose clients step towards their own ids, from the model that they were sent."""
 
     diverging: frozenset[int] = frozenset()
     takes_apart: bool = False
@@ -86,7 +86,7 @@ def in_order(
     attempt: int,
     busy: Collection[ClientId],
 ) -> Sequence[ClientId]:
-    """Draw the first clients that are free."""
+    """Draw the idle clients with the lowest ids."""
     return [ClientId(each) for each in range(NUM_CLIENTS) if each not in busy][:num]
 
 
@@ -160,7 +160,7 @@ def run(plan: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[Collecte
 def reference(
     *, buffer_size: int, concurrency: int, num_rounds: int, exponent: float, server_rate: float
 ) -> tuple[float, list[dict[int, int]], float]:
-    """FedBuff (Nguyen et al., 2022, algorithm 1), event by event, with a model of one number."""
+    """Simulate FedBuff (Nguyen et al., 2022, algorithm 1) event by event, with a scalar model."""
     x, version, now_s, number = 0.0, 0, 0.0, 0
     flying, models = list[tuple[float, int, int, int]](), list[float]()
     histograms = list[dict[int, int]]()
@@ -189,7 +189,7 @@ def reference(
 def test_a_run_is_that_of_the_paper(
     buffer_size: int, concurrency: int, exponent: float, server_rate: float
 ) -> None:
-    """Model, staleness and virtual time of 25 rounds, against a few lines of plain Python."""
+    """Model, staleness and virtual time of 25 rounds, compared with a few lines of plain Python."""
     limits = asynchrony(
         buffer_size=buffer_size, concurrency=concurrency, exponent=exponent, max_staleness=30
     )
@@ -211,7 +211,7 @@ def test_a_run_is_that_of_the_paper(
 
 
 def test_a_stale_buffer_is_a_short_step() -> None:
-    """The weight is not taken out again by the mean: FedAsync's would have no effect at all."""
+    """The mean does not cancel the staleness weight, which would have no effect in FedAsync."""
     whole, short = (
         run(
             plan(asynchrony(buffer_size=1, concurrency=4, exponent=exponent), ToTheirOwn()),
@@ -223,7 +223,7 @@ def test_a_stale_buffer_is_a_short_step() -> None:
 
 
 def test_clients_of_one_model_train_as_a_block() -> None:
-    """And each block from the model that its clients were sent."""
+    """Each block starts from the model that its clients were sent."""
     executor = ToTheirOwn()
     run(plan(asynchrony(buffer_size=4, concurrency=8), executor), num_rounds=3)
     first, *later = executor.blocks
@@ -234,7 +234,7 @@ def test_clients_of_one_model_train_as_a_block() -> None:
 
 
 def test_clients_of_several_models_train_as_a_block_where_the_executor_takes_it() -> None:
-    """Each from its own: the same model as apart, but for rounding, in fewer blocks."""
+    """Each client starts from its own model: equal up to rounding, but with fewer blocks."""
     limits = asynchrony(buffer_size=4, concurrency=9)
     apart, together = ToTheirOwn(), ToTheirOwn(takes_apart=True)
     (expected, _), (found, rounds) = (
@@ -247,7 +247,7 @@ def test_clients_of_several_models_train_as_a_block_where_the_executor_takes_it(
 
 
 def test_who_is_given_up_is_never_trained_and_told() -> None:
-    """The slow one of them: it would be more than two rounds old."""
+    """That is the slow client, whose update would be more than two rounds old."""
     executor = ToTheirOwn()
     limits = asynchrony(buffer_size=2, concurrency=6, max_staleness=2)
     state, rounds = run(plan(limits, executor), num_rounds=8)
@@ -262,7 +262,7 @@ def test_who_is_given_up_is_never_trained_and_told() -> None:
 
 
 def test_who_is_silent_beyond_the_deadline_is_late_and_another_is_asked() -> None:
-    """Counted from when it was asked."""
+    """The deadline counts from when the client was asked."""
     executor = ToTheirOwn()
     _, rounds = run(
         plan(asynchrony(buffer_size=3, concurrency=5), executor, deadline_s=17.5), num_rounds=6
@@ -279,7 +279,7 @@ def test_who_is_silent_beyond_the_deadline_is_late_and_another_is_asked() -> Non
 
 
 def test_failures_are_told_and_others_take_their_place() -> None:
-    """One drops out, one diverges; the buffer holds as many as ever, each once."""
+    """One drops out and one diverges; the buffer still gets as many different clients."""
     executor = ToTheirOwn(diverging=frozenset({4}))
     _, rounds = run(
         plan(
@@ -302,7 +302,7 @@ def test_failures_are_told_and_others_take_their_place() -> None:
 
 
 def test_a_round_that_nobody_fills_has_no_aggregate() -> None:
-    """And ends, although clients might be asked for ever."""
+    """It ends, although clients could be asked again without end."""
     everyone = Table(failing=frozenset(range(NUM_CLIENTS)))
     _, rounds = run(
         plan(asynchrony(buffer_size=3, concurrency=5), ToTheirOwn(), behaviour=everyone),
@@ -318,7 +318,7 @@ def test_a_round_that_nobody_fills_has_no_aggregate() -> None:
 
 
 def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
-    """Four are late and one is of no use: the model is the mean of what the others sent."""
+    """Four are late and one diverges; the model moves by the mean of the other updates."""
     deadline_s = 18.0
     late = [each for each, seconds in enumerate(SECONDS) if seconds > deadline_s]
     assert len(late) == 4
@@ -335,7 +335,7 @@ def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
 
 
 def test_a_buffer_of_which_all_are_late_has_no_aggregate() -> None:
-    """There is nothing to step by."""
+    """No update has arrived."""
     everybody = asynchrony(buffer_size=NUM_CLIENTS, concurrency=NUM_CLIENTS)
     _, rounds = run(plan(everybody, ToTheirOwn(), deadline_s=1.0), num_rounds=1)
     assert rounds[0].aggregate is None
@@ -343,7 +343,7 @@ def test_a_buffer_of_which_all_are_late_has_no_aggregate() -> None:
 
 
 def test_what_is_in_flight_does_not_depend_on_block_size() -> None:
-    """Nor the model, but for rounding."""
+    """Neither does the model, up to rounding."""
     limits = asynchrony(buffer_size=3, concurrency=7)
     one, four = (run(plan(limits, ToTheirOwn(), block_size=size), num_rounds=9) for size in (1, 4))
     assert one[0].flight == four[0].flight

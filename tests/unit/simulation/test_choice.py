@@ -1,7 +1,7 @@
-"""Which executor is chosen, and that the reason is told."""
+"""The choice of an executor, and the reason that is reported for it."""
 
 import json
-import random  # noqa: TID251 - a user's model draws from it
+import random  # noqa: TID251 - a user's model draws random numbers from it
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -35,13 +35,13 @@ from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.training.resident import Precision
 
-#: Seconds of the timings of a probe that finds stacked training four times as fast.
+#: Timings in seconds of a probe in which stacked training is four times as fast.
 _STACKED_WINS = (9.0, 4.0, 4.0, 9.0, 1.0, 1.0)
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
 
 class Branching(nn.Module):
-    """A forward pass that depends on values: neither traced nor stacked."""
+    """A forward pass that branches on values, so that it can be neither traced nor stacked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def normalised() -> nn.Module:
 
 
 class Ticking:
-    """A clock whose successive steps are given, for the three timings of each executor."""
+    """A clock that advances by the given steps, one for each timed training."""
 
     def __init__(self, *steps_s: float) -> None:
         times: list[float] = []
@@ -76,7 +76,7 @@ class Ticking:
         raise NotImplementedError
 
 
-# Any: the types of a job's fields differ.
+# Any: the fields of a job have different types.
 def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
     torch.set_num_threads(1)
     sizes = [12, 8, 8, 4]
@@ -106,7 +106,7 @@ def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
 
 
 def test_a_chain_of_layers_is_fused_without_a_probe(tmp_path: Path) -> None:
-    """No clock is read: the fused executor is the fastest wherever it fits."""
+    """No clock is read, since the fused executor is the fastest one wherever it is applicable."""
     choice = choose(job(chain), clock=Ticking(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.FUSED
     assert "layers one after another" in choice.reason
@@ -114,17 +114,17 @@ def test_a_chain_of_layers_is_fused_without_a_probe(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-#: Seconds that each of three trainings of four, one, two and one client takes: warm, then timed.
+#: Seconds to train four, one, two and one client, as timed after a warm-up.
 _BLOCKS = {"fused 4": 4.0, "sequential 1": 3.0, "fused 2": 0.5, "fused 1": 2.0}
 
 
 def ticking(seconds: Mapping[str, float]) -> Ticking:
-    """Return a clock by which blocks take so long, after a first time that is much longer."""
+    """Create a clock with these timings, after a first training that takes much longer."""
     return Ticking(*(part for each in seconds.values() for part in (99.0, each, 2 * each)))
 
 
 def test_in_a_long_run_the_fastest_block_is_found(tmp_path: Path) -> None:
-    """In seconds an example; what was measured is told, and remembered without a clock."""
+    """By seconds per example. The reason lists the timings, which are cached."""
     long = job(chain, num_clients=3300, num_together=4)
     choice = choose(long, clock=ticking(_BLOCKS), cache_dir=tmp_path)
     assert (choice.kind, choice.block_size) == (ExecutorKind.FUSED, 2)
@@ -132,7 +132,7 @@ def test_in_a_long_run_the_fastest_block_is_found(tmp_path: Path) -> None:
     assert "sequential 1: " in choice.reason
     assert choose(long, clock=Ticking(), cache_dir=tmp_path) == choice
     (file,) = tmp_path.iterdir()
-    file.write_text(file.read_text()[:-9])  # damaged: it is measured anew
+    file.write_text(file.read_text()[:-9])  # a damaged entry is measured again
     others = _BLOCKS | {"fused 2": 50.0}
     assert choose(long, clock=ticking(others), cache_dir=tmp_path).block_size == 4
 
@@ -143,7 +143,7 @@ def test_in_a_long_run_the_fastest_block_is_found(tmp_path: Path) -> None:
 def test_one_at_a_time_takes_the_place_of_blocks_only_if_it_is_clearly_faster(
     tmp_path: Path, sequential_s: float, kind: ExecutorKind
 ) -> None:
-    """It rounds otherwise, and a measurement has noise. All clients have 8 examples."""
+    """It rounds differently, and timings are noisy. All clients have 8 examples."""
     alike = job(chain, num_clients=3300, num_together=4)
     sizes = [8, 8, 8, 8]
     partition = Partition(np.arange(32), np.cumsum([0, *sizes]))
@@ -154,7 +154,7 @@ def test_one_at_a_time_takes_the_place_of_blocks_only_if_it_is_clearly_faster(
 
 
 def test_measuring_takes_a_hundredth_of_a_run(tmp_path: Path) -> None:
-    """Three times four clients of 1200; without time for a second size nothing is remembered."""
+    """Three trainings of four clients are a hundredth of 1200. A single size is not cached."""
     for num_clients, clock in ((1199, Ticking()), (1200, ticking({"fused 4": 4.0}))):
         choice = choose(
             job(chain, num_clients=num_clients, num_together=4), clock=clock, cache_dir=tmp_path
@@ -164,7 +164,7 @@ def test_measuring_takes_a_hundredth_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_no_objection() -> None:
-    """A bias before a BatchNorm has no gradient, and Adam makes a step of what rounding leaves."""
+    """A bias before a BatchNorm has a zero gradient; Adam takes a step by its rounding error."""
 
     def biased() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
@@ -193,7 +193,7 @@ def test_a_gradient_that_is_nothing_but_rounding_is_no_objection() -> None:
 def test_any_other_model_takes_what_was_faster(
     tmp_path: Path, sequential_s: float, stacked_s: float, kind: ExecutorKind
 ) -> None:
-    """The better of two timings each, the first being to warm up; the ratio is told."""
+    """By the better of two timings each, after a warm-up; the reason has the ratio."""
     clock = Ticking(9.0, sequential_s, 2 * sequential_s, 9.0, 2 * stacked_s, stacked_s)
     small = job(normalised, num_clients=1)
     choice = choose(small, clock=clock, cache_dir=tmp_path)
@@ -205,7 +205,7 @@ def test_any_other_model_takes_what_was_faster(
 
 @pytest.mark.slow
 def test_a_probe_is_cached(tmp_path: Path) -> None:
-    """The second choice reads no clock and is the same; another update rule is another job."""
+    """The second choice reads no clock and is equal; another update rule is timed separately."""
     small = job(normalised, num_clients=1)
     cache = tmp_path / "new folder"
     first = choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=cache)
@@ -216,14 +216,14 @@ def test_a_probe_is_cached(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_stacked_trains_in_turn(tmp_path: Path) -> None:
-    """It never fails; the reason is told."""
+    """The choice does not fail, and has a reason."""
     choice = choose(job(Branching), clock=Ticking(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.SEQUENTIAL
     assert choice.reason
 
 
 class Plain(nn.Module):
-    """A linear layer: a chain, which the models below are not, or not always."""
+    """A linear layer: a chain, unlike the models below, or at least not always."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Plain(nn.Module):
 
 
 class Counting(Plain):
-    """Does something else from its hundredth call on."""
+    """Behaves differently from its hundredth call on."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -245,7 +245,7 @@ class Counting(Plain):
 
 
 class Listing(Plain):
-    """Counts by what it appends."""
+    """Counts calls by the length of a list."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(len(x))
@@ -256,7 +256,7 @@ CALLS = {"of all": 0}
 
 
 class CountingGlobally(Plain):
-    """Counts in a global."""
+    """Counts calls in a global variable."""
 
     def forward(self, x: Tensor) -> Tensor:
         CALLS["of all"] += 1
@@ -264,7 +264,7 @@ class CountingGlobally(Plain):
 
 
 class CountingForAll(Plain):
-    """Counts in its class."""
+    """Counts calls in a class attribute."""
 
     total = 0
 
@@ -274,7 +274,7 @@ class CountingForAll(Plain):
 
 
 class First(Plain):
-    """Treats its first call otherwise."""
+    """Behaves differently in its first call."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = 1 + min(self.calls, 1)
@@ -282,7 +282,7 @@ class First(Plain):
 
 
 class Feeding(Plain):
-    """Takes in what the last call gave."""
+    """Adds the result of its last call."""
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = super().forward(x) + self.kept
@@ -291,7 +291,7 @@ class Feeding(Plain):
 
 
 class Keeping(Plain):
-    """Keeps its outputs for somebody to look at, and does not read them."""
+    """Stores its outputs for inspection, but does not read them."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept = outputs = super().forward(x)
@@ -299,7 +299,7 @@ class Keeping(Plain):
 
 
 class Deep(Plain):
-    """Leaves out a layer once in a thousand calls."""
+    """Skips a layer once in a thousand calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,30 +320,30 @@ class DeepByNumpy(Deep):
 
 
 class DeepByTorch(Deep):
-    """Draws from torch's."""
+    """Draws from torch's global generator."""
 
     def draw(self) -> float:
         return float(torch.rand(()))
 
 
 class DeepByItsOwn(Deep):
-    """Draws from one of its own."""
+    """Draws from its own generator."""
 
     def draw(self) -> float:
         return float(self.generator.random())
 
 
 def is_stand_in(x: object) -> bool:
-    """Whether this is a tracer's, or stands for many clients' tensors."""
+    """Whether this is a tracer's proxy, or a batched tensor under ``vmap``."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - as debuggers do
     return not isinstance(x, Tensor) or bool(is_wrapped(x))
 
 
 class Suspicious(Plain):
-    """Fails on anything but a tensor with values, by an error of its own."""
+    """Raises its own type of error for anything but a real tensor."""
 
     class Error(Exception):
-        """Is none of Python's."""
+        """An error that is not derived from one of Python's specific errors."""
 
     def forward(self, x: Tensor) -> Tensor:
         if is_stand_in(x):
@@ -352,7 +352,7 @@ class Suspicious(Plain):
 
 
 def hooked() -> nn.Module:
-    """A chain with a hook on it that counts."""
+    """Build a chain with a hook that counts calls."""
     model, calls = normalised(), list[int]()
 
     def count(_module: nn.Module, _inputs: object, outputs: Tensor) -> Tensor:
@@ -364,14 +364,14 @@ def hooked() -> nn.Module:
 
 
 def alternating() -> nn.Module:
-    """Another activation every other time."""
+    """Build a model with another activation on every second call."""
     CALLS["of all"] += 1
     activation = nn.ReLU() if CALLS["of all"] % 2 else nn.Tanh()
     return nn.Sequential(nn.Linear(5, 7), activation, nn.Linear(7, 3))
 
 
 def growing() -> nn.Module:
-    """Another width every time."""
+    """Build a model that is wider on each call."""
     CALLS["of all"] += 1
     return nn.Sequential(nn.Linear(5, CALLS["of all"]), nn.Linear(CALLS["of all"], 3))
 
@@ -398,7 +398,7 @@ def growing() -> nn.Module:
 def test_a_forward_pass_that_changes_from_call_to_call_trains_in_turn(
     tmp_path: Path, make_model: Callable[[], nn.Module], says: str
 ) -> None:
-    """Whatever it does and raises; named, the fast executors say the same."""
+    """Whatever it does or raises; fast executors that the user names give the same reason."""
     unsteady = job(make_model)
     states = random.getstate(), repr(np.random.get_state())  # noqa: NPY002 - the application's
     choice = choose(unsteady, clock=Ticking(), cache_dir=tmp_path)
@@ -413,7 +413,7 @@ def test_a_forward_pass_that_changes_from_call_to_call_trains_in_turn(
 
 
 def test_a_loss_that_changes_from_call_to_call_trains_in_turn(tmp_path: Path) -> None:
-    """A curriculum that counts calls in a closure."""
+    """For example a curriculum that counts calls in a closure."""
     calls = list[int]()
 
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -428,19 +428,19 @@ def test_a_loss_that_changes_from_call_to_call_trains_in_turn(tmp_path: Path) ->
 
 
 def test_a_model_that_keeps_its_outputs_is_fused(tmp_path: Path) -> None:
-    """The control: what is a function of the inputs is no memory."""
+    """The control: its state is a function of the inputs, so it does not matter."""
     choice = choose(job(Keeping), clock=Ticking(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.FUSED
 
 
 def test_a_model_that_is_another_each_time_is_refused(tmp_path: Path) -> None:
-    """No executor can train it: the message says which tensor differs."""
+    """No executor can train it; the message names a tensor that differs."""
     with pytest.raises(EngineError, match=r"another model from call to call: '0.weight'"):
         choose(job(growing), clock=Ticking(), cache_dir=tmp_path)
 
 
 def test_a_model_that_no_executor_can_train_is_an_engine_error(tmp_path: Path) -> None:
-    """With what it raised."""
+    """The message includes the model's own error."""
 
     class Narrow(Plain):
         def forward(self, x: Tensor) -> Tensor:
@@ -454,7 +454,7 @@ def test_a_model_that_no_executor_can_train_is_an_engine_error(tmp_path: Path) -
 
 
 def test_a_model_that_fails_on_larger_blocks_trains_in_turn(tmp_path: Path) -> None:
-    """What passes the trial and fails when it is timed."""
+    """The model passes the trial, and fails only when blocks are timed."""
 
     class Small(Plain):
         def forward(self, x: Tensor) -> Tensor:
@@ -468,7 +468,7 @@ def test_a_model_that_fails_on_larger_blocks_trains_in_turn(tmp_path: Path) -> N
 
 
 class Widening(Plain):
-    """A layer in float64 behind one in float32."""
+    """A layer in float64 after one in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -489,7 +489,7 @@ class Widening(Plain):
 def test_a_model_of_other_dtypes_trains_in_turn(
     tmp_path: Path, make_model: Callable[[], nn.Module], says: str
 ) -> None:
-    """As it is, and the reason is told; stacked it would be converted."""
+    """It keeps its dtypes, which stacking would convert, and the reason says so."""
     odd = job(make_model)
     choice = choose(odd, clock=Ticking(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.SEQUENTIAL
@@ -502,7 +502,7 @@ def test_a_model_of_other_dtypes_trains_in_turn(
 
 
 def test_layers_whose_dtypes_do_not_fit_are_named(tmp_path: Path) -> None:
-    """Where a cast is missing, no executor can train."""
+    """No executor can train a model in which a cast is missing."""
 
     class Uncast(Widening):
         def forward(self, x: Tensor) -> Tensor:
@@ -516,7 +516,7 @@ def test_layers_whose_dtypes_do_not_fit_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_in_float64_takes_features_in_float32(tmp_path: Path) -> None:
-    """Stacked as well as in turn."""
+    """With the stacked executor as well as the sequential one."""
     clock = Ticking(*_STACKED_WINS)
     wide = job(lambda: normalised().double(), num_clients=1)
     assert choose(wide, clock=clock, cache_dir=tmp_path).kind is ExecutorKind.VMAP
@@ -532,7 +532,7 @@ def test_mixed_precision_is_not_fused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_features_that_are_several_inputs_are_not_fused(tmp_path: Path) -> None:
-    """A chain takes one tensor; the others call it as the features say."""
+    """A chain takes one tensor; the other executors pass the inputs as the features define them."""
     of_one = job(chain, num_clients=1)
     assert isinstance(of_one.population, ArrayPopulation)
     by_name = replace(of_one.population, features={"input": only(of_one.population.features)})
@@ -548,7 +548,7 @@ def test_features_that_are_several_inputs_are_not_fused(tmp_path: Path) -> None:
 
 
 def test_executors_are_made_by_name() -> None:
-    """Each name makes its own; what cannot be made says why."""
+    """Each name creates its executor; an impossible one raises an error with the reason."""
     plain = job(chain)
     assert isinstance(make_executor(plain, ExecutorKind.SEQUENTIAL), SequentialExecutor)
     assert isinstance(make_executor(plain, ExecutorKind.VMAP), StackedExecutor)
@@ -558,7 +558,7 @@ def test_executors_are_made_by_name() -> None:
 
 
 def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
-    """Never replaced in silence; the refusal names the way out."""
+    """It is never replaced silently, and the error suggests an alternative."""
     assert named(job(normalised), ExecutorKind.VMAP).reason == "as configured"
     assert named(job(Branching), ExecutorKind.SEQUENTIAL).reason == "as configured"
     with pytest.raises(EngineError, match='use "auto" or "sequential"'):
@@ -570,7 +570,7 @@ def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, None])
 @pytest.mark.parametrize("kind", [ExecutorKind.VMAP, ExecutorKind.FUSED])
 def test_small_batches_are_no_objection(kind: ExecutorKind, batch_size: int | None) -> None:
-    """The trial takes batches that the clients' own size allows."""
+    """The trial uses batches no larger than the clients' own."""
     make_model = chain if kind is ExecutorKind.FUSED else normalised
     small = job(make_model, local=replace(PLAIN, batch_size=batch_size))
     assert named(small, kind).reason == "as configured"
@@ -578,14 +578,14 @@ def test_small_batches_are_no_objection(kind: ExecutorKind, batch_size: int | No
 
 @pytest.mark.slow
 def test_a_damaged_cache_entry_counts_as_none(tmp_path: Path) -> None:
-    """The next run measures again, and mends it."""
+    """The next choice measures again, and replaces it."""
     small = job(normalised, num_clients=1)
     first = choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=tmp_path)
     (entry,) = tmp_path.iterdir()
     assert json.loads(entry.read_text()) == {"sequential_s": 1.0, "stacked_s": 0.25}
     for damage in ("", "{}", "[1]", "null", '{"sequential_s": "x", "stacked_s": 1}'):
         entry.write_text(damage)
-        with pytest.raises(StopIteration):  # it measures
+        with pytest.raises(StopIteration):  # it measures, so it needs the clock
             choose(small, clock=Ticking(), cache_dir=tmp_path)
     entry.write_text('{"sequential_s": 1}')
     assert choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=tmp_path) == first
@@ -594,7 +594,7 @@ def test_a_damaged_cache_entry_counts_as_none(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    """A folder that cannot be made: what was measured is used and forgotten."""
+    """The folder cannot be created: the timings are used, but not cached."""
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     small = job(normalised, num_clients=1)
@@ -605,7 +605,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_trial_block_is_made_of_real_clients_largest_first() -> None:
-    """With nothing kept from before."""
+    """Without client state."""
     keeping = replace(PLAIN, momentum=0.9, keep_momentum=True)
     work = job(chain, local=keeping).work(np.arange(3))
     assert len(work.client_ids) == 3

@@ -1,7 +1,7 @@
-"""Worker processes: sums over all, and none left behind whatever happens.
+"""Worker processes: their sums, and no process left behind whatever happens.
 
-Everything that forks runs in a process of its own with a limit on its time, so that a worker
-that hangs fails a test instead of hanging all of them.
+Everything that forks runs in a separate process with a time limit, so that a worker that hangs
+fails a test instead of hanging all of them.
 """
 
 import json
@@ -44,12 +44,12 @@ Run = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(launcher: Launcher) -> Run:
-    """Runs a script that uses a cluster, for five minutes at the most."""
+    """Run a script that uses a cluster, for at most five minutes."""
     return lambda script: launcher.run(dedent(PRELUDE) + dedent(script))
 
 
 def run_afresh(script: str) -> "subprocess.CompletedProcess[str]":
-    """Run a script in a process that has not yet seen gRPC."""
+    """Run a script in a process that has not loaded gRPC."""
     return subprocess.run(
         [sys.executable, "-c", dedent(PRELUDE) + dedent(script)],
         env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
@@ -61,7 +61,7 @@ def run_afresh(script: str) -> "subprocess.CompletedProcess[str]":
 
 
 def said(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
-    """Return everything that the script said, as one table."""
+    """Merge everything that the script reported into one table."""
     table: dict[str, object] = {}
     for line in done.stdout.splitlines():
         table |= json.loads(line)
@@ -70,7 +70,7 @@ def said(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 
 def assert_gone(pids: object) -> None:
-    """Wait for each process to end, without sleeping; a minute is the limit."""
+    """Wait for each process to end, for at most a minute, without polling."""
     assert isinstance(pids, list)
     for pid in pids:
         try:
@@ -85,7 +85,7 @@ def assert_gone(pids: object) -> None:
 
 
 def test_alone_a_sum_is_the_value() -> None:
-    """One process is a cluster of one, and no process is forked for it."""
+    """One process is a cluster of its own, and no process is forked."""
     pid = os.getpid()
 
     def body(cluster: object) -> tuple[int, float, str]:
@@ -98,13 +98,13 @@ def test_alone_a_sum_is_the_value() -> None:
 
 
 def test_torchrun_is_recognised_by_its_variables() -> None:
-    """Its processes exist already."""
+    """Under torchrun, the processes exist already."""
     assert under_torchrun({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == 8
     assert under_torchrun({}) is None
 
 
 def test_threads_are_given_back() -> None:
-    """Also when the block fails."""
+    """Also if the block fails."""
     before = torch.get_num_threads()
 
     def failing() -> None:
@@ -117,7 +117,7 @@ def test_threads_are_given_back() -> None:
 
 
 def test_workers_add_up_and_hear_the_first(run: Run) -> None:
-    """Tensors of several dtypes in one call; rank 0's value reaches all; nobody is left."""
+    """Tensors of several dtypes are summed in one call; rank 0's value reaches all processes."""
     done = run(
         """
         def body(cluster):
@@ -149,9 +149,9 @@ def test_workers_add_up_and_hear_the_first(run: Run) -> None:
     ],
 )
 def test_a_worker_that_dies_ends_the_run(end: str, explanation: str, run: Run) -> None:
-    """The others wait in a sum: rank 0 gets an EngineError at once, and nobody is left.
+    """The others wait in a sum: rank 0 gets an EngineError at once, and no process is left.
 
-    What the worker had to say stands on standard error.
+    The worker's own error is on standard error.
     """
     done = run(
         f"""
@@ -212,7 +212,7 @@ INHERITED = """
 
 
 def test_a_group_keeps_values_that_another_dtype_cannot_hold(run: Run) -> None:
-    """Losses travel in the dtype of the model: as two numbers, and an infinite one stays it."""
+    """Losses are sent in the model's dtype, as two numbers; an infinite one stays infinite."""
     done = run(
         """
         import torch.distributed as dist
@@ -233,9 +233,9 @@ def test_a_group_keeps_values_that_another_dtype_cannot_hold(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_worker_leaves_garbage_that_it_inherits_alone() -> None:
-    """A channel of gRPC would wait for its thread, which a fork has not: the run would hang.
+    """A gRPC channel would wait for its thread, which a fork does not have: the run would hang.
 
-    What a worker makes itself is collected there, and the first process collects everything.
+    A worker collects its own garbage, and the first process collects everything.
     """
     script = dedent(INHERITED) + "say(gone=launch(collected, num_workers=3, environment={}))"
     done = run_afresh(script)
@@ -244,7 +244,7 @@ def test_a_worker_leaves_garbage_that_it_inherits_alone() -> None:
 
 @pytest.mark.slow
 def test_inherited_garbage_would_stop_a_worker() -> None:
-    """The control: in a plain fork the same collection hangs or crashes."""
+    """The control: in a plain fork, the same collection hangs or crashes."""
     fork = """
 signal.alarm(20)
 child = os.fork()
@@ -260,7 +260,7 @@ say(status=os.waitpid(child, 0)[1], held=left() is not None)
 
 
 def test_an_error_of_the_first_process_ends_the_others(run: Run) -> None:
-    """It is raised as it is; a worker that computes for ever is stopped."""
+    """It is raised unchanged; a worker that computes without end is stopped."""
     done = run(
         """
         def body(cluster):
@@ -282,7 +282,7 @@ def test_an_error_of_the_first_process_ends_the_others(run: Run) -> None:
 
 @pytest.mark.parametrize("waiting", ["signal.pause()", "cluster.all_reduce([torch.ones(3)])"])
 def test_killing_the_first_process_leaves_no_orphan(waiting: str, run: Run) -> None:
-    """Kill -9: nobody is there to clean up, the workers notice by themselves."""
+    """After kill -9, no process can clean up, so the workers must notice by themselves."""
     done = run(
         f"""
         def body(cluster):

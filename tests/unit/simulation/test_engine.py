@@ -1,4 +1,4 @@
-"""The engine as a collector: who is trained, in which blocks, and what is aggregated."""
+"""The engine as a collector: which clients are trained, in which blocks, and the aggregate."""
 
 import math
 import os
@@ -43,7 +43,7 @@ NUM_CLIENTS = 20
 
 @dataclass(frozen=True)
 class Table:
-    """Devices whose durations and failures stand in a table."""
+    """Devices whose durations and failures are listed in a table."""
 
     duration_s: Mapping[int, float] = field(default_factory=dict)
     failing: frozenset[int] = frozenset()
@@ -144,7 +144,7 @@ def with_status(collected: Collected, status: Status) -> list[int]:
 
 
 def test_only_the_clients_that_the_round_needs_are_trained() -> None:
-    """Six of nine, in blocks of four at the most."""
+    """Six of nine, in blocks of at most four."""
     executor = Recording()
     collected = collect(executor, [8, 7, 6, 5, 4, 3, 2, 1, 0])
     assert executor.blocks == [[0, 1, 2, 3], [4, 5]]
@@ -157,7 +157,7 @@ def test_only_the_clients_that_the_round_needs_are_trained() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("block_size", [1, 4, 100])
 def test_diverged_clients_are_quarantined_and_replaced(value: float, block_size: int) -> None:
-    """Each is named; the next to arrive take their places in further waves."""
+    """The record names each of them; the next clients to arrive are trained in further waves."""
     executor = Recording(diverging=frozenset({1, 4, 6}), value=value)
     collected = collect(executor, list(range(12)), block_size=block_size)
     assert with_status(collected, Status.REPORTED) == [0, 2, 3, 5, 7, 8]
@@ -170,7 +170,7 @@ def test_diverged_clients_are_quarantined_and_replaced(value: float, block_size:
 
 
 def test_an_update_counts_up_to_the_bound_of_its_norm() -> None:
-    """Of two numbers each: 7e7 is within 1e8, and 8e7 is not, whatever the sum of the block is."""
+    """With two numbers each: 7e7 is within 1e8 and 8e7 is not, whatever the block sums to."""
     for value, statuses in (7e7, [2, 0]), (8e7, [1, 1]):
         collected = collect(Recording(diverging=frozenset({1}), value=value), [0, 1])
         assert [collected.count(each) for each in (Status.REPORTED, Status.FAILED)] == statuses
@@ -180,7 +180,7 @@ def test_an_update_counts_up_to_the_bound_of_its_norm() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 100])
 def test_bounds_of_ones_own_hold_in_blocks_of_any_size(block_size: int) -> None:
-    """Client 3's delta is sqrt(18) long, clients train on 3 examples each."""
+    """Client 3's delta has the norm sqrt(18); every client trains on 3 examples."""
     longest = UpdateBounds(max_norm=4.3, max_examples=3)
     collected = collect(Recording(), list(range(6)), block_size=block_size, bounds=longest)
     assert with_status(collected, Status.REPORTED) == [0, 1, 2, 3]
@@ -194,7 +194,7 @@ def test_bounds_of_ones_own_hold_in_blocks_of_any_size(block_size: int) -> None:
 
 
 def test_without_a_bound_large_finite_updates_are_not_taken_for_infinite() -> None:
-    """1e19 is large, its square is not a float32; it counts where a clip bounds it."""
+    """1e19 is accepted where a clip bounds it, although its square overflows float32."""
     assert is_sound(torch.full((2,), 1e19))
     assert not is_sound(torch.full((2,), 1e21))
     assert not is_sound(torch.full((2,), 1e19), max_norm=1e18)
@@ -209,7 +209,7 @@ def test_absurdly_large_updates_are_quarantined(value: float) -> None:
 
 
 def test_when_all_diverge_nothing_is_aggregated() -> None:
-    """The round is empty, and the clients are named."""
+    """The round has no aggregate, and the record names the clients."""
     collected = collect(Recording(diverging=frozenset(range(4))), [0, 1, 2, 3])
     assert collected.count(Status.FAILED) == 4
     assert collected.aggregate is None
@@ -227,7 +227,7 @@ def test_who_fails_or_is_late_is_not_trained() -> None:
 
 
 def test_an_empty_cohort_trains_nobody() -> None:
-    """Poisson sampling may ask nobody."""
+    """Poisson sampling may choose no clients."""
     executor = Recording()
     collected = collect(executor, [])
     assert executor.blocks == []
@@ -236,21 +236,21 @@ def test_an_empty_cohort_trains_nobody() -> None:
 
 
 def test_devices_are_told_what_they_transfer_and_compute() -> None:
-    """The model's size both ways, and examples times epochs."""
+    """The model's size both ways, and the number of examples times the number of epochs."""
     behaviour = Table()
     collect(Recording(), [0, 1], behaviour=behaviour)
     assert behaviour.calls == [(PARAMS.num_bytes, PARAMS.num_bytes, 3 * LOCAL.epochs)]
 
 
 def test_reports_have_their_losses_and_examples() -> None:
-    """Also those of later blocks."""
+    """Also clients in later blocks."""
     collected = collect(Recording(), list(range(6)), block_size=2)
     assert [p.loss for p in collected.participations] == [c / 10 for c in range(6)]
     assert {p.num_examples for p in collected.participations} == {3}
 
 
 def test_the_population_is_available_without_a_table() -> None:
-    """A million ids are a range."""
+    """The ids of a million clients are a range."""
     engine = Engine(
         population=population(),
         behaviour=Table(),
@@ -275,7 +275,7 @@ KEEPING = replace(LOCAL, momentum=0.9, keep_momentum=True)
 
 
 def test_what_clients_keep_passes_through_a_round_as_a_value() -> None:
-    """Who trained keeps something else after it; who diverged or was not asked, what it had."""
+    """Trained clients have a new state; diverged clients and those not asked keep the old one."""
     before = {c: {"velocity": torch.full((2,), -1.0)} for c in (0, 1, 15)}
     recording = Recording(diverging=frozenset({1}), keeps=True)
     after = collect(recording, [0, 1, 2], kept=before).kept
@@ -291,7 +291,7 @@ def test_what_clients_keep_passes_through_a_round_as_a_value() -> None:
 
 @dataclass(frozen=True)
 class TwoWorkers:
-    """The first of two workers, whose sums add what the other one has."""
+    """The first of two workers: a sum adds the other worker's tensors."""
 
     others: Tensor
     rank: int = 0
@@ -306,7 +306,7 @@ class TwoWorkers:
 
 
 def test_workers_share_what_their_clients_kept() -> None:
-    """Another worker may train the same client in a later round; one alone has nothing to share."""
+    """Another worker may train the same client later. A single worker has nothing to share."""
     mine = {4: {"velocity": torch.full((2,), 2.0)}}
     cluster = TwoWorkers(torch.tensor([[0.0, 0.0], [5.0, 5.0]]))
     found = shared(mine, [4, 8], local=KEEPING, params=PARAMS, cluster=cluster)
@@ -317,7 +317,7 @@ def test_workers_share_what_their_clients_kept() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_clients_are_dealt_to_workers_by_size(world_size: int) -> None:
-    """Each client to one worker, largest first, no worker far behind another."""
+    """Each client goes to one worker, largest first, so that the load is balanced."""
     steps = np.random.default_rng(0).lognormal(2.0, 1.0, 40).astype(np.int64) + 1
     shares = [deal(steps, Alone(rank, world_size)) for rank in range(world_size)]
     assert sorted(np.concatenate(shares).tolist()) == list(range(40))
@@ -328,7 +328,7 @@ def test_clients_are_dealt_to_workers_by_size(world_size: int) -> None:
 
 
 def test_clients_of_one_size_keep_their_order() -> None:
-    """At block size 1 that is the order of arrival, as over a channel."""
+    """At block size 1 this is the order of arrival, as over a channel."""
     assert deal(np.ones(5, np.int64), Alone()).tolist() == [0, 1, 2, 3, 4]
 
 

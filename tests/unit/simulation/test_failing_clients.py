@@ -1,4 +1,4 @@
-"""One client's failure is data: the round goes on without it. A mistake of all ends the run."""
+"""A failing client is data, and the round continues without it; if all fail, the run ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalTrainer
 
 LOCAL = fl.LocalSgd(epochs=1, batch_size=3, learning_rate=0.1)
-CULPRIT, SIZES = 2, [6, 9, 7, 6, 3]  # the culprit's last batch is one row
+CULPRIT, SIZES = 2, [6, 9, 7, 6, 3]  # the last batch of CULPRIT has one row
 OWNERS = np.repeat(np.arange(len(SIZES)), SIZES)
 PARTITION = Partition.of_owners(OWNERS, num_clients=5)
 
@@ -36,7 +36,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Devices:
-    """All are equally fast; those that fail stand here."""
+    """Equally fast devices, some of which fail."""
 
     failing: tuple[int, ...] = ()
 
@@ -48,7 +48,7 @@ class Devices:
 
 
 class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Twenty-five rows and more, of which one may be damaged."""
+    """A dataset in which one row may be damaged."""
 
     def __init__(self, damaged: int | None) -> None:
         self.features = torch.randn(len(OWNERS), 4, generator=torch.Generator().manual_seed(0))
@@ -72,7 +72,7 @@ def normed() -> nn.Module:
 
 
 def data(labels: Mapping[int, int] | None = None) -> fl.FederatedData:
-    """Return clients of 6, 9, 7, 6 and 3 examples, with a label of some rows changed."""
+    """Build clients with 6, 9, 7, 6 and 3 examples, with the labels of some rows replaced."""
     rows = Rows(None)
     classes = np.arange(len(OWNERS)) % 3
     for row, label in (labels or {}).items():
@@ -121,7 +121,7 @@ def test_one_client_fails_and_the_others_give_what_they_give_without_it(
         assert "Error" in failures(found, num)[CULPRIT]
         assert "batch of one example" not in failures(found, num)[CULPRIT]
     want = without.weights(best=False)
-    # The memory of a stacked block keeps the height of the first attempt, which rounds otherwise.
+    # A stacked block keeps the memory layout of the first attempt, so rounding differs.
     atol = 1e-6 if make is normed and executor == "vmap" else 0.0
     for name, value in found.weights(best=False).items():
         torch.testing.assert_close(value, want[name], rtol=0.0, atol=atol)
@@ -159,7 +159,7 @@ def test_a_row_that_cannot_be_read_is_named() -> None:
 
 
 class Failing:
-    """Trains as ours does, or not at all."""
+    """A trainer that trains as ``TorchTrainer`` does, or fails."""
 
     def __init__(self, features: Tensor, labels: Tensor, *, fails: bool) -> None:
         self.inner = TorchTrainer.of(plain, features, labels)
@@ -230,7 +230,7 @@ def test_a_client_that_cannot_be_evaluated_is_left_out() -> None:
 def test_a_block_trains_again_without_those_that_fail(
     failing: Sequence[int], most: int, want: Sequence[Sequence[int]]
 ) -> None:
-    """``most`` are how many clients the memory holds."""
+    """``most`` is the number of clients for which there is enough memory."""
 
     def train(some: NDArray[np.int64]) -> Trained:
         if len(some) > most or np.isin(some, failing).any():

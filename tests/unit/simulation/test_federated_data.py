@@ -65,7 +65,7 @@ def _rows(data: FederatedData) -> list[list[float]]:
 
 
 def test_arrays_are_divided_into_clients_and_a_test_set() -> None:
-    """Every example is with one client or in the test, which has a fifth of each class."""
+    """Every example belongs to one client or to the test set, which has a fifth of each class."""
     data = _from_arrays()
     clients = _rows(data)
     everything = sorted(sum(clients, only(data.test.features)[:, 0].tolist()))
@@ -87,7 +87,7 @@ def test_arrays_are_divided_into_clients_and_a_test_set() -> None:
     ],
 )
 def test_the_seed_decides_the_division(partition: Division) -> None:
-    """The same seed gives the same clients, another one others."""
+    """The same seed gives the same clients, and another seed gives others."""
     first, again, other = (_rows(_from_arrays(partition=partition, seed=s)) for s in (0, 0, 1))
     assert len(first) == 4
     assert first == again
@@ -106,7 +106,7 @@ def test_natural_clients_are_the_groups_that_are_left_after_the_test() -> None:
 
 @pytest.mark.parametrize("labels", [np.linspace(0.0, 1.0, 60), np.zeros((60, 2), int)])
 def test_labels_that_are_no_class_numbers_are_not_split_by(labels: NDArray[np.generic]) -> None:
-    """Numbers to regress on, and sequences, are divided at random only."""
+    """Floats and sequences can only be divided at random."""
     assert _from_arrays(labels=labels).population.num_clients == 4
     by_label: list[Division] = [
         Dirichlet(num_clients=4, alpha=1.0, min_examples=1),
@@ -137,7 +137,7 @@ def test_labels_that_are_no_class_numbers_are_not_split_by(labels: NDArray[np.ge
     ],
 )
 def test_features_keep_their_dtype_in_memory(given: str, kept: torch.dtype) -> None:
-    """In the clients and in the test set; lists of labels do as well as arrays."""
+    """In the clients and in the test set; lists of labels work as well as arrays."""
     features = (_FEATURES % 2).astype(given)
     data = _from_arrays(features=features, labels=_LABELS.tolist())
     assert (
@@ -149,7 +149,7 @@ def test_features_keep_their_dtype_in_memory(given: str, kept: torch.dtype) -> N
 
 
 def test_the_callers_array_is_not_shared() -> None:
-    """What a script writes to it later changes no example."""
+    """Later writes to it change no example."""
     mine = _FEATURES.copy()
     data = from_arrays(mine, _LABELS, partition=Iid(4), test=(mine, _LABELS), seed=0)
     mine[:] = -1.0
@@ -165,7 +165,7 @@ def test_integers_beyond_64_bits_are_refused() -> None:
 
 
 def test_arrays_that_cannot_be_trained_on_are_refused() -> None:
-    """Lengths, types, values, emptiness."""
+    """Wrong lengths, types and values, and empty arrays."""
     with pytest.raises(DataError, match="counts examples in both"):
         _from_arrays(labels=_LABELS[:50])
     with pytest.raises(DataError, match=r"features are <U1 of shape \(60,\)"):
@@ -182,7 +182,7 @@ def test_arrays_that_cannot_be_trained_on_are_refused() -> None:
 
 @dataclass(frozen=True)
 class _Hollow:
-    """A population of the user's own in which one client has nothing."""
+    """A user-defined population in which one client has no examples."""
 
     whole: ArrayPopulation
 
@@ -198,7 +198,7 @@ class _Hollow:
 
 
 def test_an_empty_client_is_named() -> None:
-    """Whoever made the population; the whole one is accepted."""
+    """In any kind of population; the complete one is accepted."""
     data = _from_arrays()
     assert isinstance(data.population, ArrayPopulation)
     with pytest.raises(DataError, match="client 2 has no examples"):
@@ -210,7 +210,7 @@ def _test_set(*, features: torch.Tensor, labels: torch.Tensor) -> Examples:
 
 
 def test_an_empty_or_different_test_set_is_refused() -> None:
-    """A model fits one shape and one dtype."""
+    """A model takes one shape and one dtype."""
     population = _from_arrays().population
     zeros = torch.zeros(3).long()
     wrong = {
@@ -230,7 +230,7 @@ def _dataset(num_rows: int, *, classes: int = 3) -> TensorDataset:
 
 
 def test_a_torch_dataset_is_divided_by_the_labels_given() -> None:
-    """The rows of a client have the labels of its part; classes count over the test as well."""
+    """Clients have the rows of their part; classes are counted over the test set as well."""
     data = from_dataset(
         _dataset(12),
         labels=[row % 3 for row in range(12)],
@@ -244,7 +244,7 @@ def test_a_torch_dataset_is_divided_by_the_labels_given() -> None:
 
 
 def test_a_torch_dataset_that_does_not_fit_is_refused() -> None:
-    """One label a row, a test set, and the same kind of labels in both."""
+    """One label per row, a test set, and the same kind of labels in both."""
     labels = np.arange(12) % 3
     with pytest.raises(DataError, match="11 labels for a dataset of 12"):
         from_dataset(_dataset(12), labels=labels[:11], partition=Iid(2), test=_dataset(2), seed=0)
@@ -255,7 +255,7 @@ def test_a_torch_dataset_that_does_not_fit_is_refused() -> None:
 
 
 def test_an_npz_equals_its_arrays(tmp_path: Path) -> None:
-    """The same seed gives the same clients by either road."""
+    """The same seed gives the same clients either way."""
     np.savez(tmp_path / "d.npz", allow_pickle=False, x=_FEATURES, y=_LABELS, who=_LABELS * 10)
     read = from_npz(
         tmp_path / "d.npz",
@@ -278,7 +278,7 @@ def _from_archive(path: Path, *, test: tuple[str, str] | float) -> FederatedData
 
 
 def test_an_archive_gives_a_part_to_hold_out_or_its_own_test(tmp_path: Path) -> None:
-    """Classes are counted over both: the test may have a label that training has not."""
+    """Classes are counted over both parts: a label may occur in the test set only."""
     path, y = tmp_path / "d.npz", np.arange(6) % 2
     np.savez(path, allow_pickle=False, x=np.ones((6, 2)), y=y, test_x=np.ones((2, 2)), z=[0, 4])
     given = _from_archive(path, test=("test_x", "z"))
@@ -294,7 +294,7 @@ def test_an_archive_gives_a_part_to_hold_out_or_its_own_test(tmp_path: Path) -> 
 
 
 def test_an_archive_of_numbers_to_regress_on_has_no_classes(tmp_path: Path) -> None:
-    """Float labels, as many as the example has; the test's must be floats as well."""
+    """Float labels may have any shape; those of the test set must be floats as well."""
     path, two = tmp_path / "d.npz", np.linspace(0.0, 1.0, 12).reshape(6, 2)
     np.savez(path, allow_pickle=False, x=np.ones((6, 2)), y=two, z=np.arange(6))
     data = _from_archive(path, test=0.5)
@@ -325,7 +325,7 @@ def _from_parquet(folder: Path, *, train: ArrayLike, test: ArrayLike) -> Federat
 def test_classes_of_parquet_count_over_training_and_test(
     tmp_path: Path, train: list[int], test: list[int]
 ) -> None:
-    """A label that only one of the two has is no mistake."""
+    """It is no error if only one of the two has some label."""
     data = _from_parquet(tmp_path, train=train, test=test)
     assert data.test.num_classes == 5
     assert data.feature_shape == (2,)
@@ -333,20 +333,20 @@ def test_classes_of_parquet_count_over_training_and_test(
 
 
 def test_classes_here_and_numbers_there_are_refused(tmp_path: Path) -> None:
-    """They cannot be one task."""
+    """They cannot belong to one task."""
     with pytest.raises(DataError, match="the training labels are integers, the test labels floats"):
         _from_parquet(tmp_path, train=[0, 1], test=[0.5, 1.0])
     assert _from_parquet(tmp_path, train=[0.1, 1], test=[0.5, 1]).test.num_classes is None
 
 
 def test_a_million_virtual_clients_are_checked_without_a_table() -> None:
-    """The check for empty clients looks at all of them, a part at a time."""
+    """The check for empty clients covers all of them, in parts."""
     data = _from_arrays(partition=Bootstrap(num_clients=3_000_000, examples_per_client=2))
     assert data.population.num_clients == 3_000_000
 
 
 def test_a_division_is_refused_before_anything_is_divided() -> None:
-    """Numbers out of range are the caller's mistake."""
+    """Numbers out of range are errors of the caller."""
     examples = _from_arrays().test.split(fraction=0.5, seed=Seed(0))
     with pytest.raises(ValueError, match="num_clients is 0"):
         from_examples(examples, partition=Bootstrap(num_clients=0, examples_per_client=2), seed=0)
@@ -393,7 +393,7 @@ def test_arrays_of_several_inputs_keep_their_kinds_and_their_rows(
 
 
 def test_inputs_of_other_lengths_are_refused_by_name() -> None:
-    """And ragged ones, with the remedy."""
+    """So are ragged ones; the error suggests a fix."""
     with pytest.raises(DataError, match=r"input 'mask' of shape \(59, 3\) and labels .* \(60,\)"):
         _from_arrays(features={"tokens": _TOKENS, "mask": _MASK[:59]})
     ragged: Any = [[1, 2], [3]] * 30
@@ -402,7 +402,7 @@ def test_inputs_of_other_lengths_are_refused_by_name() -> None:
 
 
 def test_arrays_may_come_with_a_test_set_of_their_own() -> None:
-    """Nothing is held out then, and classes count over both."""
+    """Then no example is held out, and classes are counted over both sets."""
     test = ((_TOKENS[:5], _MASK[:5]), np.arange(5))
     data = from_arrays((_TOKENS, _MASK), _LABELS, partition=Iid(4), test=test, seed=0)
     assert data.population.num_examples(np.arange(4)).sum() == 60
@@ -413,7 +413,7 @@ def test_arrays_may_come_with_a_test_set_of_their_own() -> None:
 
 
 def test_there_is_exactly_one_test_set() -> None:
-    """Neither none nor two."""
+    """Exactly one of the two arguments must be given."""
     with pytest.raises(ValueError, match="neither of `test` and `test_fraction`"):
         from_arrays(_TOKENS, _LABELS, partition=Iid(4), seed=0)
     test = (_TOKENS, _LABELS)
@@ -446,14 +446,14 @@ def test_there_is_exactly_one_test_set() -> None:
 def test_a_test_set_of_another_kind_is_refused(
     test: tuple[Inputs[ArrayLike], ArrayLike], message: str
 ) -> None:
-    """Its inputs, shapes, dtypes and labels are those of training."""
+    """Its inputs, shapes, dtypes and labels must match those of training."""
     inputs: dict[str, ArrayLike] = {"tokens": _TOKENS, "mask": _MASK}
     with pytest.raises(DataError, match=message):
         from_arrays(inputs, _LABELS, partition=Iid(4), test=test, seed=0)
 
 
 def test_examples_that_are_held_out_by_hand_become_clients() -> None:
-    """As arrays do with the same seed."""
+    """They give the same clients as arrays with the same seed."""
     groups = _LABELS * 10
     whole = Examples(
         features=torch.from_numpy(_FEATURES).float(),
@@ -468,7 +468,7 @@ def test_examples_that_are_held_out_by_hand_become_clients() -> None:
 
 @dataclass(frozen=True)
 class _Listed:
-    """A dataset of a list."""
+    """A dataset backed by a list."""
 
     pairs: Sequence[tuple[object, int]]
 
@@ -480,7 +480,7 @@ class _Listed:
 
 
 def test_a_dataset_of_several_inputs_becomes_clients() -> None:
-    """Its test set as well."""
+    """So does its test set."""
     rows = range(60)
     pairs = _Listed([((_TOKENS[row], _MASK[row]), int(_LABELS[row])) for row in rows])
     data = from_dataset(
@@ -497,7 +497,7 @@ def test_a_dataset_of_several_inputs_becomes_clients() -> None:
     "names", [("ids", "m", "x"), {"mask": "m", "tokens": "ids", "x": "x"}], ids=["tuple", "dict"]
 )
 def test_an_npz_of_several_inputs_equals_its_arrays(tmp_path: Path, names: Inputs[str]) -> None:
-    """Names by position or by argument; a part held out, or arrays of their own."""
+    """Names by position or by argument, with a part held out or separate test arrays."""
     np.savez(
         tmp_path / "d.npz",
         allow_pickle=False,
@@ -528,7 +528,7 @@ def test_an_npz_of_several_inputs_equals_its_arrays(tmp_path: Path, names: Input
 
 @pytest.mark.parametrize("form", [dict, tuple, list])
 def test_parquet_columns_make_several_inputs(tmp_path: Path, form: type) -> None:
-    """Lists of columns by argument or by position, each with a shape and a kind of its own."""
+    """Lists of columns by argument or by position, each with its own shape and dtype."""
     owners, path = np.arange(12) // 3, tmp_path / "t.parquet"
     gate = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(24) % 5 > 1), 2)
     columns = {"user": owners, "age": owners, "a": owners + 0.5, "b": owners, "y": owners}
@@ -551,7 +551,7 @@ def test_parquet_columns_make_several_inputs(tmp_path: Path, form: type) -> None
 
 
 def test_columns_that_make_no_input_are_refused(tmp_path: Path) -> None:
-    """One that is not there, and an input without any; a mask alone is no features."""
+    """A missing column, and an input without columns; a mask alone is not a feature."""
     path, owners = tmp_path / "t.parquet", np.arange(6) // 3
     pq.write_table(pa.table({"user": owners, "a": owners > 0, "y": owners}), path)
     of_file = partial(Columns.of_file, path, client="user", label="y")
@@ -571,7 +571,7 @@ def _sets(*sizes: int) -> list[TensorDataset]:
 
 
 def test_groups_of_a_dataset_are_its_natural_clients() -> None:
-    """Labels are not needed for that; names are kept."""
+    """Labels are not needed for that, and names are kept."""
     who = ["kim", "ada", "kim", "zoe", "ada", "kim"]
     data = from_dataset(_dataset(6), groups=who, partition=Natural(), test=_dataset(3), seed=0)
     assert data.names is not None
@@ -584,7 +584,7 @@ def test_groups_of_a_dataset_are_its_natural_clients() -> None:
 def test_the_progress_says_that_clients_have_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless the names are the numbers."""
+    """Unless the names equal the numbers."""
     monkeypatch.chdir(tmp_path)
     for names, expected in (["kim", "ada", "zoe"], True), ([0, 1, 2], False):
         who = np.array(names).repeat(2)
@@ -601,7 +601,7 @@ def test_the_progress_says_that_clients_have_names(
 
 
 def test_several_datasets_are_one_client_each() -> None:
-    """In their order; a mapping names them."""
+    """In order; a mapping also names them."""
     sets = _sets(2, 1, 3)
     expected = [[0.0, 1.0], [2.0], [3.0, 4.0, 5.0]]
     for given in (sets, tuple(sets)):
@@ -623,7 +623,7 @@ def test_a_list_of_pairs_is_one_dataset() -> None:
 
 
 def test_clients_of_a_dataset_that_cannot_be_had_are_refused_in_words() -> None:
-    """With the remedy."""
+    """The error suggests a fix."""
 
     def made(dataset: Any, partition: Any, **more: Any) -> FederatedData:
         return from_dataset(dataset, partition=partition, test=_dataset(3), seed=0, **more)
@@ -647,7 +647,7 @@ def test_clients_of_a_dataset_that_cannot_be_had_are_refused_in_words() -> None:
 
 
 def test_a_label_beyond_those_of_the_test_set_is_named_with_its_client() -> None:
-    """Where no labels were given, the test set says how many classes there are."""
+    """Without given labels, the test set defines the number of classes."""
     sets = {"ada": _sets(2)[0], "kim": TensorDataset(torch.zeros(2, 1), torch.tensor([0, 7]))}
     data = from_dataset(sets, partition=Natural(), test=_dataset(3), seed=0)
     with pytest.raises(DataError, match=r"row 3 of client 1 \('kim'\) has the label 7"):
@@ -658,7 +658,7 @@ def test_a_label_beyond_those_of_the_test_set_is_named_with_its_client() -> None
 def test_users_with_a_row_each_are_not_lost_to_the_test_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_npz: bool
 ) -> None:
-    """Each keeps one example for training, and a warning says so; others are held out as ever."""
+    """Each keeps one example for training, with a warning; others are held out as usual."""
     users = np.concatenate([np.repeat(np.arange(60), 12), np.arange(60, 100)])
     names = np.array([f"user-{user:03d}" for user in users])
     x, y = np.arange(760.0)[:, None], np.arange(760) % 2
@@ -690,7 +690,7 @@ def test_users_with_a_row_each_are_not_lost_to_the_test_set(
 
 
 def test_no_warning_where_no_user_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    """Users with examples enough are divided as they were."""
+    """Users with enough examples are divided as before."""
     plain = _from_arrays()
     grouped = _from_arrays(groups=np.arange(60) // 20, partition=Natural())
     assert torch.equal(only(plain.test.features), only(grouped.test.features))

@@ -1,4 +1,4 @@
-"""Examples are known again however they are divided, ordered or stored."""
+"""Examples are recognized however they are divided, ordered or stored."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +92,7 @@ def of_dataset(_: Path) -> FederatedData:
 def test_the_same_examples_have_one_name(
     make: Callable[[Path], FederatedData], tmp_path: Path
 ) -> None:
-    """Other seeds, divisions, orders, dtypes, shapes and files; other users each time."""
+    """With other seeds, divisions, orders, dtypes, shapes and files, and other users each time."""
     expected = fingerprint_of(divided(Iid(4)).population)
     found = fingerprint_of(make(tmp_path).population)
     assert found.name == expected.name
@@ -100,7 +100,7 @@ def test_the_same_examples_have_one_name(
 
 
 def test_users_are_the_same_in_any_order() -> None:
-    """The same groups of examples; control: others, of the same examples, are not."""
+    """Users are the same groups of examples. Control: other groups of them differ."""
     groups = np.arange(NUM) // 10
     renamed = from_arrays(
         FEATURES[::-1], LABELS[::-1], groups=-groups[::-1], partition=Natural(), seed=3, test=TEST
@@ -111,7 +111,7 @@ def test_users_are_the_same_in_any_order() -> None:
 
 
 def test_a_few_rows_of_a_large_set_are_known_again() -> None:
-    """A tenth of more examples than a sketch holds; control: other rows are not."""
+    """A tenth of more examples than fit into a sketch; control: other rows are not recognized."""
     rng = np.random.default_rng(1)
     large, others = rng.normal(size=(2, 5 * SKETCH_SIZE, 3)).astype(np.float32)
 
@@ -127,7 +127,7 @@ def test_a_few_rows_of_a_large_set_are_known_again() -> None:
 
 
 def test_random_examples_are_noticed_and_the_callers_generators_stay() -> None:
-    """They cannot be known again."""
+    """They cannot be recognized."""
     data = from_dataset(
         Augmented(FEATURES, LABELS),
         labels=LABELS,

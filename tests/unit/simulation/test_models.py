@@ -1,4 +1,4 @@
-"""The networks that come along: shapes in, shapes out."""
+"""The reference networks map shapes to shapes."""
 
 import pickle
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from fedlearn.simulation.models import Cnn, Logistic, Mlp
 
 @pytest.mark.parametrize("shape", [(64,), (1, 28, 28), (3, 8, 5)])
 def test_every_network_maps_a_batch_to_its_outputs(shape: tuple[int, ...]) -> None:
-    """Features of any shape are flattened; images may be small, coloured and not square."""
+    """Features of any shape are flattened; images may be small, coloured and rectangular."""
     makers: list[Callable[[], nn.Module]] = [
         Logistic(feature_shape=shape, num_outputs=7),
         Mlp(feature_shape=shape, hidden=(5, 6), num_outputs=7),
@@ -32,7 +32,7 @@ def test_the_hidden_layers_are_those_asked_for() -> None:
 
 
 def test_each_call_builds_a_new_network() -> None:
-    """A piece holds no network, so it prints, compares and pickles."""
+    """The factory holds no network, so it can be printed, compared and pickled."""
     piece = Logistic(feature_shape=(3,), num_outputs=2)
     assert piece() is not piece()
     assert pickle.loads(pickle.dumps(piece)) == piece  # noqa: S301  our own bytes
@@ -40,6 +40,6 @@ def test_each_call_builds_a_new_network() -> None:
 
 @pytest.mark.parametrize("shape", [(64,), (28, 28), (1, 3, 28), (1, 28, 3), (1, 1, 28, 28)])
 def test_a_cnn_on_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
-    """The message has the shape and what to take instead."""
+    """The message has the shape and suggests another model."""
     with pytest.raises(ConfigError, match=r'"cnn" needs images .* shape \[.*use "mlp"'):
         Cnn(feature_shape=shape, num_outputs=10)

@@ -99,7 +99,7 @@ def _assert_owners(population: Population, *, asked: list[int]) -> None:
 def test_a_parquet_file_gives_each_client_its_rows(
     tmp_path: Path, row_group_size: int, cache_bytes: int
 ) -> None:
-    """However rows are grouped and however little is cached; clients span row groups."""
+    """Whatever the row group size and the cache size; clients may span row groups."""
     path = _written(tmp_path / "train.parquet", row_group_size=row_group_size)
     population = _parquet(path, cache_bytes=cache_bytes)
     assert population.num_clients == 4
@@ -108,7 +108,7 @@ def test_a_parquet_file_gives_each_client_its_rows(
 
 
 def test_a_folder_is_one_table_and_clients_may_span_its_files(tmp_path: Path) -> None:
-    """Files follow each other in the order of their names."""
+    """The order of the files is that of their names."""
     table = _table(np.sort(_OWNERS))
     _written(tmp_path / "part-1.parquet", table=table.slice(3))
     _written(tmp_path / "part-0.parquet", table=table.slice(0, 3))
@@ -116,7 +116,7 @@ def test_a_folder_is_one_table_and_clients_may_span_its_files(tmp_path: Path) ->
 
 
 def test_clients_may_be_named_by_strings(tmp_path: Path) -> None:
-    """Clients are numbered in order of appearance; dictionary-encoded names do as well."""
+    """Clients are numbered in order of appearance; dictionary-encoded names work as well."""
     names = pa.array(["zoe", "ada", "kim", "bo"]).take(pa.array(np.sort(_OWNERS)))
     for kind, column in (("plain", names), ("dictionary", names.dictionary_encode())):
         path = _written(tmp_path / f"{kind}.parquet", table=_table(column))
@@ -126,7 +126,7 @@ def test_clients_may_be_named_by_strings(tmp_path: Path) -> None:
 
 
 def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
-    """Columns of other widths are converted and laid side by side."""
+    """Columns of other dtypes are converted and concatenated."""
     owners = np.sort(_OWNERS)
     table = pa.table(
         {"user": owners, "a": owners.astype(np.float64), "b": owners, "digit": owners % 3}
@@ -144,7 +144,7 @@ def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
 
 
 def test_the_cache_keeps_the_row_groups_used_last(tmp_path: Path) -> None:
-    """A row group in the cache is not read again; one that was pushed out is."""
+    """A cached row group is not read again; one that was evicted is."""
     path = _written(tmp_path / "t.parquet", row_group_size=2)  # 4 groups of 2 x (8 + 8) bytes
     population = _parquet(path, cache_bytes=64)
     population.load(np.array([0]))
@@ -156,7 +156,7 @@ def test_the_cache_keeps_the_row_groups_used_last(tmp_path: Path) -> None:
 
 
 def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
-    """32 MB of features, of which a client of 1,600 bytes and a row group are read."""
+    """Of 32 MB of features, only one row group and a client of 1,600 bytes are read."""
     owners = np.repeat(np.arange(20_000), 4)
     features = torch.zeros(80_000, 100)
     flat = pa.FixedSizeListArray.from_arrays(pa.array(features.numpy().ravel()), 100)
@@ -177,7 +177,7 @@ def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
 
 
 def test_rows_not_grouped_by_client_are_refused(tmp_path: Path) -> None:
-    """Within a file and over files; the message says how to sort."""
+    """Within one file and across files; the message says how to sort."""
     scattered = _written(tmp_path / "t.parquet", table=_table(_OWNERS))
     with pytest.raises(DataError, match=r"'user' 0 appears in several places; sort first"):
         _parquet(scattered)
@@ -190,7 +190,7 @@ def test_rows_not_grouped_by_client_are_refused(tmp_path: Path) -> None:
 
 
 def test_bad_values_in_parquet_are_refused_when_loaded(tmp_path: Path) -> None:
-    """The row and the client, by number and by name, are in the message."""
+    """The message has the row and the client's number and name."""
     features = _features()[np.argsort(_OWNERS)]
     features[4] = float("nan")
     names = pa.array(["zoe", "ada", "kim", "bo"]).take(pa.array(np.sort(_OWNERS)))
@@ -215,7 +215,7 @@ def test_missing_values_in_parquet_are_refused(tmp_path: Path, column: str) -> N
 
 
 def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
-    """Missing columns list those present; types and widths are named."""
+    """The error lists the columns present, or names the wrong type or width."""
     table = _table(np.sort(_OWNERS))
     lists = pa.array([[1.0, 2.0]] * 8)
     other = {
@@ -239,7 +239,7 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
-    """The message says what was looked for and where."""
+    """The message has what was expected and where."""
     with pytest.raises(DataError, match=r"no file or folder .*nowhere"):
         _parquet(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"no \*\.parquet, .* file in the folder"):
@@ -250,13 +250,13 @@ def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_columns_without_features_are_refused() -> None:
-    """At least one column."""
+    """At least one column is needed."""
     with pytest.raises(ValueError, match="no feature column"):
         InputColumns(names=[], shape=(1,), dtype=torch.float32)
 
 
 def test_all_kinds_of_population_agree(tmp_path: Path) -> None:
-    """The same examples by three roads give the same clients."""
+    """Three sources of the same examples give the same clients."""
     order = np.argsort(_OWNERS, kind="stable")
     by_ids = ByIds(_OWNERS).split(_OWNERS, seed=Seed(0))
     populations: list[Population] = [
@@ -282,7 +282,7 @@ def _of_file(path: Path, *, features: list[str] | None = None) -> Columns:
 
 
 def test_columns_take_shape_and_dtype_from_the_schema(tmp_path: Path) -> None:
-    """What has no other role is a feature; a list column keeps its shape, nested or not."""
+    """Columns without another role are features; a list column keeps its shape, nested or not."""
     owners = np.sort(_OWNERS)
     whole = _table(owners)
     images = pa.FixedSizeListArray.from_arrays(whole["pixels"].combine_chunks(), 1)
@@ -301,7 +301,7 @@ def test_columns_take_shape_and_dtype_from_the_schema(tmp_path: Path) -> None:
 
 
 def test_nested_lists_become_images(tmp_path: Path) -> None:
-    """Rows of pixels: values lie where they were, whatever the client."""
+    """Pixels keep their positions, for every client."""
     pixels = torch.arange(48).float()
     nested = pa.FixedSizeListArray.from_arrays(
         pa.FixedSizeListArray.from_arrays(pa.array(pixels.numpy()), 3), 2
@@ -316,7 +316,7 @@ def test_nested_lists_become_images(tmp_path: Path) -> None:
 
 
 def test_an_index_that_pandas_wrote_is_no_feature(tmp_path: Path) -> None:
-    """Sorting by client in pandas leaves one, and it would tell the order of the rows."""
+    """Sorting by client in pandas leaves one, and it would reveal the order of the rows."""
     table = _table(np.sort(_OWNERS)).append_column("__index_level_0__", pa.array(range(8)))
     pandas = b'{"index_columns": ["__index_level_0__"], "columns": [], "column_indexes": []}'
     path = _written(tmp_path / "t.parquet", table=table.replace_schema_metadata({"pandas": pandas}))
@@ -324,7 +324,7 @@ def test_an_index_that_pandas_wrote_is_no_feature(tmp_path: Path) -> None:
 
 
 def test_columns_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    """A client, a label, a feature; and nothing left for features."""
+    """The client, the label or a feature is missing, or no column is left for features."""
     path = _written(tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"no column 'age'; it has \['user', 'pixels', 'digit'\]"):
         _of_file(path, features=["age"])
@@ -336,7 +336,7 @@ def test_columns_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_column_of_text_among_all_is_refused_by_name(tmp_path: Path) -> None:
-    """It is neither left out silently nor guessed at."""
+    """It is neither left out silently nor encoded by a guess."""
     table = _table(np.sort(_OWNERS)).append_column("city", pa.array(["x"] * 8))
     path = _written(tmp_path / "t.parquet", table=table)
     with pytest.raises(DataError, match=r"'city' is string; .* name the feature columns without"):
@@ -344,7 +344,7 @@ def test_a_column_of_text_among_all_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_test_table_is_read_whole_without_a_client_column(tmp_path: Path) -> None:
-    """All rows of all files in order; integer labels are classes, floats are not."""
+    """All rows of all files, in order; integer labels are classes, float labels are not."""
     table = _table(np.sort(_OWNERS)).drop_columns(["user"])
     _written(tmp_path / "0.parquet", table=table.slice(0, 5), row_group_size=2)
     _written(tmp_path / "1.parquet", table=table.slice(5))
@@ -359,7 +359,7 @@ def test_a_test_table_is_read_whole_without_a_client_column(tmp_path: Path) -> N
 
 
 def test_fractions_are_not_cut_off_to_the_integers_of_another_file(tmp_path: Path) -> None:
-    """The first file tells the dtype; a later one that it cannot hold is refused."""
+    """The first file defines the dtype; a later file that does not fit it is refused."""
     owners = np.sort(_OWNERS)
     whole = pa.table({"user": owners, "age": owners, "digit": owners % 3})
     path = _written(tmp_path / "0.parquet", table=whole)
@@ -372,7 +372,7 @@ def test_fractions_are_not_cut_off_to_the_integers_of_another_file(tmp_path: Pat
 
 
 def test_an_empty_test_table_is_refused(tmp_path: Path) -> None:
-    """There is nothing to evaluate on, nor a class to count."""
+    """There are no examples to evaluate on, and no class to count."""
     path = _written(tmp_path / "t.parquet", table=_table(np.sort(_OWNERS)).slice(0, 0))
     with pytest.raises(DataError, match="have no rows"):
         read_parquet(path, columns=_COLUMNS)
@@ -381,7 +381,7 @@ def test_an_empty_test_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_classes_are_counted_over_all_files(tmp_path: Path) -> None:
-    """The largest label may stand anywhere; floats are no classes."""
+    """The largest label may be anywhere; float labels are not classes."""
     table = _table(np.sort(_OWNERS))
     _written(tmp_path / "0.parquet", table=table)
     assert num_classes_in(tmp_path, columns=_COLUMNS) == 3
@@ -401,7 +401,7 @@ def test_clients_of_two_types_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_row_group_is_refused(tmp_path: Path) -> None:
-    """Its bytes are gone, although the footer is whole."""
+    """Its bytes are overwritten, although the footer is intact."""
     path = _written(tmp_path / "t.parquet")
     population = _parquet(path)
     content = path.read_bytes()
@@ -411,17 +411,17 @@ def test_a_damaged_row_group_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_reads_after_its_parent_has(tmp_path: Path) -> None:
-    """Workers of a simulation are forked when the index has been read."""
+    """A simulation forks its workers after it has read the index."""
     population = _parquet(_written(tmp_path / "t.parquet"))
     _assert_owners(population, asked=[0, 3])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: forking with threads
         child = os.fork()
     if not child:
-        signal.alarm(120)  # a hanging child ends itself
+        signal.alarm(120)  # so that a hanging child ends
         try:
             loaded = population.load(np.array([1, 2]))
             os._exit(0 if loaded.labels.tolist() == [1, 1, 2, 2, 2] else 1)
         finally:
-            os._exit(2)  # it must not go on with the tests of its parent
+            os._exit(2)  # the child must not continue with its parent's tests
     assert os.waitpid(child, 0)[1] == 0

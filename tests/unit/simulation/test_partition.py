@@ -1,4 +1,4 @@
-"""Splitting rules: sizes, skew, names, and what cannot be divided."""
+"""Splitting rules: sizes, skew, names, and data that cannot be divided."""
 
 import tracemalloc
 from typing import Any
@@ -28,7 +28,7 @@ def test_iid_sizes_differ_by_one_at_most() -> None:
 
 
 def test_a_smaller_alpha_skews_labels_more() -> None:
-    """Dirichlet moves from one label a client to all labels alike."""
+    """From about one label per client to all labels in equal shares."""
     skews = [
         _skew(Dirichlet(20, alpha, 1).split(_LABELS, seed=Seed(0))) for alpha in (0.05, 0.5, 100.0)
     ]
@@ -36,20 +36,20 @@ def test_a_smaller_alpha_skews_labels_more() -> None:
 
 
 def test_dirichlet_redraws_until_every_client_has_enough() -> None:
-    """The first draw alone would leave a client below the minimum."""
+    """The first draw leaves a client below the minimum."""
     drawn_once = Dirichlet(20, 0.3, 1).split(_LABELS, seed=Seed(0))
     redrawn = Dirichlet(20, 0.3, 22).split(_LABELS, seed=Seed(0))
     assert np.diff(drawn_once.offsets).min() < 22 <= np.diff(redrawn.offsets).min()
 
 
 def test_dirichlet_gives_up_with_the_best_it_found() -> None:
-    """A minimum that skew never meets is an error naming the remedy."""
+    """If the minimum is never reached, the error suggests a fix."""
     with pytest.raises(DataError, match=r"45 examples asked, .* at most \d+; raise `alpha`"):
         Dirichlet(20, 0.05, 45).split(_LABELS, seed=Seed(0))
 
 
 def test_shards_bound_the_labels_of_a_client() -> None:
-    """20 shards of a sorted 10-class set hold one label each, so clients hold two at most."""
+    """20 shards of a sorted set of 10 classes have one label each, so clients have at most two."""
     partition = Shards(10, 2).split(_LABELS, seed=Seed(1))
     labels = [np.unique(_LABELS[partition.rows_of(c)]).size for c in range(10)]
     assert max(labels) == 2
@@ -57,7 +57,7 @@ def test_shards_bound_the_labels_of_a_client() -> None:
 
 
 def test_natural_ids_keep_their_names() -> None:
-    """Clients are numbered in ascending order of id, and keep it."""
+    """Clients are numbered in ascending order of their ids, which stay their names."""
     ids = np.array([40, 7, 40, 7, 7])
     partition = ByIds(ids).split(np.zeros(5), seed=Seed(0))
     assert partition.names is not None
@@ -66,7 +66,7 @@ def test_natural_ids_keep_their_names() -> None:
 
 
 def test_a_row_knows_its_owner() -> None:
-    """Every row of a partition is found again; a row outside has no owner."""
+    """Every row of a partition is found; a row outside of it has no owner."""
     partition = Partition.of_owners(np.array([1, 0, 1, 2]), num_clients=3)
     assert [partition.owner_of(row) for row in range(4)] == [1, 0, 1, 2]
     assert partition.owner_of(4) is None
@@ -78,25 +78,25 @@ def test_a_row_knows_its_owner() -> None:
     ids=lambda rule: type(rule).__name__,
 )
 def test_too_few_examples_are_refused(rule: Iid | Dirichlet | Shards) -> None:
-    """1,000 examples do not make more than 1,000 parts."""
+    """1,000 examples cannot be divided into more than 1,000 parts."""
     with pytest.raises(DataError, match="1000 examples are too few"):
         rule.split(_LABELS, seed=Seed(0))
 
 
 def test_an_empty_client_is_named() -> None:
-    """A partition in which client 1 owns nothing is refused."""
+    """A partition in which client 1 has no rows."""
     with pytest.raises(DataError, match="client 1 has no examples"):
         Partition.of_owners(np.array([0, 2]), num_clients=3)
 
 
 def test_offsets_that_do_not_cover_the_rows_are_refused() -> None:
-    """Offsets end at the number of rows."""
+    """Offsets must end at the number of rows."""
     with pytest.raises(DataError, match="offsets rise from 0 to its 3 rows"):
         Partition(np.arange(3), np.array([0, 2]))
 
 
 def test_names_for_another_number_of_clients_are_refused() -> None:
-    """Two names do not fit one client."""
+    """Two names for one client."""
     with pytest.raises(DataError, match="2 names for 1 clients"):
         Partition(np.arange(3), np.array([0, 3]), np.array(["a", "b"]))
 
@@ -109,7 +109,7 @@ def test_splitting_by_label_needs_class_numbers() -> None:
 
 
 def test_ids_of_another_length_or_kind_are_refused() -> None:
-    """One id an example, an integer or a string."""
+    """One id per example, an integer or a string."""
     with pytest.raises(DataError, match="one id an example"):
         ByIds(np.arange(3)).split(np.zeros(4), seed=Seed(0))
     with pytest.raises(DataError, match=r"row 0 is 0.0, a float; give integers or texts"):
@@ -117,7 +117,7 @@ def test_ids_of_another_length_or_kind_are_refused() -> None:
 
 
 def test_values_out_of_range_are_refused() -> None:
-    """Each field of each rule is checked when it is made."""
+    """Every field of every rule is checked at construction."""
     with pytest.raises(ValueError, match="num_clients is 0"):
         Iid(0)
     with pytest.raises(ValueError, match="alpha is 0"):
@@ -129,7 +129,7 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 def test_a_hopeless_dirichlet_is_refused_after_a_few_draws() -> None:
-    """One with a chance keeps being drawn."""
+    """A split with a chance of success is drawn again."""
     hopeless = Dirichlet(num_clients=250, alpha=0.05, min_examples=3)
     with pytest.raises(DataError, match=r"^\d draws of Dirichlet\(0\.05\) over 250 clients: \d"):
         hopeless.split(_LABELS, seed=Seed(0))
@@ -141,7 +141,7 @@ _TEXTS = ["zoe", "ada", "zoe", "kim"]
 
 
 def _column(kind: str, values: list[Any]) -> Any:  # Any: a column of another library
-    """Return values as a library has a column of them."""
+    """Build a column of values as a given library represents it."""
     library, _, dtype = kind.partition(":")
     match library:
         case "pandas":
@@ -168,7 +168,7 @@ def _column(kind: str, values: list[Any]) -> Any:  # Any: a column of another li
     ],
 )
 def test_a_column_of_texts_names_the_clients(kind: str) -> None:
-    """However a library has it, in the order of the texts."""
+    """Whatever the library; clients are in the order of the texts."""
     partition = ByIds(_column(kind, _TEXTS)).split(np.zeros(4), seed=Seed(0))
     assert partition.names is not None
     assert partition.names.tolist() == ["ada", "kim", "zoe"]
@@ -183,7 +183,7 @@ def test_a_column_of_texts_names_the_clients(kind: str) -> None:
     ],
 )
 def test_integers_with_gaps_and_signs_name_the_clients(kind: str) -> None:
-    """They are not numbers of clients."""
+    """Such ids are names, not client numbers."""
     partition = ByIds(_column(kind, [70, -3, 70, 4])).split(np.zeros(4), seed=Seed(0))
     assert partition.names is not None
     assert partition.names.tolist() == [-3, 4, 70]
@@ -200,7 +200,7 @@ def test_integers_with_gaps_and_signs_name_the_clients(kind: str) -> None:
     ],
 )
 def test_a_missing_id_is_refused_by_its_row(kind: str, values: list[Any]) -> None:
-    """Rows without an owner would be one client together."""
+    """Otherwise rows without an owner would form one client."""
     if (values[0] == "a") == (kind == "pandas:Int64") or (values[0] == 1 and "string" in kind):
         pytest.skip("no such column")
     with pytest.raises(DataError, match="row 2 has no client id"):
@@ -208,7 +208,7 @@ def test_a_missing_id_is_refused_by_its_row(kind: str, values: list[Any]) -> Non
 
 
 def test_a_masked_id_is_missing() -> None:
-    """What a mask hides is no name."""
+    """A masked value is not a name."""
     ids = np.ma.masked_array([1, 2, 3], mask=[False, True, False])
     with pytest.raises(DataError, match="row 1 has no client id"):
         ByIds(ids).split(np.zeros(3), seed=Seed(0))
@@ -230,13 +230,13 @@ def test_a_masked_id_is_missing() -> None:
     ],
 )
 def test_what_names_nobody_is_refused_in_words(ids: Any, message: str) -> None:
-    """With the row and the remedy."""
+    """The error has the row and a fix."""
     with pytest.raises(DataError, match=message):
         ByIds(ids).split(np.zeros(3), seed=Seed(0))
 
 
 def test_a_long_text_costs_no_memory_for_the_others() -> None:
-    """As numpy's texts of one width would: 4 MB an id here."""
+    """As it would in a numpy array of fixed-width texts, with 4 MB per id."""
     ids = ["x" * 1_000_000, *map(str, range(999))]
     tracemalloc.start()
     checked_ids(ids, num_examples=1000)

@@ -1,4 +1,4 @@
-"""Populations: who has which examples, and which examples are refused."""
+"""Populations: which client has which examples, and which examples are refused."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def _clients(loaded: ClientRows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _assert_owners(population: Population, *, asked: list[int]) -> None:
-    """Assert that each client asked gets its own examples, all of them, in order."""
+    """Assert that each client gets its own examples, all of them and in order."""
     ids = np.array(asked, np.int64)
     loaded = population.load(ids)
     sizes = np.bincount(_OWNERS)[ids]
@@ -69,7 +69,7 @@ def _assert_owners(population: Population, *, asked: list[int]) -> None:
 
 
 def test_an_array_population_gives_each_client_its_rows_without_copying() -> None:
-    """Rows may lie scattered; the tensors that come back are the ones that went in."""
+    """Rows may be in any order; the returned tensors are the original ones."""
     features = _features()
     population = _arrays(features=features)
     assert population.num_clients == 4
@@ -79,7 +79,7 @@ def test_an_array_population_gives_each_client_its_rows_without_copying() -> Non
 
 
 def test_rows_grouped_by_client_need_no_lookup() -> None:
-    """A grouped population gives the same clients as a scattered one."""
+    """Whether its rows are grouped or scattered, a population gives the same clients."""
     order = np.argsort(_OWNERS, kind="stable")
     population = _arrays(
         features=_features()[order],
@@ -99,13 +99,13 @@ def test_a_nan_is_found_with_its_row_and_client() -> None:
 
 
 def test_large_but_finite_features_are_accepted() -> None:
-    """The check looks at each value, not at a sum that could overflow."""
+    """Each value is checked, not a sum that could overflow."""
     assert _arrays(features=torch.full((8, 2), 3e38)).num_clients == 4
 
 
 @pytest.mark.parametrize(("wrong", "row"), [(3, 6), (-1, 3)])
 def test_a_label_out_of_range_is_found(wrong: int, row: int) -> None:
-    """Labels lie in 0..num_classes - 1; without classes any integer will do."""
+    """Labels are in 0..num_classes - 1; without classes any integer is accepted."""
     labels = _labels()
     labels[row] = wrong
     match = rf"row {row} of client {_OWNERS[row]} has the label {wrong}, outside 0\.\.2"
@@ -133,7 +133,7 @@ def test_malformed_arrays_are_refused() -> None:
 
 
 def test_integer_features_and_float_targets_are_accepted() -> None:
-    """Tokens, bytes and regression are trained on as well."""
+    """Tokens, bytes and regression targets can be trained on as well."""
     assert _arrays(features=_features().to(torch.uint8)).num_clients == 4
     assert _arrays(labels=torch.rand(8, 2), num_classes=None).num_clients == 4
 
@@ -152,7 +152,7 @@ def _bootstrap(
 
 
 def test_a_million_virtual_clients_need_no_table() -> None:
-    """Building them and loading 1,000 takes memory for those 1,000 only."""
+    """Creating them and loading 1,000 takes memory for those 1,000 only."""
     cohort = np.random.default_rng(0).choice(1_000_000, 1000, replace=False)
     tracemalloc.start()
     population = _bootstrap(1_000_000)
@@ -164,7 +164,7 @@ def test_a_million_virtual_clients_need_no_table() -> None:
 
 
 def test_a_virtual_client_draws_the_same_rows_whoever_else_is_asked() -> None:
-    """Random access: neither company nor order matters, and clients differ."""
+    """The draw depends neither on the order nor on the other clients, and clients differ."""
     population = _bootstrap(1_000_000)
     alone = population.load(np.array([999_999])).rows
     together = population.load(np.array([5, 999_999])).rows
@@ -173,14 +173,14 @@ def test_a_virtual_client_draws_the_same_rows_whoever_else_is_asked() -> None:
 
 
 def test_virtual_clients_draw_uniformly() -> None:
-    """A chi-squared statistic of 99 degrees of freedom stays in its range."""
+    """A chi-squared statistic with 99 degrees of freedom is in its expected range."""
     counts = np.bincount(_bootstrap(20_000).load(np.arange(20_000)).rows, minlength=100)
     statistic = ((counts - 10_000.0) ** 2 / 10_000.0).sum()
     assert 50.0 < statistic < 170.0
 
 
 def test_a_bootstrap_without_examples_is_refused() -> None:
-    """And the examples are checked."""
+    """Its examples are checked as well."""
     with pytest.raises(DataError, match="no examples to draw from"):
         _bootstrap(1, num_examples=0)
     with pytest.raises(DataError, match="row 1 has a feature that is NaN"):
@@ -195,7 +195,7 @@ def test_a_bootstrap_without_examples_is_refused() -> None:
 
 
 class _Pairs:
-    """A dataset of ready pairs that remembers what was fetched."""
+    """A dataset of given pairs that records which ones were fetched."""
 
     def __init__(self, pairs: list[object]) -> None:
         self._pairs = pairs
@@ -224,7 +224,7 @@ def test_a_torch_dataset_gives_each_client_its_rows() -> None:
 
 
 def test_only_the_rows_of_the_clients_asked_are_fetched() -> None:
-    """Fetching can be slow, so nothing is fetched in advance."""
+    """Fetching can be slow, so nothing is fetched ahead of time."""
     dataset = _Pairs([(np.full(2, owner, np.float32), int(owner) % 3) for owner in _OWNERS])
     population = DatasetPopulation(dataset=dataset, partition=_PARTITION, num_classes=3)
     _assert_owners(population, asked=[1])
@@ -245,13 +245,13 @@ def test_only_the_rows_of_the_clients_asked_are_fetched() -> None:
 def test_bad_examples_of_a_dataset_are_refused_when_loaded(
     pairs: list[object], message: str
 ) -> None:
-    """What a dataset returns is known only once it is fetched."""
+    """They are known only once they are fetched."""
     with pytest.raises(DataError, match=message):
         _dataset(pairs).load(np.array([0]))
 
 
 def test_a_partition_beyond_the_dataset_is_refused() -> None:
-    """Eight rows are named, seven exist."""
+    """It has eight rows, but the dataset has seven."""
     with pytest.raises(DataError, match="there are 7 examples"):
         DatasetPopulation(
             dataset=TensorDataset(_features()[:7], _labels()[:7]),
@@ -261,7 +261,7 @@ def test_a_partition_beyond_the_dataset_is_refused() -> None:
 
 
 def test_a_pooled_population_is_one_client_with_everybody_s_examples() -> None:
-    """Each example once, as centralised training needs them."""
+    """Each example once, for centralised training."""
     pooled = PooledPopulation(_arrays())
     only = np.array([0])
     assert pooled.num_clients == 1
@@ -276,7 +276,7 @@ def _inputs() -> dict[str, Tensor]:
 
 
 def test_several_inputs_are_divided_and_drawn_alike() -> None:
-    """A client's rows of every input, from tensors, with replacement, and from a dataset."""
+    """The rows of a client match in every input: in memory, with replacement, and in a dataset."""
     inputs, labels = _inputs(), _labels()
     pairs: list[object] = [
         ({name: each[row] for name, each in inputs.items()}, labels[row]) for row in range(8)
@@ -302,7 +302,7 @@ def test_several_inputs_are_divided_and_drawn_alike() -> None:
 
 
 def test_an_input_that_cannot_be_trained_on_is_named() -> None:
-    """Its length, its dtype, the row of a value that is not finite."""
+    """By its length, its dtype, or the row of a value that is not finite."""
     spoilt = _features()
     spoilt[5, 1] = float("nan")
     wrong: dict[str, Features] = {
@@ -328,6 +328,6 @@ def test_an_input_that_cannot_be_trained_on_is_named() -> None:
     ],
 )
 def test_inputs_that_differ_from_row_to_row_are_refused(second: object, message: str) -> None:
-    """Ragged lengths, a missing input, one tensor among several, no numbers."""
+    """Ragged lengths, a missing input, a tensor where several are expected, or text."""
     with pytest.raises(DataError, match=message):
         _dataset([((np.zeros(2), np.zeros(3)), 0), second]).load(np.array([0]))

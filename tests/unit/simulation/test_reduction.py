@@ -1,4 +1,4 @@
-"""Blocks of updates become one aggregate: summed as they come, or kept and combined."""
+"""Blocks of updates become one aggregate, by summing them as they arrive or by keeping them all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ BAD = (float("nan"), float("inf"), 1e30)
 
 @dataclass
 class Noted:
-    """A rule that needs every update, and notes them."""
+    """A rule that needs all updates at once, and records them."""
 
     seen: list[Updates] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ class Noted:
 
 
 def block(clients: Sequence[int]) -> Updates:
-    """Return updates in which a client's numbers are its id; all count the same."""
+    """Build updates in which each number is the client's id, with equal weights."""
     ids = torch.tensor(clients, dtype=torch.float32)[:, None]
     return Updates(
         client_ids=[ClientId(client) for client in clients],
@@ -69,12 +69,12 @@ def reduction_of(way: str, bounds: UpdateBounds | None = None) -> Reduction:
 
 @pytest.fixture(params=["summed", "gathered"])
 def reduction(request: pytest.FixtureRequest) -> Reduction:
-    """The two ways, of one and the same mean."""
+    """Both implementations, with rules that compute the same mean."""
     return reduction_of(request.param)
 
 
 def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
-    """Whatever block a client was in."""
+    """The division into blocks does not matter."""
     for wave, cuts in (((5, 1, 3), ([2, 0], [1])), ((4,), ([0],))):
         reduction.begin(np.asarray(wave, np.int64), Alone())
         for cut in cuts:
@@ -91,7 +91,7 @@ def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("lane", ["delta", "more"])
 def test_what_is_not_sound_is_left_out(reduction: Reduction, lane: str, value: float) -> None:
-    """In any lane; the others of the block count."""
+    """In any lane; the other updates of the block count."""
     updates = block([1, 2, 3])
     updates.lanes[lane][1][-1] = value
     reduction.begin(places(1, 2, 3), Alone())
@@ -104,7 +104,7 @@ def test_what_is_not_sound_is_left_out(reduction: Reduction, lane: str, value: f
 
 @pytest.mark.parametrize("way", ["summed", "gathered"])
 def test_long_rows_that_cancel_in_a_block_are_refused(way: str) -> None:
-    """As clients by themselves are: the sum of a block does not hide them."""
+    """Their sum does not hide them: they are refused as if each were alone in a block."""
     bounds = UpdateBounds(max_norm=4.0, max_examples=100)
     reduction = reduction_of(way, bounds)
     reduction.begin(places(3, -3, 1), Alone())
@@ -115,7 +115,7 @@ def test_long_rows_that_cancel_in_a_block_are_refused(way: str) -> None:
 
 
 def test_memory_of_a_block_may_be_used_again(reduction: Reduction) -> None:
-    """As executors do."""
+    """Executors reuse it."""
     updates = block([1, 3])
     reduction.begin(places(1, 3), Alone())
     fold(reduction, updates, 0, 1)
@@ -127,7 +127,7 @@ def test_memory_of_a_block_may_be_used_again(reduction: Reduction) -> None:
 
 
 def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
-    """With their ids and weights, without those that were not folded in."""
+    """With their ids and weights, and without the clients that were not added."""
     rule = Noted()
     gathered = Gathered(rule, LANES, PARAMS, bounds=None, clip_norm=None)
     gathered.begin(places(7, 2, 5, 1), Alone())
@@ -144,7 +144,7 @@ def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
 
 
 def test_a_median_of_the_engine_is_the_median() -> None:
-    """Of blocks that come in any order."""
+    """The blocks may arrive in any order."""
     gathered = Gathered(CoordinateMedian(), LANES, PARAMS, bounds=None, clip_norm=None)
     gathered.begin(places(1, 90, 3), Alone())
     fold(gathered, block([90]), 1)
@@ -154,7 +154,7 @@ def test_a_median_of_the_engine_is_the_median() -> None:
 
 
 def test_rows_are_chosen_without_a_copy_of_all() -> None:
-    """And their ids and weights with them."""
+    """So are their ids and weights."""
     updates = block([4, 5, 6])
     assert only(updates, places(0, 1, 2)) is updates
     some = only(updates, places(2, 0))

@@ -1,4 +1,4 @@
-"""The schedule of a block is that of its clients, one by one."""
+"""The schedule of a block matches that of each of its clients alone."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def rows_of(sizes: list[int]) -> ClientRows:
-    """Clients whose rows are scattered over the examples."""
+    """Build clients whose rows are scattered over the examples."""
     offsets = np.cumsum([0, *sizes])
     rows = (np.arange(offsets[-1]) * 7 + 3) % 1009
     return ClientRows(torch.zeros(1009, 1), torch.zeros(1009), rows, offsets)
@@ -49,7 +49,7 @@ sizes_ = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 @settings(max_examples=100)
 @given(local=locals_, sizes=sizes_)
 def test_every_client_trains_on_its_own_batches(local: LocalSgd, sizes: list[int]) -> None:
-    """Rows, order and step numbers are those of a client that trains alone."""
+    """Rows, order and number of steps are those of a client that trains alone."""
     sizes.sort(reverse=True)
     made, rows = schedule_of(local, sizes), rows_of(sizes)
     for client, size in enumerate(sizes):
@@ -66,7 +66,7 @@ def test_every_client_trains_on_its_own_batches(local: LocalSgd, sizes: list[int
 @settings(max_examples=100)
 @given(local=locals_, size=st.integers(1, 20))
 def test_batches_are_those_of_a_data_loader(local: LocalSgd, size: int) -> None:
-    """Save that a client with fewer examples than a batch trains on all of them."""
+    """Except that a client with fewer examples than a batch trains on all of them."""
     batch_size = local.batch_size or size
     drops = local.drop_last and size >= batch_size
     loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(
@@ -83,7 +83,7 @@ def test_batches_are_those_of_a_data_loader(local: LocalSgd, size: int) -> None:
 @settings(max_examples=100)
 @given(local=locals_, sizes=sizes_)
 def test_weights_are_means_and_padding_weighs_nothing(local: LocalSgd, sizes: list[int]) -> None:
-    """Per batch they add up to one; active clients are a prefix."""
+    """They add up to one per batch; the active clients are always a prefix."""
     sizes.sort(reverse=True)
     made = schedule_of(local, sizes)
     sums_TK = made.weights_TKB.sum(2).numpy()
@@ -96,12 +96,12 @@ def test_weights_are_means_and_padding_weighs_nothing(local: LocalSgd, sizes: li
 
 @pytest.mark.parametrize(("sizes", "is_uniform"), [([8, 8], True), ([8, 4], False), ([6], False)])
 def test_equal_batches_are_recognised(sizes: list[int], *, is_uniform: bool) -> None:
-    """A block without padding and without anybody finishing early is uniform."""
+    """A block is uniform if it has no padding and all clients finish at the same step."""
     local = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
     assert schedule_of(local, sizes).is_uniform is is_uniform
 
 
 def test_a_huge_batch_size_takes_no_more_memory_than_the_largest_client() -> None:
-    """The width of the block is the largest batch that there is."""
+    """The width of a block is the largest batch that occurs."""
     local = LocalSgd(epochs=1, batch_size=1_000_000, learning_rate=0.1)
     assert schedule_of(local, [5, 3]).rows_TKB.shape == (1, 2, 5)

@@ -1,4 +1,4 @@
-"""Semi-synchronous rounds in virtual time: late updates count once, later, or are told lost."""
+"""Semi-synchronous rounds in virtual time: a late update counts once, later, or is given up."""
 
 import math
 from collections import Counter
@@ -84,7 +84,7 @@ def rows(rounds: Sequence[Collected]) -> list[tuple[int, Participation]]:
 
 
 def reference(num_rounds: int, *, exponent: float) -> tuple[float, float, int]:
-    """The same in plain Python, with a model of one number: model, seconds, how many were late."""
+    """Simulate the same with a scalar model; return it, the seconds, and the number late."""
     x, now_s, num_late = 0.0, 0.0, 0
     awaited, models = dict[int, tuple[float, int]](), list[float]()
     for number in range(num_rounds):
@@ -108,7 +108,7 @@ def reference(num_rounds: int, *, exponent: float) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 2.0])
 def test_a_run_is_that_of_its_definition(exponent: float) -> None:
-    """Model, virtual time and late updates of 15 rounds, against a few lines of plain Python."""
+    """Model, time and late updates of 15 rounds, compared with a few lines of plain Python."""
     late = replace(LATE, staleness_exponent=exponent)
     state, rounds = run(plan(ToTheirOwn(), late=late), num_rounds=15)
     x, now_s, num_late = reference(15, exponent=exponent)
@@ -120,7 +120,7 @@ def test_a_run_is_that_of_its_definition(exponent: float) -> None:
 
 @pytest.mark.parametrize("late", [LATE, replace(LATE, max_staleness=1)])
 def test_nothing_is_counted_twice_and_nothing_is_lost(late: LateUpdates) -> None:
-    """Who is late has one more row, in a later round, or is in flight yet; and trains once."""
+    """A late client has a row in a later round or is still in flight, and trains only once."""
     executor = ToTheirOwn(diverging=frozenset({5}))
     failing = Table(failing=frozenset({6, 11}))
     state, rounds = run(plan(executor, late=late, behaviour=failing), num_rounds=25)
@@ -141,7 +141,7 @@ def test_nothing_is_counted_twice_and_nothing_is_lost(late: LateUpdates) -> None
 
 
 def test_who_is_too_late_is_dropped_with_the_reason_and_never_trained() -> None:
-    """And is free to be asked again."""
+    """Then it may be asked again."""
     executor = ToTheirOwn()
     late = replace(LATE, max_staleness=1)
     _, rounds = run(plan(executor, late=late), num_rounds=12)
@@ -172,7 +172,7 @@ def test_where_nobody_is_late_it_is_the_synchronous_round_to_the_bit() -> None:
 
 
 def test_too_few_reports_lose_nothing() -> None:
-    """They arrive at once in the next attempt, which asks others; all of them move the model."""
+    """They count at the start of the next attempt, which asks other clients; all move the model."""
     policy = replace(POLICY, min_reports=3, deadline_s=8.0, over_selection=1.0)
     executor = ToTheirOwn()
     made = plan(executor, policy=policy)
@@ -191,7 +191,7 @@ def test_too_few_reports_lose_nothing() -> None:
 
 
 def test_a_round_that_can_ask_nobody_closes_as_soon_as_those_at_work_have_answered() -> None:
-    """All are late in the first attempt; the second one waits for them, not for its deadline."""
+    """All are late in the first attempt; the second waits for them, but not for its deadline."""
     deadline_s, seconds = 10.0, [11.0 + each / 16 for each in range(NUM_CLIENTS)]
     policy = replace(
         POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=6, deadline_s=deadline_s
@@ -208,7 +208,7 @@ def test_a_round_that_can_ask_nobody_closes_as_soon_as_those_at_work_have_answer
 
 
 def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None:
-    """As many as there are have come to earlier attempts, and are too few: no time passes."""
+    """All clients there are have replied to earlier attempts, but are too few: no time passes."""
     never = [math.inf if each else 1.0 for each in range(NUM_CLIENTS)]
     policy = replace(
         POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=2, deadline_s=10.0
@@ -223,11 +223,11 @@ def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None
 
 
 def test_the_deadline_follows_what_clients_took() -> None:
-    """Half of them by the durations that were observed; at first the longest."""
+    """It is the median of the observed durations; in the first round, the longest deadline."""
     late = replace(LATE, deadline_quantile=0.5, deadline_window=4)
     policy = replace(POLICY, num_wanted=6, over_selection=1.0, deadline_s=120.0)
     state, rounds = run(plan(ToTheirOwn(), late=late, policy=policy), num_rounds=12)
-    assert rounds[0].duration_s == SECONDS[3]  # all are waited for
+    assert rounds[0].duration_s == SECONDS[3]  # the round waits for all clients
     assert all(each.duration_s <= 20.0 for each in rounds[2:])
     assert len(state.durations) == 4
     took = [each for of_round in state.durations for each in of_round]
@@ -235,7 +235,7 @@ def test_the_deadline_follows_what_clients_took() -> None:
 
 
 def test_who_never_answers_holds_up_no_round() -> None:
-    """Without a deadline, too; it is dropped when its update would be too old."""
+    """Even without a deadline. The client is given up once its update would be too stale."""
     never = [math.inf if each == 3 else 1.0 + each for each in range(NUM_CLIENTS)]
     policy = replace(POLICY, deadline_s=math.inf, over_selection=1.0)
     late = replace(LATE, max_staleness=2)
@@ -247,7 +247,7 @@ def test_who_never_answers_holds_up_no_round() -> None:
 
 
 def test_blocks_change_nothing_but_rounding() -> None:
-    """Nor who is in flight."""
+    """The same clients are in flight as well."""
     one, four = (run(plan(ToTheirOwn(), block_size=size), num_rounds=9) for size in (1, 4))
     assert one[0].flight == four[0].flight
     torch.testing.assert_close(one[0].params.vector, four[0].params.vector)

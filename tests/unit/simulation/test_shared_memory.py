@@ -1,4 +1,4 @@
-"""Adding up through shared memory, with the processes played one after the other."""
+"""Sums through shared memory, with the processes simulated one after another."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from fedlearn.simulation.shared_memory import SharedRows
 
 
 def add_up(rows: SharedRows, by_process: Sequence[list[Tensor]]) -> None:
-    """Do what each process does, up to each meeting."""
+    """Run the part of each process up to each barrier."""
     for rank, tensors in enumerate(by_process):
         rows.write(rank, tensors)
     for rank in range(len(by_process)):
@@ -21,7 +21,7 @@ def add_up(rows: SharedRows, by_process: Sequence[list[Tensor]]) -> None:
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
 def test_every_process_reads_the_same_sums(num_processes: int) -> None:
-    """Of every dtype in its own arithmetic, scalars and vectors shorter than the processes."""
+    """Each dtype has its own arithmetic; a tensor may have fewer elements than processes."""
     generator = torch.Generator().manual_seed(0)
     by_process = [
         [
@@ -44,7 +44,7 @@ def test_every_process_reads_the_same_sums(num_processes: int) -> None:
 
 
 def test_memory_grows_and_shrinks_with_what_is_added() -> None:
-    """Each call may bring other tensors; what a longer one left behind is not added."""
+    """Each call may have other tensors; remains of a longer one are not added."""
     rows = SharedRows(2)
     for size in (3, 100_000, 5):
         tensors = [[torch.ones(size)], [torch.full((size,), 2.0)]]
@@ -54,7 +54,7 @@ def test_memory_grows_and_shrinks_with_what_is_added() -> None:
 
 
 def test_a_tensor_that_is_not_contiguous_is_added_up() -> None:
-    """A transposed view keeps its shape and its strides."""
+    """A transposed view keeps its shape and strides."""
     rows = SharedRows(2)
     base = torch.arange(6.0).view(2, 3)
     other = torch.ones(3, 2)

@@ -1,4 +1,4 @@
-"""Data sets as arrays, and what is said when a file is not as expected."""
+"""Data sets as arrays, and the errors for files that are not as expected."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def _examples(path: Path, *, groups: str | None = "who") -> Examples:
 
 
 def test_digits_are_split_by_class_and_scaled() -> None:
-    """A fifth of every class is held out, and pixels lie in [0, 1]."""
+    """A fifth of every class is held out, and pixels are in [0, 1]."""
     data = digits(test_fraction=0.2, seed=Seed(0))
     assert only(data.train.features).shape == (1438, 64)
     assert only(data.test.features).shape == (359, 64)
@@ -58,7 +58,7 @@ def test_digits_are_split_by_class_and_scaled() -> None:
 
 @pytest.mark.slow
 def test_the_digits_are_those_of_scikit_learn() -> None:
-    """Which reads them alike, but imports itself before."""
+    """scikit-learn reads the same values, but must be imported first."""
     pixels, classes = import_module("sklearn.datasets").load_digits(return_X_y=True)
     data = digits(test_fraction=0.2, seed=Seed(0))
     ours = torch.cat([only(part.features) for part in (data.train, data.test)])
@@ -78,7 +78,7 @@ def test_digits_that_are_not_there_are_said_to_be_missing(monkeypatch: pytest.Mo
 
 
 def test_the_seed_alone_decides_what_is_held_out() -> None:
-    """The same seed holds out the same digits, another seed others."""
+    """The same seed holds out the same digits, and another seed holds out others."""
     first, again, other = (
         only(digits(test_fraction=0.2, seed=Seed(value)).test.features) for value in (0, 0, 1)
     )
@@ -96,7 +96,7 @@ def _labelled(labels: Tensor, *, num_classes: int | None) -> Examples:
 
 
 def test_a_split_holds_out_of_every_class_alike_and_keeps_rows_together() -> None:
-    """A tenth of each class, every row in one part, with its label and its group."""
+    """A tenth of each class; every row is in one part, with its label and its group."""
     labels = torch.tensor([0] * 80 + [1] * 20)
     data = _labelled(labels, num_classes=2).split(fraction=0.1, seed=Seed(0))
     assert torch.bincount(data.test.labels).tolist() == [8, 2]
@@ -112,14 +112,14 @@ def test_a_split_holds_out_of_every_class_alike_and_keeps_rows_together() -> Non
 
 @pytest.mark.parametrize("shape", [(100,), (100, 3)])
 def test_a_split_without_classes_holds_out_of_all(shape: tuple[int, ...]) -> None:
-    """Numbers to regress on have no classes to be split by, nor have labels of several values."""
+    """Floats and labels of several values cannot be split by class."""
     data = _labelled(torch.rand(shape), num_classes=None).split(fraction=0.25, seed=Seed(0))
     assert (len(data.train.labels), len(data.test.labels)) == (75, 25)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
 def test_a_split_holds_out_a_proper_part(fraction: float) -> None:
-    """All or nothing is no split."""
+    """Holding out all or nothing is not a split."""
     with pytest.raises(ValueError, match="test_fraction is"):
         digits(test_fraction=fraction, seed=Seed(0))
 
@@ -132,14 +132,14 @@ def test_a_split_needs_two_parts(fraction: float) -> None:
 
 
 def test_train_and_test_have_the_same_classes() -> None:
-    """A model has one number of outputs."""
+    """A model has a fixed number of outputs."""
     two, three = (_labelled(torch.tensor([0, 1]), num_classes=number) for number in (2, 3))
     with pytest.raises(DataError, match="num_classes is 2 for training and 3 for the test"):
         TrainTest(train=two, test=three)
 
 
 def test_the_number_of_classes_is_one_more_than_the_largest_label() -> None:
-    """Floats are no classes, and nothing has no number of them."""
+    """Float labels are not classes, and without labels the number is undefined."""
     assert num_classes_of(torch.tensor([3, 0])) == 4
     assert num_classes_of(torch.tensor([3.0])) is None
     with pytest.raises(DataError, match="there are no examples"):
@@ -170,7 +170,7 @@ def test_mnist_keeps_its_writers(tmp_path: Path) -> None:
 
 @_NEEDS_DATA
 def test_the_real_mnist_has_539_writers_and_others_in_the_test() -> None:
-    """The figures of the data set's description."""
+    """The numbers are those in the data set's description."""
     data = mnist_by_writer(_DATA / "mnist.npz")
     assert data.train.groups is not None
     assert data.test.groups is not None
@@ -181,7 +181,7 @@ def test_the_real_mnist_has_539_writers_and_others_in_the_test() -> None:
 
 @_NEEDS_DATA
 def test_the_real_traces_carry_a_model() -> None:
-    """269 recorded bandwidths; every one ends a transfer of a megabyte."""
+    """There are 269 recorded traces; each completes a transfer of one megabyte."""
     traces = bandwidth_traces(_DATA / "bandwidth_traces.npz")
     assert traces.num_traces == 269
     every = np.arange(269)
@@ -191,7 +191,7 @@ def test_the_real_traces_carry_a_model() -> None:
 
 
 def test_an_archive_gives_features_labels_and_groups(tmp_path: Path) -> None:
-    """Bytes become float32, whole labels int64, groups stay as they are."""
+    """Bytes become float32 and whole labels int64; groups are unchanged."""
     examples = _examples(_archive(tmp_path / "d.npz"))
     assert torch.equal(only(examples.features), torch.arange(24.0).reshape(6, 2, 2))
     assert examples.labels.tolist() == [0, 1, 0, 1, 0, 1]
@@ -204,7 +204,7 @@ def test_an_archive_gives_features_labels_and_groups(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    """What is missing, where, how to give the folder, and what has to be in the file."""
+    """The error has the file, the folder, the option for the folder, and the expected contents."""
     loads = (mnist_by_writer, "writer_train"), (bandwidth_traces, "mbit_per_s")
     for load, array in loads:
         with pytest.raises(DataError, match=rf"no d\.npz in {tmp_path}; .*`--data-dir`.*{array}"):
@@ -214,13 +214,13 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
 
 
 def test_a_missing_array_lists_those_present(tmp_path: Path) -> None:
-    """The names in the archive are in the message."""
+    """The message has the names in the archive."""
     with pytest.raises(DataError, match=r"no array 'z'; it has \['x', 'y', 'who', 'held'\]"):
         read_npz(_archive(tmp_path / "d.npz"), names=["x", "z"])
 
 
 def test_what_is_not_an_npz_is_refused(tmp_path: Path) -> None:
-    """Text, nothing, a truncated archive, a bare array, a pickle."""
+    """Text, an empty file, a truncated archive, a single array, or a pickle."""
     path = tmp_path / "d.npz"
     whole = _archive(path).read_bytes()
     for content in (b"hello, this is text", b"", whole[: len(whole) // 2], b"\x80\x04N."):
@@ -234,7 +234,7 @@ def test_what_is_not_an_npz_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_array_is_refused(tmp_path: Path) -> None:
-    """A flipped byte fails the archive's own checksum."""
+    """A flipped byte fails the archive's checksum."""
     path = _archive(tmp_path / "d.npz")
     content = path.read_bytes()
     pixels = np.arange(24, dtype=np.uint8).tobytes()
@@ -251,7 +251,7 @@ def test_an_array_of_python_objects_is_never_unpickled(tmp_path: Path) -> None:
 
 
 def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Lengths, shapes, dtypes and values are checked, each with its name."""
+    """Lengths, shapes, dtypes and values are checked, and the error names the array."""
     path = tmp_path / "d.npz"
     _archive(path, y=np.zeros(5, np.uint8))
     says = r"of .*\.npz: features of shape \(6, 2, 2\) and labels of shape \(5,\)"
@@ -287,7 +287,7 @@ def test_recorded_bandwidths_become_traces(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_importing_the_data_side_loads_neither_sklearn_nor_pyarrow() -> None:
-    """A simulation on arrays starts fast and needs torch and little else."""
+    """A simulation on arrays starts fast and needs little besides torch."""
     program = (
         "import sys\n"
         "from fedlearn.core.randomness import Seed\n"

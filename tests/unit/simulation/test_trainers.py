@@ -1,4 +1,4 @@
-"""Clients with trainers of the user's own, in the engine as in sessions."""
+"""Clients with user-defined trainers, in the engine as in sessions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -40,13 +40,13 @@ POLICY = StragglerPolicy(
 
 @dataclass
 class Noting:
-    """A trainer that adds its label, and notes what it was given.
+    """A trainer that adds its label to the model, and records what it was given.
 
     Attributes:
-        features: Of its client.
-        labels: Likewise.
-        contexts: By client, of all its rounds.
-        changes: To its results, by client.
+        features: Features of its client.
+        labels: Labels of its client.
+        contexts: By client, the contexts of all its rounds.
+        changes: By client, changes to its results.
     """
 
     features: Tensor
@@ -115,7 +115,7 @@ def collect(collector: Collector, round_num: int = 0, kept: Kept | None = None) 
 
 @BOTH
 def test_a_trainer_is_made_of_its_clients_examples(collector: Any) -> None:
-    """And of nobody else's; its delta, examples and metrics count."""
+    """It gets no other client's examples; its delta, examples and metrics count."""
     seen = dict[int, list[float]]()
 
     def make(features: Tensor, labels: Tensor) -> Noting:
@@ -133,7 +133,7 @@ def test_a_trainer_is_made_of_its_clients_examples(collector: Any) -> None:
 
 @BOTH
 def test_a_trainers_state_is_its_clients(collector: Any) -> None:
-    """From round to round; what it no longer returns is gone."""
+    """From round to round; state that it no longer returns is dropped."""
     contexts = dict[int, list[TrainContext]]()
     changes = dict[int, Mapping[str, Any]]()
 
@@ -153,7 +153,7 @@ def test_a_trainers_state_is_its_clients(collector: Any) -> None:
 
 @BOTH
 def test_a_trainer_that_diverges_is_no_part_of_the_mean(collector: Any) -> None:
-    """It keeps what it had."""
+    """Its client state is unchanged."""
     contexts = dict[int, list[TrainContext]]()
     nan = {"weight": torch.full((1, 1), float("nan")), "bias": torch.zeros(1)}
     changes: dict[int, Mapping[str, Any]] = {2: {"tensors": nan}}

@@ -1,4 +1,4 @@
-"""A round in virtual time is the round over a channel, decided before anyone is trained."""
+"""A round in virtual time equals the round over a channel, but is decided before training."""
 
 import math
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def policy_of(num_wanted: int, deadline_s: float) -> StragglerPolicy:
 def played(
     durations_s: Sequence[float], kinds: Sequence[str], policy: StragglerPolicy
 ) -> tuple[list[Participation], float, list[int]]:
-    """Play a round in an engine; return also who was trained, in order."""
+    """Run a round in the engine; also return the trained clients, in order."""
     cohort = [ClientId(i) for i in range(len(kinds))]
     executor = ToTheirOwn(frozenset(i for i in cohort if kinds[i] == UNSOUND))
     engine = Engine(
@@ -100,7 +100,7 @@ def collected(
     return list(outcome.participations), outcome.duration_s
 
 
-# Few distinct times, so that many clients arrive together and at the deadline.
+# Few distinct times, so that many clients arrive at the same time and at the deadline.
 times = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf])
 kinds = st.sampled_from([SOUND, SOUND, DROPS, UNSOUND])
 clients = st.lists(st.tuples(times, kinds), max_size=8)
@@ -114,7 +114,7 @@ clients = st.lists(st.tuples(times, kinds), max_size=8)
 def test_a_played_round_is_the_round_over_a_channel(
     clients: list[tuple[float, str]], num_wanted: int, deadline_s: float
 ) -> None:
-    """Same reports and failures in the same order, same late clients, same duration."""
+    """The same reports and failures in the same order, the same late clients, the same duration."""
     policy = policy_of(num_wanted, deadline_s)
     durations_s, kinds = [t for t, _ in clients], [k for _, k in clients]
     expected, closed_s = collected(durations_s, kinds, policy)
@@ -133,7 +133,7 @@ def late(rows: list[Participation]) -> set[int]:
 
 
 def test_only_those_are_trained_whom_the_round_needs() -> None:
-    """Ten of thirteen; nobody for nothing."""
+    """Ten of thirteen; none is trained in vain."""
     rows, closed_s, trained = played(range(13), [SOUND] * 13, policy_of(10, 100.0))
     assert trained == list(range(10))
     assert closed_s == 9.0
@@ -141,7 +141,7 @@ def test_only_those_are_trained_whom_the_round_needs() -> None:
 
 
 def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
-    """In a second wave, and the round closes later for it."""
+    """It is trained in a second wave, and the round closes later."""
     kinds = [SOUND, UNSOUND, SOUND, UNSOUND, SOUND]
     rows, closed_s, trained = played(range(5), kinds, policy_of(2, 100.0))
     assert trained == [0, 1, 2]
@@ -151,7 +151,7 @@ def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
 
 
 def test_a_client_that_drops_is_never_trained() -> None:
-    """It fails when it would have reported, if the round is still open."""
+    """It fails at the time of its report, if the round is still open."""
     rows, _, trained = played([0.0, 1.0, 2.0], [DROPS, SOUND, DROPS], policy_of(1, 9.0))
     assert trained == [1]
     assert [row.status for row in rows] == ["failed", "reported", "late"]
@@ -160,7 +160,7 @@ def test_a_client_that_drops_is_never_trained() -> None:
 
 @pytest.mark.parametrize(("deadline_s", "num_reported"), [(2.0, 3), (1.9999, 2)])
 def test_the_deadline_itself_is_in_time(deadline_s: float, num_reported: int) -> None:
-    """Arriving at it counts; late clients keep the time they would have taken."""
+    """A reply at exactly that time counts; late clients have the duration that they would take."""
     rows, closed_s, _ = played(range(4), [SOUND] * 4, policy_of(4, deadline_s))
     assert sum(row.status is Status.REPORTED for row in rows) == num_reported
     assert closed_s == deadline_s
