@@ -1,4 +1,4 @@
-"""Checkpoint files are complete, verified and durable, or they are not there."""
+"""Checkpoint files are complete, verified and durable, or they do not exist."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def test_scalars_come_back_exactly_with_their_types(
 
 
 def test_tensors_come_back_in_their_order(tmp_path: Path) -> None:
-    """The file has them by dtype and name; a model's weights are in the model's order."""
+    """The file sorts tensors by dtype and name, but a model's weights keep the model's order."""
     tensors = {name: torch.zeros(2) for name in ("z", "a", "m")} | {"b": torch.ones(1).double()}
     checkpoint = Checkpoint(round_num=0, tensors=tensors, values={})
     loaded = read_checkpoint(write_checkpoint(checkpoint, folder=tmp_path), remedy="")
@@ -66,7 +66,7 @@ def test_tensors_come_back_in_their_order(tmp_path: Path) -> None:
 def test_tensors_come_back_bit_for_bit(
     tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    """Every dtype and shape that a model has, scalars and empty tensors included."""
+    """For every dtype and shape that a model may have, including scalars and empty tensors."""
     tensor = torch.full(shape, 1.5, dtype=torch.float64).to(dtype)
     checkpoint = Checkpoint(round_num=3, tensors={"params/w": tensor}, values={})
     loaded = read_checkpoint(write_checkpoint(checkpoint, folder=tmp_path), remedy="")
@@ -76,7 +76,7 @@ def test_tensors_come_back_bit_for_bit(
 
 
 def test_views_of_one_vector_and_a_tensor_under_two_names_are_saved_apart(tmp_path: Path) -> None:
-    """Parameters are views of a flat vector, and the best model may be the last one."""
+    """Parameters are views of one flat vector, and the best model may be the last one."""
     vector = torch.arange(10.0, requires_grad=True)
     tensors = {"params/a": vector[:4], "params/b": vector[::2], "best/a": vector[:4]}
     file = write_checkpoint(Checkpoint(round_num=1, tensors=tensors, values={}), folder=tmp_path)
@@ -87,7 +87,7 @@ def test_views_of_one_vector_and_a_tensor_under_two_names_are_saved_apart(tmp_pa
 
 
 def test_the_nan_in_a_tensor_keeps_its_bits(tmp_path: Path) -> None:
-    """Also a NaN payload and a negative zero come back as they were."""
+    """Including a NaN payload and a negative zero."""
     bits = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000], dtype=torch.int32)
     tensors = {"w": bits.view(torch.float32)}
     file = write_checkpoint(Checkpoint(round_num=1, tensors=tensors, values={}), folder=tmp_path)
@@ -95,7 +95,7 @@ def test_the_nan_in_a_tensor_keeps_its_bits(tmp_path: Path) -> None:
 
 
 def test_the_same_state_is_the_same_file(tmp_path: Path) -> None:
-    """The bytes are a function of the checkpoint, so two runs can be compared by hash."""
+    """The file depends only on the checkpoint, so two runs can be compared by hash."""
     assert written(tmp_path) == written(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -109,7 +109,7 @@ def test_the_file_is_ordinary_safetensors(tmp_path: Path) -> None:
 
 
 def test_one_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
-    """The message has the file, both hashes and the remedy."""
+    """The message has the file, both hashes and the fix."""
     file = written(tmp_path)
     good = file.path.read_bytes()
     for position in (0, 9, len(good) // 2, len(good) - 1):
@@ -128,7 +128,7 @@ def test_one_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 4, 100])
 def test_a_truncated_file_is_found(tmp_path: Path, keep: int) -> None:
-    """Before anything is parsed."""
+    """It is detected before parsing."""
     file = written(tmp_path)
     file.path.write_bytes(file.path.read_bytes()[:keep])
     with pytest.raises(CorruptCheckpoint, match=rf"\({keep} bytes\)"):
@@ -136,7 +136,7 @@ def test_a_truncated_file_is_found(tmp_path: Path, keep: int) -> None:
 
 
 def test_a_missing_file_is_a_corrupt_checkpoint(tmp_path: Path) -> None:
-    """It can be gone back from like any other."""
+    """The run can be rolled back from it as from any corrupt checkpoint."""
     file = written(tmp_path)
     file.path.unlink()
     with pytest.raises(CorruptCheckpoint, match=r"is missing.*do this"):
@@ -144,7 +144,7 @@ def test_a_missing_file_is_a_corrupt_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_not_called_corrupt(tmp_path: Path) -> None:
-    """Here a folder in its place; a damaged disk looks the same."""
+    """Simulated by a folder in its place; a failing disk gives a similar error."""
     file = written(tmp_path)
     file.path.unlink()
     file.path.mkdir()
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_read_is_not_called_corrupt(tmp_path: Path) -> Non
 
 
 def test_a_later_format_is_refused_by_name(tmp_path: Path) -> None:
-    """Intact, but from a later version: the remedy is to upgrade."""
+    """The file is intact but from a later version, so the fix is to upgrade."""
     head = json.dumps({"format": 2, "state": "of another shape"})
     content = save({"w": torch.zeros(1)}, {"fedlearn": head})
     file = written(tmp_path)
@@ -166,7 +166,7 @@ def test_a_later_format_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_none_is_told(tmp_path: Path) -> None:
-    """The bytes are those on record, so another program wrote them; control: a whole head."""
+    """The hash is as recorded, so another program wrote the file. Control: an intact header."""
     whole = json.dumps({"format": 1, "round_num": 7, "values": {}}).encode()
     heads = [
         ({"fedlearn": each.content.decode()}, each.says) for each in damaged(whole, key="round_num")
@@ -189,7 +189,7 @@ def test_a_head_that_is_none_is_told(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path) -> None:
-    """The kernel refuses the second half of the file; the one before it stays."""
+    """The kernel refuses the second half of the file; the previous file is kept."""
     before = written(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -203,13 +203,13 @@ def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path) -> Non
 
 
 def test_a_missing_folder_is_a_store_error(tmp_path: Path) -> None:
-    """Somebody removed the run's folder under it."""
+    """As if the run's folder was removed during the run."""
     with pytest.raises(StoreError, match="No such file or directory"):
         written(tmp_path / "gone")
 
 
 def test_values_keep_nan_and_infinity_apart(tmp_path: Path) -> None:
-    """The control of the property above: they are not turned into null."""
+    """Control for the property test above: they are not stored as null."""
     values: dict[str, Scalar] = {"nan": math.nan, "inf": -math.inf, "none": None}
     file = write_checkpoint(Checkpoint(round_num=0, tensors={}, values=values), folder=tmp_path)
     assert repr(read_checkpoint(file, remedy="").values) == repr(values)
@@ -218,7 +218,7 @@ def test_values_keep_nan_and_infinity_apart(tmp_path: Path) -> None:
 def test_two_may_write_the_same_round_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them was taken over and does not know; neither touches the other's file."""
+    """As when a coordinator was replaced without knowing; neither changes the other's file."""
     others = list[CheckpointFile]()
 
     def overtaken(stream: BufferedRandom, name: str) -> object:

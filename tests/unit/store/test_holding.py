@@ -1,4 +1,4 @@
-"""Who has a run: one process at a time, and none once it is gone."""
+"""Locks on runs: one process holds a run at a time, until it exits."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.records import RUN
 
 @pytest.fixture
 def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """An empty store, once of each kind."""
+    """An empty store, in each kind of database in turn."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         yield database
 
@@ -34,7 +34,7 @@ def run(database: Database) -> StoredRun:
 
 @contextmanager
 def another_process_holds(folder: Path) -> Iterator[int]:
-    """Yield the number of a process that holds a run until it is killed."""
+    """Yield the id of a process that holds a run until it is killed."""
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
@@ -53,7 +53,7 @@ def another_process_holds(folder: Path) -> Iterator[int]:
 
 
 def test_a_run_is_held_by_one_process_until_that_is_killed(tmp_path: Path) -> None:
-    """Who is refused reads which process has it; kill -9 leaves nothing to clear away."""
+    """The error names the process that holds it; after kill -9 there is nothing to clean up."""
     with another_process_holds(tmp_path) as child:
         assert is_held(tmp_path)
         with (
@@ -67,13 +67,13 @@ def test_a_run_is_held_by_one_process_until_that_is_killed(tmp_path: Path) -> No
 
 
 def test_a_run_is_held_once_in_a_process(tmp_path: Path) -> None:
-    """Two threads would write over each other as two processes would."""
+    """Two threads would overwrite each other's data as two processes would."""
     with held(tmp_path), pytest.raises(RunHeld), held(tmp_path):
         pass
 
 
 def test_a_run_that_nobody_ever_held_is_nobodys_to_judge(tmp_path: Path) -> None:
-    """Its folder may be another machine's; to look makes nothing."""
+    """Its folder may belong to another machine. The check creates no files."""
     assert is_held(tmp_path) is None
     assert is_held(tmp_path / "elsewhere") is None
     assert list(tmp_path.iterdir()) == []
@@ -82,7 +82,7 @@ def test_a_run_that_nobody_ever_held_is_nobodys_to_judge(tmp_path: Path) -> None
 def test_who_looks_does_not_keep_who_begins_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To look takes the lock for a moment: a start waits for that, and so does another look."""
+    """A check takes the lock briefly; a start, or another check, waits for it."""
     for begin in (held(tmp_path), nullcontext()):
         with held(tmp_path):
             pass
@@ -94,12 +94,12 @@ def test_who_looks_does_not_keep_who_begins_from_it(
 
 
 def statuses(run: StoredRun) -> list[RunStatus]:
-    """Return where the only run of a store stands, by itself and listed."""
+    """Return the status of a store's only run, read directly and from the list of runs."""
     return [run.record.status, *(each.status for each in run.database.runs())]
 
 
 def test_a_run_whose_process_is_gone_is_lost(run: StoredRun) -> None:
-    """In either store, one by one and listed; one that has ended stays as it ended."""
+    """Read directly and from the list. A run that has ended keeps its status."""
     assert statuses(run) == [RunStatus.RUNNING] * 2
     with another_process_holds(run.path):
         assert statuses(run) == [RunStatus.RUNNING] * 2
@@ -110,7 +110,7 @@ def test_a_run_whose_process_is_gone_is_lost(run: StoredRun) -> None:
 
 
 def test_a_deployed_run_is_running_without_a_coordinator(database: Database) -> None:
-    """It waits for the next one: its lease, not a lock, says who leads it."""
+    """Its lease, not a lock, determines its coordinator."""
     deployed = database.create(replace(RUN, name="deployed"))
     deploy(database, "deployed")
     assert deployed.record.status is RunStatus.RUNNING

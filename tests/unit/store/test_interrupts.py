@@ -1,4 +1,4 @@
-"""Ctrl-C waits for a write's end."""
+"""Ctrl-C during a write waits until the write has ended."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ from fedlearn.store.runs import Database, sqlite_url
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[list[int]]:
-    """Have SIGTERM noted, and SIGINT raise KeyboardInterrupt."""
+    """Record SIGTERM, and let SIGINT raise KeyboardInterrupt."""
     terminations = list[int]()
     before = [
         (signal.SIGTERM, signal.signal(signal.SIGTERM, lambda each, _: terminations.append(each))),
@@ -29,7 +29,7 @@ def test_a_signal_waits_for_the_end(heard: list[int]) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert not heard
     assert heard == [signal.SIGTERM]
-    signal.raise_signal(signal.SIGTERM)  # the handlers are back
+    signal.raise_signal(signal.SIGTERM)  # the handlers are restored
     assert len(heard) == 2
 
 

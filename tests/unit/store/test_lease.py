@@ -1,4 +1,4 @@
-"""One coordinator at a time: whoever was taken over changes nothing any more."""
+"""The coordinator's lease: a coordinator that was replaced can no longer write."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ TTL_S = 4.0
 
 @pytest.fixture
 def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """A store with one deployed run, once of each kind."""
+    """A store with one deployed run, in each kind of database in turn."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         database.create(RUN)
         deploy(database, RUN.name)
@@ -46,13 +46,13 @@ def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
 
 
 def a_lease(database: Database, holder: str, clock: VirtualClock | None = None) -> Lease:
-    """A coordinator's lease; its clock has nothing to do with another's."""
+    """Return a coordinator's lease; each has its own clock, unless one is given."""
     clock = VirtualClock() if clock is None else clock
     return Lease(database, RUN.name, holder=holder, ttl_s=TTL_S, clock=clock)
 
 
 def taken_over(database: Database) -> tuple[Lease, Lease]:
-    """Return a holder that does not know that it was taken over, and the new one."""
+    """Return a holder that does not know that it was replaced, and the new holder."""
     old, clock = a_lease(database, "old"), VirtualClock()
     new = a_lease(database, "new", clock)
     assert old.try_acquire()
@@ -70,7 +70,7 @@ def checkpoint_after(round_num: int) -> Checkpoint:
 
 
 def test_a_run_is_deployed_once(database: Database) -> None:
-    """Under one id, with nobody at the helm."""
+    """It gets one id, and no coordinator yet."""
     first = deployment(database, RUN.name)
     assert deploy(database, RUN.name) == first
     assert len(first.run_id) == 32
@@ -83,7 +83,7 @@ def test_a_run_is_deployed_once(database: Database) -> None:
 
 
 def test_what_is_not_deployed_is_named(database: Database) -> None:
-    """A simulation cannot be paused; a run that is not there cannot be deployed."""
+    """A simulation cannot be paused, and a missing run cannot be deployed."""
     database.create(replace(RUN, name="calm-otter-18"))
     with pytest.raises(DeploymentError, match="'calm-otter-18' is deployed; did you mean 'calm-ot"):
         deployment(database, "calm-otter-18")
@@ -94,7 +94,7 @@ def test_what_is_not_deployed_is_named(database: Database) -> None:
 
 
 def test_the_holder_hears_what_the_operator_wants(database: Database) -> None:
-    """And the operator what the holder says of itself."""
+    """The operator can also read the holder's status."""
     lease = a_lease(database, "one")
     assert lease.try_acquire()
     assert lease.renew({"round_num": 3, "waits_for": ["clinic-a"]}) == "run"
@@ -107,7 +107,7 @@ def test_the_holder_hears_what_the_operator_wants(database: Database) -> None:
 
 
 def test_a_free_lease_is_taken_at_once_and_by_one(database: Database) -> None:
-    """The other waits."""
+    """The second coordinator has to wait."""
     one, two = a_lease(database, "one"), a_lease(database, "two")
     assert one.try_acquire()
     assert not two.try_acquire()
@@ -115,7 +115,7 @@ def test_a_free_lease_is_taken_at_once_and_by_one(database: Database) -> None:
 
 
 def test_a_silent_holder_is_taken_over_after_the_time_to_live(database: Database) -> None:
-    """Of the waiter's own clock, from when it first looked."""
+    """Measured by the waiting coordinator's own clock, from its first look."""
     clock = VirtualClock(1e6)
     one, two = a_lease(database, "one"), a_lease(database, "two", clock)
     assert one.try_acquire()
@@ -128,7 +128,7 @@ def test_a_silent_holder_is_taken_over_after_the_time_to_live(database: Database
 
 
 def test_a_holder_that_renews_is_never_taken_over(database: Database) -> None:
-    """However long a waiter waits."""
+    """However long another one waits."""
     clock = VirtualClock()
     one, two = a_lease(database, "one"), a_lease(database, "two", clock)
     assert one.try_acquire()
@@ -139,7 +139,7 @@ def test_a_holder_that_renews_is_never_taken_over(database: Database) -> None:
 
 
 def test_one_of_several_waiters_takes_over(database: Database) -> None:
-    """The others begin to wait for that one."""
+    """The others then wait for the new holder."""
     assert a_lease(database, "dead").try_acquire()
     clock = VirtualClock()
     waiting = [a_lease(database, f"waiter-{number}", clock) for number in range(3)]
@@ -150,7 +150,7 @@ def test_one_of_several_waiters_takes_over(database: Database) -> None:
 
 
 class Interrupted(VirtualClock):
-    """A clock that lets another coordinator go first, once, when it is read."""
+    """A clock whose third reading lets another coordinator acquire the lease first."""
 
     def __init__(self, database: Database) -> None:
         super().__init__()
@@ -159,13 +159,13 @@ class Interrupted(VirtualClock):
 
     def now_s(self) -> float:
         self.reads += 1
-        if self.reads == 3:  # after the look at the row, before its change
+        if self.reads == 3:  # after reading the row, before updating it
             assert self.other.try_acquire()
         return super().now_s()
 
 
 def test_a_change_between_looking_and_taking_is_noticed(database: Database) -> None:
-    """Two that have seen the same free lease do not both take it."""
+    """Two coordinators that saw the same free lease cannot both acquire it."""
     clock = Interrupted(database)
     lease = a_lease(database, "one", clock)
     assert not lease.try_acquire()
@@ -175,7 +175,7 @@ def test_a_change_between_looking_and_taking_is_noticed(database: Database) -> N
 
 
 def test_a_released_lease_is_taken_at_once(database: Database) -> None:
-    """An orderly end costs the next coordinator no wait."""
+    """After an orderly exit, the next coordinator need not wait."""
     one, two = a_lease(database, "one"), a_lease(database, "two")
     assert one.try_acquire()
     one.release()
@@ -188,14 +188,14 @@ def test_a_released_lease_is_taken_at_once(database: Database) -> None:
 
 
 def test_an_acquisition_of_which_no_answer_came_is_repeated(database: Database) -> None:
-    """The holder is known to be itself: it does not wait for its own silence."""
+    """The holder in the row is itself, so it does not wait for it to expire."""
     lease = a_lease(database, "one")
     assert a_lease(database, "one").try_acquire()
     assert lease.try_acquire()
 
 
 def test_a_holder_doubts_before_others_take_over(database: Database) -> None:
-    """Without asking anybody; a renewal ends the doubt."""
+    """By its own clock, without a query; a renewal restores its confidence."""
     clock = VirtualClock()
     lease = a_lease(database, "one", clock)
     assert not lease.is_held()
@@ -209,7 +209,7 @@ def test_a_holder_doubts_before_others_take_over(database: Database) -> None:
 
 
 def test_waiting_ends_when_it_is_told_to(database: Database) -> None:
-    """Or when the holder falls silent."""
+    """Otherwise it ends when the holder's lease expires."""
     assert a_lease(database, "dead").try_acquire()
     clock = VirtualClock()
     waiter = a_lease(database, "waiter", clock)
@@ -222,7 +222,7 @@ def test_waiting_ends_when_it_is_told_to(database: Database) -> None:
 
 
 def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None:
-    """Neither rounds, nor how the run ended, nor the journal; and it learns of it."""
+    """Neither rounds nor the run's status nor the journal. It gets an error."""
     old, new = taken_over(database)
     run_id = deployment(database, RUN.name).run_id
     run = database.run(RUN.name, guard=old.guard)
@@ -258,7 +258,7 @@ def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None
 def test_a_holder_that_stood_still_removes_no_checkpoint_of_its_successor(
     database: Database,
 ) -> None:
-    """It has committed and not tidied up yet; when it wakes, what is there is another's."""
+    """It paused between commit and cleanup; by then the checkpoints are its successor's."""
     lease = a_lease(database, "old")
     assert lease.try_acquire()
     run = database.run(RUN.name, guard=lease.guard)
@@ -284,7 +284,7 @@ def test_a_holder_that_stood_still_removes_no_checkpoint_of_its_successor(
 def test_a_run_that_begins_anew_is_another_one_to_its_clients(
     database: Database, begin_anew: Callable[[StoredRun], Checkpoint | None]
 ) -> None:
-    """What they hold answers the model that was dropped; nobody of a dropped cohort is asked."""
+    """Clients' replies belong to the dropped model, and the dropped cohort is not asked again."""
     lease = a_lease(database, "holder")
     assert lease.try_acquire()
     run = database.run(RUN.name, guard=lease.guard)
@@ -304,7 +304,7 @@ def test_a_run_that_begins_anew_is_another_one_to_its_clients(
 
 
 def test_the_new_holder_writes(database: Database) -> None:
-    """The control: the same guard, of the lease that is held."""
+    """Control: the guard of the lease that is held."""
     _, new = taken_over(database)
     run = database.run(RUN.name, guard=new.guard)
     journal = StoredJournal(database, RUN.name, guard=new.guard)
@@ -318,7 +318,7 @@ def test_the_new_holder_writes(database: Database) -> None:
 
 
 def test_a_lease_that_was_never_held_guards_too(database: Database) -> None:
-    """A standby does not write by mistake."""
+    """A standby cannot write by mistake."""
     run = database.run(RUN.name, guard=a_lease(database, "standby").guard)
     with pytest.raises(Fenced, match=r"coordinated by nobody \(epoch 0\), not by standby"):
         run.commit(checkpoint_after(0))

@@ -1,4 +1,4 @@
-"""The ledger in a database: of a population, whoever charges it."""
+"""The privacy ledger in a database: charges add up per population over runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ EXAMPLE = Event(ExampleCohorts(50, 5), 1.5)
 
 @pytest.fixture
 def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """An empty store, once of each kind."""
+    """An empty store, in each kind of database in turn."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         yield database
 
@@ -29,7 +29,7 @@ def charge(event: Event, *, count: int = 1) -> Charge:
 
 
 def test_charges_add_up_over_runs_by_population(database: Database) -> None:
-    """Equal events are one, whoever charged them; each run knows its own."""
+    """Equal events are added together; each run can also read its own charges."""
     first = StoredLedger(database, population="wards", run="a")
     second = StoredLedger(database, population="wards", run="b")
     other = StoredLedger(database, population="banks", run="c")
@@ -46,7 +46,7 @@ def test_charges_add_up_over_runs_by_population(database: Database) -> None:
 
 
 def test_turns_of_two_runs_stay_apart(database: Database) -> None:
-    """Each run rounds its own up; what a run charged in several processes is one."""
+    """Each run rounds its own turns up; charges of one run from several processes are added."""
     first = StoredLedger(database, population="wards", run="a")
     second = StoredLedger(database, population="wards", run="b")
     of_first, of_second = TURNS.charged_by("a"), TURNS.charged_by("b")
@@ -61,7 +61,7 @@ def test_turns_of_two_runs_stay_apart(database: Database) -> None:
 
 
 def test_a_charge_on_an_old_state_is_not_written(database: Database) -> None:
-    """Somebody has charged since: it may not be affordable any more."""
+    """Another run has charged since, so the charge may exceed the budget."""
     mine = StoredLedger(database, population="wards", run="a")
     theirs = StoredLedger(database, population="wards", run="b")
     assert theirs.charge(charge(POISSON), known={})
@@ -71,7 +71,7 @@ def test_a_charge_on_an_old_state_is_not_written(database: Database) -> None:
 
 
 def test_what_never_began_is_taken_back_from_ones_own_charge(database: Database) -> None:
-    """And from no other."""
+    """Other runs' charges are not changed."""
     mine = StoredLedger(database, population="wards", run="a")
     theirs = StoredLedger(database, population="wards", run="b")
     assert mine.charge(charge(POISSON, count=8), known={})
@@ -82,7 +82,7 @@ def test_what_never_began_is_taken_back_from_ones_own_charge(database: Database)
 
 
 def test_a_charge_outlives_the_connection(database_url: str, tmp_path: Path) -> None:
-    """It is there for whoever opens the store next."""
+    """It is there when the store is opened again."""
     with Database.open(database_url, runs_dir=tmp_path) as database:
         assert StoredLedger(database, population="wards", run="a").charge(charge(FIXED), known={})
     with Database.open(database_url, runs_dir=tmp_path) as database:

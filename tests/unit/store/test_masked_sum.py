@@ -1,4 +1,4 @@
-"""The masked sum of a round on disk: whole or not there, private, and never silently lost."""
+"""The masked sum of a round on disk: complete or absent, private, and never silently lost."""
 
 import errno
 import stat
@@ -23,7 +23,7 @@ def file_in(folder: Path, *, clock: VirtualClock | None = None) -> MaskedSumFile
 def test_a_sum_is_kept_in_place_of_the_last_and_forgotten(tmp_path: Path) -> None:
     file = file_in(tmp_path)
     assert file.read() == b""
-    file.clear()  # of what is not there
+    file.clear()  # clearing a missing file is fine
     for data in (b"first", b"second"):
         file.keep(data)
         assert file_in(tmp_path).read() == data
@@ -36,7 +36,7 @@ def test_a_sum_is_kept_in_place_of_the_last_and_forgotten(tmp_path: Path) -> Non
 def test_a_full_disk_is_waited_for_and_then_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round whose sum is not kept shall not be opened: a crash would then need a second one."""
+    """The sum must be stored before it is unmasked: after a crash it would be needed again."""
     clock = VirtualClock()
     file = file_in(tmp_path, clock=clock)
 

@@ -1,4 +1,4 @@
-"""A database that is away for a while costs that while and nothing else."""
+"""A database outage delays a run but does not end it."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ def patience(clock: VirtualClock) -> Patience:
 
 
 class Outage:
-    """A store, and any operation, that fails until a moment of its clock."""
+    """A store whose operations fail until a time of its clock."""
 
     def __init__(self, clock: VirtualClock, *, until_s: float) -> None:
         self.clock = clock
@@ -49,7 +49,7 @@ class Outage:
 
 
 def test_an_operation_is_tried_until_the_database_is_back() -> None:
-    """Soon at first, then every 5 s at the most; said once, and once when it is back."""
+    """Soon at first, then every 5 s; logged once, and once more when the database is back."""
     clock = VirtualClock()
     outage = Outage(clock, until_s=30.0)
     with capture_logs() as logs:
@@ -63,7 +63,7 @@ def test_an_operation_is_tried_until_the_database_is_back() -> None:
 
 
 def test_patience_ends() -> None:
-    """With the error of the last attempt, made when the time is up."""
+    """It raises the error of the last attempt, made when the time is up."""
     clock = VirtualClock()
     outage = Outage(clock, until_s=1e9)
     with pytest.raises(StoreUnavailable, match="connection refused"):
@@ -72,7 +72,7 @@ def test_patience_ends() -> None:
 
 
 def test_other_errors_are_not_waited_for() -> None:
-    """A disk that is broken does not mend itself."""
+    """A broken disk does not repair itself."""
 
     def fail() -> None:
         raise StoreError("the disk is broken")
@@ -84,7 +84,7 @@ def test_other_errors_are_not_waited_for() -> None:
 
 
 def test_a_run_waits_for_its_database(tmp_path: Path) -> None:
-    """Each operation by itself."""
+    """Each operation is retried by itself."""
     clock = VirtualClock()
     outage = Outage(clock, until_s=10.0)
     with journals_in(tmp_path) as empty:
@@ -102,7 +102,7 @@ def test_a_run_waits_for_its_database(tmp_path: Path) -> None:
 
 
 def test_a_round_is_opened_once_the_database_is_back(tmp_path: Path) -> None:
-    """And found, and forgotten."""
+    """Finding and forgetting a round work too."""
     clock = VirtualClock()
     outage = Outage(clock, until_s=10.0)
 

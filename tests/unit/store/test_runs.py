@@ -1,4 +1,4 @@
-"""The store keeps exactly what was committed, on SQLite and on PostgreSQL, whatever happens."""
+"""The store keeps exactly what was committed, on SQLite and PostgreSQL, despite crashes."""
 
 import json
 import math
@@ -53,7 +53,7 @@ RUN = replace(
     versions={"fedlearn": "0.1.0"},
 )
 
-# Goes on with a run, one committed round after the other, until it is killed.
+# Continues a run, committing one round after the other, until it is killed.
 COMMIT_FOR_EVER = """
 import sys
 from itertools import count
@@ -131,7 +131,7 @@ ROUNDS = st.builds(
 
 @pytest.fixture
 def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """An empty store, once of each kind."""
+    """An empty store, in each kind of database in turn."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         yield database
 
@@ -144,14 +144,14 @@ def run(database: Database) -> StoredRun:
 
 @pytest.fixture
 def sqlite_run(tmp_path: Path) -> Iterator[StoredRun]:
-    """A new run, where the kind of database cannot matter."""
+    """A new run in SQLite, for tests that do not depend on the database."""
     url = sqlite_url(tmp_path / "runs.db")
     with Database.open(url, runs_dir=tmp_path / "runs") as database:
         yield database.create(RUN)
 
 
 def a_round(round_num: int, *, num_clients: int = 3) -> RoundRecord:
-    """A round in which all report."""
+    """Return the record of a round in which all clients reported."""
     return RoundRecord(
         round_num=round_num,
         attempt=0,
@@ -170,20 +170,20 @@ def a_round(round_num: int, *, num_clients: int = 3) -> RoundRecord:
 
 
 def a_checkpoint(round_num: int, *, size: int = 8) -> Checkpoint:
-    """A checkpoint whose weights all equal its round."""
+    """Return a checkpoint whose weights all equal its round number."""
     weights = torch.full((size,), float(round_num))
     return Checkpoint(round_num=round_num, tensors={"params/w": weights}, values={"k": round_num})
 
 
 def advance(run: StoredRun, *, to: int, start: int = 0) -> None:
-    """Run and commit rounds, one commit each."""
+    """Append and commit rounds one by one."""
     for round_num in range(start, to):
         run.append(a_round(round_num))
         run.commit(a_checkpoint(round_num + 1))
 
 
 def assert_consistent(run: StoredRun) -> int:
-    """Check that rounds and checkpoint tell the same story; return how far it goes."""
+    """Check that rounds and checkpoint agree; return the number of finished rounds."""
     checkpoint = run.load()
     finished = 0 if checkpoint is None else checkpoint.round_num
     assert [record.round_num for record in run.rounds()] == list(range(finished))
@@ -206,7 +206,7 @@ def damage(path: Path) -> None:
 @given(records=st.lists(ROUNDS, max_size=3))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rounds_come_back_as_they_went_in(database: Database, records: list[RoundRecord]) -> None:
-    """NaN, infinities, order of arrival, and text included."""
+    """Including NaN, infinities, order of arrival, and text."""
     numbered = [replace(record, round_num=k) for k, record in enumerate(records)]
     run = database.create(replace(RUN, name=f"property-{uuid4().hex}"))
     for record in numbered:
@@ -216,7 +216,7 @@ def test_rounds_come_back_as_they_went_in(database: Database, records: list[Roun
 
 
 def comparable(record: RoundRecord) -> str:
-    """Return the record as text, in which NaN equals NaN; metrics have no order."""
+    """Return the record as text, so that NaN equals NaN; metrics are sorted."""
     metrics, in_training = (
         dict(sorted(each.items())) for each in (record.metrics, record.train_metrics)
     )
@@ -224,26 +224,26 @@ def comparable(record: RoundRecord) -> str:
 
 
 def test_a_run_comes_back_as_it_went_in(database: Database, run: StoredRun) -> None:
-    """By itself, by name and in the list."""
+    """Read directly, by name and from the list."""
     assert run.record == RUN
     assert database.run(RUN.name).record == RUN
     assert database.runs() == [RUN]
 
 
 def test_runs_are_listed_oldest_first(database: Database) -> None:
-    """Not by name."""
+    """They are not sorted by name."""
     for name in ("b", "c", "a"):
         database.create(replace(RUN, name=name))
     assert [record.name for record in database.runs()] == ["b", "c", "a"]
 
 
 def test_the_folder_of_a_run_has_its_configuration(run: StoredRun) -> None:
-    """Readable without the database."""
+    """It can be read without the database."""
     assert json.loads((run.path / "config.json").read_text()) == RUN.config
 
 
 def test_the_status_of_a_run_is_recorded(run: StoredRun) -> None:
-    """Failed with the reason, running again, done."""
+    """As failed with the reason, running again, and done."""
     run.finish(RunStatus.FAILED, error="3 reports, minimum 5")
     assert (run.record.status, run.record.error) == (RunStatus.FAILED, "3 reports, minimum 5")
     run.finish(RunStatus.RUNNING, error="")
@@ -253,7 +253,7 @@ def test_the_status_of_a_run_is_recorded(run: StoredRun) -> None:
 
 
 def test_the_last_rounds_are_summed_up(run: StoredRun) -> None:
-    """As the records would be, without reading each participation."""
+    """The summaries equal those of the full records, which need not be read."""
     for round_num in range(5):
         run.append(replace(a_round(round_num, num_clients=round_num), train_loss=math.nan))
     last = a_round(5)
@@ -272,7 +272,7 @@ def test_the_last_rounds_are_summed_up(run: StoredRun) -> None:
 
 
 def test_a_run_without_rounds_has_nothing_to_sum_up(run: StoredRun) -> None:
-    """Also a round that nobody took part in has its zeros."""
+    """A round without participants has counts of zero."""
     assert run.round_summaries(3) == []
     run.append(a_round(0, num_clients=0))
     run.commit(a_checkpoint(1))
@@ -280,7 +280,7 @@ def test_a_run_without_rounds_has_nothing_to_sum_up(run: StoredRun) -> None:
 
 
 def test_text_that_a_database_refuses_is_escaped(run: StoredRun) -> None:
-    """A client's failure may quote anything; the round is recorded nevertheless."""
+    """A client's failure may contain any text; the round must be recorded anyway."""
     hostile = Participation(ClientId(1), Status.FAILED, 1.0, 0, math.nan, "a\0b\ud800c")
     run.append(replace(a_round(0), participations=Participations.of([hostile])))
     run.commit(a_checkpoint(1))
@@ -288,7 +288,7 @@ def test_text_that_a_database_refuses_is_escaped(run: StoredRun) -> None:
 
 
 def test_a_stored_run_is_what_the_run_loop_asks_for(run: StoredRun) -> None:
-    """The protocol, checked by mypy; and nothing is there before the first commit."""
+    """It implements the protocol, checked by mypy. Before the first commit it is empty."""
     store: RunStore = run
     assert store is run
     assert run.load() is None
@@ -300,7 +300,7 @@ def test_a_stored_run_is_what_the_run_loop_asks_for(run: StoredRun) -> None:
 def test_appended_rounds_become_durable_with_the_next_commit(
     database: Database, run: StoredRun
 ) -> None:
-    """Not before: they would lie beyond the checkpoint."""
+    """Not earlier, or they would be ahead of the checkpoint."""
     run.append(a_round(0))
     run.append(a_round(1))
     assert database.run(RUN.name).rounds() == []
@@ -309,7 +309,7 @@ def test_appended_rounds_become_durable_with_the_next_commit(
 
 
 def test_two_checkpoints_are_kept_and_older_files_removed(run: StoredRun) -> None:
-    """Also what a crash has left behind goes."""
+    """Files left by a crash are removed too."""
     (run.path / "checkpoints" / ".round-000009-0123.safetensors.tmp").touch()
     write_checkpoint(a_checkpoint(99), folder=run.path / "checkpoints")
     advance(run, to=4)
@@ -318,7 +318,7 @@ def test_two_checkpoints_are_kept_and_older_files_removed(run: StoredRun) -> Non
 
 
 def test_a_second_commit_of_a_round_takes_the_place_of_the_first(run: StoredRun) -> None:
-    """The file of the first is never overwritten, only removed once the second stands."""
+    """The first file is never overwritten, only removed once the second is committed."""
     advance(run, to=2)
     first = run.checkpoints()[-1]
     run.commit(replace(a_checkpoint(2), values={"k": 2, "stopped": True}))
@@ -331,7 +331,7 @@ def test_a_second_commit_of_a_round_takes_the_place_of_the_first(run: StoredRun)
 
 
 def test_a_round_beyond_the_checkpoint_is_refused(sqlite_run: StoredRun) -> None:
-    """It would be run, and recorded, twice after a resume."""
+    """After a resume it would be run and recorded twice."""
     sqlite_run.append(a_round(1))
     with pytest.raises(ValueError, match="round 1 is not finished by a checkpoint of 1 rounds"):
         sqlite_run.commit(a_checkpoint(1))
@@ -339,7 +339,7 @@ def test_a_round_beyond_the_checkpoint_is_refused(sqlite_run: StoredRun) -> None
 
 
 def test_a_second_process_with_the_same_run_is_told(database: Database, run: StoredRun) -> None:
-    """Whoever commits a round second fails; what the first has committed stands."""
+    """The second process to commit a round gets an error; the first commit is kept."""
     other = database.run(RUN.name)
     advance(run, to=1)
     other.append(a_round(0, num_clients=1))
@@ -350,7 +350,7 @@ def test_a_second_process_with_the_same_run_is_told(database: Database, run: Sto
 
 
 def test_a_model_is_loaded_by_its_own_names(sqlite_run: StoredRun) -> None:
-    """Before there is a best one, it is the last; before there is any, none is made up."""
+    """Without a best model it is the last one; without any checkpoint it is an error."""
     for is_best in (True, False):
         with pytest.raises(StoreError, match=r"no checkpoint yet.*fedlearn resume calm-otter-17"):
             sqlite_run.weights(best=is_best)
@@ -364,7 +364,7 @@ def test_a_model_is_loaded_by_its_own_names(sqlite_run: StoredRun) -> None:
 
 
 def test_connections_that_are_all_in_use_pass(database_url: str, tmp_path: Path) -> None:
-    """That is the pool's own error, and none of the driver's: it is waited for as others are."""
+    """The pool's error, unlike the driver's, must also count as a temporary outage."""
     Database.open(database_url, runs_dir=tmp_path / "runs").close()
     engine = create_engine(database_url, pool_size=1, max_overflow=0, pool_timeout=0.01)
     with Database(engine, runs_dir=tmp_path / "runs") as database:
@@ -377,7 +377,7 @@ def test_connections_that_are_all_in_use_pass(database_url: str, tmp_path: Path)
 
 
 def test_a_run_goes_back_from_a_damaged_checkpoint(run: StoredRun) -> None:
-    """The error names the command; the rounds since then are forgotten and run again."""
+    """The error names the command; the rounds since are dropped and run again."""
     advance(run, to=2)
     for round_num in (2, 3):
         run.append(a_round(round_num))
@@ -394,7 +394,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(run: StoredRun) -> None:
 def test_checkpoints_are_kept_by_a_rule_and_the_run_goes_back_to_any_of_them(
     run: StoredRun,
 ) -> None:
-    """The last two, every third, and the best; what came after the one is forgotten."""
+    """The last two, every third, and the best are kept; rounds after a rollback are dropped."""
     run.retention = Retention(keep_last=2, keep_every=3, keep_best=True)
     for round_num in range(1, 9):
         run.append(a_round(round_num - 1))
@@ -421,7 +421,7 @@ def test_checkpoints_are_kept_by_a_rule_and_the_run_goes_back_to_any_of_them(
 
 
 def test_without_an_earlier_checkpoint_there_is_no_way_back(sqlite_run: StoredRun) -> None:
-    """The remedies do not promise what is not there."""
+    """The suggested fixes must not mention a checkpoint that does not exist."""
     advance(sqlite_run, to=1)
     damage(sqlite_run.checkpoints()[-1].path)
     with pytest.raises(CorruptCheckpoint, match="no earlier one is kept: start the run again"):
@@ -431,7 +431,7 @@ def test_without_an_earlier_checkpoint_there_is_no_way_back(sqlite_run: StoredRu
 
 
 def test_nothing_is_forgotten_for_a_checkpoint_that_is_damaged_too(sqlite_run: StoredRun) -> None:
-    """The rounds are at least still a record."""
+    """The rounds are kept, since they are at least a record."""
     advance(sqlite_run, to=3)
     damage(sqlite_run.checkpoints()[0].path)
     with pytest.raises(CorruptCheckpoint, match="no earlier one is kept"):
@@ -440,7 +440,7 @@ def test_nothing_is_forgotten_for_a_checkpoint_that_is_damaged_too(sqlite_run: S
 
 
 def test_a_full_disk_fails_the_commit_and_nothing_else(run: StoredRun) -> None:
-    """The kernel refuses the file; with space again, the same commit succeeds."""
+    """The kernel refuses the file; once there is space, the same commit succeeds."""
     advance(run, to=2)
     run.append(a_round(2))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -459,7 +459,7 @@ def test_a_full_disk_fails_the_commit_and_nothing_else(run: StoredRun) -> None:
 
 
 def test_a_full_disk_under_the_database_rolls_the_commit_back(sqlite_run: StoredRun) -> None:
-    """The checkpoint's file fits, the rows do not: neither counts."""
+    """The checkpoint file fits but the rows do not, so neither is committed."""
     advance(sqlite_run, to=2)
     sqlite_run.append(a_round(2, num_clients=10_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -476,7 +476,7 @@ def test_a_full_disk_under_the_database_rolls_the_commit_back(sqlite_run: Stored
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 600 kB of its own."""
+    """A separate file system of 600 kB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(disk)]
@@ -487,7 +487,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_fills_a_real_disk_and_goes_on_when_there_is_space(tiny_disk: Path) -> None:
-    """Database and files on the disk that is full."""
+    """Both the database and the files are on the full disk."""
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(bytes(100_000))
     with Database.open(sqlite_url(tiny_disk / "runs.db"), runs_dir=tiny_disk) as database:
@@ -505,7 +505,7 @@ def test_a_run_fills_a_real_disk_and_goes_on_when_there_is_space(tiny_disk: Path
 def test_a_killed_process_leaves_a_run_that_goes_on(
     launcher: Launcher, database_url: str, database: Database, run: StoredRun, tmp_path: Path
 ) -> None:
-    """Kill -9 in a loop of commits, three times over: no round is lost that was committed."""
+    """Kill -9 during a loop of commits, three times: no committed round is lost."""
     arguments = [database_url, str(database.runs_dir), RUN.name]
     script = tmp_path / "commit.py"
     script.write_text(COMMIT_FOR_EVER)
@@ -530,7 +530,7 @@ def test_a_killed_process_leaves_a_run_that_goes_on(
 def test_two_processes_create_runs_at_once(
     launcher: Launcher, database_url: str, tmp_path: Path
 ) -> None:
-    """They also create the database at once; every run gets a name of its own."""
+    """They also create the database at the same time; every run gets a unique name."""
     script = tmp_path / "create.py"
     script.write_text(CREATE_MANY)
     arguments = (database_url, str(tmp_path / "runs"), "20", str(tmp_path / "go"))
@@ -558,14 +558,14 @@ def test_two_processes_create_runs_at_once(
 
 
 def test_memorable_names_differ_from_seed_to_seed() -> None:
-    """And read as words and a number."""
+    """A name is two words and a number."""
     names = [next(memorable_names(Seed(k))) for k in range(200)]
     assert len(set(names)) > 195
     assert all(name.count("-") == 2 and name.isascii() for name in names)
 
 
 def test_a_name_is_taken_once(database: Database, run: StoredRun) -> None:
-    """By the row even where the folder is gone, by the folder even where the row is."""
+    """Either a row or a folder of this name is enough to refuse it."""
     advance(run, to=1)
     run.path.rename(run.path.with_name("moved"))
     with pytest.raises(StoreError, match="there is a run called 'calm-otter-17' already"):
@@ -579,7 +579,7 @@ def test_a_name_is_taken_once(database: Database, run: StoredRun) -> None:
 
 @pytest.mark.parametrize("left", ["", "checkpoints/", "checkpoints/ .config.json.01.tmp"])
 def test_what_a_killed_creation_has_left_takes_no_name(database: Database, left: str) -> None:
-    """A deployed run has one name only: each later start would fail at the folder."""
+    """A deployed run has a fixed name, so otherwise every later start would fail."""
     folder = database.runs_dir / RUN.name
     folder.mkdir()
     for name in left.split():
@@ -590,7 +590,7 @@ def test_what_a_killed_creation_has_left_takes_no_name(database: Database, left:
 
 
 def test_a_run_that_cannot_be_made_leaves_nothing(database: Database) -> None:
-    """With space again, it can."""
+    """Once there is space, creating it succeeds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -604,7 +604,7 @@ def test_a_run_that_cannot_be_made_leaves_nothing(database: Database) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "-a", "a b", "a\n", "x" * 65])
 def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path: Path, name: str) -> None:
-    """Least of all one that leads out of it."""
+    """Especially a name that leads out of the folder."""
     runs_dir = tmp_path / "runs"
     with Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=runs_dir) as database:
         with pytest.raises(StoreError, match="a run cannot be called"):
@@ -614,7 +614,7 @@ def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path: Path, name: str) 
 
 
 def test_an_unknown_run_suggests_the_nearest(database: Database, run: StoredRun) -> None:
-    """And says how to list them."""
+    """The message also says how to list runs."""
     with pytest.raises(StoreError, match=r"did you mean 'calm-otter-17'\? `fedlearn runs`"):
         database.run("calm-oter-17")
     with pytest.raises(StoreError, match="no run called 'zzz'; `fedlearn runs`"):
@@ -625,7 +625,7 @@ def test_an_unknown_run_suggests_the_nearest(database: Database, run: StoredRun)
 
 
 def differences(url: str, metadata: MetaData) -> list[object]:
-    """Return what Alembic would have to change in the database to match ``metadata``."""
+    """Return the changes that Alembic would make for the database to match ``metadata``."""
     engine = create_engine(url)
     with engine.connect() as connection:
         found = compare_metadata(MigrationContext.configure(connection), metadata)
@@ -643,7 +643,7 @@ def alembic_config(**attributes: object) -> Config:
 def test_the_revisions_lead_to_the_tables_of_this_version(
     database_url: str, database: Database
 ) -> None:
-    """Columns, types, nullability, keys; and the comparison does see a difference."""
+    """Columns, types, nullability and keys agree. Control: the comparison sees an added column."""
     assert differences(database_url, Base.metadata) == []
     other = MetaData()
     for table in Base.metadata.tables.values():
@@ -653,13 +653,12 @@ def test_the_revisions_lead_to_the_tables_of_this_version(
 
 
 def test_the_revisions_are_those_that_lead_to_one_another() -> None:
-    """Their files' names say what each of them says itself."""
+    """The order by file name agrees with the order that the revisions declare."""
     scripts = ScriptDirectory.from_config(alembic_config())
     assert migrations.revisions()[::-1] == [each.revision for each in scripts.walk_revisions()]
 
 
 def test_opening_twice_changes_nothing(database_url: str, run: StoredRun, tmp_path: Path) -> None:
-    """What was there is there."""
     advance(run, to=2)
     with Database.open(database_url, runs_dir=tmp_path / "runs") as again:
         assert assert_consistent(again.run(RUN.name)) == 2
@@ -668,7 +667,7 @@ def test_opening_twice_changes_nothing(database_url: str, run: StoredRun, tmp_pa
 def test_a_database_of_the_version_before_is_migrated(
     database_url: str, run: StoredRun, tmp_path: Path
 ) -> None:
-    """With all that is in it; from 0001, which had no deployments."""
+    """With its data; from revision 0001, which had no deployments."""
     advance(run, to=2)
     engine = create_engine(database_url)
     with engine.begin() as connection:
@@ -684,7 +683,7 @@ def test_a_database_of_the_version_before_is_migrated(
 def test_a_database_of_a_later_version_is_refused(
     database_url: str, database: Database, tmp_path: Path
 ) -> None:
-    """Before anything in it is touched."""
+    """Before anything is changed."""
     engine = create_engine(database_url)
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
@@ -706,7 +705,7 @@ def test_a_database_of_a_later_version_is_refused(
     ],
 )
 def test_a_url_that_is_no_store_is_refused(tmp_path: Path, url: str, message: str) -> None:
-    """With those that are."""
+    """The message lists the supported URLs."""
     with pytest.raises(StoreError, match=message + r".*sqlite:///FILE.*postgresql\+psycopg"):
         Database.open(url, runs_dir=tmp_path)
 
@@ -726,14 +725,14 @@ def test_a_url_that_is_no_store_is_refused(tmp_path: Path, url: str, message: st
     ],
 )
 def test_no_error_says_the_password(tmp_path: Path, rest: str, message: str) -> None:
-    """Nor does what it comes of, which a traceback shows; nothing listens on port 1."""
+    """Nor do its causes, which a traceback shows. Nothing listens on port 1."""
     with pytest.raises(StoreError, match=message) as error:
         Database.open(f"postgresql+psycopg://{rest}", runs_dir=tmp_path)
     assert "hunter" not in "".join(format_exception(error.value, chain=True)).replace(__file__, "")
 
 
 def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
-    """It may be the user's thesis."""
+    """The file may belong to the user."""
     path = tmp_path / "thesis.db"
     path.write_text("Chapter one. " * 1000)
     with pytest.raises(StoreError, match=r"thesis\.db.*not a database.*move it away"):
@@ -742,7 +741,7 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_locked_database_says_who_to_wait_for(tmp_path: Path) -> None:
-    """Another process that writes for longer than the timeout."""
+    """As when another process writes for longer than the timeout."""
     path = tmp_path / "runs.db"
     with Database.open(sqlite_url(path) + "?timeout=0", runs_dir=tmp_path) as database:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -755,7 +754,7 @@ def test_a_locked_database_says_who_to_wait_for(tmp_path: Path) -> None:
 
 
 def test_a_read_only_database_can_be_read(tmp_path: Path) -> None:
-    """Only writing fails."""
+    """Only writes fail."""
     path = tmp_path / "runs.db"
     with Database.open(sqlite_url(path), runs_dir=tmp_path) as database:
         database.create(RUN)
@@ -767,7 +766,7 @@ def test_a_read_only_database_can_be_read(tmp_path: Path) -> None:
 
 
 def test_a_runs_folder_that_is_a_file_is_an_error_with_its_path(tmp_path: Path) -> None:
-    """Nothing is created beside it."""
+    """Nothing is created next to it."""
     (tmp_path / "runs").touch()
     with pytest.raises(StoreError, match=r"/runs: File exists"):
         Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=tmp_path / "runs")
@@ -775,7 +774,7 @@ def test_a_runs_folder_that_is_a_file_is_an_error_with_its_path(tmp_path: Path) 
 
 
 def test_who_fails_several_times_in_a_buffer_has_failed_in_one_round(run: StoredRun) -> None:
-    """As a coordinator that has seen it counts; the control is another round of it."""
+    """The same count as by a live coordinator. Control: it fails in another round."""
     failed = Participation(ClientId(1), Status.FAILED, 1.0, reason="RuntimeError")
     reported = Participation(ClientId(0), Status.REPORTED, 1.0)
     for round_num in range(2):
@@ -786,7 +785,7 @@ def test_who_fails_several_times_in_a_buffer_has_failed_in_one_round(run: Stored
 
 
 def test_who_fails_in_a_row_is_on_record(database: Database, run: StoredRun) -> None:
-    """Since the last report, however long ago; rounds in which nobody reported do not count."""
+    """Failures since its last report count; rounds in which no client reported do not."""
     other = database.create(replace(RUN, name="other"))
     letters = {"r": Status.REPORTED, "f": Status.FAILED, "l": Status.LATE}
     by_client = {0: "rrrr-rr", 1: "frffflf", 2: "ff-ff-r", 3: "--f-f-l"}
