@@ -62,7 +62,7 @@ def test_coordinators_that_start_at_once_share_one_authority(tmp_path: Path) -> 
     assert len({authority.ca_pem for authority in authorities}) == 1
     assert len({authority.server_certificate()[0] for authority in authorities}) == 1
     assert len({authority.coordinator_key for authority in authorities}) == 1
-    assert len(list(tmp_path.iterdir())) == 5  # no temporary file is left
+    assert len(list(tmp_path.iterdir())) == 5  # no temporary files are left
     for authority in authorities:
         key, chain = authority.server_certificate()
         certificate = load_certificate(chain)
@@ -72,7 +72,7 @@ def test_coordinators_that_start_at_once_share_one_authority(tmp_path: Path) -> 
 
 
 def test_the_coordinators_own_key_signs_what_clients_have_pinned(tmp_path: Path) -> None:
-    """It is the same after a restart; a file that holds another kind of key is refused."""
+    """The key is the same after a restart. A file with another kind of key is refused."""
     authority = opened(tmp_path)
     signature = authority.signer.sign(b"terms")
     assert opened(tmp_path).coordinator_key == authority.coordinator_key
@@ -139,9 +139,9 @@ def test_a_coordinator_that_runs_on_renews_without_a_restart(tmp_path: Path) -> 
 
 
 def test_the_last_certificate_of_an_authority_is_not_made_again_and_again(tmp_path: Path) -> None:
-    """It ends with the authority, as any other would; its operator is told in time."""
+    """A new one would also end with the authority. The operator is warned in time."""
     opened(tmp_path)
-    days = [3640.0]  # 12 before the end
+    days = [3640.0]  # 12 days before the end
     with capture_logs() as logs:
         authority = Authority(
             tmp_path, host_names=(), now=lambda: str(START + timedelta(days=days[0]))
@@ -151,7 +151,7 @@ def test_the_last_certificate_of_an_authority_is_not_made_again_and_again(tmp_pa
             days[0] = later
             assert served(authority) == served(opened(tmp_path, days=later)) == last
     ends = [each["at"] for each in logs if each["event"] == "authority_ends"]
-    assert ends == [(START + timedelta(days=3652)).isoformat()] * 3  # once for each that was opened
+    assert ends == [(START + timedelta(days=3652)).isoformat()] * 3  # once per authority opened
     days[0] = 3652.0
     with pytest.raises(DeploymentError, match="authority ended"):
         authority.server_certificate()

@@ -1,4 +1,4 @@
-"""Who may be asked, by tags and by what clients say of themselves."""
+"""Which clients may be asked, by their tags and by what they report about themselves."""
 
 import pytest
 
@@ -21,7 +21,7 @@ CLIENT = EnrolledClient(
 
 
 def test_without_requirements_anybody_may_be_asked() -> None:
-    """Who says nothing of itself, too."""
+    """Even a client that reports nothing about itself."""
     assert Requirements().admits(CLIENT, Eligibility())
 
 
@@ -45,6 +45,6 @@ def test_without_requirements_anybody_may_be_asked() -> None:
 def test_each_requirement_admits_and_refuses(
     requirements: Requirements, told: Eligibility, lacking: str | None
 ) -> None:
-    """Who cannot tell whether it is so is not asked."""
+    """A client that does not know whether it meets a requirement is not asked."""
     assert requirements.missing(CLIENT, told) == ([] if lacking is None else [lacking])
     assert requirements.admits(CLIENT, told) == (lacking is None)

@@ -1,4 +1,4 @@
-"""The door's copy of the registry: when it is read again, and what is known if it cannot be."""
+"""The server's copy of the registry: when it is refreshed, and what holds if it cannot be."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from fedlearn.testing.registry import FreshRegistry
 
 @dataclass
 class CountedRegistry(FreshRegistry):
-    """A registry that can be away; counts how often it was looked at."""
+    """A registry that can be unavailable, and counts how often it is read."""
 
     num_looks: int = 0
     is_away: bool = False
@@ -47,7 +47,7 @@ async def looked_up(
 
 
 def test_those_that_are_not_known_share_a_look_at_the_registry() -> None:
-    """However often they call; a new one is found by the next."""
+    """However many calls there are; a new client is found by the next read."""
     registry = CountedRegistry()
     clinic = registry.enrol("clinic")
 
@@ -56,7 +56,7 @@ def test_those_that_are_not_known_share_a_look_at_the_registry() -> None:
         await enrolled.renew()
         assert registry.num_looks == 1
         assert await looked_up(enrolled, "clinic", 50) == [clinic] * 50
-        assert registry.num_looks == 1  # who is known costs none
+        assert registry.num_looks == 1  # known clients need no read
         assert await looked_up(enrolled, "nobody", 50) == [None] * 50
         assert registry.num_looks == 2
         newcomer = registry.enrol("newcomer")
@@ -68,7 +68,7 @@ def test_those_that_are_not_known_share_a_look_at_the_registry() -> None:
 
 
 def test_a_roster_says_whether_its_registry_could_be_read() -> None:
-    """What it has read stays; who is not in that may yet be a client."""
+    """It keeps what it read before, but an unknown client may be enrolled since."""
     registry = CountedRegistry(is_away=True)
     clinic = registry.enrol("clinic")
 

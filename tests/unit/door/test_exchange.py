@@ -1,4 +1,4 @@
-"""What the door knows of its exchanges: every reply gets one verdict, the same for good."""
+"""The state of exchanges: every reply gets one verdict, which never changes."""
 
 from fedlearn.core.messages import ClientId
 from fedlearn.door.exchange import (
@@ -97,7 +97,7 @@ def test_an_exchange_that_is_opened_again_has_no_verdicts_yet() -> None:
 
 
 def test_the_verdicts_on_many_small_questions_are_known_for_long() -> None:
-    """A client may ask hours later; control: of many large ones the oldest are forgotten."""
+    """A client may ask hours later. Control: of many large questions, the oldest are dropped."""
     for num_clients, is_known in (1, True), (1000, False):
         history = ExchangeHistory("run")
         for exchange in range(100):

@@ -1,6 +1,6 @@
-"""The wire reference is enough to join: an invitation read by its rules alone, and a real door.
+"""The wire reference is enough to join: a client that follows only its rules joins a real server.
 
-Of fedlearn the client here has only the protobuf definition.
+The client here uses nothing of fedlearn but the protobuf definition.
 """
 
 import base64
@@ -30,7 +30,7 @@ TLS_NAME = "fedlearn-coordinator"
 
 @dataclass(frozen=True)
 class Read:
-    """An invitation as the page describes it."""
+    """An invitation as the reference page describes it."""
 
     name: str
     addresses: list[str]
@@ -43,7 +43,7 @@ class Read:
 
 
 def read(content: bytes) -> Read:
-    """Read a file by the table of the page."""
+    """Parse an invitation file according to the page's table."""
     values = json.loads(content)
     assert values["fedlearn_invitation"] == 2
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", values["name"])
@@ -73,21 +73,21 @@ def door(tmp_path: Path) -> Iterator[LocalDoor]:
 
 @pytest.fixture
 def content(door: LocalDoor, tmp_path: Path) -> bytes:
-    """The file that an operator hands over."""
+    """The invitation file that an operator hands over."""
     path = tmp_path / "clinic-a.invitation"
     door.invitation("clinic-a").save(path)
     return path.read_bytes()
 
 
 def test_the_page_has_the_keys_of_an_invitation_and_no_others(content: bytes) -> None:
-    """In the table of its section."""
+    """The keys are listed in the table of the page's section."""
     section = PAGE.read_text().partition("## Invitation\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(json.loads(content))
     assert f"`{TLS_NAME}`" in section
 
 
 def test_a_client_joins_by_the_page_alone(content: bytes) -> None:
-    """It gets a certificate for its own key, from the authority of the invitation."""
+    """It gets a certificate for its own key, signed by the invitation's authority."""
     given = read(content)
     assert given.expires > datetime.now(UTC)
     assert given.coordinator_key is not None
@@ -122,7 +122,7 @@ def test_a_client_joins_by_the_page_alone(content: bytes) -> None:
 def test_the_door_shows_a_certificate_for_the_name_of_the_page(
     content: bytes, name: str, *, is_trusted: bool
 ) -> None:
-    """Checked by a library that knows nothing of fedlearn; control: another name."""
+    """Checked by Python's ssl module. Control: another name is refused."""
     given = read(content)
     context = ssl.create_default_context(cadata=given.ca_pem)
     context.set_alpn_protocols(["h2"])

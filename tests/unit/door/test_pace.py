@@ -1,4 +1,4 @@
-"""Pace: the rate of check-ins follows from what is measured, and nobody comes in a herd."""
+"""The pace of check-ins: the rate follows their measured cost, and clients return spread out."""
 
 from collections import Counter
 
@@ -10,10 +10,10 @@ from fedlearn.door.pace import Pace
 
 
 def test_the_rate_takes_half_a_core_whatever_a_check_in_costs() -> None:
-    """What was long ago counts little, and too few tell nothing."""
+    """Old measurements count little, and too few check-ins do not count."""
     clock = VirtualClock()
     pace = Pace(clock, share=0.5)
-    assert pace.rate_per_s == 100.0  # nothing is known
+    assert pace.rate_per_s == 100.0  # nothing measured yet
     pace.measured(cpu_s=1.0, num_check_ins=9)  # too few
     assert pace.rate_per_s == 100.0
     clock.sleep(200.0)
@@ -26,7 +26,7 @@ def test_the_rate_takes_half_a_core_whatever_a_check_in_costs() -> None:
 
 
 def test_all_of_a_rush_counts_also_what_came_before_the_first_hello() -> None:
-    """Two thousand shake hands for four seconds, and then say hello within two."""
+    """Two thousand clients connect during four seconds, then all say hello within two."""
     clock = VirtualClock()
     pace = Pace(clock, share=0.5)
     for num_check_ins in (0, 0, 0, 0, 1000, 1000):
@@ -36,7 +36,7 @@ def test_all_of_a_rush_counts_also_what_came_before_the_first_hello() -> None:
 
 
 def test_a_rate_at_its_least_is_measured_all_the_same() -> None:
-    """Something else had taken the processor; check-ins of 2 ms are so few, and more again soon."""
+    """After other work took the processor, few check-ins are measured, but the rate recovers."""
     clock = VirtualClock()
     pace = Pace(clock, share=0.5)
     for _ in range(30):
@@ -56,7 +56,7 @@ def test_what_costs_nothing_that_can_be_measured_changes_nothing() -> None:
 
 
 def test_a_late_event_loop_slows_check_ins_down_and_they_recover() -> None:
-    """To one a second at the least."""
+    """The rate never falls below one per second."""
     pace = Pace(VirtualClock(), share=0.5)
     for rate in (50.0, 25.0, 12.5):
         pace.look(late_s=0.5)
@@ -70,7 +70,7 @@ def test_a_late_event_loop_slows_check_ins_down_and_they_recover() -> None:
 
 
 def test_as_many_are_admitted_as_the_rate_says() -> None:
-    """Two seconds' worth at once, and then evenly."""
+    """Up to two seconds' worth at once, then evenly."""
     clock = VirtualClock()
     pace = Pace(clock, share=0.5)
     assert sum(pace.admits() for _ in range(1000)) == 200
@@ -79,9 +79,9 @@ def test_as_many_are_admitted_as_the_rate_says() -> None:
 
 
 def test_those_who_come_back_are_spread_evenly() -> None:
-    """A thousand take ten seconds; those that need not stay away for long fill the gaps.
+    """A thousand clients take ten seconds; those with a short absence fill the gaps.
 
-    A third more may come: whom nobody told when.
+    A third of the rate is left for clients that come unannounced.
     """
     clock = VirtualClock(7.3)
     pace = Pace(clock, share=0.5)
@@ -97,7 +97,7 @@ def test_those_who_come_back_are_spread_evenly() -> None:
 
 
 def test_who_comes_before_its_time_takes_no_second_place() -> None:
-    """A client whose device starts it again and again is in nobody's way."""
+    """A client that restarts over and over does not take other clients' places."""
     clock = VirtualClock()
     pace = Pace(clock, share=0.5)
     for _ in range(10_000):
@@ -110,14 +110,14 @@ def test_who_comes_before_its_time_takes_no_second_place() -> None:
 
 
 def test_one_client_comes_back_as_soon_as_it_may() -> None:
-    """Where there are few, nobody waits for the others."""
+    """With few clients, there is no reason to wait longer."""
     pace = Pace(VirtualClock(), share=0.5)
     assert 0.5 <= pace.after_s(0.5) < 2.0
 
 
 @pytest.mark.slow
 def test_a_slow_coordinator_has_clients_within_the_hour_all_the_same() -> None:
-    """Longer they would not stay away, whatever they are told."""
+    """Clients do not stay away longer than an hour, whatever they are told."""
     pace = Pace(VirtualClock(), share=0.5)
     for _ in range(20):
         pace.measured(cpu_s=60.0, num_check_ins=10)
@@ -129,7 +129,7 @@ def test_a_slow_coordinator_has_clients_within_the_hour_all_the_same() -> None:
 
 
 def test_what_is_past_is_forgotten() -> None:
-    """Bookings are as many as are still to come."""
+    """Only future bookings are kept."""
     clock = VirtualClock()
     pace = Pace(clock, share=0.5)
     for _ in range(5):

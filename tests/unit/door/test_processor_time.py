@@ -1,4 +1,4 @@
-"""Processor time of the door: its own threads count, and nothing that is computed beside them."""
+"""Processor time of the server: only its own threads count, not other threads of the process."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _BURNT_S = 0.2
 
 
 def burn() -> None:
-    """Take processor time in the thread that calls."""
+    """Use processor time in the calling thread."""
     thread = threading.get_native_id()
     end_s = thread_processor_s(thread) + _BURNT_S
     while thread_processor_s(thread) < end_s:
@@ -23,7 +23,7 @@ def burn() -> None:
 
 @contextmanager
 def thread(name: str) -> Iterator[Callable[[], None]]:
-    """Give a way to burn in a thread that the kernel knows by a name; it lives meanwhile."""
+    """Yield a function that burns time in another thread with this kernel name."""
     begin, burnt, is_named = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
     is_over = False
 
@@ -62,7 +62,7 @@ def test_the_loop_and_grpc_count_and_what_is_computed_beside_them_does_not() -> 
 
 
 def test_threads_that_come_and_go_count_from_when_they_are_found() -> None:
-    """All that such a one has taken; one that has ended takes nothing with it."""
+    """Then all of its time counts; a thread that ends does not reduce the total."""
     with thread("event_engine"):
         spent = ProcessorTime()
         with thread("event_engine") as newcomer:

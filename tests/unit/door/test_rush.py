@@ -1,4 +1,4 @@
-"""A rush of more clients than gRPC keeps by itself: each of them is told when to come back."""
+"""A rush of more clients than gRPC queues by itself: each is given a time to come back."""
 
 import asyncio
 from collections import Counter
@@ -13,15 +13,15 @@ from fedlearn.identity.identity import Identity
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
 
-#: Calls that gRPC holds by itself before it drops some: 1,000.
+#: Together more than the 1,000 calls that gRPC queues before it drops some.
 NUM_CONNECTIONS, PER_CONNECTION = 160, 8
-#: What gRPC says, and keeps saying, of a call that ended before its hello was noted as written.
-#: The door's status is lost then (https://github.com/grpc/grpc/issues/36066); a client calls again.
+#: gRPC's message for a call that ended before its hello was marked as written. The server's status
+#: is lost then (https://github.com/grpc/grpc/issues/36066), and a client calls again.
 _WRITE_FAILED = "Internal error from Core"
 
 
 async def rush(address: str) -> Counter[str]:
-    """Have all say hello at once; count what each is told, or how its call ended."""
+    """Let all clients say hello at once; count the answers, or how the calls ended."""
     hello = wire_pb2.FromClient(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, software="rush"))
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     channels = [grpc.aio.insecure_channel(address, options) for _ in range(NUM_CONNECTIONS)]

@@ -1,4 +1,4 @@
-"""The door with real gRPC on the loopback: tasks out, replies in, receipts back."""
+"""The server with real gRPC on the loopback: it sends tasks, takes replies, returns receipts."""
 
 import asyncio
 import errno
@@ -59,7 +59,7 @@ from fedlearn.transport.grpc_client import (
 T = TypeVar("T")
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
-WAIT_S = 60.0  # only a hang takes so long
+WAIT_S = 60.0  # exceeded only by a hang
 NEVER = 3600.0
 
 SETTINGS = DoorSettings(address="127.0.0.1:0", stall_timeout_s=WAIT_S, recovery_grace_s=1.0)
@@ -100,7 +100,7 @@ def envelope(
 
 @dataclass
 class Member:
-    """A client of the tests: it connects, notes what it is told, and does as it is bid."""
+    """A scripted client: it connects and records the messages that it receives."""
 
     name: str
     client_id: int
@@ -206,7 +206,7 @@ class Member:
             leave.cancel()
 
     async def _listen(self, session: DoorSession) -> None:
-        heard = self.told  # of this session alone
+        heard = self.told  # of this session only
         try:
             while (told := await session.receive()) is not None:
                 heard.put(told)
@@ -217,7 +217,7 @@ class Member:
 
 @dataclass
 class Site:
-    """A door and its clients."""
+    """A server and its clients."""
 
     folder: Path
     loop: LoopThread
@@ -282,7 +282,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 class Collecting:
-    """An exchange in a thread: what arrives, one at a time, when the test asks for it."""
+    """Runs an exchange in a thread, and hands replies to the test one at a time."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class Collecting:
             self.outcome.set_result(num)
 
     def next(self) -> tuple[int, Reply]:
-        """Return what has arrived; it is not consumed before :meth:`consume`."""
+        """Return the next reply that arrived; it is consumed only by :meth:`consume`."""
         return self.arrived.get(timeout=WAIT_S)
 
     def consume(self) -> None:
@@ -347,7 +347,7 @@ class Collecting:
         return self.outcome.result(WAIT_S)
 
     def goes_on(self) -> bool:
-        """Return whether it has not ended, though it has looked at its clock again."""
+        """Return whether the exchange is still open after it has checked its clock again."""
         done, _ = wait([self.outcome], timeout=0.5)
         return not done
 
@@ -389,7 +389,7 @@ def test_a_reply_is_accepted_only_once_it_is_consumed(site: Site) -> None:
 def test_a_reply_that_does_not_count_is_refused_with_the_reason_after_a_restart_too(
     site: Site,
 ) -> None:
-    """Control: one that counts, and one in which the client says itself that it failed."""
+    """Control: a reply that counts, and one in which the client itself reports a failure."""
     door = site.open()
     members = site.connected(door, 4)
     why = "the delta is not finite"
@@ -429,7 +429,7 @@ def test_a_client_that_is_set_aside_is_not_available_until_it_connects_anew(site
     bad, good = site.connected(door, 2)
     channel = door.channel()
     channel.set_aside(ClientId(bad.client_id))
-    channel.set_aside(ClientId(99))  # one that is not connected
+    channel.set_aside(ClientId(99))  # not connected
     assert channel.available() == (good.client_id,)
     bad.say(wire_pb2.FromClient(eligibility=wire_pb2.Eligibility(device="cuda")))
     wait_until(lambda: door.counters.messages == 1)
@@ -443,7 +443,7 @@ def test_a_client_that_is_set_aside_is_not_available_until_it_connects_anew(site
 
 
 def late_and_silent(site: Site, channel: DoorChannel) -> tuple[list[Member], list[wire_pb2.Task]]:
-    """Hold an exchange that has enough replies: one counts, one is late, one does not come."""
+    """Run an exchange with enough replies: one counts, one is late, and one never comes."""
     members = site.connected(site.doors[-1], 3)
     exchange = Collecting(channel, members, train_request(size=1_000_000), enough=1)
     tasks = [member.hear_task() for member in members]
@@ -471,7 +471,7 @@ def test_nobody_is_late_or_called_off_before_a_crash_cannot_undo_it(
         (tmp_path / "reply").write_bytes(encode(train_reply(1.0)))
         upload = silent.upload(tasks[2], tmp_path / "reply")
         Collecting(channel, [late, silent], train_request(1))
-        assert late.hear_task().key.round_num == 1  # and has heard nothing before
+        assert late.hear_task().key.round_num == 1  # and received nothing before
         assert silent.hear_task().key.round_num == 1
         assert not wait([upload], 0.3).done
         durable.set()
@@ -562,7 +562,7 @@ def test_whoever_is_not_needed_any_more_is_called_off_and_its_reply_is_late(site
     tasks = [member.hear_task() for member in members]
     members[0].answer(tasks[0], train_reply(0.0))
     exchange.next()
-    members[1].answer(tasks[1], train_reply(1.0))  # logged, and not consumed
+    members[1].answer(tasks[1], train_reply(1.0))  # logged but not consumed
     wait_until(lambda: door.counters.replies_logged == 2)
     exchange.consume()
     assert exchange.end() == 1
@@ -634,7 +634,7 @@ def test_a_large_request_is_downloaded_and_a_large_reply_uploaded(
 
 
 def test_a_request_that_is_asked_again_leaves_its_downloads_alone(site: Site) -> None:
-    """Another question of the same bytes takes the place of the file, and not its content."""
+    """Another question with the same bytes replaces the file without changing its content."""
     door = site.open()
     members = site.connected(door, 3)
     exchange = door.channel().open(deadline_s=math.inf)
@@ -651,7 +651,7 @@ def test_a_request_that_is_asked_again_leaves_its_downloads_alone(site: Site) ->
 
 
 def test_a_request_whose_file_was_cut_off_is_asked_for_again(site: Site, tmp_path: Path) -> None:
-    """Its client is not sent nothing for ever."""
+    """Otherwise its client would wait forever."""
     door = site.open()
     (member,) = site.connected(door, 1)
     exchange = door.channel().open(deadline_s=math.inf)
@@ -672,7 +672,7 @@ def test_a_request_whose_file_was_cut_off_is_asked_for_again(site: Site, tmp_pat
 def test_a_model_that_is_sent_ahead_is_downloaded_beside_the_task_in_work(
     site: Site, tmp_path: Path
 ) -> None:
-    """By those that take it; it is not asked, moves nobody in the status, and may be called off."""
+    """Only clients that take models ahead may download it; it is no task and may be called off."""
     door = site.open()
     taker = site.enrol("taker").connect(door, takes_ahead=True)
     other = site.enrol("other").connect(door)
@@ -691,7 +691,7 @@ def test_a_model_that_is_sent_ahead_is_downloaded_beside_the_task_in_work(
     with pytest.raises(ConnectionError, match="not asked of this client"):
         other.downloaded(ahead, tmp_path / "theirs")
     assert door.counters.sent_ahead == 1
-    taker.answer(ahead, train_reply(7.0, round_num=1))  # it answers no question
+    taker.answer(ahead, train_reply(7.0, round_num=1))  # a reply to no task
     taker.answer(task, train_reply(5.0))
     assert value_of(exchange.take()[1]) == 5.0
     assert taker.hear_receipt().key == task.key
@@ -704,7 +704,7 @@ def test_a_model_that_is_sent_ahead_is_downloaded_beside_the_task_in_work(
 
 
 def test_no_file_of_a_model_sent_ahead_is_left_once_it_is_called_off(site: Site) -> None:
-    """Until then it stays, whatever else is asked."""
+    """Until then the file is kept, whatever else is asked."""
     door = site.open()
     (member,) = site.connected(door, 1)
     channel = door.channel()
@@ -726,7 +726,7 @@ def requests_on_disk(site: Site) -> list[str]:
 def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that comes back; control: another model is another file."""
+    """Also a client that reconnects. Control: another model is another file."""
     door = site.open()
     members = site.connected(door, 3)
     asked = SecureTrainRequest(message=b"", train=train_request(size=1_000_000))
@@ -759,7 +759,7 @@ def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
 
 
 def test_a_personal_part_that_does_not_fit_into_a_task_asks_nobody(site: Site) -> None:
-    """Control: the largest that fits goes out."""
+    """Control: the largest part that fits is sent."""
     door = site.open()
     (member,) = site.connected(door, 1)
     channel, train = door.channel(), train_request()
@@ -787,7 +787,7 @@ async def upload_parts(
     then_stall: bool = False,
     half_until: asyncio.Event | None = None,
 ) -> tuple[int, grpc.StatusCode]:
-    """Send some bytes of an upload and break off; return the door's offset and its last word."""
+    """Send part of an upload and stop; return the server's offset and status code."""
     async with grpc.aio.insecure_channel(member.address) as channel:
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"/{wire.DOOR}/Upload"
@@ -804,7 +804,7 @@ async def upload_parts(
                 await half_until.wait()
         if not then_stall:
             await call.done_writing()
-            with suppress(grpc.aio.AioRpcError):  # what is wrong, the code says as well
+            with suppress(grpc.aio.AioRpcError):  # the status code is returned below
                 await call.read()
         return status.offset, await call.code()
 
@@ -842,7 +842,7 @@ def test_an_upload_that_was_cut_goes_on_where_it_ended(
 
 
 def test_an_upload_that_is_parked_is_told_at_once_to_come_again(site: Site, tmp_path: Path) -> None:
-    """One that waits for its verdict, and one that comes to its end; no disk is to blame."""
+    """One upload waits for its verdict and one is still in progress; the disk is not blamed."""
     door = site.open()
     first, waiting, halfway = site.connected(door, 3)
     members, request = [first, waiting, halfway], train_request(size=1_000_000)
@@ -900,7 +900,7 @@ def test_a_restart_yields_what_was_logged_first_and_waits_for_the_rest(site: Sit
     assert exchange.take()[0] == 1
     assert members[1].hear_receipt().verdict == Receipt.ACCEPTED
     members[0].answer(tasks[0], train_reply(0.0))
-    exchange.next()  # logged, and not consumed when the coordinator stops
+    exchange.next()  # logged but not consumed when the coordinator stops
     park(site)
     exchange.consume()
     with pytest.raises(Parked):
@@ -933,12 +933,12 @@ def test_a_closed_exchange_is_read_again_as_it_was(site: Site) -> None:
     door = site.open()
     again = Collecting(door.channel(), members, train_request(), deadline_s=NEVER)
     assert value_of(again.take()[1]) == 5.0
-    assert again.end() == 1  # without waiting for the one that was late
+    assert again.end() == 1  # without waiting for the late client
 
 
 @dataclass
 class LaterClock(VirtualClock):
-    """That of a process which was started so long after the first one."""
+    """The clock of a process that started ``later_s`` seconds after the first one."""
 
     later_s: float = 0.0
 
@@ -974,7 +974,7 @@ def test_after_a_restart_the_deadline_stands_and_clients_have_a_grace(
 def test_clients_have_a_grace_to_return_to_questions_that_an_earlier_process_asked(
     site: Site,
 ) -> None:
-    """Also where the exchange has no deadline; there is none for questions that are new."""
+    """Also without a deadline. New questions have no grace period."""
     door = site.open(clock=VirtualClock())
     (member,) = site.connected(door, 1)
     first = door.channel().open(deadline_s=math.inf)
@@ -994,14 +994,14 @@ def asked(members: list[Member], request: Request) -> dict[ClientId, Request]:
 
 
 def read(exchange: DoorExchange) -> tuple[int, float]:
-    """Return the next reply of an exchange: whose, and what it says."""
+    """Return the client and the value of an exchange's next reply."""
     arrival = exchange.next(until_s=WAIT_S)
     assert arrival is not None
     return arrival.client_id, value_of(arrival.reply)
 
 
 def test_an_exchange_is_asked_again_while_it_is_open(site: Site) -> None:
-    """Whoever has answered, and others; each question has a key of its own."""
+    """Both clients that have replied and others; each question has its own key."""
     door = site.open()
     first, second, third = site.connected(door, 3)
     exchange = door.channel().open(deadline_s=NEVER)
@@ -1010,7 +1010,7 @@ def test_an_exchange_is_asked_again_while_it_is_open(site: Site) -> None:
     first.answer(task, train_reply(1.0))
     assert read(exchange) == (0, 1.0)
     exchange.ask(asked([first, third], train_request(round_num=1)))
-    assert first.hear_receipt().verdict == Receipt.ACCEPTED  # before it hears of more
+    assert first.hear_receipt().verdict == Receipt.ACCEPTED  # before the next task
     again, other = first.hear_task(), third.hear_task()
     assert (again.key.round_num, again.key) == (1, other.key)
     third.answer(other, train_reply(3.0, round_num=1))
@@ -1020,7 +1020,7 @@ def test_an_exchange_is_asked_again_while_it_is_open(site: Site) -> None:
     first.answer(again, train_reply(4.0, round_num=1))
     assert read(exchange) == (0, 4.0)
     assert exchange.next(until_s=math.inf) is None
-    exchange.ask(asked([second], train_request(round_num=1)))  # the same round once more
+    exchange.ask(asked([second], train_request(round_num=1)))  # the same round again
     assert second.hear_receipt().verdict == Receipt.ACCEPTED
     more = second.hear_task()
     assert (more.key.round_num, more.key.exchange) == (1, 1)
@@ -1033,7 +1033,7 @@ def test_an_exchange_is_asked_again_while_it_is_open(site: Site) -> None:
 
 
 def test_a_client_whose_task_is_open_is_not_asked_again(site: Site) -> None:
-    """Nor is anyone else in that call; control: once its answer was returned, it is."""
+    """The whole call is refused. Control: once its reply was returned, it can be asked."""
     door = site.open()
     first, second = site.connected(door, 2)
     exchange = door.channel().open(deadline_s=NEVER)
@@ -1052,7 +1052,7 @@ def test_a_client_whose_task_is_open_is_not_asked_again(site: Site) -> None:
 
 
 def test_closing_an_exchange_makes_all_that_was_not_read_late(site: Site) -> None:
-    """To its first question and to those after it; who still works is called off."""
+    """This holds for all of its questions; clients that still work are called off."""
     door = site.open()
     first, second, third = site.connected(door, 3)
     exchange = door.channel().open(deadline_s=NEVER)
@@ -1080,7 +1080,7 @@ def test_closing_an_exchange_makes_all_that_was_not_read_late(site: Site) -> Non
 
 
 def test_waiting_for_a_reply_ends_when_it_is_told_to(site: Site) -> None:
-    """Before the deadline the exchange goes on; what is asked later has what is left of it."""
+    """The exchange stays open until its deadline; later tasks get the time that is left."""
     clock = VirtualClock()
     door = site.open(clock=clock)
     first, second = site.connected(door, 2)
@@ -1103,7 +1103,7 @@ def test_waiting_for_a_reply_ends_when_it_is_told_to(site: Site) -> None:
 
 
 def test_both_questions_of_an_exchange_are_seen_and_fetched(site: Site, tmp_path: Path) -> None:
-    """A request stays on the disk as long as its question is open."""
+    """A request stays on disk as long as its question is open."""
     door = site.open()
     first, second = site.connected(door, 2)
     exchange = door.channel().open(deadline_s=NEVER)
@@ -1120,7 +1120,7 @@ def test_both_questions_of_an_exchange_are_seen_and_fetched(site: Site, tmp_path
 
 
 def test_a_restart_finds_the_replies_to_each_question_that_is_put_again(site: Site) -> None:
-    """Those that were folded, and one that was logged only; the rest is waited for."""
+    """Both consumed replies and one that was only logged; it waits for the others."""
     door = site.open()
     first, second = site.connected(door, 2)
     exchange = door.channel(check=parked_when(site)).open(deadline_s=NEVER)
@@ -1136,7 +1136,7 @@ def test_a_restart_finds_the_replies_to_each_question_that_is_put_again(site: Si
     park(site)
     with pytest.raises(Parked):
         exchange.next(until_s=WAIT_S)
-    exchange.close()  # it is put aside: nobody is late
+    exchange.close()  # set aside, so no client is late
     site.shut(door)
 
     door = site.open()
@@ -1158,7 +1158,7 @@ def test_a_restart_finds_the_replies_to_each_question_that_is_put_again(site: Si
 def test_replies_wait_until_they_are_read_whether_they_are_durable_or_not(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on a disk that is slow."""
+    """Also while a slow disk has not stored them yet."""
     door, durable, append = site.open(), threading.Event(), ReplyLog.append
     members, channel = site.connected(door, 2), door.channel()
     assert channel.num_waiting() == 0
@@ -1226,7 +1226,7 @@ def test_what_an_earlier_process_has_logged_waits_as_well(site: Site) -> None:
 
 
 def test_what_a_client_took_is_what_it_took_whenever_a_restart_finds_its_reply(site: Site) -> None:
-    """An hour in which nobody was there is no time of its own, nor is it taken off."""
+    """An hour without a coordinator neither adds to the client's time nor reduces it."""
     clock = VirtualClock()
     door = site.open(clock=clock)
     (member,) = site.connected(door, 1)
@@ -1249,7 +1249,7 @@ def test_what_a_client_took_is_what_it_took_whenever_a_restart_finds_its_reply(s
 
 
 def test_an_exchange_that_was_put_aside_goes_on_in_the_same_process(site: Site) -> None:
-    """With the keys of all its questions."""
+    """All of its questions keep their keys."""
     door = site.open()
     first, second = site.connected(door, 2)
     channel = door.channel(check=parked_when(site))
@@ -1267,7 +1267,7 @@ def test_an_exchange_that_was_put_aside_goes_on_in_the_same_process(site: Site) 
 
 
 def test_a_question_that_all_have_answered_is_closed_when_another_is_put(site: Site) -> None:
-    """So that one that is asked for hours holds no file open for each; one that is open stays."""
+    """So a long exchange does not keep a file open per question. An unanswered one stays open."""
     door = site.open()
     first, second = site.connected(door, 2)
     channel = door.channel()
@@ -1333,7 +1333,7 @@ def test_only_a_leader_calls_a_reply_accepted(site: Site) -> None:
 
 
 def test_only_exchanges_that_were_held_wait_for_a_leader_to_be_answered(site: Site) -> None:
-    """A client makes up as many others as it likes."""
+    """Otherwise a client could invent any number of exchanges."""
     door = site.open()
     (member,) = site.connected(door, 1)
     exchange = Collecting(door.channel(), [member], train_request(round_num=5))
@@ -1370,7 +1370,7 @@ def test_evaluations_leave_nothing_on_the_disk(site: Site) -> None:
 
 
 def test_a_model_is_measured_in_the_attempt_that_has_made_it(site: Site) -> None:
-    """A reply about the model of an attempt that was repeated is of another exchange."""
+    """A reply about the model of a repeated attempt belongs to another exchange."""
     (member,) = site.connected(site.open(), 1)
     channel = site.doors[0].channel()
     attempts = []
@@ -1401,7 +1401,7 @@ def test_a_coordinator_that_was_taken_over_takes_no_request_away(
     Collecting(old.channel(), [member], other)
     wait_until(lambda: old.status()["exchange"] is not None)
     assert len(member.downloaded(task, tmp_path / "request")) == task.num_bytes
-    site.open()  # and one that takes over from both removes what they have left
+    site.open()  # a third one, which takes over, removes what both left
     assert not requests_on_disk(site)
     with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*try again later"):
         member.downloaded(task, tmp_path / "again")
@@ -1411,7 +1411,7 @@ def test_a_coordinator_that_was_taken_over_takes_no_request_away(
 def test_a_download_comes_in_chunks_that_keep_no_beat_waiting_for_long(
     site: Site, beat_s: float
 ) -> None:
-    """In larger ones where there are no beats. Both from any offset, and complete."""
+    """Without beats, chunks are larger. In both cases the download is complete from any offset."""
     door = site.open(beat_s=beat_s)
     (member,) = site.connected(door, 1)
     request = train_request(size=500_000)
@@ -1440,7 +1440,7 @@ def test_a_download_comes_in_chunks_that_keep_no_beat_waiting_for_long(
 def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:
     door = site.open()
     member, watched = site.enrol("downloads"), site.enrol("watched").connect(door)
-    member.address = door.address  # it has no session that could be cut
+    member.address = door.address  # it has no session to cut
     request = train_request(size=5_000_000)
     Collecting(door.channel(), [member], request)
     wait_until(lambda: door.status()["exchange"] is not None)
@@ -1448,7 +1448,7 @@ def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:
 
     async def downloaded() -> tuple[int, grpc.StatusCode]:
         asked = wire_pb2.DownloadRequest(digest=digest_of(encode(request)))
-        # A window that follows the link's speed would have let all of it be under way.
+        # With an adaptive window, the whole request could already be in flight.
         fixed = [("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(member.address, fixed) as channel:
             method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
@@ -1475,7 +1475,7 @@ def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:
 
 
 def test_a_client_that_is_revoked_within_an_upload_is_heard_no_further(site: Site) -> None:
-    """Not even by the bytes that would complete it; control: the same parts make a reply above."""
+    """Not even the bytes that would complete it. Control: the same parts are a reply above."""
     door = site.open()
     (member,) = site.connected(door, 1)
     Collecting(door.channel(), [member], train_request(size=1_000_000))
@@ -1536,7 +1536,7 @@ def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
 def test_a_door_that_stops_closes_no_file_that_is_still_written(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loop cancels whatever waits, once and again; a write in a thread goes on meanwhile."""
+    """Its event loop cancels all waiting tasks, but a write in a thread continues."""
     monkeypatch.setattr(door_server, "_STOP_S", 0.0)
     door = site.open()
     (member,) = site.connected(door, 1)
@@ -1615,7 +1615,7 @@ def test_clients_are_available_while_they_are_connected_and_eligible(site: Site)
 
 @pytest.mark.slow
 def test_who_is_connected_and_what_clients_say_is_written_down(site: Site) -> None:
-    """Of who left, as it was; a number that no database takes is no error; of a look, nothing."""
+    """A client that left keeps its record. A huge number is no error. A look is not recorded."""
     door = site.open()
     first, second, looker = (site.enrol(name) for name in ("first", "second", "looker"))
     first.connect(door, num_examples=250)
@@ -1634,7 +1634,7 @@ def test_who_is_connected_and_what_clients_say_is_written_down(site: Site) -> No
 
 
 def test_after_a_crash_only_those_who_come_back_are_connected(site: Site) -> None:
-    """Whoever is fenced off writes nothing; a door that is closed in order has nobody connected."""
+    """A server that does not lead writes nothing; an orderly stop marks all as disconnected."""
     gone = Contact(
         client_id=ClientId(7),
         is_connected=True,
@@ -1709,7 +1709,7 @@ def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
 
     assert all(enters(number) for number in range(1000))
     assert not enters(1000)
-    assert looked == [1000]  # all are here for less than their time
+    assert looked == [1000]  # all have been connected for less than their minimum
     clock.sleep(60.0)
     assert enters(1001)
     assert looked[1:] == [0, 1]
@@ -1745,7 +1745,7 @@ def test_nobody_is_sent_away_while_a_crashed_exchange_waits_for_its_cohort(site:
 
 
 class DefectiveRegistry(FreshRegistry):
-    """Once it is broken, it raises what no registry should."""
+    """A registry that raises an unexpected error once it is broken."""
 
     is_broken = False
 
@@ -1756,7 +1756,7 @@ class DefectiveRegistry(FreshRegistry):
 
 
 def test_a_door_that_goes_blind_says_so(site: Site) -> None:
-    """Revoked clients would be heard on; one that is only stopped says nothing."""
+    """Else revoked clients would still be served. Control: a stopped server reports nothing."""
     registry = DefectiveRegistry(SystemClock())
     site.registry = registry
     told = Queue[StoreError]()
@@ -1776,21 +1776,21 @@ def test_stopping_asks_clients_to_come_back(site: Site) -> None:
     site.shut(door)
     told = member.hear()
     assert told is not None
-    assert 0.0 < told.come_back.after_s <= 2.5  # half a second, and a moment of the second after
+    assert 0.0 < told.come_back.after_s <= 2.5  # half a second and up to two more
     assert member.hear() is None
 
 
 class Steady(Pace):
-    """One whose event loop is never late, however busy the machine is."""
+    """A pace whose event loop is never late, however busy the machine is."""
 
     def look(self, *, late_s: float) -> None:
-        """Take none of it."""
+        """Ignore the delay."""
         del late_s
         super().look(late_s=0.0)
 
 
 def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
-    """Return a pace that has measured what gives this rate."""
+    """Return a pace with measurements that give this rate."""
     pace = Steady(clock, share=0.5)
     pace.measured(cpu_s=0.5 * 100 / rate_per_s, num_check_ins=100)
     assert pace.rate_per_s == pytest.approx(rate_per_s)
@@ -1798,7 +1798,7 @@ def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
 
 
 def test_clients_come_back_as_many_a_second_as_the_coordinator_can_take(site: Site) -> None:
-    """Each at a moment of its own; every third moment is for others."""
+    """Each gets its own time; a third of the rate is left for other clients."""
     door = site.open(pace=paced(SystemClock(), rate_per_s=3.0))
     door.want(8)
     members = site.connected(door, 8)
@@ -1811,7 +1811,7 @@ def test_clients_come_back_as_many_a_second_as_the_coordinator_can_take(site: Si
 
 
 def told_to_wait(member: Member, door: Door) -> float | None:
-    """Have a client connect; return how long it is to stay away, if it is."""
+    """Let a client connect; return how long it should stay away, if it is sent away."""
     try:
         member.connect(door)
     except ComeBackLater as later:
@@ -1820,7 +1820,7 @@ def told_to_wait(member: Member, door: Door) -> float | None:
 
 
 def test_who_comes_too_soon_comes_again_unless_it_is_needed(site: Site) -> None:
-    """By the round that is open, or by one that waits for more clients than may be asked."""
+    """A client is needed by an open round, or by one that waits for more clients."""
     door = site.open(pace=paced(SystemClock(), rate_per_s=1.0))
     needed, *others = [site.enrol(f"client-{number}") for number in range(12)]
     Collecting(door.channel(), [needed], train_request())
@@ -1837,7 +1837,7 @@ def test_who_comes_too_soon_comes_again_unless_it_is_needed(site: Site) -> None:
 
 
 def test_who_comes_again_before_its_time_takes_no_second_place(site: Site) -> None:
-    """Nor is it told to come ever later."""
+    """Nor is its time postponed further and further."""
     door = site.open(pace=paced(SystemClock(), rate_per_s=1.0))
     impatient = site.enrol("impatient")
     after_s = [each for each in (told_to_wait(impatient, door) for _ in range(15)) if each]
@@ -1905,7 +1905,7 @@ def test_a_full_disk_refuses_a_reply_that_comes_again_later(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         small.answer(task, train_reply(1.0))
-        assert small.hear() is None  # its session has ended, with words to try again
+        assert small.hear() is None  # its session has ended, and it should try again
         with pytest.raises(ConnectionError, match=r"RESOURCE_EXHAUSTED.*try again"):
             large.upload(task, path).result(WAIT_S)
     small.connect(door)
@@ -1938,7 +1938,7 @@ def test_what_a_round_waits_for_space_for_its_request_is_no_time_of_its_clients(
 
 
 def open_files() -> list[str]:
-    """Return the names of all files that this process has open."""
+    """Return the paths of all files that this process has open."""
     names = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -1977,7 +1977,7 @@ def phase_of(door: Door, member: Member) -> object:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
+    """Wait until another thread has made the condition true."""
     waited, clock = threading.Event(), SystemClock()
     end_s = clock.now_s() + WAIT_S
     while not condition():
@@ -1986,7 +1986,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def never() -> None:
-    """A check that finds nothing."""
+    """A check that never stops the exchange."""
 
 
 def parking() -> None:
@@ -1994,7 +1994,7 @@ def parking() -> None:
 
 
 def parked_when(site: Site) -> Callable[[], None]:
-    """A check that finds the site's folder marked."""
+    """Return a check that parks once :func:`park` was called."""
 
     def check() -> None:
         if (site.folder / "park").exists():

@@ -1,4 +1,4 @@
-"""The log of replies: whole after any crash, unharmed by a full disk."""
+"""The log of replies: intact after any crash, and not damaged by a full disk."""
 
 import errno
 import json
@@ -101,7 +101,7 @@ def record(kind: int, body: bytes) -> bytes:
 def test_a_whole_record_that_means_nothing_is_refused(
     tmp_path: Path, kind: int, key: str, holds: str
 ) -> None:
-    """Another version wrote it: what is in the log is neither dropped nor guessed."""
+    """Another version wrote it, so its contents are neither dropped nor guessed."""
     bodies = {
         0: json.dumps(asdict(OPENED)).encode(),
         3: json.dumps(asdict(Closed(num_consumed=1, by_itself=True))).encode(),
@@ -165,7 +165,7 @@ def test_a_log_says_how_its_exchange_ended(tmp_path: Path, *, by_itself: bool) -
     assert (name, ended.closed, len(ended.replies)) == ("x", closed, 2)
     assert not list(ended_exchanges(tmp_path, run_id="other"))
     again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
-    assert (again.closed is not None) == by_itself  # one that had enough may go on
+    assert (again.closed is not None) == by_itself  # one with enough replies may continue
     again.close(closed)
     assert [each.closed for _, each in ended_exchanges(tmp_path, run_id="run")] == [closed]
 
@@ -173,13 +173,13 @@ def test_a_log_says_how_its_exchange_ended(tmp_path: Path, *, by_itself: bool) -
 def test_a_log_that_closed_by_itself_stays_closed_however_often_it_is_opened(
     tmp_path: Path,
 ) -> None:
-    """Whoever was told that it came too late does not count after a second crash either."""
+    """A client that was told it is late must not count after a second crash either."""
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
     logged(log, [draft(0), draft(1), draft(2)])
     closed = Closed(num_consumed=2, by_itself=True)
     log.close(closed)
     content = (tmp_path / "x" / "replies.log").read_bytes()
-    for ended in (None, closed, None):  # a crash, a round that is read again, another crash
+    for ended in (None, closed, None):  # a crash, a round that is replayed, another crash
         again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
         assert (again.closed, len(again.replies)) == (closed, 3)
         again.close(ended)
@@ -228,7 +228,7 @@ def test_a_log_that_cannot_be_made_says_where(
 def test_a_log_that_cannot_be_made_leaves_no_file_open_and_none_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """What is left would look like an exchange that has begun, and cost its clients time."""
+    """A file left behind would look like an exchange that was opened, with an early deadline."""
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full_disk)
@@ -252,7 +252,7 @@ def test_a_disk_that_turns_read_only_refuses_replies_and_does_not_end_the_writer
     refused: list[Future[WriteResult]] = [Future(), Future()]
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", read_only_disk)
-        patch.setattr(os, "unlink", read_only_disk)  # it refuses names that are not there, too
+        patch.setattr(os, "unlink", read_only_disk)  # refuses missing names, too
         for outcome in refused:
             writer.put(log, draft(1), outcome.set_result)
             assert isinstance(outcome.result(60.0), OSError)
@@ -277,7 +277,7 @@ def test_a_cut_upload_goes_on_with_what_is_there(tmp_path: Path) -> None:
 def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is left out or written twice, and each byte is hashed once."""
+    """No byte is lost or written twice, and each is hashed once."""
     write, at_most = os.write, iter([2, 1, 100, 4, 1])
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: next(at_most)]))
     chunks = (b"01234", b"", b"56789")

@@ -1,4 +1,4 @@
-"""What supervisors and Prometheus are told, over real HTTP."""
+"""Health checks and Prometheus metrics, over real HTTP."""
 
 import socket
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from fedlearn.errors import DeploymentError
 
 @dataclass
 class Told:
-    """A coordinator whose state the test sets."""
+    """A coordinator's state, set by the test."""
 
     now: Snapshot = field(default_factory=lambda: Snapshot(run="clinics"))
     stuck: str = ""
@@ -38,7 +38,7 @@ def got(telemetry: Telemetry, path: str) -> tuple[int, str]:
 
 
 def test_a_coordinator_that_waits_for_its_turn_lives_but_is_not_ready() -> None:
-    """And is once it serves: the verdict is of the moment."""
+    """It is ready once it serves; each answer reflects the current state."""
     told = Told(Snapshot(run="clinics", not_ready="another coordinator holds the lease"))
     with serving(told) as telemetry:
         assert got(telemetry, "/livez") == (200, "ok\n")
@@ -48,7 +48,7 @@ def test_a_coordinator_that_waits_for_its_turn_lives_but_is_not_ready() -> None:
 
 
 def test_a_coordinator_in_which_a_thread_is_stuck_does_not_live() -> None:
-    """Ready or not: a supervisor restarts it."""
+    """Ready or not, its supervisor should restart it."""
     told = Told()
     with serving(told) as telemetry:
         told.stuck = "the thread of the rounds has shown no sign of life for 700 s"
@@ -64,7 +64,7 @@ def exported(page: str) -> set[str]:
 
 
 def test_metrics_are_what_prometheus_reads() -> None:
-    """Counters end in _total, labels stand in braces, and that of the run at all of them."""
+    """Counters end in _total, labels are in braces, and each metric has the run's label."""
     told = Told(
         Snapshot(
             run="clinics",
@@ -90,7 +90,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
 
 
 def test_a_histogram_is_what_prometheus_reads() -> None:
-    """Buckets add up, the last one has no bound, and there are a count and a sum."""
+    """Buckets are cumulative, the last one is unbounded, and there are a count and a sum."""
     seconds = Histogram((0.5, 10.0))
     for value in (0.25, 0.5, 4.0, 100.0):
         seconds.observe(value)
@@ -107,7 +107,7 @@ def test_a_histogram_is_what_prometheus_reads() -> None:
 
 
 def test_a_measure_of_the_runs_own_is_said_to_be_one() -> None:
-    """Nobody else knows what it means."""
+    """Its help text says that the run defines it."""
     told = Told(Snapshot(run="a", gauges={"dose_error": 0.1}))
     with serving(told) as telemetry:
         _, page = got(telemetry, "/metrics")
@@ -115,7 +115,7 @@ def test_a_measure_of_the_runs_own_is_said_to_be_one() -> None:
 
 
 def test_two_coordinators_in_one_process_have_metrics_of_their_own() -> None:
-    """There is no registry of the process."""
+    """Metrics are not shared within a process."""
     first, second = (
         Told(Snapshot(run="clinics", gauges={"round": 1})),
         Told(Snapshot(run="clinics", gauges={"round": 2})),
@@ -126,13 +126,13 @@ def test_two_coordinators_in_one_process_have_metrics_of_their_own() -> None:
 
 
 def test_nothing_else_is_served() -> None:
-    """An unknown path is not found."""
+    """An unknown path gives 404."""
     with serving(Told()) as telemetry:
         assert got(telemetry, "/")[0] == 404
 
 
 def test_an_address_in_use_is_an_error_with_the_key_to_change() -> None:
-    """Two coordinators with one configuration on one machine."""
+    """As with two coordinators with the same configuration on one machine."""
     with (
         serving(Told()) as first,
         pytest.raises(DeploymentError, match=r"coordinator\.http_address.*name a free port"),

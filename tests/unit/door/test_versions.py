@@ -1,4 +1,4 @@
-"""A coordinator and clients of the version before, by recorded messages and a strict reader."""
+"""Compatibility with the previous version, by recorded messages and a strict reader."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from fedlearn.transport import wire
 from fedlearn.transport.grpc_client import NAME_METADATA
 from fedlearn.transport.wire_pb2 import FromClient, FromCoordinator, Hello
 
-#: What version 4 reads: by kind of message the fields of its header, all of them and no others.
+#: Fields of the header that version 4 reads, by kind of message: exactly these.
 TRAINING = {"round_num", "attempt", "settings", "seed", "order"}
 FIELDS_OF_4 = {
     "train_request": TRAINING,
@@ -44,7 +44,7 @@ SGD_OF_4 = {
     "keep_momentum",
 }
 
-#: A request as a coordinator of version 4 sent it: header and tensors, in hexadecimal.
+#: The header of a request as a coordinator of version 4 sent it.
 RECORDED = (
     '{"kind": "train_request", "fields": {"round_num": 3, "attempt": 0, "settings": {"update": '
     '"sgd", "epochs": 1, "batch_size": 8, "shuffle": true, "learning_rate": 0.1, "momentum": 0.0, '
@@ -62,7 +62,7 @@ def recorded_request() -> bytes:
 
 
 def read_by_4(data: bytes) -> dict[str, object]:
-    """Read a header as version 4 does: it refuses another version, and other fields."""
+    """Read a header like version 4, which refuses other versions and other fields."""
     magic, version, size = struct.unpack_from("<2sBI", data)
     assert (magic, version) == (b"FL", 4)
     header = json.loads(data[7 : 7 + size])
@@ -94,7 +94,7 @@ def test_the_protocols_name_the_formats_that_the_codec_reads() -> None:
 
 def test_a_client_of_the_version_before_reads_its_requests() -> None:
     with pytest.raises(AssertionError):
-        read_by_4(encode(request()))  # control: the newest has more
+        read_by_4(encode(request()))  # control: the newest version has more
     fields = read_by_4(encode(request(), newest=4))
     settings = fields["settings"]
     assert isinstance(settings, dict)
@@ -174,7 +174,7 @@ def test_a_client_whose_replies_cannot_be_read_is_refused_until_it_is_upgraded()
 
 
 async def first_two_messages(address: str, name: str, *, protocol: int) -> list[FromCoordinator]:
-    """Connect as a client of another version does; return the first two messages."""
+    """Connect like a client of another version; return the first two messages."""
     async with grpc.aio.insecure_channel(address) as channel:
         session: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
         session = channel.stream_stream(f"/{wire.DOOR}/Session")
