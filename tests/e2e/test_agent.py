@@ -1,4 +1,4 @@
-"""An application with an agent, its training process and a real door."""
+"""Applications with an agent, its training process and a real door."""
 
 import asyncio
 import math
@@ -36,12 +36,12 @@ from fedlearn.testing.local_door import ANYWHERE
 from fedlearn.transport.grpc_client import enrol
 
 WAIT_S = 120.0
-#: For a training that is to come to nothing: time to begin.
+#: Deadline of a training that is meant to fail; long enough for it to start.
 SHORT_S = 12.0
 CLOCK = SystemClock()
 MODEL = {"weight": torch.zeros(4)}
 
-#: Trains in steps of a hundredth of a second until a file ``free`` lies beside it.
+#: Trains in steps of a hundredth of a second until there is a file ``free`` next to it.
 SOURCE = """
 import multiprocessing
 import os
@@ -162,13 +162,13 @@ def without_library():
 
 
 class Application:
-    """What an application has: a folder, a trainer, and ears."""
+    """An application: a folder, a trainer, and a queue of progress events."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.home = folder, folder / "home"
         self.trainer = folder / "trainer.py"
         self.trainer.write_text(SOURCE)
-        self.invitation = folder / "nobodys.invitation"  # for a trainer that is never made
+        self.invitation = folder / "nobodys.invitation"  # for a trainer that is never built
         self.invitation.touch()
         self.events: queue.Queue[AgentEvent] = queue.Queue()
 
@@ -198,12 +198,12 @@ while not agent.status().pid:
         (self.folder / "free").touch()
 
     def stopped_unix_s(self) -> float:
-        """Return when the trainer heard at a batch that it is to stop; inf: it was killed."""
+        """Return when the trainer was told to stop at a batch; infinity if it was killed."""
         stopped = self.folder / "stopped-at-a-batch"
         return stopped.stat().st_mtime if stopped.exists() else math.inf
 
     def begun(self) -> list[int]:
-        """Return the steps at which trainings began."""
+        """Return the steps at which trainings started."""
         return sorted(int(path.name[9:]) for path in self.folder.glob("begun-at-*"))
 
 
@@ -224,7 +224,7 @@ def taking_part(
     coordinator: FakeCoordinator,
     **options: Any,  # Any: as of Agent
 ) -> Iterator[Agent]:
-    """Run an agent whose user agrees; the block begins when it may be asked."""
+    """Run an agent with consent; the block starts when it may be sent tasks."""
     with application.agent(coordinator.invite("laptop"), **options) as agent:
         agent.give_consent()
         coordinator.wait_for(1, timeout_s=WAIT_S)
@@ -235,13 +235,13 @@ def taking_part(
 def training(
     coordinator: FakeCoordinator, *, deadline_s: float = WAIT_S
 ) -> Iterator["Future[dict[str, TrainReply | Failure]]"]:
-    """Have the connected clients train, in the background."""
+    """Let the connected clients train, in the background."""
     with ThreadPoolExecutor(1) as executor:
         yield executor.submit(coordinator.train, MODEL, {"epochs": 1}, deadline_s=deadline_s)
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
-    """Wait for something that nobody tells us of."""
+    """Poll until a condition holds."""
     until_s = CLOCK.now_s() + WAIT_S
     while not is_so():
         assert CLOCK.now_s() < until_s, "it did not happen"
@@ -266,10 +266,10 @@ def pid_of(agent: Agent) -> int:
 def test_an_application_takes_part_after_consent_and_not_before(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """Starting takes no time; progress is told on another thread; the update arrives."""
+    """Starting is fast, progress is reported on another thread, and the update arrives."""
     agent = application.agent(coordinator.invite("laptop"), resources=Resources(niceness=5))
     fastest_s = math.inf
-    for _ in range(5):  # one of them finds the machine at hand
+    for _ in range(5):  # at least one should not be slowed by other processes
         agent.stop()
         begin_s = CLOCK.now_s()
         agent.start()
@@ -300,7 +300,7 @@ def test_an_application_takes_part_after_consent_and_not_before(
 def test_revoking_consent_stops_and_erases_and_consent_may_be_given_again(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """The training has stopped by itself, and its process is gone when the call returns."""
+    """The training stops at a batch, and its process is gone when the call returns."""
     with taking_part(application, coordinator) as agent:
         with training(coordinator, deadline_s=SHORT_S) as replies:
             application.wait_for(EventKind.PROGRESS)
@@ -322,7 +322,7 @@ def test_revoking_consent_stops_and_erases_and_consent_may_be_given_again(
 def test_revoking_consent_stops_an_evaluation(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """Within one batch, as a training."""
+    """Within one batch, like a training."""
     with taking_part(application, coordinator) as agent, ThreadPoolExecutor(1) as executor:
         replies = executor.submit(coordinator.evaluate, MODEL, deadline_s=SHORT_S)
         eventually((application.folder / "evaluating").exists)
@@ -335,7 +335,7 @@ def test_revoking_consent_stops_an_evaluation(
 
 @pytest.mark.slow
 def test_a_coordinator_chooses_by_what_a_torch_trainer_says_of_its_data(tmp_path: Path) -> None:
-    """One patient less, and a hospital is connected and not asked."""
+    """With one patient too few, a hospital is connected but not asked."""
     requirements = Requirements(min_examples=7, devices=("cpu",))
     with FakeCoordinator(requirements=requirements) as coordinator, ExitStack() as stack:
         for name in ("small", "large"):
@@ -373,7 +373,7 @@ def test_a_killed_training_process_comes_back_and_goes_on(
 def test_an_agent_that_is_stopped_and_started_delivers_once(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """As when an application is closed and opened again in the middle of a round."""
+    """Like an application that is closed and opened again in the middle of a round."""
     invitation = coordinator.invite("laptop")
     agent = application.agent(invitation)
     with agent:
@@ -396,7 +396,7 @@ def test_an_agent_that_is_stopped_and_started_delivers_once(
 def test_a_worker_ends_with_a_training_process_that_is_killed(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """And keeps from the agent neither that end nor the folder."""
+    """It does not delay the agent's notice of the end, and does not keep the folder locked."""
     trainer = f"{application.trainer}:Prefetching"
     with taking_part(application, coordinator, trainer=trainer) as agent:
         with training(coordinator, deadline_s=4 * SHORT_S):
@@ -422,7 +422,7 @@ def test_a_worker_ends_with_the_training_process_that_ends_in_order(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """Although it is no daemon and heeds no SIGTERM, or has left its group: nobody waits for it."""
+    """Even if it is no daemon and ignores SIGTERM, or has left the group; nothing waits for it."""
     monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
     trainer = f"{application.trainer}:{name}"
     with (
@@ -432,7 +432,7 @@ def test_a_worker_ends_with_the_training_process_that_ends_in_order(
         application.wait_for(EventKind.PROGRESS)
         worker = int((application.folder / "worker").read_text())
         assert b"GRPC_ENABLE_FORK_SUPPORT=false" in Path(f"/proc/{worker}/environ").read_bytes()
-        assert agent.stop(wait=10.0)  # a batch's end takes a moment; the worker an hour
+        assert agent.stop(wait=10.0)  # a batch takes a moment, the worker an hour
         try:
             eventually(lambda: not is_alive(worker))
         finally:
@@ -444,7 +444,7 @@ def test_a_worker_ends_with_the_training_process_that_ends_in_order(
 def test_a_task_that_crashes_its_process_ends_as_a_failure(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """At once: the device is not worn out by it, and the round does not wait."""
+    """At once: the task is not retried on the device, and the round does not wait."""
     (application.folder / "crash").touch()
     with taking_part(application, coordinator), training(coordinator) as replies:
         reply = replies.result()["laptop"]
@@ -456,10 +456,10 @@ def test_a_task_that_crashes_its_process_ends_as_a_failure(
 def test_the_application_knows_when_the_device_is_in_use(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """Training ends with the batch, and goes on from there when the user has gone.
+    """Training stops after the batch, and continues from there when the user has left.
 
-    It goes on in the same process, too, when the application changes what must hold, and then
-    obeys another policy.
+    It also continues, in the same process, when the application changes the conditions; then it
+    obeys a new policy.
     """
     is_idle = threading.Event()
     agent = application.agent(
@@ -497,7 +497,7 @@ def test_the_application_knows_when_the_device_is_in_use(
 def test_an_agent_that_was_sent_away_comes_back_when_it_is_woken(
     tmp_path: Path, coordinator: FakeCoordinator
 ) -> None:
-    """From any thread. Else it stays away for as long as a coordinator that is full has asked."""
+    """From any thread. Otherwise it stays away for as long as a full coordinator has asked."""
     coordinator.open(replace(ANYWHERE, max_connected=1, come_back_s=3000.0), run_id="f" * 32)
     applications = []
     for name in ("first", "second"):
@@ -525,7 +525,7 @@ def test_an_agent_that_was_sent_away_comes_back_when_it_is_woken(
 def test_training_that_does_not_listen_is_ended(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """With its process, within a bound."""
+    """Its process is killed, within a bound."""
     trainer = f"{application.trainer}:Deaf"
     with (
         taking_part(application, coordinator, trainer=trainer) as agent,
@@ -546,7 +546,7 @@ def test_training_that_does_not_listen_is_ended(
 def test_no_training_process_outlives_its_application(
     application: Application, coordinator: FakeCoordinator, name: str
 ) -> None:
-    """Nor does a worker of it, although the application was killed without a word."""
+    """Nor does one of its workers, even if the application is killed without warning."""
     invitation = coordinator.invite("laptop")
     script = f"""
 from fedlearn.client import Agent
@@ -577,7 +577,7 @@ input()
 def test_an_invitation_that_is_refused_is_not_tried_for_ever(
     application: Application, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    """The event says why, and the process ends."""
+    """The event has the reason, and the process ends."""
     invitation = coordinator.invite("laptop")
     with application.agent(invitation) as agent:
         agent.give_consent()
@@ -592,7 +592,7 @@ def test_an_invitation_that_is_refused_is_not_tried_for_ever(
 
 @contextmanager
 def something_between() -> Iterator[tuple[str, "queue.Queue[None]"]]:
-    """Answer with what is not TLS, as a hotel's network does; yields address and visits."""
+    """Answer without TLS, like a hotel's network; yields the address and a queue of visits."""
     visits: queue.Queue[None] = queue.Queue()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -623,7 +623,7 @@ def test_an_offline_client_is_quiet(
     capfd: pytest.CaptureFixture[str],
     verbosity: str | None,
 ) -> None:
-    """On standard error, too, unless the application's environment asks to hear gRPC."""
+    """Also on standard error, unless the application's environment enables gRPC's logs."""
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     if verbosity is not None:
         monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
@@ -650,7 +650,7 @@ def has_thread(name: str) -> bool:
 def test_a_callback_that_fails_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread reports it, and the next event is told as well."""
+    """Its thread reports the exception, and the next event is still delivered."""
     reported: queue.Queue[threading.ExceptHookArgs] = queue.Queue()
     monkeypatch.setattr(threading, "excepthook", reported.put)
     heard: queue.Queue[str] = queue.Queue()
@@ -668,14 +668,14 @@ def test_a_callback_that_fails_does_no_harm(
         agent.give_consent()
         assert heard.get(timeout=WAIT_S)
     assert {reported.get(timeout=WAIT_S).exc_type for _ in range(2)} == {RuntimeError}
-    eventually(lambda: not has_thread("fedlearn-progress"))  # the last report is this test's, too
+    eventually(lambda: not has_thread("fedlearn-progress"))  # so that no report reaches other tests
 
 
 @pytest.mark.slow
 def test_a_probe_that_fails_is_reported_and_asked_again(
     application: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as the training process lives."""
+    """For as long as the training process runs."""
     reported: queue.Queue[threading.ExceptHookArgs] = queue.Queue()
     monkeypatch.setattr(threading, "excepthook", reported.put)
 
@@ -691,12 +691,12 @@ def test_a_probe_that_fails_is_reported_and_asked_again(
         probes=Probes(idle=broken),
     ):
         assert {reported.get(timeout=WAIT_S).exc_type for _ in range(2)} == {RuntimeError}
-    eventually(lambda: not has_thread("fedlearn-probes"))  # the last report is this test's, too
+    eventually(lambda: not has_thread("fedlearn-probes"))  # so that no report reaches other tests
 
 
 @pytest.mark.slow
 def test_a_revocation_that_cannot_be_kept_is_obeyed_all_the_same(application: Application) -> None:
-    """The training process ends and what there is is erased; then the application is told."""
+    """The training process ends and all state is erased; then the application gets the error."""
     home = Home(application.home)
     home.set_consent(granted=True)
     with application.agent(application.invitation, trainer=f"{application.trainer}:slow") as agent:
@@ -717,7 +717,7 @@ def test_a_revocation_that_cannot_be_kept_is_obeyed_all_the_same(application: Ap
 
 @pytest.mark.slow
 def test_consent_that_cannot_be_read_is_none_and_may_be_given_again(tmp_path: Path) -> None:
-    """The agent waits for it."""
+    """The agent waits for consent."""
     consent = tmp_path / "home" / "consent"
     consent.mkdir(parents=True)
     heard: queue.Queue[AgentEvent] = queue.Queue()
@@ -768,7 +768,7 @@ input()
 def test_native_code_that_keeps_the_interpreter_does_not_outlive_its_application(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """Although no thread of its process can run."""
+    """Even though no other thread of its process can run."""
     with killed_while_it_keeps_the_interpreter(application, coordinator) as pid:
         eventually(lambda: not is_alive(pid))
 
@@ -777,7 +777,7 @@ def test_native_code_that_keeps_the_interpreter_does_not_outlive_its_application
 def test_consent_is_withdrawn_although_an_orphan_keeps_the_folder(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """The next start of the application ends it at once."""
+    """The next agent of the application ends the orphan at once."""
     with killed_while_it_keeps_the_interpreter(application, coordinator) as pid:
         agent = application.agent(coordinator.invite("again"))
         assert agent.revoke_consent(wait=WAIT_S)
@@ -790,7 +790,7 @@ def test_consent_is_withdrawn_although_an_orphan_keeps_the_folder(
 def test_an_application_that_is_killed_takes_a_process_with_it_that_still_starts(
     application: Application, *, forks: bool
 ) -> None:
-    """Also where a forked worker of the application lives on; Ctrl-C is for the application."""
+    """Even if a forked worker of the application survives. Ctrl-C reaches only the application."""
     script = f"""
 import os, time
 {application.starting()}
@@ -819,7 +819,7 @@ time.sleep(3600)
 def test_an_application_that_is_killed_takes_a_process_with_it_that_still_imports(
     application: Application,
 ) -> None:
-    """Torch takes seconds, here an hour: nobody waits for it to be told that nobody is there."""
+    """Importing torch takes seconds, here an hour; the process must notice the end meanwhile."""
     torch = application.folder / "torch"
     torch.mkdir()
     here = f"open({str(application.folder / 'making')!r}, 'w').close()"
@@ -845,7 +845,7 @@ time.sleep(3600)
 
 
 def test_what_leads_nowhere_is_told_before_there_is_a_process(application: Application) -> None:
-    """Where the application makes its agent."""
+    """When the application creates its agent."""
     application.invitation.unlink()
     with pytest.raises(DeploymentError, match=r"there is no invitation .*nobodys\.invitation"):
         application.agent(application.invitation)
@@ -855,7 +855,7 @@ def test_what_leads_nowhere_is_told_before_there_is_a_process(application: Appli
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(application: Application) -> None:
-    """The training process, which imports it, starts no other; nor does it agree in its name."""
+    """The training process imports the script, but must not start another agent or give consent."""
     script = application.folder / "script.py"
     script.write_text(f"""
 from fedlearn.client import Agent
@@ -883,7 +883,7 @@ input()
 
 @pytest.mark.slow
 def test_a_forked_worker_is_told_that_the_agent_is_anothers(application: Application) -> None:
-    """It can neither start it, nor speak for the user, nor end the other's training process."""
+    """It cannot start it, give or revoke consent, or end the parent's training process."""
     script = f"""
 import os
 from fedlearn.errors import DeploymentError
@@ -913,7 +913,7 @@ agent.stop()
 def test_an_end_that_nobody_asked_for_is_a_crash(
     application: Application, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the exit code; nothing of it is on the application's standard output."""
+    """For any exit code; nothing is printed to the application's standard output."""
     with application.agent(application.invitation, trainer=f"{application.trainer}:exits") as agent:
         agent.give_consent()
         assert application.wait_for(EventKind.CRASHED).message == "exit code 0"
@@ -924,7 +924,7 @@ def test_an_end_that_nobody_asked_for_is_a_crash(
 def test_waking_an_agent_starts_a_process_that_has_crashed_again(
     application: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where what was missing has been put in place."""
+    """For example after a missing file has been added."""
     monkeypatch.setattr(Backoff, "next_s", lambda _: 3600.0)
     with application.agent(application.invitation, trainer=f"{application.trainer}:exits") as agent:
         agent.give_consent()
@@ -944,7 +944,7 @@ def test_waking_an_agent_starts_a_process_that_has_crashed_again(
 def test_the_application_hears_why_the_trainer_cannot_be_made(
     application: Application, trainer: str, words: str
 ) -> None:
-    """An error of ours in its words, and it is not tried again; another by its type and place."""
+    """A fedlearn error with its message, and no retry; any other with its type and location."""
     line = len(SOURCE.splitlines())
     trainer_name = f"{application.trainer}:{trainer}"
     with application.agent(application.invitation, trainer=trainer_name) as agent:

@@ -1,4 +1,4 @@
-"""Noise that is correlated over rounds, as a researcher has it: what arrives, and what it costs."""
+"""Noise that is correlated over rounds, from Python: the noise in the model, and what it costs."""
 
 import json
 import math
@@ -45,12 +45,12 @@ def banded(
     privacy: Mapping[str, object] | None = None,
     **settings: Any,  # Any: keys and pieces
 ) -> fl.Run:
-    """Run rounds of users that take turns."""
+    """Run rounds in which users take turns."""
     return run(algorithm, cohort=TURNS, privacy={**BANDED, **(privacy or {})}, **settings)
 
 
 def asked(rounds: fl.Run | Sequence[Any]) -> list[set[int]]:
-    """Return who was asked in each round."""
+    """Return the clients that were asked in each round."""
     records = rounds.history if isinstance(rounds, fl.Run) else rounds
     return [{int(each) for each in record.participations.client_ids} for record in records]
 
@@ -66,7 +66,10 @@ def asked(rounds: fl.Run | Sequence[Any]) -> list[set[int]]:
     ids=["engine", "workers", "memory"],
 )
 def test_the_noise_of_a_model_is_that_of_the_last_prefix_sum(engine: dict[str, object]) -> None:
-    """The last row of A C⁻¹ by z C ‖c‖ / m; 2/3 and 3/2 would be seen, and independent noise."""
+    """It is the last row of A C⁻¹ times z C ‖c‖ / m.
+
+    Controls: scales of 2/3 and 3/2, and independent noise, are told apart.
+    """
     noise = moved(banded(num_rounds=6, engine=engine), make_model)
     matrix, scale = optimal(bands=4, num_rounds=6), 1.5 * 0.6 / 15
     column = (torch.linalg.inv(torch.from_numpy(explicit(matrix.diagonals, 6)))).sum(dim=0)
@@ -79,7 +82,7 @@ def test_the_noise_of_a_model_is_that_of_the_last_prefix_sum(engine: dict[str, o
 
 @pytest.mark.slow
 def test_one_band_has_the_noise_of_the_mode_without_bands() -> None:
-    """√6 z C / m after 6 rounds."""
+    """The scale is √6 z C / m after 6 rounds."""
     noise = moved(banded(num_rounds=6, privacy={"bands": 1}), make_model)
     assert has_scale(noise, math.sqrt(6.0) * 1.5 * 0.6 / 15)
 
@@ -91,7 +94,7 @@ def test_one_band_has_the_noise_of_the_mode_without_bands() -> None:
     ids=["fedavg", "scaffold"],
 )
 def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strategy) -> None:
-    """Also where noise is taken back: what is released is the same in every process."""
+    """Correlated noise also subtracts earlier noise, which is the same in every process."""
     sequential = {"executor": "sequential"}
     engines = [
         {"num_workers": 1, **sequential},
@@ -110,7 +113,7 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strateg
 
 @pytest.mark.slow
 def test_a_run_that_shall_be_repeated_is_resumed_to_the_same_bits() -> None:
-    """The last rounds, and what was released of them, are part of its state."""
+    """The noise and releases of the last rounds are part of its state."""
     settings: dict[str, Any] = {"privacy": {"reproducible": True}, "num_rounds": 7}
     whole = banded(ADAM, **settings)
     broken: dict[str, Any] = {"name": "broken", "store": {"checkpoint_every_s": 0.0}}
@@ -124,7 +127,7 @@ def test_a_run_that_shall_be_repeated_is_resumed_to_the_same_bits() -> None:
 
 @pytest.mark.slow
 def test_with_next_to_no_noise_it_is_the_run_in_the_clear() -> None:
-    """Of the same turns; with more noise it is not."""
+    """A run in the clear with the same turns. The control: with more noise it differs."""
     clear = run(
         LEARNS,
         cohort=TURNS,
@@ -143,7 +146,7 @@ def test_with_next_to_no_noise_it_is_the_run_in_the_clear() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("every_s", "num_committed"), [(1000.0, 0), (0.0, 2)])
 def test_turns_that_were_lost_are_over(every_s: float, num_committed: int) -> None:
-    """Their users are not asked again until as many rounds later as there are groups."""
+    """Users of a lost turn are asked again only after all other groups had theirs."""
     settings: dict[str, Any] = {"num_rounds": 7, "store": {"checkpoint_every_s": every_s}}
     with pytest.raises(KeyboardInterrupt):
         banded(told=Told(break_after=3), name="broken", **settings)
@@ -161,7 +164,7 @@ def test_turns_that_were_lost_are_over(every_s: float, num_committed: int) -> No
 
 @pytest.mark.slow
 def test_two_runs_on_the_same_users_are_rounded_up_apart() -> None:
-    """Of 4 groups, 5 rounds are two turns of somebody in each run."""
+    """With 4 groups, 5 rounds contain two turns of one group, so each run costs two turns."""
     told = [Told(), Told()]
     for each in told:
         banded(num_rounds=5, told=each)
@@ -175,7 +178,7 @@ def test_two_runs_on_the_same_users_are_rounded_up_apart() -> None:
 
 @pytest.mark.slow
 def test_a_budget_is_used_up_to_the_end_of_a_turn() -> None:
-    """Two turns are affordable: 8 of 12 rounds; another run has nothing left."""
+    """The budget allows two turns, which is 8 of 12 rounds; another run has nothing left."""
     budget = gaussian_epsilon(math.sqrt(2.0) / 1.5, 1e-3) + 1e-6
     told = Told()
     with pytest.raises(BudgetExhausted, match="8 rounds are charged"):
@@ -205,7 +208,7 @@ epsilon = 4.0
 
 @pytest.mark.slow
 def test_what_a_run_will_cost_rises_by_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both figures are one; the noise for a budget is that of three turns."""
+    """Seeing the cohorts costs no more; the noise for a budget is that of three turns."""
     Path("own.toml").write_text(OWN)
     assert main(["budget", "own.toml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -249,7 +252,7 @@ def test_what_a_run_will_cost_rises_by_turns(capsys: pytest.CaptureFixture[str])
 def test_what_would_make_the_guarantee_false_is_refused(
     privacy: dict[str, object], settings: dict[str, Any], message: str
 ) -> None:
-    """With the reason, before a run is made."""
+    """With the reason, before a run is created."""
     cohort = {"cohort": {"num_wanted": 15}}
     with pytest.raises(ConfigError, match=message):
         run(**(cohort | settings), privacy={**BANDED, **privacy})
@@ -258,7 +261,7 @@ def test_what_would_make_the_guarantee_false_is_refused(
 
 @pytest.mark.slow
 def test_bands_bring_the_turns_that_they_need() -> None:
-    """Where nothing else is written; and none is sampled without bands."""
+    """By default, ``bands`` implies cyclic sampling, in which each user has one turn."""
     found = run(cohort={"num_wanted": 15}, privacy=BANDED, num_rounds=GROUPS)
     assert set.union(*asked(found)) == set(range(60))
     assert [len(each) for each in asked(found)] == [15] * GROUPS

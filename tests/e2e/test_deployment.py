@@ -1,4 +1,4 @@
-"""A coordinator's process from start to end: stopped, killed, paused, aborted, and gone on with."""
+"""A coordinator's process from start to end: stopped, killed, paused, aborted and resumed."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tests.addresses import free_addresses
 from tests.e2e.deployed import OK, UNAVAILABLE, Site, asked, site_in
 from tests.processes import Launcher, until
 
-#: More rounds than end while a test looks away for some seconds.
+#: More rounds than can finish while a test waits for some seconds.
 NUM_CLIENTS, NUM_ROUNDS = 2, 50
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
-    """Two clients are asked, and both must report."""
+    """A deployment of two clients, which must both report."""
     counts = (f"num_rounds={NUM_ROUNDS}", f"cohort.num_wanted={NUM_CLIENTS}")
     with site_in(launcher, tmp_path, *counts, "stragglers.over_selection=1.0") as site:
         yield site
@@ -36,7 +36,7 @@ def stored_rounds(site: Site) -> tuple[RunStatus, list[int]]:
 
 
 def parked_after(site: Site, num_rounds: int) -> None:
-    """Have clients, and a coordinator that is told to stop when a round is finished."""
+    """Run a coordinator with clients, and stop it after some rounds."""
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
         site.join(number)
@@ -46,7 +46,7 @@ def parked_after(site: Site, num_rounds: int) -> None:
 
 
 def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
-    """Clients come back without being told; every round is there once."""
+    """Clients reconnect by themselves, and every round is recorded once."""
     parked_after(site, 2)
     second = site.serving()
     site.until_round(second, 4)
@@ -58,7 +58,7 @@ def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
 
 
 def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
-    """As another run to its clients, with every round once; nothing of either is in the spool."""
+    """Clients see it as another run. Every round is recorded once, and the spool is empty."""
     spool = site.folder / "coordinator" / "spool"
     parked_after(site, 3)
     with site.database() as database:
@@ -78,7 +78,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
 
 
 def test_a_run_goes_on_from_a_backup(site: Site, tmp_path: Path) -> None:
-    """As another run to its clients, which come back with the keys that they had."""
+    """Clients see it as another run, and reconnect with the keys that they have."""
     parked_after(site, 2)
     kept = [site.folder / name for name in ("runs", "coordinator")]
     for folder in kept:
@@ -142,7 +142,7 @@ class Trainer:
 
 
 def test_who_keeps_failing_is_known_to_the_next_coordinator(site: Site) -> None:
-    """The row goes on where it was: nobody has as many tries anew."""
+    """Failures in a row are counted across coordinators, so no client gets a fresh start."""
     (site.folder / "failing.py").write_text(FAILING)
     site.change("stragglers.min_reports=1", "coordinator.set_aside_after=1000", "num_rounds=5000")
     first = site.serving()
@@ -160,7 +160,7 @@ def test_who_keeps_failing_is_known_to_the_next_coordinator(site: Site) -> None:
 
 
 def test_a_second_coordinator_takes_over(site: Site) -> None:
-    """It lives and is not ready while the first one leads; the clients find it by themselves."""
+    """It is live but not ready while the first one leads; the clients find it by themselves."""
     door, http = free_addresses(2)
     both = [site.config.coordinator.address, door]
     site.change(f"coordinator.public_addresses={both}", "coordinator.lease_ttl_s=6.0")

@@ -1,4 +1,4 @@
-"""EASGD as a user runs it: over sessions, under masks, with noise, and on from a crash."""
+"""EASGD as a user runs it: over sessions, under masks, with noise, and after a crash."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(algorithm: fl.Strategy = ALGORITHM, **settings: Any) -> fl.Run:  # Any: keys and pieces
-    """Return four rounds of all clients, unless ``settings`` say otherwise."""
+    """Run four rounds of all clients, unless ``settings`` say otherwise."""
     everything: dict[str, Any] = {
         "num_rounds": 4,
         "cohort": {"num_wanted": NUM_CLIENTS},
@@ -41,7 +41,7 @@ def weights(found: fl.Run) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_the_model_is_the_same_over_sessions_and_under_masks() -> None:
-    """And it learns: the elasticity of 0 is the control, whose global model stays."""
+    """It also learns. The control: with elasticity 0 the global model does not change."""
     engine, sessions = run(num_rounds=12), run(num_rounds=12, engine={"transport": "memory"})
     torch.testing.assert_close(weights(sessions), weights(engine), rtol=0.0, atol=1e-6)
     masked = run(
@@ -57,7 +57,7 @@ def test_the_model_is_the_same_over_sessions_and_under_masks() -> None:
 
 
 def alone_at_first() -> fl.Strategy:
-    """Return one whose first round sends nothing, since all begin with the global model."""
+    """Return a strategy whose first round sends nothing, as clients start at the global model."""
     return fl.EASGD(SGD, elasticity=0.9, cohort_size=NUM_CLIENTS)
 
 
@@ -73,7 +73,7 @@ def alone_at_first() -> fl.Strategy:
     ids=["central", "local", "example", "distributed"],
 )
 def test_noise_hides_what_is_sent(settings: dict[str, Any]) -> None:
-    """Each mode bounds the force as it bounds an update; the model moves by the noise."""
+    """Each mode bounds the elastic force like an update; the noise moves the model."""
     private = {"clip_norm": 0.5, "noise_multiplier": 1.0, "target_delta": 1e-3}
     if settings["privacy"]["mode"] == "distributed":
         settings = settings | {"engine": {"transport": "memory"}}
@@ -84,7 +84,7 @@ def test_noise_hides_what_is_sent(settings: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_clients_have_of_their_own() -> None:
-    """To the bit; a checkpoint without it would begin again with the global model."""
+    """To the bit. A checkpoint without the clients' models would restart them at the global one."""
     store = {"checkpoint_every_s": 0.0}
     with pytest.raises(KeyboardInterrupt):
         run(name="broken", progress=Quiet(break_after=2), store=store)
@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_what_clients_have_of_their_own() -> None:
 
 
 class Mine:
-    """A trainer of the user's own that knows SGD and no more."""
+    """A user's trainer that supports only SGD."""
 
     honours = ("epochs", "batch_size", "learning_rate", "shuffle")
 
@@ -111,19 +111,19 @@ class Mine:
 
 
 def test_a_trainer_that_knows_no_force_is_refused() -> None:
-    """It would train from the global model, and send all that it learnt."""
+    """It would train from the global model and send its whole update."""
     assert run(trainer=Mine, algorithm=fl.FedAvg(SGD), num_rounds=1).history
     with pytest.raises(EngineError, match="elasticity"):
         run(trainer=Mine, num_rounds=1)
 
 
 def kernels() -> nn.Module:
-    """Return a network whose kernels the fused executor trains in copies."""
+    """Build a network whose kernels the fused executor copies for each client."""
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
 
 
 def images() -> fl.FederatedData:
-    """Return images of which some are bright above."""
+    """Make images, labelled by whether their upper half is bright."""
     features = torch.randn(240, 1, 4, 4, generator=torch.Generator().manual_seed(0)).numpy()
     labels = (features[:, 0, :2].sum((1, 2)) > 0).astype("int64")
     clients = fl.Iid(num_clients=NUM_CLIENTS)
@@ -133,7 +133,7 @@ def images() -> fl.FederatedData:
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["vmap", "fused"])
 def test_kernels_begin_and_are_sent_as_they_shall(executor: str) -> None:
-    """As one client after another, with a model of its own each and a force in each round."""
+    """Equal to training one client after another, each with its own model and force."""
     found, expected = (
         fl.simulate(
             kernels,

@@ -1,4 +1,4 @@
-"""A coordinator in which a thread is stuck says so to its supervisor, and what it measures."""
+"""A coordinator's /livez reports a stuck thread, and /metrics what it measures."""
 
 import os
 import re
@@ -21,20 +21,20 @@ pytestmark = pytest.mark.slow
 
 HELD = "held"
 
-#: After which certificates end that were made today.
+#: Days of validity of certificates that were issued today.
 DAYS = {"authority": 3652, "server": 365, "client": 365}
 
 
 @pytest.fixture
 def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
-    """A coordinator that is stuck after five seconds."""
+    """A deployment whose coordinator counts as stuck after five seconds."""
     one = ("cohort.num_wanted=1", "stragglers.over_selection=1.0", "stragglers.min_reports=1")
     with site_in(launcher, tmp_path, "coordinator.stuck_after_s=5.0", *one) as site:
         yield site
 
 
 def held(function: Function) -> Function:
-    """Wait in the call for as long as nobody writes to the pipe beside the configuration."""
+    """Block the call until the test writes to the pipe next to the configuration."""
 
     def waiting(*given: object, **named: object) -> object:
         Path(os.environ[part.CONFIG]).with_name(HELD).read_bytes()
@@ -44,7 +44,7 @@ def held(function: Function) -> Function:
 
 
 def said(site: Site, path: str) -> str:
-    """Return what the coordinator says, be it well or not."""
+    """Return the body of the coordinator's answer, for any status."""
     try:
         with urlopen(f"http://{site.config.coordinator.http_address}{path}", timeout=30) as answer:
             found: bytes = answer.read()
@@ -55,7 +55,7 @@ def said(site: Site, path: str) -> str:
 
 
 def test_a_thread_of_the_rounds_that_is_stuck_is_told(site: Site) -> None:
-    """The others go on: it answers, and holds the lease."""
+    """The other threads continue: it answers requests and holds the lease."""
     os.mkfifo(site.folder / HELD)
     coordinator = site.serving(changes=[Change(DurableOpening.draw_cohort, held)])
     http = site.config.coordinator.http_address
@@ -67,7 +67,7 @@ def test_a_thread_of_the_rounds_that_is_stuck_is_told(site: Site) -> None:
 
 
 def test_a_thread_of_the_database_that_is_stuck_is_told(site: Site) -> None:
-    """Where the database does not even refuse; it goes on when that does."""
+    """The database does not answer at all; when it does again, the coordinator continues."""
     file = site.folder / "locked.db"
     site.store_url = f"sqlite:///{file}?timeout=600"
     coordinator = site.serving()
@@ -82,7 +82,7 @@ def test_a_thread_of_the_database_that_is_stuck_is_told(site: Site) -> None:
 
 
 def test_all_that_a_coordinator_measures_has_its_meaning(site: Site) -> None:
-    """Under the label of its run, with what rounds and uploads took, and what may run out."""
+    """With the label of its run; durations of rounds and uploads, certificates and free disk."""
     site.change("num_rounds=2", "model.hidden=[2000]")  # more than fits into a message
     coordinator = site.serving("--serve-on")
     site.join(0)

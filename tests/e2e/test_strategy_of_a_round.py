@@ -1,4 +1,4 @@
-"""A strategy that is another one in each round, by its state."""
+"""Strategies that change from round to round, depending on their state."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ SGD = fl.LocalSgd(epochs=2, batch_size=8, learning_rate=0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Halving(fl.Strategy):
-    """Averages; the clients' rate is half of that of the round before."""
+    """Averages updates, and halves the clients' learning rate in each round."""
 
     local: fl.LocalSgd
     aggregation = fl.WeightedMean(by_examples=True)
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def data() -> fl.FederatedData:
-    """Two classes that a linear model separates, of eight clients."""
+    """Make two classes that a linear model separates, for eight clients."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 200)
     features = rng.normal(size=(200, 6)) + labels[:, None]
@@ -54,7 +54,7 @@ def data() -> fl.FederatedData:
 
 
 def halved(round_num: int) -> dict[str, Scalar]:
-    """Return the settings of a round whose rate is half of that of the round before."""
+    """Return the settings of a round, with a learning rate that halves in each round."""
     return {"learning_rate": SGD.learning_rate / 2**round_num}
 
 
@@ -83,7 +83,7 @@ def trained(
     ],
 )
 def test_what_clients_do_may_depend_on_the_state(engine: dict[str, object]) -> None:
-    """A rate that is halved by the strategy is one that is halved by a schedule."""
+    """Halving the rate in the strategy equals halving it by a schedule."""
     found = trained(Halving(local=SGD), **engine).weights(best=False)
     scheduled = fl.ScheduledRate(inner=SGD, rate_decay=0.5)
     expected = trained(fl.FedAvg(scheduled), **engine).weights(best=False)
@@ -95,7 +95,7 @@ def test_what_clients_do_may_depend_on_the_state(engine: dict[str, object]) -> N
         assert not torch.allclose(tensor, constant[name], atol=1e-3), "the control"
 
 
-#: Rounds in which updates come that were trained from earlier models.
+#: Devices and settings with which rounds take updates that were trained from earlier models.
 UNEVEN = {"kind": "lognormal", "speed_sigma": 1.5, "round_jitter_sigma": 0.0}
 OVERTAKING: dict[str, dict[str, object]] = {
     "buffered": {
@@ -119,7 +119,7 @@ def overtaken(
     mode: str,
     **settings: Any,  # Any: tables of the configuration, and arguments
 ) -> fl.Run:
-    """Run rounds that faster clients go on with while slower ones train."""
+    """Run rounds that close while slower clients still train."""
     table: dict[str, Any] = {"num_rounds": 8, "devices": UNEVEN} | OVERTAKING[mode] | settings
     return fl.simulate(lambda: nn.Linear(6, 2), data(), algorithm, **table)
 
@@ -128,7 +128,7 @@ def overtaken(
 @pytest.mark.parametrize("engine", [{"executor": "sequential"}, {"transport": "memory"}])
 @pytest.mark.parametrize("mode", OVERTAKING)
 def test_who_is_overtaken_does_what_it_was_asked_to(mode: str, engine: dict[str, object]) -> None:
-    """By the state of the round in which it was asked, wherever it runs."""
+    """It uses the state of the round in which it was asked, over any transport."""
     run = overtaken(fl.FedAvg(fl.ScheduledRate(inner=SGD, rate_decay=0.5)), mode, engine=engine)
     assert any(age > 0 for each in run.history for age in each.staleness), "the control"
     found = overtaken(Halving(local=SGD), mode, engine=engine).weights(best=False)
@@ -140,7 +140,7 @@ def test_who_is_overtaken_does_what_it_was_asked_to(mode: str, engine: dict[str,
 
 @dataclass
 class Raising:
-    """Ends a run in the middle, once."""
+    """A callback that interrupts a run after a round."""
 
     before: int
 
@@ -165,7 +165,7 @@ def test_a_run_that_goes_on_knows_what_was_asked(mode: str) -> None:
 
 
 def test_a_strategy_that_says_none_is_refused() -> None:
-    """With the name of the method, and what to return."""
+    """The message has the name of the method, and what to return."""
     forgetful = type("Forgetful", (Halving,), {"at": lambda *_: None})
     with pytest.raises(RoundError, match=r"Forgetful\.at returned NoneType; it returns a strategy"):
         trained(forgetful(local=SGD), num_workers=1)

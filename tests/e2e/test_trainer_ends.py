@@ -1,4 +1,4 @@
-"""Trainers that end the process that they run in, under ``fedlearn join``: what the run records."""
+"""Trainers that end their own process under ``fedlearn join``: the failures that are recorded."""
 
 import signal
 from pathlib import Path
@@ -9,7 +9,7 @@ from fedlearn.core.collecting import Status
 from tests.e2e.deployed import site_in
 from tests.processes import LONG_S, Launcher, until
 
-#: Ends in its first task, as ``HOW`` says.
+#: A trainer that ends its process in its first task, in the way that ``HOW`` says.
 TRAINER = """
 import ctypes
 import os
@@ -34,7 +34,7 @@ class Ending:
             exec(os.environ["HOW"])
         return self.trainer.train(tensors, context=context)
 """
-#: By how a client's trainer ends: what the coordinator records; the first one trains.
+#: The reason that the coordinator records, by how a client's trainer ends; the first one trains.
 REASONS = {
     "": "",
     "os._exit(1)": "the training process ended in this task (exit code 1)",
@@ -51,7 +51,7 @@ REASONS = {
 def test_the_coordinator_hears_of_each_before_the_deadline(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """As this client's failure, once: all take part in the next round, and end well."""
+    """Each is recorded once as the client's failure; all report in the next round, and stop well."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER)
     num = len(REASONS)

@@ -1,7 +1,7 @@
-"""A training in processes of its own: what is killed goes on, what is called off leaves nobody.
+"""Training jobs in separate processes: killed ones resume, cancelled ones leave no process.
 
-Each start of torchrun costs tens of seconds of a core, so there are few, and each shows several
-things.
+Each start of torchrun costs tens of seconds of a core, so there are few, and each test checks
+several things.
 """
 
 import signal
@@ -24,17 +24,17 @@ from tests.trainings import NUM_STEPS, fragile_task, task_of, trained
 
 pytestmark = pytest.mark.slow
 
-#: By when nobody of a job is left.
+#: Seconds within which all processes of a killed job must end.
 GONE_S = 1.0
 
 
 @dataclass
 class Watch:
-    """What a job tells, and whether it is called off.
+    """Records a job's reports, and may cancel it.
 
     Attributes:
-        calls_off: Asked at each look.
-        steps: Those it has told of.
+        calls_off: Called at each check; cancels the job if true.
+        steps: Steps that the job has reported.
     """
 
     calls_off: Callable[[], bool] = lambda: False
@@ -49,7 +49,7 @@ class Watch:
 
 
 def job_in(folder: Path, *, faults: Mapping[str, str], max_restarts: int = 1) -> Job:
-    """Return a job of two processes with a checkpoint every second step."""
+    """Build a job of two processes with a checkpoint every second step."""
     (folder / "marks").mkdir(exist_ok=True)
     marks = str(folder / "marks")
     return Job(
@@ -64,7 +64,7 @@ def job_in(folder: Path, *, faults: Mapping[str, str], max_restarts: int = 1) ->
 
 
 def left_in(folder: Path) -> list[int]:
-    """Return the processes of a job: its folder is among their arguments."""
+    """Return the processes of a job, recognised by its folder in their arguments."""
     found = []
     for each in Path("/proc").iterdir():
         try:
@@ -79,12 +79,12 @@ def left_in(folder: Path) -> list[int]:
 
 
 def made_in(folder: Path) -> int:
-    """Return how many processes have made the task."""
+    """Return the number of processes that have built the task."""
     return len(list((folder / "marks").glob("made-*")))
 
 
 def uninterrupted() -> dict[str, torch.Tensor]:
-    """Return the weights of the same training, in processes that nothing happens to."""
+    """Run the same training without any faults, and return the weights."""
 
     def body() -> dict[str, torch.Tensor]:
         engine = Engine(task_of(Mesh(replicate=2)), device=torch.device("cpu"))
@@ -117,7 +117,7 @@ KILLED = """
 def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First the process that has started the job, in the middle, and then one of its ranks."""
+    """First the process that has started the job is killed, and then one of the ranks."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = launcher.run(dedent(KILLED), str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -130,7 +130,7 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     job = job_in(tmp_path, faults={"3": "stall", "5": "kill"})
     state = train(job, start=None, control=watch, report=watch.report)
     assert [signal.getsignal(each) for each in signal.valid_signals()] == handlers
-    assert watch.steps == [3, 4, 5, 5, 6]  # from the second step on, and then from the fourth
+    assert watch.steps == [3, 4, 5, 5, 6]  # from the checkpoint after step 2, then after step 4
     until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
     assert not job.folder.exists()
     ended = list((tmp_path / "marks").glob("ended-1-*"))
@@ -144,7 +144,7 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
 
 
 def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path: Path) -> None:
-    """Its ranks would go on, and nobody would end them."""
+    """Otherwise its ranks would continue, and no process would end them."""
     watch = Watch()
     job = job_in(tmp_path, faults={"3": "kill torchrun", "4": "stall"})
     with pytest.raises(EngineError, match=r"failed \(exit code -9\)"):
@@ -170,7 +170,7 @@ def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
     with pytest.raises(kind, match=message):
         train(job, start=None, control=watch, report=watch.report)
     until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
-    assert made_in(tmp_path) == 3  # this process, to look at it, and two ranks
+    assert made_in(tmp_path) == 3  # this process, to check it, and two ranks
     assert watch.steps[:3] == [1, 2, 3]
 
 

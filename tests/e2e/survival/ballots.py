@@ -1,7 +1,7 @@
-"""A model that counts who took part, and clients that vote with it instead of training.
+"""A model that counts participation, and clients that vote with it instead of training.
 
-Client k of round r adds 1 to ``votes[r, k]`` and nothing to anything else. The mean of n reports
-puts exactly 1/n there: the model after a round says who was counted, and how often.
+Client k of round r adds 1 to ``votes[r, k]`` and changes nothing else. The mean of n reports has
+exactly 1/n there, so the model after a round shows which clients were counted, and how often.
 """
 
 import os
@@ -16,7 +16,7 @@ from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl,
 
 MAX_ROUNDS, MAX_CLIENTS = 64, 8
 
-#: Environment variable: the folder in which a test holds clients back and hears of them.
+#: Environment variable: folder in which a test holds clients back, and clients leave notes.
 STAGE = "SURVIVAL_STAGE"
 #: Environment variable: seconds of each training; not set: 0.
 TRAINING_S = "SURVIVAL_TRAINING_S"
@@ -25,7 +25,7 @@ _LOOK_S = 0.02
 
 
 class Ballots(nn.Module):
-    """Zeros everywhere: sums of whole numbers stay exact. ``ballast`` is its size in floats."""
+    """A model of zeros, so that sums of integers stay exact. ``ballast`` is its size in floats."""
 
     def __init__(self, ballast: int) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Ballots(nn.Module):
 
 
 class Voter:
-    """Votes; while ``hold``, ``hold-K`` or ``hold-K-R`` is on the stage, it trains on and on.
+    """A trainer that votes; it keeps training while ``hold``, ``hold-K`` or ``hold-K-R`` exists.
 
-    The last holds client K in round R alone.
+    The last holds only client K in round R.
     """
 
     num_examples = 1

@@ -1,4 +1,4 @@
-"""Ways of a process to differ from the product: to note what happens, or to do it worse."""
+"""Changes to the product in a test's processes, to record what happens or to add faults."""
 
 import os
 from pathlib import Path
@@ -15,16 +15,16 @@ from fedlearn.transport import wire
 from tests.e2e.survival.ballots import STAGE
 from tests.processes import Change, Function
 
-# What a function takes and returns is its own matter here: Any.
+# Arguments and results of wrapped functions are passed through, so they are Any here.
 
 
 def forget_replies(_: Function) -> Function:
-    """Lose at a start what was acknowledged before."""
+    """Lose replies that were acknowledged before a restart."""
     return lambda _, **__: None
 
 
 def count_twice(following: Function) -> Function:
-    """Count every reply that was logged before a start once more."""
+    """Return every reply that was logged before a restart a second time."""
     again: list[Any] = []
 
     def twice(self: Any, *, until_s: float) -> Any:
@@ -40,7 +40,7 @@ def count_twice(following: Function) -> Function:
 
 
 def add_twice(following: Function) -> Function:
-    """Add the first update to the aggregate once more: all of them would be the same mean."""
+    """Add only the first update to the aggregate twice; doubling all would not change the mean."""
     again = [True]
 
     def twice(*given: Any, **named: Any) -> None:
@@ -53,7 +53,7 @@ def add_twice(following: Function) -> Function:
 
 
 def share_log(_: Function) -> Function:
-    """Go on in the very file of the coordinator that was taken over."""
+    """Keep writing to the log of the coordinator that was taken over."""
     return lambda log, *, num_bytes: os.truncate(log, num_bytes)
 
 
@@ -63,7 +63,7 @@ def dawdle(remaining_s: Function) -> Function:
 
 
 def expire(next_reply: Function) -> Function:
-    """End an exchange, as its deadline would, once only clients that have crashed are awaited."""
+    """End an exchange, like its deadline, once only crashed clients are missing."""
     folder = Path(os.environ[STAGE]).parent
 
     def has_crashed(client_id: int) -> bool:
@@ -82,7 +82,7 @@ def expire(next_reply: Function) -> Function:
 
 
 def linger(load: Function) -> Function:
-    """Open the door two seconds before the round."""
+    """Load the run two seconds after the door has opened."""
 
     def late(self: Any) -> Any:
         SystemClock().sleep(2.0)
@@ -92,7 +92,7 @@ def linger(load: Function) -> Function:
 
 
 def note_adverts(receive: Function) -> Function:
-    """Write down which keys the coordinator of secure aggregation has taken, and when."""
+    """Record the keys that a coordinator of secure aggregation accepts, with round and attempt."""
 
     def noting(self: Any, client_id: int, advert: Any) -> None:
         receive(self, client_id, advert)
@@ -103,7 +103,7 @@ def note_adverts(receive: Function) -> Function:
 
 
 def note_releases(release: Function) -> Function:
-    """Write down for which survivors a client has released shares, and when."""
+    """Record the survivors for which a client has released shares, with round and attempt."""
 
     def noting(self: Any, message: Any, state: Any, step: Any) -> Any:
         released = release(self, message, state, step)
@@ -116,13 +116,13 @@ def note_releases(release: Function) -> Function:
 
 
 def note(name: str, *values: object) -> None:
-    """Add a line to a file on the stage."""
+    """Append a line to a file in the test's stage folder."""
     with (Path(os.environ[STAGE]) / name).open("a") as stream:
         stream.write(" ".join(map(str, values)) + "\n")
 
 
 def send_large_chunks(_: Function) -> Function:
-    """Send a model in as large chunks as a coordinator without beats."""
+    """Send a model in chunks as large as for clients that expect no beats."""
     return lambda _: wire.CHUNK_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The place where coordinators and clients are disturbed."""
+"""Fixture with a deployment whose coordinators and clients are disturbed."""
 
 from collections.abc import Iterator
 from pathlib import Path

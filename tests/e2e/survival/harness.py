@@ -1,7 +1,7 @@
 """A deployment of real processes that a test kills, freezes, starves and cuts off.
 
-Clients vote (:mod:`tests.e2e.survival.ballots`), so the final model is the account of every
-round; :func:`audit` holds it against the database and against the receipts that clients got.
+Clients vote (:mod:`tests.e2e.survival.ballots`), so the final model shows which updates counted in
+every round. :func:`audit` compares it with the database and with the receipts that clients got.
 """
 
 import os
@@ -28,20 +28,20 @@ from tests.processes import LONG_S, Process, json_lines
 HERE = Path(__file__).parent
 RUN = "survival"
 
-#: 4 MB: a model that is downloaded and uploaded in pieces.
+#: Ballast of 4 MB: a model that is downloaded and uploaded in chunks.
 LARGE = 1_000_000
 
 _LOOK_S = 0.02
-#: Of a sleep: whoever oversleeps by so much did not get the machine.
+#: A thread that oversleeps by this much was not scheduled.
 _STALL_S = 0.25
 
 
 @dataclass
 class Stalls:
-    """How long the machine stood still, as a thread that only sleeps has noticed.
+    """How long the machine has stalled, measured by a thread that only sleeps.
 
     Attributes:
-        seconds: So far, all stalls together; short ones do not count.
+        seconds: Total of all stalls so far; short ones do not count.
     """
 
     seconds: float = 0.0
@@ -49,7 +49,7 @@ class Stalls:
 
 @contextmanager
 def stalls() -> Iterator[Stalls]:
-    """Watch while a duration is measured: nobody keeps a bound on a machine that stands still."""
+    """Measure stalls of the machine, by which a test extends its time limits."""
     found, ended, clock = Stalls(), Event(), SystemClock()
 
     def watch() -> None:
@@ -103,7 +103,7 @@ class VotingSite(Site):
     ) -> None:
         """Write ``coordinator.toml``: all clients are asked, and all must report by default.
 
-        ``sections`` stand in the place of those that are written otherwise.
+        ``sections`` replace tables that are written otherwise.
         """
         section: dict[str, object] = {
             **own_coordinator(),
@@ -135,14 +135,14 @@ class VotingSite(Site):
         self.write(from_mapping(values, source="the survival tests"))
 
     def reconfigure(self, **coordinator: object) -> None:
-        """Write ``coordinator.toml`` again with other settings of how the run is served."""
+        """Write ``coordinator.toml`` again with other settings of the table ``coordinator``."""
         section = self.config.coordinator.model_copy(update=coordinator)
         self.write(self.config.model_copy(update={"coordinator": section}))
 
     def populate(self) -> list[Process]:
         """Enrol all clients, which needs a coordinator that serves, and start them.
 
-        One after the other, so that they are numbered in their order.
+        They enrol one after another, so that their ids are in order.
         """
         numbers = range(self.config.straggler_policy().num_wanted)
         for number in numbers:
@@ -153,9 +153,9 @@ class VotingSite(Site):
 
     @contextmanager
     def holding(self, *numbers: int, round_num: int | None = None) -> Iterator[None]:
-        """Have these clients, or all, train until the block ends.
+        """Let these clients, or all if none are given, train until the block ends.
 
-        ``None``: in every round; else these clients in this one.
+        With ``round_num``, they are held in that round only.
         """
         end = "" if round_num is None else f"-{round_num}"
         holds = [self.stage / f"hold-{number}{end}" for number in numbers] or [self.stage / "hold"]
@@ -168,14 +168,14 @@ class VotingSite(Site):
                 hold.unlink(missing_ok=True)
 
     def trained(self, number: int) -> list[int]:
-        """Return the rounds that a client has begun to train, in order; one may be there twice."""
+        """Return the rounds that a client has started to train, in order, with repetitions."""
         path = self.stage / f"trained-{number}"
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     def told(self, number: int, verdict: str) -> set[int]:
-        """Return the rounds whose update a client was told ``verdict`` of, in all its lives.
+        """Return the rounds for whose update a client got ``verdict``, over all its processes.
 
-        That a training failed is told as well, and settled: it is no update.
+        Failed trainings are also reported and settled; they are left out, having no update.
         """
         found, failed = set[int](), set[int]()
         for path in sorted(self.folder.glob(f"client-{number}.*.err")):
@@ -190,7 +190,7 @@ class VotingSite(Site):
         return found
 
     def begun_ahead(self, number: int) -> dict[int, int]:
-        """Return by the rounds that a client was asked in those whose model it had begun ahead."""
+        """Return, by the round of a task, the round of the model that its client had prefetched."""
         return {
             line["round_num"]: line["based_on"]
             for path in self.folder.glob(f"client-{number}.*.err")
@@ -204,7 +204,7 @@ class PostgreSQL:
     """A database server that a test stops and starts again.
 
     Attributes:
-        folder: Of its data and its socket.
+        folder: Folder of its data and its socket.
     """
 
     folder: Path
@@ -213,7 +213,7 @@ class PostgreSQL:
 
     @classmethod
     def make(cls, folder: Path) -> "PostgreSQL | None":
-        """Return a server in ``folder``, not started; ``None``: there are no binaries."""
+        """Create a server in ``folder`` without starting it; ``None`` if there are no binaries."""
         found = sorted(Path("/usr/lib/postgresql").glob("*/bin/pg_ctl"))
         control = found[-1] if found else shutil.which("pg_ctl")
         if control is None:
@@ -235,7 +235,7 @@ class PostgreSQL:
         self._run("start", "--wait", f"--log={self.folder}/log", f"--options={options}")
 
     def stop(self) -> None:
-        """End the server and all connections at once, as a crash would."""
+        """End the server and all connections at once, like a crash."""
         self._run("stop", "--mode=immediate", "--wait")
 
     def _run(self, action: str, *options: str) -> None:
@@ -251,15 +251,15 @@ class PostgreSQL:
 
 
 class Miscounted(AssertionError):
-    """The account does not add up."""
+    """The model, the database and the clients' receipts do not agree."""
 
 
 def audit(site: VotingSite) -> None:
     """Check that the run is done, and that every report is in the model exactly once.
 
     Raises:
-        Miscounted: A round is missing or there twice, a report is not in the model or is in it
-            twice, or a client was told that a reply counts which does not.
+        Miscounted: A round is missing or recorded twice, a report is not in the model or is in it
+            twice, or a client's reply was acknowledged but does not count.
     """
     with site.places.database() as database:
         run = database.run(RUN)
@@ -283,10 +283,10 @@ def audit(site: VotingSite) -> None:
 
 
 def check_durations(records: Sequence[RoundRecord]) -> None:
-    """Check that every client took time.
+    """Check that no client has a negative duration.
 
     Raises:
-        Miscounted: One took less than none.
+        Miscounted: One has.
     """
     for record in records:
         if any(each.duration_s < 0.0 for each in record.participations):
@@ -294,7 +294,7 @@ def check_durations(records: Sequence[RoundRecord]) -> None:
 
 
 def reporters(record: RoundRecord) -> list[int]:
-    """Return the clients in a round's model, by number."""
+    """Return the ids of the clients that reported in a round, in order."""
     return sorted(
         each.client_id for each in record.participations if each.status is Status.REPORTED
     )

@@ -1,4 +1,4 @@
-"""A network that a test slows down, freezes and cuts: a TCP proxy that counts what passes."""
+"""A TCP proxy that counts bytes, with which a test slows down, freezes or cuts a network."""
 
 import socket
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ _BUFFER_BYTES = 64 << 10
 
 @dataclass
 class Way:
-    """One direction.
+    """One direction of the proxy.
 
     Attributes:
-        num_bytes: Passed so far, over all connections.
-        trips_at: Trip when so many have passed; ``None``: never.
+        num_bytes: Bytes passed so far, over all connections.
+        trips_at: Number of bytes after which the proxy trips; ``None`` for never.
     """
 
     num_bytes: int = 0
@@ -27,15 +27,15 @@ class Way:
 
 @dataclass
 class Proxy:
-    """Stands between a client and a coordinator.
+    """A proxy between clients and a coordinator.
 
     Attributes:
-        target: ``host:port`` of the coordinator; to be set before the first connection.
-        bytes_per_s: Of each connection and direction.
-        freezes: Whether a trip lets nothing pass any more; otherwise it cuts all connections
-            and takes no others.
-        up: From the client.
-        down: To the client.
+        target: ``host:port`` of the coordinator; set it before the first connection.
+        bytes_per_s: Bandwidth of each connection and direction.
+        freezes: Whether a trip stops all data; otherwise it cuts all connections and refuses new
+            ones.
+        up: Direction from the client.
+        down: Direction to the client.
         tripped: Set by a trip.
     """
 
@@ -51,7 +51,7 @@ class Proxy:
 
     @contextmanager
     def running(self) -> Iterator["Proxy"]:
-        """Take connections until the block ends."""
+        """Accept connections until the block ends."""
         self._thaw.set()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._listener = listener
@@ -67,7 +67,7 @@ class Proxy:
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def restore(self) -> None:
-        """Let everything pass again."""
+        """Let data and connections pass again."""
         self.up.trips_at = self.down.trips_at = None
         self.tripped.clear()
         self._thaw.set()

@@ -1,8 +1,8 @@
-"""A model that is a point, and clients that each pull it towards a place of their own.
+"""A model that is a point, and clients that each pull it towards their own place.
 
-Client k brings the point from x to x - RATE (x - c_k): a step of gradient descent on its own
-quadratic. The next step shrinks what the point was off before, so that the errors of rounds at
-most add up: two runs with the same clients in each sum end no further apart than that.
+Client k moves the point from x to x - RATE (x - c_k), a step of gradient descent on its own
+quadratic. Each step shrinks earlier errors, so errors of rounds at most add up: two runs with the
+same clients in each sum end no further apart than that.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 
-#: Of the point; it also classifies ten digits of 64 pixels, since a run measures its model.
+#: Size of the point. As weights it also classifies ten digits of 64 pixels, for the evaluation.
 SIZE = 640
 RATE = 0.1
-#: Point and places lie in [-1, 1].
+#: Largest norm of an update, since the coordinates of point and places are in [-1, 1].
 LONGEST_PULL = RATE * 2.0 * SIZE**0.5
 MAX_EXAMPLES = 40
 
 
 class Point(nn.Module):
-    """A point that begins at zero."""
+    """A point that starts at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Point(nn.Module):
 
 
 class Spring:
-    """Pulls the point towards its client's own place."""
+    """A trainer that pulls the point towards its client's place."""
 
     device = "cpu"
 
@@ -52,5 +52,5 @@ class Spring:
 
 
 def examples(client_id: int) -> int:
-    """Return how many examples a client has: no two the same, the weights of the mean."""
+    """Return a client's number of examples, its weight in the mean; no two clients share one."""
     return 1 + (7 * client_id) % MAX_EXAMPLES

@@ -1,8 +1,8 @@
-"""An asynchronous coordinator that is killed: nothing is lost or counts twice.
+"""An asynchronous coordinator is killed: no update is lost or counts twice.
 
-Client k that trains the model of round r votes in ``votes[r, k]``, and an update counts one half
-there, whichever round takes it, and in whichever round it was asked for. So the final model says
-which updates were counted, and how often.
+Client k that trains the model of round r votes in ``votes[r, k]``. An update counts one half there,
+no matter which round asked for it or takes it. So the final model shows which updates were counted,
+and how often.
 """
 
 from collections import Counter
@@ -61,7 +61,7 @@ PHASES = [
     Crash("committed, journal not cleaned", StoredJournal.forget, "before"),
     Crash("committed, spool not cleaned", forget_exchanges, "before"),
 ]
-#: Of a client that has begun ahead, or is about to.
+#: Phases of a client that works on a prefetched model, or is about to.
 CLIENT_PHASES = [
     Crash("a model is about to come ahead", Home.ahead, "after"),
     Crash("work ahead is opened", Home.open_task, "after", 3),
@@ -80,7 +80,7 @@ def configure(
     num_clients: int = NUM_CLIENTS,
     buffer_size: int = BUFFER_SIZE,
 ) -> None:
-    """All clients train at all times, and two updates make a round by default."""
+    """Configure an asynchronous run in which all clients train at all times."""
     site.configure(
         num_rounds=num_rounds,
         num_clients=num_clients,
@@ -111,11 +111,11 @@ def asynchrony_of(site: VotingSite) -> Asynchrony:
 
 
 def audit(site: VotingSite) -> None:
-    """Check that the run is done, and that each update on record is in the model exactly once.
+    """Check that the run is done, and that each recorded update is in the model exactly once.
 
     Raises:
-        Miscounted: One is there twice or not at all, or a client was told that one counts which
-            does not, or one took less than no time.
+        Miscounted: An update is there twice or not at all, was acknowledged but does not count, or
+            has a negative duration.
     """
     asynchrony = asynchrony_of(site)
     with site.places.database() as database:
@@ -148,7 +148,7 @@ def audit(site: VotingSite) -> None:
 
 
 def test_the_books_of_an_asynchronous_run_are_right(site: VotingSite) -> None:
-    """The control of the others: nobody disturbs it; the slow one among three holds up nobody."""
+    """The control of the other tests: nothing is killed, and the slow client delays no other."""
     configure(site, num_rounds=6)
     coordinator = site.serving()
     with site.holding(2):
@@ -163,7 +163,7 @@ def test_the_books_of_an_asynchronous_run_are_right(site: VotingSite) -> None:
 def test_work_that_was_begun_ahead_counts_once_whenever_its_client_is_killed(
     site: VotingSite,
 ) -> None:
-    """One process of a client after the other, each at its phase, while the others go on."""
+    """One process of a client after another is killed, each at its phase; others continue."""
     configure(site, num_rounds=60)
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
@@ -183,9 +183,9 @@ def test_work_that_was_begun_ahead_counts_once_whenever_its_client_is_killed(
 
 
 def restarted(site: VotingSite, *changes: Change, revokes: bool = False) -> Process:
-    """Kill a coordinator that has acknowledged one update of two, and that client; start anew.
+    """Kill a coordinator that has acknowledged one of two updates, and its client; start another.
 
-    Meanwhile that client may be revoked.
+    The client may be revoked in between.
     """
     configure(site, num_rounds=2)
     first = site.serving()
@@ -203,7 +203,7 @@ def restarted(site: VotingSite, *changes: Change, revokes: bool = False) -> Proc
 def test_what_was_acknowledged_counts_although_its_client_is_gone(
     site: VotingSite, *, revokes: bool
 ) -> None:
-    """Once, and first: it came before the others."""
+    """Once, and in the first round, since it came before the others."""
     second = restarted(site, revokes=revokes)
     assert second.wait() == 0, second.tail()
     audit(site)
@@ -213,7 +213,7 @@ def test_what_was_acknowledged_counts_although_its_client_is_gone(
 def test_a_client_that_is_revoked_at_work_is_asked_no_more_and_holds_up_nobody(
     site: VotingSite,
 ) -> None:
-    """Nor does a coordinator that goes on wait for it: the others fill the buffers."""
+    """The next coordinator does not wait for it either; the others fill the buffers."""
     configure(site, num_rounds=6)
     first = site.serving()
     with site.holding(2):
@@ -239,14 +239,14 @@ def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) 
 
 
 def test_a_buffer_takes_nothing_of_who_is_not_in_flight(site: VotingSite) -> None:
-    """An exchange that returns a reply twice is an error, and counts for nothing."""
+    """If an exchange returns a reply twice, that is an error, and the second does not count."""
     second = restarted(site, COUNT_TWICE)
     assert second.wait() == 3, second.tail()
     assert "was not asked, or has answered" in second.out()
 
 
 def test_a_kill_in_any_phase_loses_nothing(site: VotingSite) -> None:
-    """One coordinator after the other is killed, each at its phase; what is committed stays."""
+    """One coordinator after another is killed, each at its phase; committed rounds stay."""
     configure(site, num_rounds=len(PHASES) + 4)
     committed, clients = site.rounds(), list[Process]()
     for phase in [replace(each, armed_by=StoredRun.commit) for each in PHASES]:

@@ -1,4 +1,4 @@
-"""Clients that are killed, cut off, frozen, or wrong about the time."""
+"""Clients that are killed, cut off or frozen, or whose clocks are wrong."""
 
 import signal
 from datetime import UTC, datetime, timedelta
@@ -14,22 +14,22 @@ from tests.processes import LONG_S, Change, until
 
 pytestmark = pytest.mark.slow
 
-#: 8 MB: some seconds on the slowed network.
+#: Ballast of 8 MB, which takes some seconds on the slowed network.
 _BALLAST = 2_000_000
 _MODEL_BYTES = 4 * _BALLAST
 _BYTES_PER_S = 6e6
-#: Several times what a round takes that waits for nobody.
+#: Several times the duration of a round in which no client is slow.
 _DEADLINE_S = 6.0
-#: Less than the keepalive after which the door would hear that a client is dead.
+#: Less than the keepalive after which the door would notice a dead client.
 _LEAVES_S = 20.0
 
 
 @pytest.mark.parametrize("disturbance", ["cut", "kill"])
 @pytest.mark.parametrize("way", ["download", "upload"])
 def test_a_transfer_goes_on_where_it_was(site: VotingSite, way: str, disturbance: str) -> None:
-    """Cut off, or killed and started again, in the middle: about half a model is left to move.
+    """After a cut or a restart in the middle, only about half of the model is left to transfer.
 
-    Whoever began again would move one and a half models.
+    A client that started over would transfer one and a half models.
     """
     site.configure(num_rounds=1, num_clients=1, ballast=_BALLAST)
     coordinator = site.serving()
@@ -52,7 +52,7 @@ def test_a_transfer_goes_on_where_it_was(site: VotingSite, way: str, disturbance
 
 
 def test_a_client_that_is_killed_while_it_trains_trains_again(site: VotingSite) -> None:
-    """The round waits for it, and nobody else notices."""
+    """The round waits for it, and other clients do not notice."""
     site.configure(num_rounds=1)
     coordinator = site.serving()
     with site.holding(2):
@@ -67,7 +67,7 @@ def test_a_client_that_is_killed_while_it_trains_trains_again(site: VotingSite) 
 
 
 def test_a_client_that_is_killed_before_its_receipt_brings_the_same_reply(site: VotingSite) -> None:
-    """It has finished, and the coordinator stands still: the reply waits on the client's disk."""
+    """It has finished while the coordinator is frozen, so the reply waits on the client's disk."""
     site.configure(num_rounds=1)
     coordinator = site.serving()
     with site.holding(2):
@@ -87,7 +87,7 @@ def test_a_client_that_is_killed_before_its_receipt_brings_the_same_reply(site: 
 def test_a_reply_that_comes_before_its_round_is_opened_again_is_heard(
     site: VotingSite, ballast: int
 ) -> None:
-    """After a restart the door is open first; a client with a reply does not wait for anything."""
+    """After a restart the door opens before the round, and clients send their replies at once."""
     site.configure(num_rounds=1, num_clients=1, ballast=ballast)
     first = site.serving()
     with site.holding():
@@ -105,7 +105,7 @@ def test_a_reply_that_comes_before_its_round_is_opened_again_is_heard(
 def test_a_client_that_stands_still_delays_no_round_past_its_deadline(
     site: VotingSite, changes: tuple[Change, ...]
 ) -> None:
-    """By no more than a second, by the coordinator's own record; awake again, it takes part.
+    """By at most a second, by the coordinator's record. When it continues, it takes part again.
 
     The control: a coordinator that closes its rounds three seconds late.
     """
@@ -132,7 +132,7 @@ def test_a_client_that_stands_still_delays_no_round_past_its_deadline(
 
 
 def test_an_upload_that_stalls_delays_no_round_past_its_deadline(site: VotingSite) -> None:
-    """Half of it has come; then the line is silent and stays open."""
+    """Half of it has arrived when the connection goes silent but stays open."""
     site.configure(num_rounds=2, min_reports=2, deadline_s=_DEADLINE_S)
     coordinator = site.serving()
     for number in (0, 1):
@@ -157,7 +157,7 @@ _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 @pytest.mark.skipif(_FAKETIME is None, reason="libfaketime is not here: apt-get install faketime")
 def test_clients_whose_clocks_are_off_by_an_hour_take_part(site: VotingSite) -> None:
-    """One behind, one ahead, from the moment the certificates are made; no deadline is theirs."""
+    """One behind and one ahead. Certificates allow for it, and deadlines use no client's clock."""
     site.configure(num_rounds=2, deadline_s=60.0)
     coordinator = site.serving()
     for number in range(3):

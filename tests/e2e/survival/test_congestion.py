@@ -1,6 +1,6 @@
-"""A coordinator that falls behind its clients: fewer are in flight, and none of their work is lost.
+"""A coordinator that falls behind its clients sends out fewer tasks, and loses none of their work.
 
-Each commit of its store lasts until all clients in flight have replied, so the coordinator is
+Each commit of its store is delayed until all clients in flight have replied, so the coordinator is
 slower than its clients on any machine.
 """
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 6
 
-#: In a coordinator: its limit, and how many clients are in flight since the last reply.
+#: In a coordinator's process: its limit, and the number of clients in flight after the last reply.
 _in_flight: dict[InFlightLimit, int] = {}
 
 
 def count_in_flight(landed: Function) -> Function:
-    """Note how many clients are still in flight when a reply is taken."""
+    """Record how many clients are still in flight when a reply is taken."""
 
     def landing(limit: InFlightLimit, *, num_in_flight: int) -> object:
         _in_flight[limit] = num_in_flight - 1
@@ -34,7 +34,7 @@ def count_in_flight(landed: Function) -> Function:
 
 
 def outlast_clients(commit: Function) -> Function:
-    """Commit once the replies of all clients in flight are waiting."""
+    """Delay commits until the replies of all clients in flight are waiting."""
 
     def committing(*arguments: object) -> object:
         until(lambda: all(limit.num_waiting() >= num for limit, num in _in_flight.items()))
@@ -51,7 +51,7 @@ LIMITED = Crash("fewer clients may be in flight", InFlightLimit._tell, "after") 
 
 
 def gauge(site: VotingSite, name: str) -> float:
-    """Return the value of a metric, as monitors read it."""
+    """Return the value of a metric from the coordinator's /metrics page."""
     address = site.config.coordinator.http_address
     with urlopen(f"http://{address}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
@@ -61,7 +61,7 @@ def gauge(site: VotingSite, name: str) -> float:
 
 
 def test_a_kill_while_fewer_are_in_flight_loses_nothing(site: VotingSite) -> None:
-    """What waited counts once, in the next process, which finds its own limit."""
+    """Waiting replies count once, in the next process, which finds its own limit."""
     configure(site, num_rounds=40, num_clients=NUM_CLIENTS, buffer_size=1)
     first = site.serving(changes=SLOW_STORE, crash=LIMITED)
     with site.holding():

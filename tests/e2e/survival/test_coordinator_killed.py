@@ -1,4 +1,4 @@
-"""A coordinator that is killed at every phase of a round: nothing is lost or counts twice."""
+"""A coordinator is killed at every phase of a round: no update is lost or counts twice."""
 
 from dataclasses import replace
 
@@ -47,14 +47,14 @@ PHASES = [
     Crash("committed, journal not cleaned", StoredJournal.forget, "before"),
     Crash("committed, spool not cleaned", forget_exchanges, "before"),
 ]
-#: Those in which a database is spoken to, or has been spoken to last.
+#: Phases in or right after a call to the database.
 STORE_PHASES = [
     phase
     for phase in PHASES
     if phase.function.__module__.startswith("fedlearn.store.") or phase.function is forget_exchanges
 ]
 
-#: In the order of a round: what one kill has left is where the next one finds it.
+#: In the order of a round, so that each kill starts from what the one before has left.
 ONE_ROUND = [
     Crash("before the journal", StoredJournal.open, "before"),
     Crash("journaled, nothing sent", StoredJournal.open, "after"),
@@ -71,7 +71,7 @@ ONE_ROUND = [
 
 
 def test_the_books_of_a_run_that_nobody_disturbs_are_right(site: VotingSite) -> None:
-    """The control of all others: three clients, each round one third of each."""
+    """The control of all other tests: three clients, each with a third of every round."""
     site.configure(num_rounds=2, evaluated=3)
     coordinator = site.serving()
     site.populate()
@@ -82,7 +82,7 @@ def test_the_books_of_a_run_that_nobody_disturbs_are_right(site: VotingSite) -> 
 
 @pytest.mark.parametrize("change", [FORGET_REPLIES, ADD_TWICE], ids=["forget replies", "add twice"])
 def test_the_books_show_what_a_worse_coordinator_would_do(site: VotingSite, change: Change) -> None:
-    """The control of the audit: one that loses what it acknowledged, one that counts it again."""
+    """The control of the audit: coordinators that lose or repeat acknowledged replies."""
     site.configure(num_rounds=1, min_reports=2, deadline_s=15.0, recovery_grace_s=12.0)
     first = site.serving()
     with site.holding(2):
@@ -97,7 +97,7 @@ def test_the_books_show_what_a_worse_coordinator_would_do(site: VotingSite, chan
 
 
 def test_a_round_takes_nothing_of_a_client_that_has_answered(site: VotingSite) -> None:
-    """An exchange that returns a reply twice is an error, and the round is not committed."""
+    """If an exchange returns a reply twice, that is an error, and the round is not committed."""
     site.configure(num_rounds=1, min_reports=2, deadline_s=15.0, recovery_grace_s=12.0)
     first = site.serving()
     with site.holding(2):
@@ -111,7 +111,7 @@ def test_a_round_takes_nothing_of_a_client_that_has_answered(site: VotingSite) -
 
 
 def walk(site: VotingSite, phases: list[Crash]) -> None:
-    """Kill one coordinator after the other, each at its phase; what is committed must stay."""
+    """Kill one coordinator after another, each at its phase; committed rounds must stay."""
     committed, clients = site.rounds(), list[Process]()
     for phase in phases:
         process = site.serving(crash=phase)
@@ -124,7 +124,7 @@ def walk(site: VotingSite, phases: list[Crash]) -> None:
 
 
 def finish(site: VotingSite) -> Process:
-    """Let the run go to its end, and check its books."""
+    """Let the run finish, and audit it."""
     last = site.coordinator()
     assert last.wait() == 0, last.tail()
     audit(site)
@@ -139,7 +139,7 @@ def finish(site: VotingSite) -> Process:
 def test_a_kill_in_any_phase_loses_nothing(
     site: VotingSite, database: str, phases: list[Crash], request: pytest.FixtureRequest
 ) -> None:
-    """Another round for each phase; calls count after what a coordinator recovers first."""
+    """Each phase has its own round; calls are counted after the coordinator has recovered."""
     if database == "postgresql":
         site.store_url = request.getfixturevalue("postgresql_url")
     site.configure(num_rounds=len(phases) + 1, evaluated=3)
@@ -149,7 +149,7 @@ def test_a_kill_in_any_phase_loses_nothing(
 
 
 def test_one_round_outlives_a_kill_in_each_of_its_phases(site: VotingSite) -> None:
-    """With replies that travel whole: a client trains once, whoever asks it again."""
+    """With replies that fit into a message. A client trains once, even if it is asked again."""
     site.configure(num_rounds=2, ballast=0)
     walk(site, ONE_ROUND)
     finish(site)

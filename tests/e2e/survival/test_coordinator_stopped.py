@@ -1,4 +1,4 @@
-"""A coordinator that is told to stop, one whose database goes away, and one at its first start."""
+"""Coordinators that are told to stop, lose their database, or are killed at their first start."""
 
 import signal
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from tests.processes import Crash, until
 
 pytestmark = pytest.mark.slow
 
-#: What the configuration gives an upload to end; and the process, to leave a busy machine.
+#: Configured grace for uploads, and seconds within which the process ends on a busy machine.
 _GRACE_S, _LEAVES_S = 2.0, 20.0
 
-#: Of the database.
+#: Seconds for which the database is away.
 _AWAY_S = 30.0
 
 
 def test_a_stop_parks_the_round_within_its_bound(site: VotingSite) -> None:
-    """SIGTERM, while one client trains on: the next coordinator goes on in the same round.
+    """SIGTERM while one client still trains: the next coordinator resumes the same round.
 
-    The clients are not told anything; each trains once.
+    The clients do not notice, and each trains once.
     """
     site.hurries = False
     site.configure(num_rounds=2, shutdown_grace_s=_GRACE_S)
@@ -51,7 +51,7 @@ def test_a_stop_parks_the_round_within_its_bound(site: VotingSite) -> None:
 
 @pytest.fixture
 def own_postgresql() -> Iterator[PostgreSQL]:
-    """A server of this test alone: others' must not go away."""
+    """A server for this test only, since others must not lose theirs."""
     with TemporaryDirectory(prefix="pg-", dir="/tmp") as folder:  # a socket's path must be short
         server = PostgreSQL.make(Path(folder))
         if server is None:
@@ -66,7 +66,7 @@ def own_postgresql() -> Iterator[PostgreSQL]:
 def test_a_database_that_goes_away_in_a_round_is_waited_for(
     site: VotingSite, own_postgresql: PostgreSQL
 ) -> None:
-    """The last replies come meanwhile; nobody is told that they count before it is back."""
+    """The last replies come meanwhile, and are acknowledged only when the database is back."""
     site.store_url = own_postgresql.url
     site.configure(num_rounds=2)
     coordinator, clock = site.serving(), SystemClock()
@@ -99,7 +99,7 @@ _FIRST_STEPS = [
 
 
 def test_a_first_start_that_is_killed_at_any_step_is_a_start(site: VotingSite) -> None:
-    """Each step is killed once; then a run begins and ends as if nothing had been."""
+    """Each step is killed once; then a run starts and finishes as usual."""
     site.configure(num_rounds=1)
     for step in _FIRST_STEPS:
         process = site.coordinator(crash=step)

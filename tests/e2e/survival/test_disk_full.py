@@ -1,4 +1,4 @@
-"""A disk that is full: replies are put off, a commit waits for space, and nothing is lost."""
+"""A full disk: replies are put off, a commit waits for space, and nothing is lost."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ _DISK_BYTES = 64 << 20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, 64 MB, in memory."""
+    """A separate file system of 64 MB, in memory."""
     libc, folder = ctypes.CDLL(None, use_errno=True), tmp_path / "disk"
     folder.mkdir()
     target = str(folder).encode()
@@ -29,12 +29,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        libc.umount2(target, 2)  # also if somebody still has a file open
+        libc.umount2(target, 2)  # MNT_DETACH, in case a process still has a file open
 
 
 @contextmanager
 def filled_while_clients_train(site: VotingSite, disk: Path) -> Iterator[None]:
-    """Fill ``disk`` to its last page before clients report; the block ends that."""
+    """Fill ``disk`` to its last page before clients report; the end of the block frees it."""
     ballast = disk / "ballast"
     with site.holding():
         site.populate()
@@ -51,7 +51,7 @@ def filled_while_clients_train(site: VotingSite, disk: Path) -> Iterator[None]:
 
 
 def test_uploads_are_put_off_while_the_disk_is_full(site: VotingSite, small_disk: Path) -> None:
-    """The clients keep their replies and bring them again, without training twice."""
+    """The clients keep their replies and send them again, without training twice."""
     site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(small_disk / "door"))
     coordinator = site.serving()
     with filled_while_clients_train(site, small_disk):
@@ -65,7 +65,7 @@ def test_uploads_are_put_off_while_the_disk_is_full(site: VotingSite, small_disk
 
 
 def test_a_commit_waits_for_space(site: VotingSite, small_disk: Path) -> None:
-    """All have been told that they count: the round must not be lost for want of a disk."""
+    """All replies were acknowledged, so the round must not be lost because the disk is full."""
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
     site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(site.folder / "door"))
     coordinator = site.serving()
@@ -81,7 +81,7 @@ def test_a_commit_waits_for_space(site: VotingSite, small_disk: Path) -> None:
 def test_a_coordinator_that_is_killed_while_it_waits_for_space_goes_on(
     site: VotingSite, small_disk: Path
 ) -> None:
-    """Also one that was killed while it waited: the replies are in the spool."""
+    """The replies are in the spool, where the next coordinator finds them."""
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
     site.configure(num_rounds=1, runs_dir=small_disk / "runs", folder=str(site.folder / "door"))
     coordinator = site.serving()

@@ -1,4 +1,4 @@
-"""A coordinator that comes and goes: how soon its clients are back when it stays."""
+"""A coordinator that restarts repeatedly: how soon its clients reconnect when it stays up."""
 
 import signal
 
@@ -12,12 +12,12 @@ pytestmark = pytest.mark.slow
 
 _NUM_LIVES = 4
 _MAX_BACKOFF_S = 2.0
-#: For a handshake, a download of 4 MB, a vote and its receipt on a busy machine.
+#: Seconds for a handshake, a download of 4 MB, a vote and its receipt on a busy machine.
 _ROUND_S = 15.0
 
 
 def weary(next_s: Function) -> Function:
-    """Have a client wait as if it had tried in vain for a day, and drawn the longest wait."""
+    """Let a client wait as if it had failed for a day, and drawn the longest wait."""
 
     def longest(backoff: Backoff) -> float:
         backoff.jitter, backoff._bound_s = (lambda: 1.0), 1e6  # noqa: SLF001 - worse than the product
@@ -31,7 +31,7 @@ WEARY = Change(Backoff.next_s, weary)
 
 
 def populate(site: VotingSite) -> list[Process]:
-    """Start three clients whose file bounds their back-off."""
+    """Start three clients whose configuration bounds their back-off."""
     site.hurries = False
     file = site.folder / "client.toml"
     file.write_text(f"[reconnection]\nmax_backoff_s = {_MAX_BACKOFF_S}\n")
@@ -41,7 +41,7 @@ def populate(site: VotingSite) -> list[Process]:
 
 
 def test_after_flapping_every_client_is_back_within_its_bound(site: VotingSite) -> None:
-    """Killed as soon as it serves, time and again; in the end each client's update counts."""
+    """It is killed several times as soon as it serves; in the end each client's update counts."""
     site.configure(num_rounds=1)
     coordinator = site.serving()
     with site.holding():
@@ -58,13 +58,16 @@ def test_after_flapping_every_client_is_back_within_its_bound(site: VotingSite) 
 
 
 def is_back(client: Process) -> bool:
-    """Wake a client, which may be trying in vain just then and wait afterwards; is it connected?"""
+    """Wake a client and return whether it is connected.
+
+    Call it repeatedly: the signal is lost on a client that is just trying to connect.
+    """
     client.send(signal.SIGCONT)
     return client.said("connected") > 1
 
 
 def test_a_client_that_is_woken_waits_no_longer(site: VotingSite) -> None:
-    """By SIGCONT, as `kill` sends it, and as it comes after a stop by itself."""
+    """It is woken by SIGCONT, from `kill` or when a stopped process is continued."""
     site.configure(num_rounds=1)
     first = site.serving()
     with site.holding():

@@ -1,7 +1,7 @@
-"""A semi-synchronous coordinator that is killed: a late update counts once, in a later round.
+"""A semi-synchronous coordinator is killed: a late update counts once, in a later round.
 
-As in :mod:`tests.e2e.survival.test_asynchronous` an update of client k that is based on round r
-votes in ``votes[r, k]``; of n that a round takes each counts 1 / n there.
+As in :mod:`tests.e2e.survival.test_asynchronous`, an update of client k that is based on round r
+votes in ``votes[r, k]``. If a round takes n updates, each counts 1 / n there.
 """
 
 import signal
@@ -23,7 +23,7 @@ from tests.processes import Change, Process, until
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS, SLOW = 3, 2
-#: Around what makes an update count, and what makes a round durable.
+#: Phases around the points at which an update counts and a round is durable.
 SOME_PHASES = ("logged, no receipt", "folded", "before the server step", "before the commit")
 
 
@@ -34,7 +34,7 @@ def configure(
     deadline_s: float,
     stragglers: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """All three are asked, and a round closes with those that are in time."""
+    """Configure a run that asks all three clients, and whose rounds close at a deadline."""
     usual = {"over_selection": 1.0, "min_reports": 1, "below_minimum": "fail"}
     site.configure(
         num_rounds=num_rounds,
@@ -49,11 +49,11 @@ def configure(
 
 
 def audit(site: VotingSite, *, num_clients: int = NUM_CLIENTS) -> Counter[int]:
-    """Check that each update on record is in the model exactly once; return their staleness.
+    """Check that each recorded update is in the model exactly once; count them by staleness.
 
     Raises:
-        Miscounted: One is there twice or not at all, or a client was told that one counts which
-            does not, or one took less than no time.
+        Miscounted: An update is there twice or not at all, was acknowledged but does not count, or
+            has a negative duration.
     """
     with site.places.database() as database:
         run = database.run(RUN)
@@ -88,7 +88,7 @@ def populate(site: VotingSite, *, num_clients: int = NUM_CLIENTS) -> list[Proces
 
 
 def test_who_is_late_counts_in_a_later_round(site: VotingSite) -> None:
-    """Nobody disturbs it; the slow client holds up no more than the round in which it was asked."""
+    """Nothing is killed. The slow client delays only the round in which it was asked."""
     configure(site, num_rounds=40, deadline_s=1.0)
     coordinator = site.serving()
     with site.holding(SLOW):
@@ -104,7 +104,7 @@ def test_who_is_late_counts_in_a_later_round(site: VotingSite) -> None:
 
 
 def test_a_kill_loses_no_late_update(site: VotingSite) -> None:
-    """Who is late is awaited by the next coordinator, too, and counts once."""
+    """The next coordinator also waits for the late client, and its update counts once."""
     phases = [each for each in PHASES if each.phase in SOME_PHASES]
     assert len(phases) == len(SOME_PHASES)
     configure(site, num_rounds=40, deadline_s=2.0)
@@ -125,7 +125,7 @@ def test_a_kill_loses_no_late_update(site: VotingSite) -> None:
 
 
 def restarted(site: VotingSite, *changes: Change) -> Process:
-    """Kill a coordinator that has acknowledged one update, and that client; start anew."""
+    """Kill a coordinator that has acknowledged one update, and its client; start another."""
     configure(site, num_rounds=1, deadline_s=5.0)
     first = site.serving()
     with site.holding(1, SLOW):
@@ -137,7 +137,7 @@ def restarted(site: VotingSite, *changes: Change) -> Process:
 
 
 def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSite) -> None:
-    """Once."""
+    """It counts once."""
     second = restarted(site)
     assert second.wait() == 0, second.tail()
     audit(site)
@@ -148,7 +148,7 @@ def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSi
 def test_a_restart_in_a_second_attempt_keeps_what_was_accepted_in_it(
     site: VotingSite, number: signal.Signals
 ) -> None:
-    """The clients of the first attempt alone could close the round."""
+    """The round must not close with only the clients of the first attempt."""
     numbers = range(5)
     retried = {"min_reports": 3, "below_minimum": "retry", "max_retries": 50}
     configure(site, num_rounds=2, deadline_s=3.0, stragglers=retried)

@@ -1,8 +1,8 @@
-"""Secure aggregation between processes that die, stand still and come back, at every stage.
+"""Secure aggregation between processes that are killed, frozen and restarted at every stage.
 
-A coordinator and its clients speak gRPC with mutual TLS; sessions hold against an active server.
-Whoever was in a sum stands in the record, so plain aggregation over the same clients tells what
-the model must be, up to the rounding that fixed point states.
+A coordinator and its clients speak gRPC with mutual TLS, against an active server. The record lists
+the clients in each sum, so plain aggregation over the same clients gives the expected model, up to
+the bound on fixed-point rounding.
 """
 
 import os
@@ -47,11 +47,11 @@ from tests.security.liars.door import LyingDoor
 
 pytestmark = pytest.mark.slow
 
-#: Where one is lost at each stage, just as many release their shares as must: eight.
+#: If one client is lost at each stage, exactly the required eight release their shares.
 NUM_CLIENTS, MIN_SURVIVORS = 13, 10
 TASK = f"{HERE / 'springs.py'}:{springs.Spring.__name__}"
 
-#: What a client calls when the request of a stage has reached it.
+#: The function that a client calls when the request of a stage has reached it.
 STAGES: Mapping[str, Function] = {
     "advertise": SecureClient.advertise,
     "share": SecureClient.share,
@@ -65,11 +65,11 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 def configure(
     site: VotingSite, *, num_rounds: int, num_clients: int, corruption: float = 0.1
 ) -> None:
-    """Ask everybody; up to three of ten may be lost."""
+    """Configure rounds that ask all clients, of which up to three in ten may be lost."""
     site.configure(
         num_rounds=num_rounds,
         num_clients=num_clients,
-        patience_s=2 * LONG_S,  # nobody is left out who is only starting
+        patience_s=2 * LONG_S,  # so that clients that are still starting are not left out
         sections={
             "model": {
                 "kind": "python",
@@ -86,7 +86,7 @@ def configure(
                 "adversary": "active",
                 "corruption": corruption,
                 "dropout": 0.3,
-                "clip_norm": springs.LONGEST_PULL,  # binds nobody
+                "clip_norm": springs.LONGEST_PULL,  # no update is clipped
                 "max_examples": springs.MAX_EXAMPLES,
                 "modulus_bits": 24,
                 "stage_deadline_s": LONG_S,
@@ -97,13 +97,13 @@ def configure(
 
 @dataclass(frozen=True)
 class Drop:
-    """Who is lost, when, and how.
+    """A client that is lost at a stage of a session.
 
     Attributes:
-        client_id: Who.
-        round_num: In which round, the first one it takes part in after its start counted from 0.
-        stage: At the request of which stage.
-        by: Killed, or standing still.
+        client_id: The client.
+        round_num: The round, counted from 0 at the first one after the client's start.
+        stage: The stage whose request it does not answer.
+        by: The signal: killed, or frozen.
     """
 
     client_id: int
@@ -113,7 +113,7 @@ class Drop:
 
     @property
     def crash(self) -> Crash:
-        """How the launcher is told."""
+        """The crash to give to the launcher."""
         function, nth = STAGES[self.stage], self.round_num + 1
         return Crash(f"{self.stage} of round {self.round_num}", function, "before", nth, self.by)
 
@@ -130,7 +130,7 @@ DROPS = [
     Drop(1, 2, "confirm", KILL),
     Drop(7, 2, "unmask", STOP),
 ]
-#: A client that was started again counts from there.
+#: Rounds of a restarted client count from its restart.
 RESTARTED = {12: Drop(12, 0, "share", KILL)}
 
 
@@ -148,13 +148,13 @@ def start(site: VotingSite, number: int, crash: Crash | None = None) -> Process:
 
 
 def thaw(client: Process) -> None:
-    """Have a client that stands still continue, as one that has not crashed."""
+    """Continue a frozen client, and treat it as not crashed."""
     client.stem.with_suffix(".crash").unlink()
     client.send(signal.SIGCONT)
 
 
 def record_of(site: VotingSite, round_num: int, coordinator: Process) -> RoundRecord:
-    """Return the record of a round, once there is one."""
+    """Wait for the record of a round and return it."""
 
     def is_there() -> bool:
         return len(site.rounds()) > round_num or not coordinator.is_running
@@ -164,7 +164,7 @@ def record_of(site: VotingSite, round_num: int, coordinator: Process) -> RoundRe
 
 
 def released(site: VotingSite, number: int) -> list[tuple[int, ...]]:
-    """Return round, attempt and survivors of each release of a client, in all its lives."""
+    """Return round, attempt and survivors of each release of a client, over all its processes."""
     path = site.stage / f"released-{number}"
     lines = path.read_text().splitlines() if path.exists() else []
     return [tuple(int(each) for each in line.split()) for line in lines]
@@ -172,10 +172,10 @@ def released(site: VotingSite, number: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Draws the clients that were in the sum of a round.
+    """A sampler that draws the clients that were in the sum of a round.
 
     Attributes:
-        rounds: By round the clients.
+        rounds: The clients of each round.
     """
 
     rounds: Sequence[Sequence[int]]
@@ -187,10 +187,10 @@ class Recorded:
 
 
 def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """Return the point after plain aggregation over these clients, and how far fixed point may be.
+    """Run plain aggregation over these clients; return the point and the fixed-point error bound.
 
-    The bound: a sum of n values is off by at most n steps, a mean by that times W over the sum of
-    weights; a float32 by an ulp each time that it is rounded, which both runs do.
+    A sum of n values is off by at most n steps, and a mean by that times W over the sum of weights.
+    Each rounding to float32 adds an ulp, in both runs.
     """
     pieces = assembly.deployment(site.config, data_dir=Path())
     plan = pieces.secure
@@ -222,7 +222,7 @@ def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor,
 
 
 def final(site: VotingSite) -> Tensor:
-    """Return the point that the run has ended in."""
+    """Return the point at the end of the run."""
     with site.places.database() as database:
         run = database.run(RUN)
         assert run.record.status is RunStatus.DONE
@@ -232,9 +232,9 @@ def final(site: VotingSite) -> Tensor:
 
 
 def require_plain_model(site: VotingSite) -> None:
-    """Check the model against plain aggregation over the clients on record.
+    """Check the model against plain aggregation over the recorded clients.
 
-    Control: with one client less in any of the sums the model would be far outside the bound.
+    Control: with one client less in any of the sums, the model is far outside the bound.
     """
     rounds = [reporters(record) for record in site.rounds()]
     assert len(rounds) == site.config.num_rounds
@@ -255,10 +255,10 @@ def require_one_release_a_session(site: VotingSite) -> None:
 
 
 def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: VotingSite) -> None:
-    """Thirteen clients, four rounds; in two of them one is lost at each stage, killed or frozen.
+    """Thirteen clients, four rounds; in two rounds one client is killed or frozen at each stage.
 
-    Who is lost before its vector has come is not in the sum; who is lost afterwards is. A stage
-    ends once only those who are lost are awaited: a busy machine loses nobody else.
+    A client that is lost before its vector has arrived is not in the sum; a later one is. A stage
+    ends only when nothing but lost clients is missing, so a busy machine loses no other client.
     """
     configure(site, num_rounds=4, num_clients=NUM_CLIENTS)
     coordinator = site.serving(changes=[EXPIRE])
@@ -279,7 +279,7 @@ def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: Vot
             if drop.by is STOP:
                 thaw(clients[drop.client_id])
         assert len(reporters(record)) >= MIN_SURVIVORS
-        for drop in dropped:  # last: the next round waits for them all
+        for drop in dropped:  # restart them last, since the next round waits for all clients
             if drop.by is KILL:
                 again = RESTARTED.get(drop.client_id) if round_num == 1 else None
                 clients[drop.client_id].wait()
@@ -295,7 +295,7 @@ def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: Vot
 def test_below_the_minimum_nothing_is_given_and_the_round_is_tried_with_fresh_keys(
     site: VotingSite,
 ) -> None:
-    """Four of thirteen are killed with the model in their hands: nine are one too few."""
+    """Four of thirteen are killed after they have got the model; the nine left are one too few."""
     configure(site, num_rounds=2, num_clients=NUM_CLIENTS)
     coordinator = site.serving(changes=[EXPIRE, NOTE_ADVERTS])
     lost = range(NUM_CLIENTS - MIN_SURVIVORS + 1)
@@ -340,16 +340,16 @@ KILLS = [
 ]
 
 
-#: Of those the ones after which the sum is kept, and opened by the next coordinator.
+#: Kills after which the masked sum is stored, and unmasked by the next coordinator.
 IN_THE_LAST_STAGE = KILLS[-4:]
 
 
 def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_one(
     site: VotingSite,
 ) -> None:
-    """A round for each stage; its session ends with its coordinator, and the next has its keys.
+    """Each stage has its round; the next coordinator starts another session with fresh keys.
 
-    But for the last stage, with which the next one goes on: no round has a second sum.
+    Only the last stage is resumed instead, so that no round has a second sum.
     """
     num_clients = 5
     configure(site, num_rounds=len(KILLS) + 1, num_clients=num_clients)
@@ -387,7 +387,7 @@ def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_
 def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
     site: VotingSite, crash: Crash
 ) -> None:
-    """Started again it is asked again; what it says is what it would have said, to the byte.
+    """After its restart it is asked again, and its answer is the same to the byte.
 
     One of three may be corrupted, so the shares of all three are needed.
     """
@@ -411,11 +411,11 @@ def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
 def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_survivors(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """The coordinator has its shares; it is started again, and knows from its disk.
+    """The coordinator has its shares; after its restart, the client remembers that from its disk.
 
-    It is asked once more: as if another client had dropped out, all that it was asked before, and
-    in a session begun anew under the same terms. To the last question alone it says again what it
-    said, and nothing else. The control: a session before, and one after.
+    It is sent every request again, first as if another client had dropped out and then as before.
+    It only repeats its answer to the last request, and refuses the others. The control: a session
+    before, and one after.
     """
     victim, task = ClientId(1), f"{Path(liars.__file__)}:{liars.Fixed.__name__}"
     environ = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}

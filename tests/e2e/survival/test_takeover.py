@@ -1,4 +1,4 @@
-"""Two coordinators on one PostgreSQL: one dies or stands still, the other goes on."""
+"""Two coordinators on one PostgreSQL: one is killed or frozen, the other takes over."""
 
 import signal
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ from tests.processes import LONG_S, Change, Process, until
 
 pytestmark = pytest.mark.slow
 
-#: Longer than a machine stands still: a holder that only pauses is not taken over.
+#: Longer than stalls of the machine, so that a holder that only pauses is not taken over.
 _TTL_S = 4.0
-#: After the last beat; and the deadline is some time after that.
+#: Seconds from the last beat until the takeover, and a deadline some time after that.
 _TAKEOVER_S, _DEADLINE_S = _TTL_S + 3.4, 16.0
 
-#: So that a model of 4 MB takes some seconds.
+#: Slow enough that a model of 4 MB takes some seconds.
 _BYTES_PER_S = 1e6
-#: A model of 0.6 MB, and a connection on which 512 KiB take longer than a client bears silence.
+#: A model of 0.6 MB, and a connection on which 512 KiB take longer than a client's patience.
 _SLOW_BALLAST, _SLOW_BYTES_PER_S = 150_000, 48e3
 
 
 @pytest.fixture
 def site(site: VotingSite, postgresql_url: str) -> VotingSite:
-    """The same, on PostgreSQL."""
+    """The deployment, on PostgreSQL."""
     site.store_url = postgresql_url
     return site
 
@@ -53,12 +53,12 @@ def two(
     way_to_first: Proxy | None = None,
     **settings: Any,
 ) -> tuple[Process, Process]:
-    """Start a coordinator that leads and one that stands by; clients know both."""
+    """Start a leading coordinator and a standby; clients know both addresses."""
     site.configure(num_rounds=num_rounds, lease_ttl_s=_TTL_S, **settings)
     elsewhere, address = free_addresses(2), site.config.coordinator.address
     if way_to_first is not None:
         way_to_first.target, address = address, way_to_first.address
-    # The second comes first: clients that look for a coordinator need not wait for a frozen one.
+    # The standby's address comes first, so that clients need not wait for a frozen leader.
     site.reconfigure(public_addresses=(elsewhere[0], address))
     first = site.serving()
     keys = ("address", "http_address")
@@ -69,7 +69,7 @@ def two(
 
 
 def test_a_second_coordinator_takes_over_within_seconds(site: VotingSite) -> None:
-    """In the middle of a round: two replies were acknowledged by the one that died."""
+    """In the middle of a round, after the killed one has acknowledged two replies."""
     first, second = two(site, num_rounds=2)
     with site.holding(2):
         site.populate()
@@ -87,10 +87,10 @@ def test_a_second_coordinator_takes_over_within_seconds(site: VotingSite) -> Non
 def test_a_coordinator_that_stood_still_is_fenced_off(
     site: VotingSite, changes: tuple[Change, ...]
 ) -> None:
-    """It wakes past the deadline of the round that it was in; what it does then harms nobody.
+    """It wakes after the deadline of its round, and what it does then must not lose a reply.
 
-    The control: were the log of replies one file for both, the sleeper would close it on top
-    of a reply that the other one has acknowledged, and a third would not find that.
+    The control: if both shared one log of replies, the first would truncate a reply that the
+    second has acknowledged, and a third coordinator would not find it.
     """
     first, second = two(site, num_rounds=1, changes=changes, deadline_s=_DEADLINE_S, min_reports=1)
     clock = SystemClock()
@@ -124,7 +124,7 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
 
 
 def test_a_round_goes_on_soon_after_its_leader_stands_still(site: VotingSite) -> None:
-    """Clients hear nothing, and look for the other coordinator: the one that froze ends no call."""
+    """A frozen leader closes no call, so clients must notice its silence and reconnect."""
     site.hurries = False
     first, second = two(site, num_rounds=2)
     clock = SystemClock()
@@ -145,7 +145,7 @@ def test_a_round_goes_on_soon_after_its_leader_stands_still(site: VotingSite) ->
 def test_a_transfer_goes_on_elsewhere_soon_after_its_leader_stands_still(
     site: VotingSite, way: str
 ) -> None:
-    """However large the model: half of it has come, or its update has been sent by half."""
+    """Also for large models: half of the model has arrived, or half of the update was sent."""
     site.hurries = False
     with Proxy("", bytes_per_s=_BYTES_PER_S, freezes=True).running() as proxy:
         first, second = two(site, num_rounds=1, num_clients=1, way_to_first=proxy)
@@ -170,9 +170,9 @@ def test_a_transfer_goes_on_elsewhere_soon_after_its_leader_stands_still(
 def test_a_leader_behind_a_slow_connection_is_not_taken_for_dead(
     site: VotingSite, changes: tuple[Change, ...]
 ) -> None:
-    """A model takes longer than a client bears silence; each chunk of it takes less.
+    """A model takes longer than a client tolerates silence, but each chunk takes less.
 
-    The control: one chunk takes longer, and the client leaves once and again.
+    The control: with larger chunks, the client keeps disconnecting.
     """
     site.configure(num_rounds=1, num_clients=1, ballast=_SLOW_BALLAST, lease_ttl_s=_TTL_S)
     first = site.serving(changes=changes)
@@ -191,10 +191,10 @@ def test_a_leader_behind_a_slow_connection_is_not_taken_for_dead(
 
 
 def check_model(site: VotingSite) -> None:
-    """Check each cell: rounds of two and of three, where the third update is of the round before.
+    """Check the votes: a round of two updates, then one of three, of which one is a round late.
 
     Raises:
-        Miscounted: A cell of the model, or a round on record, is another one.
+        Miscounted: A cell of the model, or a recorded round, is wrong.
     """
     expected = torch.zeros(ballots.MAX_ROUNDS, ballots.MAX_CLIENTS)
     expected[0, :2] = 1.0 / 2.0
@@ -216,10 +216,10 @@ def check_model(site: VotingSite) -> None:
 def test_late_updates_outlive_a_leader_that_stands_still(
     site: VotingSite, changes: tuple[Change, ...]
 ) -> None:
-    """The second coordinator awaits who is in flight, and that update counts once.
+    """The second coordinator waits for the client in flight, and that update counts once.
 
-    So does the one that the first has accepted in the round in which it froze: its client is gone.
-    Client 1 keeps that round open until the late update is in it.
+    So does the update that the first accepted in the round in which it froze, although its client
+    is gone. Client 1 keeps that round open until the late update is in it.
 
     The control adds an update twice.
     """
@@ -259,6 +259,6 @@ def test_late_updates_outlive_a_leader_that_stands_still(
             check_model(site)
         return
     check_model(site)
-    # Once: what it trained under the first counts. It may have begun ahead on the next model.
+    # Once, since the training under the first counts. It may also have prefetched the next model.
     assert site.trained(2).count(0) == 1
     assert [site.told(number, "accepted") for number in range(3)] == [{0, 1}, {0, 1}, {0}]
