@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded and recomputed, wherever they stand in it."""
+"""Blocks of a model, which are sharded and recomputed, are found anywhere in it."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def encoder() -> nn.TransformerEncoder:
 
 
 class OfTorch(nn.Module):
-    """A classifier around torch's encoder, with a parameter of its own."""
+    """A classifier around torch's encoder, with a parameter besides its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,20 +53,20 @@ class OfTorch(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """Calls the model inside it."""
+    """A module that only calls the model inside it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Whatever it takes and returns."""
+        """Call the inner model."""
         scores: Tensor = self.model(tokens)
         return scores
 
 
 class Attributes(nn.Module):
-    """Has its blocks as attributes, in no list."""
+    """A model with its blocks in attributes instead of a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,20 +81,20 @@ class Attributes(nn.Module):
 
 
 class Experts(nn.Module):
-    """A layer with a list of layers of its own."""
+    """A layer that contains a list of layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList([Block(0.0), Block(0.0)])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From [batch, length, width] to the same."""
+        """Map [batch, length, width] to the same shape."""
         mixed: Tensor = self.experts[0](tokens) + self.experts[1](tokens)
         return mixed
 
 
 def stages() -> nn.Sequential:
-    """Return chains in a chain, as convolutional networks are written."""
+    """Return nested chains, as in many convolutional networks."""
     first = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.LayerNorm(WIDTH))
     second = nn.Sequential(Block(0.0), Block(0.0))
     head = nn.Sequential(Pool(), nn.Linear(WIDTH, NUM_CLASSES))
@@ -107,7 +107,7 @@ def mixture() -> nn.Sequential:
 
 
 class Tied(nn.Module):
-    """A language model whose embedding is its last layer's matrix, too."""
+    """A model that shares the matrix of its embedding with a later layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,13 +141,13 @@ class Tied(nn.Module):
         (lambda: Wrapper(stages()), ["model.stem", "model.body.0", "model.body.1", "model.head"]),
         (mixture, ["0", "1", "2", "4"]),
         (Tied, ["embedding", "blocks.0", "blocks.1", "back", "head"]),
-        (lambda: nn.MultiheadAttention(WIDTH, 4), []),  # which never calls its linear layer
+        (lambda: nn.MultiheadAttention(WIDTH, 4), []),  # it never calls its linear layer
     ],
 )
 def test_blocks_are_found_where_they_are(
     model: Callable[[], nn.Module], expected: Sequence[str]
 ) -> None:
-    """And not below: a layer with layers inside it is one block."""
+    """A layer that contains further layers is a single block."""
     assert list(blocks_of(model())) == expected
 
 
@@ -156,7 +156,7 @@ def test_blocks_that_share_a_parameter_are_sharded_with_the_model_itself() -> No
 
 
 def of(make_model: Callable[[], nn.Module], **spread: Any) -> Task:
-    """Return a training of a model.
+    """Build a training of a model on a mesh.
 
     Any: as the fields of Spread.
     """
@@ -181,7 +181,7 @@ def of(make_model: Callable[[], nn.Module], **spread: Any) -> Task:
 def test_what_is_computed_again_is_not_kept_and_has_the_same_bits(
     model: Callable[[], nn.Module],
 ) -> None:
-    """Torch's encoder draws a mask of dropout, twice the same."""
+    """Recomputation draws the same dropout masks again, as in torch's encoder."""
     kept, again = (of(model, recompute=each) for each in (False, True))
     again.require_fitting()
     assert alone(kept, until=2).apart(alone(again, until=2)) == 0.0
@@ -190,7 +190,7 @@ def test_what_is_computed_again_is_not_kept_and_has_the_same_bits(
 
 
 def _activations(task: Task) -> int:
-    """Return the bytes that a step really keeps."""
+    """Measure the activations of a step, in bytes."""
     engine = Engine(task, device=torch.device("cpu"))
     with engine.reading(until=2):
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training in one process: which count, and what becomes of damaged ones."""
+"""Checkpoints of a training in one process: complete, incomplete and damaged ones."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def engine() -> Engine:
 
 
 def saved(folder: Path, *steps: int, keep: int = 9) -> Engine:
-    """Return a training that was written down after these steps."""
+    """Train, with a checkpoint after each of these steps."""
     made = engine()
     for step in steps:
         trained(made, until=step)
@@ -31,7 +31,7 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> Engine:
 
 
 def gone_on(checkpoint: Path) -> Outcome:
-    """Return what becomes of a training that goes on from a checkpoint."""
+    """Resume a training from a checkpoint; return its outcome."""
     made = engine()
     checkpoints.restore(made, checkpoint)
     trained(made)
@@ -48,7 +48,7 @@ def test_a_training_that_goes_on_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_of_several_processes_may_train_alone(tmp_path: Path) -> None:
-    """Rank 0 of a simulation under torchrun does; to wait for the others would never end."""
+    """As rank 0 of a simulation under torchrun does; waiting for the others would never end."""
 
     def body() -> Outcome | None:
         if dist.get_rank() > 0:
@@ -124,7 +124,7 @@ def test_what_happens_as_one_is_written_is_told_as_what_it_is(
     passes: type[BaseException],
     said: str,
 ) -> None:
-    """The one before it counts."""
+    """The checkpoint before it stays the latest."""
     saved(tmp_path, 2)
 
     def fails(_descriptor: int) -> None:

@@ -1,6 +1,6 @@
-"""What would make copies of a model differ is refused, and what shall differ in them does.
+"""Copies of a model stay the same, or the training is refused; their dropout masks may differ.
 
-Beside what can be seen before a training begins (``test_task``), some is seen in its first step.
+Some errors can be found before a training starts (``test_task``), these only in its first step.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
 from tests.trainings import INPUTS, NUM_CLASSES, Pool, alone, task_of, trained
 
-pytestmark = pytest.mark.xdist_group("meshes")  # worlds and imports that they share cost seconds
+pytestmark = pytest.mark.xdist_group("meshes")  # they share worlds and imports that take seconds
 
 LIMIT_S = 300.0
 HIDDEN = 64
 
 
 class Net(nn.Module):
-    """Two layers, and what a test adds to them."""
+    """A network of two layers, the base of those below."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class Idle(Net):
-    """With a layer that nothing calls."""
+    """A network with a layer that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Idle(Net):
 
 
 class Remembers(Net):
-    """With a mean of what it has seen, and a mask that is not finite."""
+    """A network with a running mean of its inputs, and a mask that is not finite."""
 
     mean: Tensor
 
@@ -60,7 +60,7 @@ class Remembers(Net):
 
 
 class Counts(Net):
-    """With a number of steps, which is the same in each process, and a mask."""
+    """A network with a step count, which is the same in each process, and a mask."""
 
     count: Tensor
 
@@ -75,7 +75,7 @@ class Counts(Net):
 
 
 def spread(make_model: Callable[[], nn.Module], mesh: Mesh) -> None:
-    """Train in a world of two."""
+    """Train on a mesh of two processes."""
     task = replace(task_of(mesh), make_model=make_model)
 
     def body() -> None:
@@ -106,7 +106,7 @@ def test_copies_that_would_differ_end_in_the_first_step(
 
 @pytest.mark.slow
 def test_what_is_the_same_in_each_copy_is_taken() -> None:
-    """The controls; and one process has nobody to differ from."""
+    """Controls. A training in one process accepts any of the models."""
     spread(Counts, Mesh(replicate=2))
     spread(Idle, Mesh(shard=2))
     for model in (Idle, Remembers):
@@ -122,10 +122,10 @@ def dropping() -> nn.Module:
 
 
 def masks() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return what was dropped inside of cut layers and behind them, and the weights at the end."""
+    """Return the dropout masks between cut layers and after them, and the final weights."""
     task = replace(task_of(Mesh(tensor=2)), make_model=dropping)
     engine = Engine(task, device=torch.device("cpu"))
-    module, found = engine._wrapped.module, list[Tensor]()  # noqa: SLF001 (what is looked at)
+    module, found = engine._wrapped.module, list[Tensor]()  # noqa: SLF001 (the module under test)
     for name in ("2", "4"):
         module.get_submodule(name).register_forward_hook(lambda *told: found.append(told[2] == 0))
     trained(engine, until=2)
@@ -135,7 +135,7 @@ def masks() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_parts_of_a_layer_drop_units_of_their_own_and_whole_layers_the_same() -> None:
-    """With one mask for all parts, half of a layer's units would be dropped with the other half."""
+    """With one mask for both parts, each unit would always be dropped together with another one."""
     (inside, outside, whole), (inside_1, outside_1, whole_1) = in_processes(
         masks, world_size=2, timeout_s=LIMIT_S
     )

@@ -1,4 +1,4 @@
-"""Ensemble distillation: what clients' models say together, taught to one."""
+"""Ensemble distillation: the mean model learns the joint predictions of clients' models."""
 
 from dataclasses import replace
 from typing import Any
@@ -66,7 +66,7 @@ def updates(*rows: Tensor, weights: tuple[float, ...]) -> Updates:
 
 
 def by_hand(base: Params, rows: list[Tensor], weights: list[float], start: int) -> Tensor:
-    """Lin et al., algorithm 1, with nothing of ours but the order of the examples."""
+    """Algorithm 1 of Lin et al., using nothing of fedlearn except for the order of the examples."""
 
     def of(vector: Tensor) -> nn.Module:
         module = network()
@@ -97,11 +97,11 @@ def test_the_student_learns_what_the_models_say_together(num_rounds: int) -> Non
     wanted = by_hand(base, rows, [1.0, 4.0, 2.0], num_rounds * STEPS)
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-12)
     plain = (given.weights_B[:, None] * torch.stack(rows)).sum(0) / 7.0
-    assert (found - plain).abs().max() > 1e-3  # the mean alone would be told apart
+    assert (found - plain).abs().max() > 1e-3  # so the comparison above would reject the mean alone
 
 
 def test_a_distillation_is_told_of_and_can_be_called_off() -> None:
-    """Every other step, and at the end; what the control raises passes."""
+    """Reports come every other step and at the end; an error of the control is propagated."""
     base, told = Params.of(network()), list[Progress]()
     given = updates(*torch.randn(2, base.layout.size).double(), weights=(1.0, 1.0))
     watched = replace(rule(base, num_rounds=1), watch=Watch(report=told.append, report_every=2))
@@ -149,11 +149,11 @@ def test_what_cannot_be_distilled_is_refused(
 
 
 class Interrupted(Exception):
-    """Ends a run in the middle."""
+    """Interrupts a run."""
 
 
 class StopsOnce:
-    """Fails after the second round."""
+    """Interrupts a run after its second round."""
 
     def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
         if record.round_num == 1:
@@ -161,7 +161,7 @@ class StopsOnce:
 
 
 def weight(*, transport: str = "engine", **more: Any) -> Tensor:  # Any: settings of a run
-    """Return the weights that a run of four rounds ends with."""
+    """Simulate four rounds; return the final weights."""
     data = fl.from_arrays(
         torch.randn(60, 4, generator=torch.Generator().manual_seed(5)).numpy(),
         torch.arange(60).numpy() % 3,
@@ -169,7 +169,7 @@ def weight(*, transport: str = "engine", **more: Any) -> Tensor:  # Any: setting
         seed=0,
         test_fraction=0.2,
     )
-    # By Adam, rounding of a gradient of zero would be as large as a step.
+    # Not Adam: it would turn the rounding error of a zero gradient into a whole step.
     training = {"distil_steps": 3, "share": 0.3, "batch_size": 8, "optimizer": "sgd"}
     run = fl.simulate(
         lambda: nn.Linear(4, 3),

@@ -1,4 +1,4 @@
-"""A training that is measured on its way: the best model is its result, and it may end early."""
+"""Trainings with evaluation, which return the best model and may end early."""
 
 import json
 import math
@@ -33,7 +33,7 @@ Measure: TypeAlias = Callable[[TrainingState], Mapping[str, float]]
 
 @dataclass
 class Scores:
-    """Gives the model after each step a loss that is made up."""
+    """Evaluates each step with a given loss, and records the steps."""
 
     by_step: Sequence[float]
     asked: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Scores:
 
 @dataclass
 class Log:
-    """What a training told, and where it is called off: after that many reports."""
+    """Records the reports of a training, and cancels it after a number of them."""
 
     after: int | None = None
     told: list[Progress] = field(default_factory=list)
@@ -112,7 +112,7 @@ def test_the_best_model_is_the_result(
     best: int,
     checkpoint_every: int,
 ) -> None:
-    """With and without files; where nothing was a number, the last model is."""
+    """With and without files. If no loss was a number, the result is the last model."""
     scores, log = Scores(losses), Log()
     job = job_in(
         tmp_path,
@@ -139,7 +139,7 @@ def test_the_best_model_is_the_result(
 def test_a_training_that_dies_in_an_evaluation_comes_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, at: int
 ) -> None:
-    """Wherever it dies: the checkpoint comes first, then the best model, and its row."""
+    """It may die at any point: the checkpoint is written first, then the best model and its row."""
     losses, num_calls = [6, 4, 5, 3, 9, 9], 0
 
     def dying(function: Callable[..., T]) -> Callable[..., T]:
@@ -170,7 +170,7 @@ def test_a_training_that_dies_in_an_evaluation_comes_to_the_same(
 
 
 def test_a_training_that_is_kept_takes_more_steps(tmp_path: Path) -> None:
-    """It ends where one goes that takes all of them, and takes no fewer than it has."""
+    """It ends with the same model as a single training; fewer steps than it has are refused."""
     scores, log = Scores([6, 5, 4, 3, 2, 1]), Log()
     assert run(job_in(tmp_path, scores, until=3, is_kept=True)).step_num == 3
     state = run(job_in(tmp_path, scores, is_kept=True), log)
@@ -187,7 +187,7 @@ def test_a_training_that_is_kept_takes_more_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["job.json", "evaluations.json"])
 def test_a_damaged_file_of_a_kept_training_is_told(tmp_path: Path, name: str) -> None:
-    """By its path and a way out; it is not begun over what is there."""
+    """The error names the path and a remedy; the damaged file is not overwritten."""
     job = job_in(tmp_path, Scores([6, 5, 4, 3, 2, 1]), is_kept=True)
     run(job)
     [damaged] = tmp_path.rglob(name)
@@ -200,7 +200,7 @@ def test_a_damaged_file_of_a_kept_training_is_told(tmp_path: Path, name: str) ->
 def test_a_process_of_a_job_whose_file_is_damaged_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is not started again: that would end so, too."""
+    """It is not restarted, because it would fail the same way."""
     said = spec_of(job_in(tmp_path, Scores([1])), None)
     folder = Folder(tmp_path)
     monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path)])
@@ -218,7 +218,7 @@ def test_a_process_of_a_job_whose_file_is_damaged_says_so(
 def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first step sets how long; the control goes on, since nobody hangs."""
+    """The first step determines the timeout. Control: without a hanging rank, no wait times out."""
     monkeypatch.setattr(jobs, "_TIMEOUT", timedelta(seconds=2))
     monkeypatch.setattr(jobs, "_STEPS", 0)
     begun = spec_of(job_in(tmp_path, Scores([])), None)
@@ -230,7 +230,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(
             def check(self) -> None:
                 self.num_steps += 1
                 if hangs and self.num_steps == 3 and dist.get_rank() == 1:
-                    dist.barrier()  # which the other rank never comes to: it waits for a gradient
+                    dist.barrier()  # the other rank waits for a gradient and never gets here
 
         engine = Engine(task_of(Mesh(replicate=2)), device=torch.device("cpu"))
         try:

@@ -1,4 +1,4 @@
-"""A job in this process: it is called off between steps, goes on, and refuses what cannot be."""
+"""Jobs in this process: cancelled between steps, resumed, or refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,10 @@ from tests.trainings import BATCH_SIZE, NUM_STEPS, InOrder, alone, outcome, task
 
 
 class Watch:
-    """Calls a job off when it has told of so many steps.
+    """Records the reports of a job, and cancels it after a number of them.
 
     Args:
-        after: Of how many; ``None``: never.
+        after: The number of reports; ``None``: never cancel.
     """
 
     def __init__(self, after: int | None = None) -> None:
@@ -108,7 +108,7 @@ def test_a_first_loss_that_is_not_finite_is_no_matter_of_the_learning_rate(tmp_p
 
 
 def _infinite(first: int) -> InOrder:
-    """Return examples that are infinite from one on."""
+    """Return examples with infinite features from the ``first`` on."""
     examples = InOrder.small()
     examples.features[first:] = torch.inf
     return examples
@@ -135,7 +135,7 @@ def test_each_process_needs_a_gpu_where_there_are_some(
 def test_what_does_not_fit_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("subprocess.Popen", None)  # to start one would fail otherwise
+    monkeypatch.setattr("subprocess.Popen", None)  # starting a process would fail
     watch = Watch()
     job = job_in(tmp_path, task_of(Mesh(tensor=8)), name="tests.trainings:fragile_task")
     with pytest.raises(ConfigError, match="tensor is 8"):

@@ -1,4 +1,4 @@
-"""Which job a folder is of: one that begins with other weights is another one."""
+"""Jobs that find files in their folder: the same job resumes, another one starts over."""
 
 from pathlib import Path
 
@@ -21,11 +21,11 @@ NUM_STEPS = 6
 
 
 class CalledOff(Exception):
-    """Somebody has."""
+    """The job was cancelled."""
 
 
 class After:
-    """Calls a job off after some steps."""
+    """Cancels a job after some steps."""
 
     def __init__(self, num_steps: int) -> None:
         self._left = num_steps
@@ -67,7 +67,7 @@ def trained(
     of: Task | None = None,
     every: int = 2,
 ) -> tuple[TrainingState, list[int]]:
-    """Return where a job ends, and the steps that it took now."""
+    """Run a job; return its final state, and the steps that it took this time."""
     steps = list[int]()
 
     def report(progress: Progress) -> None:
@@ -89,7 +89,7 @@ def trained(
 def test_a_job_goes_on_only_if_it_began_with_the_same_weights(
     tmp_path: Path, value: float, first: int
 ) -> None:
-    """A round that is done again may come to another model: its training begins anew."""
+    """A round that is repeated may produce another model; its training must then start over."""
     whole, _ = trained(tmp_path / "whole", start(value))
     with pytest.raises(CalledOff):
         trained(tmp_path / "job", start(0.5), control=After(5))
@@ -99,7 +99,7 @@ def test_a_job_goes_on_only_if_it_began_with_the_same_weights(
 
 
 def test_a_job_without_checkpoints_does_not_go_on_from_those_of_another(tmp_path: Path) -> None:
-    """They may be of anything."""
+    """Those checkpoints may belong to any training."""
     with pytest.raises(CalledOff):
         trained(tmp_path / "job", start(0.5), control=After(5))
     _, steps = trained(tmp_path / "job", start(0.5), every=0)
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_finite_is_no_result(tmp_path: Path) -> None:
-    """The loss of the last step was finite: it is that of the model before."""
+    """The loss of the last step is finite, because it is that of the model before the step."""
     plan = task(learning_rate=3e38, scale=1e3).plan
     once = Task(
         make_model=lambda: nn.Linear(4, 3),

@@ -1,4 +1,4 @@
-"""Hogwild: processes that step one model without locks, and what they cannot do."""
+"""Hogwild: several processes train one model without locks, within limits."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ SGD = LocalSgd(epochs=4, batch_size=8, learning_rate=0.2)
 
 
 def model() -> nn.Module:
-    """A convolution, which is laid out channels last apart from the vector, and a dropout."""
+    """Return a model with dropout and a convolution, whose weights may be stored channels-last."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Unflatten(1, (2, 4, 4)),
@@ -70,7 +70,7 @@ def weights() -> Mapping[str, Tensor]:
     "local", [SGD, Proximal(inner=replace(SGD, weight_decay=0.01), proximal=0.5)]
 )
 def test_one_process_is_plain_sgd_to_the_bit(local: LocalUpdate) -> None:
-    """With whatever remembers nothing; a task after another, too."""
+    """For local updates without memory between steps; also in the next task."""
     hogwild = Hogwild(trainer(), num_processes=1)
     for round_num in range(2):
         task = context(local, round_num=round_num)
@@ -82,7 +82,7 @@ def test_one_process_is_plain_sgd_to_the_bit(local: LocalUpdate) -> None:
 
 
 def test_the_global_model_decides_on_the_memory_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first bytes of the shared memory would decide at random."""
+    """The initial contents of the shared memory are arbitrary, and must not decide."""
     tried: list[Tensor] = []
 
     def agrees(tried_weights: Mapping[str, Tensor], _: object) -> bool:
@@ -101,7 +101,7 @@ def loss(result: LocalResult) -> float:
 
 
 def lost(hogwild: Hogwild) -> float:
-    """Return which share of what plain SGD makes of the loss a training without locks does not."""
+    """Return the share of plain SGD's improvement of the loss that Hogwild fails to reach."""
     start = float(trainer().evaluate(weights()).metrics["loss"])
     plain = loss(trainer().train(weights(), context=context()))
     assert plain < 0.3 * start
@@ -110,19 +110,19 @@ def lost(hogwild: Hogwild) -> float:
 
 @pytest.mark.slow
 def test_several_processes_come_about_as_far_as_plain_sgd() -> None:
-    """To a quarter of what that gains, whoever is faster; 8 % at the most was seen."""
+    """Within a quarter of its improvement; the largest difference ever seen was 8 %."""
     assert abs(lost(Hogwild(trainer(), num_processes=3))) < 0.25
 
 
 @pytest.mark.slow
 def test_steps_that_are_thrown_away_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the band: processes that train copies of the model gain nothing."""
+    """Control of the tolerance: processes that train copies of the model improve nothing."""
     monkeypatch.setattr(ResidentModel, "share_memory", lambda *_: None)
     assert lost(Hogwild(trainer(), num_processes=3)) == pytest.approx(1.0)
 
 
 class Counter(nn.Module):
-    """Parameters whose gradient is 1, whatever they are."""
+    """A model whose parameters always have gradient 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Counter(nn.Module):
 
 
 def counted(*, num_processes: int) -> Tensor:
-    """Return how often each parameter of a locked training was stepped, of 200 times."""
+    """Train with a lock for 200 steps; return the number of steps that each parameter shows."""
     data = torch.zeros(400, 1), torch.zeros(400)
     objective = CustomLoss(lambda outputs, _: outputs)
     one = TorchTrainer.of(Counter, *data, device="cpu", objective=objective)
@@ -144,18 +144,18 @@ def counted(*, num_processes: int) -> Tensor:
 
 
 def test_a_lock_loses_no_step() -> None:
-    """Each of them is counted, in each number."""
+    """Every parameter shows all 200 steps."""
     assert torch.equal(counted(num_processes=4), torch.full((5000,), 200.0))
 
 
 def test_a_step_that_is_lost_is_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: copies of the model lose all of them."""
+    """Control: if processes train copies of the model, all steps are lost."""
     monkeypatch.setattr(ResidentModel, "share_memory", lambda *_: None)
     assert torch.equal(counted(num_processes=4), torch.zeros(5000))
 
 
 class Examples(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Of which the last one ends a fork that reads it, or fails there."""
+    """Examples of which the last one kills a fork that reads it, or raises an error there."""
 
     def __init__(self, *, kills: bool) -> None:
         self._kills, self._maker = kills, os.getpid()
@@ -176,7 +176,7 @@ def test_a_process_that_is_gone_fails_the_task_and_tells_no_data(
     kills: bool,  # noqa: FBT001 - a parameter of the test
     words: str,
 ) -> None:
-    """The message goes to the coordinator; the others are ended, and the next task has new ones."""
+    """The message is sent to the coordinator. All processes end; the next task starts new ones."""
     one = TorchTrainer.of(model, Examples(kills=kills), device="cpu")
     hogwild, others = Hogwild(one, num_processes=2), children_of(os.getpid())
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_process_that_is_gone_fails_the_task_and_tells_no_data(
 
 
 class Watching(Unattended):
-    """Calls the task off once it has begun, if it shall; and notes how far it is."""
+    """A control that records progress, and may cancel the task after its first report."""
 
     def __init__(self, *, cancels: bool) -> None:
         self.cancels, self.told = cancels, list[tuple[float, float]]()
@@ -202,7 +202,7 @@ class Watching(Unattended):
 
 @pytest.mark.slow
 def test_a_task_can_be_called_off_and_tells_how_far_it_is() -> None:
-    """No process is left, and the trainer trains the next task."""
+    """After a cancelled task no process is left, and the trainer can train the next task."""
     hogwild, others = Hogwild(trainer(), num_processes=2), children_of(os.getpid())
     long = context(replace(SGD, epochs=10_000), control=Watching(cancels=True))
     with pytest.raises(Cancelled):
@@ -237,14 +237,14 @@ REMEMBERING: Mapping[str, LocalUpdate] = {
 
 @pytest.mark.parametrize("named", REMEMBERING)
 def test_what_each_process_would_have_of_its_own_is_refused(named: str) -> None:
-    """When the coordinator asks for it, with the name of it."""
+    """Refused when the coordinator requests it; the message names what each process would have."""
     hogwild = Hogwild(trainer(), num_processes=2)
     with pytest.raises(SettingsRefused, match=named):
         hogwild.train(weights(), context=context(REMEMBERING[named]))
 
 
 class Own:
-    """A trainer of the user's own."""
+    """A user-defined trainer."""
 
     honours = ()
 
@@ -260,7 +260,7 @@ def normalised() -> nn.Module:
 
 
 def test_trainers_whose_steps_cannot_be_divided_are_refused() -> None:
-    """When it is made, with what to do."""
+    """Refused on creation; the message says what to do."""
     own: Any = Own()
     with pytest.raises(DeploymentError, match="a Own with a training of its own"):
         Hogwild(own, num_processes=2)
@@ -271,7 +271,7 @@ def test_trainers_whose_steps_cannot_be_divided_are_refused() -> None:
 
 
 def test_a_gpu_is_refused() -> None:
-    """Its memory is no fork's; a device of no memory stands in for one."""
+    """Forks cannot use a GPU's memory. The trainer only pretends to be on one."""
 
     class Elsewhere(TorchTrainer):
         @property

@@ -1,4 +1,4 @@
-"""A world of local processes: what each returns, what is told of one that fails, nobody left."""
+"""Worlds of local processes: their results, errors that name a failed rank, and no leftovers."""
 
 import json
 import os
@@ -16,19 +16,19 @@ from fedlearn.errors import ConfigError, EngineError
 from fedlearn.parallel.local_world import in_processes
 from tests.processes import Launcher
 
-#: Enough on a busy machine, and an end to what hangs.
+#: Long enough on a busy machine; ends a test that hangs.
 LIMIT_S = 60.0
 
 
 def ranks() -> tuple[int, int, float]:
-    """What a world of torch.distributed has: rank, size, and a sum over all ranks."""
+    """Return this rank, the size of the world, and a sum over all ranks."""
     mine = torch.tensor(float(dist.get_rank() + 1))
     dist.all_reduce(mine)
     return dist.get_rank(), dist.get_world_size(), float(mine)
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Wait for each process to end, without sleeping."""
+    """Wait until each process has exited, without sleeping."""
     for pid in pids:
         try:
             descriptor = os.pidfd_open(pid)
@@ -76,7 +76,7 @@ def test_a_fork_computes_after_its_parent_did_with_all_its_threads() -> None:
 
 
 def test_results_may_be_large_tensors() -> None:
-    """They travel as bytes: a tensor in memory that processes share would be gone with its own."""
+    """Results are sent as bytes: a tensor in shared memory would vanish with its process."""
     found = in_processes(
         lambda: torch.full((1 << 18,), float(dist.get_rank())), world_size=2, timeout_s=LIMIT_S
     )
@@ -118,7 +118,7 @@ def waits() -> None:
 def test_the_rank_that_failed_is_named_not_those_that_lost_it(
     body: Callable[[], None], message: str
 ) -> None:
-    """The others fail as well: their connection is closed."""
+    """The other ranks fail as well, because a connection closes; they are not named."""
     with pytest.raises(EngineError) as raised:
         in_processes(body, world_size=3, timeout_s=LIMIT_S)
     assert str(raised.value) == message
@@ -138,7 +138,7 @@ def test_what_cannot_be_sent_fails_like_the_rest() -> None:
 
 @pytest.mark.slow
 def test_a_world_that_hangs_ends_in_time() -> None:
-    """Rank 1 waits for a barrier that the others pass by."""
+    """Rank 1 waits at a barrier that the others never reach."""
     clock = SystemClock()
     began_s = clock.now_s()
     with pytest.raises(EngineError, match=r"no result after 1\.5 s of rank (0, )?1(, 2)? of 3"):
@@ -152,7 +152,7 @@ def test_a_world_needs_a_process() -> None:
 
 
 def test_a_process_of_a_world_starts_no_other() -> None:
-    """Its forks would be in the first world, too."""
+    """Its forks would also belong to the first world."""
 
     def body() -> None:
         in_processes(os.getpid, world_size=1, timeout_s=LIMIT_S)
@@ -162,7 +162,7 @@ def test_a_process_of_a_world_starts_no_other() -> None:
 
 
 def test_no_rank_outlives_a_parent_that_is_killed(launcher: Launcher) -> None:
-    """Killed, it can stop nobody: each of them sees its end."""
+    """A killed parent cannot stop its ranks, so each rank must notice the parent's death."""
     script = """
         import json, os, signal
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Predicted memory is that which a training really holds."""
+"""The predicted memory of a training equals the memory that it really uses."""
 
 import json
 from collections.abc import Callable
@@ -28,8 +28,8 @@ from tests.trainings import INPUTS, LENGTH, transformer
 
 BATCH_SIZE = 32
 ADAMW, SGD = AdamKin(learning_rate=0.01), Sgd(learning_rate=0.1)
-#: Parameters, gradients and state are exact; of activations, what operations drop within them is
-#: not seen.
+#: For activations and the peak: the measurement does not see temporary memory inside operations.
+#: Parameters, gradients and state must be exact.
 TOLERANCE = 0.15
 
 MAKES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -81,7 +81,7 @@ def predicted(model: str, plan: TrainingPlan) -> Memory:
 
 
 def really(model: str, plan: TrainingPlan) -> Measured:
-    """Measure a step that is written here: forward and back by parts, then the optimiser's."""
+    """Measure a step of a plain loop: forward and backward by micro-batch, then the optimiser."""
     make, shape = MAKES[model]
     module, (features, labels) = make(), examples(shape)
     if plan.spread.recompute:
@@ -119,7 +119,7 @@ def test_what_is_predicted_is_what_is_held(
 
 
 def test_a_wrong_prediction_is_told_apart() -> None:
-    """The control: Adam taken for SGD, and recomputation that is left out."""
+    """Control: predictions with SGD in place of Adam, or without recomputation, do not fit."""
     held = really("mlp", plan_of(ADAMW))
     assert predicted("mlp", plan_of(SGD)).optimizer_state != held.optimizer_state
     assert predicted("mlp", plan_of(SGD)).peak < (1 - TOLERANCE) * held.peak
@@ -157,7 +157,7 @@ def test_half_precision_takes_half_of_the_activations_and_a_copy_of_the_weights(
         predicted("cnn", plan_of(ADAMW, precision=each))
         for each in (Precision.FULL, Precision.BFLOAT16)
     )
-    assert half.parameters == whole.parameters  # they stay as they are
+    assert half.parameters == whole.parameters  # parameters keep their dtype
     assert half.activations is not None
     assert whole.activations is not None
     assert half.activations < 0.8 * whole.activations
@@ -215,7 +215,7 @@ def test_the_command_tells_of_each_stage(
 def test_a_model_that_no_machine_could_hold_is_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And nobody is asked: there may be fewer clients than in a usual round."""
+    """There is no round, so there may be fewer clients than the default cohort needs."""
     (tmp_path / "huge.py").write_text(
         "from torch import nn\n"
         "def make():\n"

@@ -1,4 +1,4 @@
-"""What each process of a mesh really holds is what is predicted for it."""
+"""The predicted memory of each process of a mesh equals the memory that it really uses."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.task import Task
 from tests.trainings import InOrder, task_of
 
-pytestmark = pytest.mark.xdist_group("meshes")  # worlds and imports that they share cost seconds
+pytestmark = pytest.mark.xdist_group("meshes")  # they share worlds and imports that take seconds
 
-#: Of activations with what spreading takes, and of the peak: what operations drop within them is
-#: not seen, and layers are not gathered just when activations are at their most.
+#: For activations plus transient memory, and for the peak. The measurement does not see temporary
+#: memory inside operations, and layers are not gathered exactly when activations peak.
 TOLERANCE = 0.2
-#: A few steps: two are measured.
+#: Number of steps to prefetch; two are taken.
 NUM_READ = 4
 
 
 def held(task: Task) -> Measured:
-    """Measure a step of this process's; the examples, all of which a test has, do not count."""
+    """Measure a step in this process, without the examples, which the test holds in memory."""
     engine = Engine(task, device=torch.device("cpu"))
     examples = task.stream
     assert isinstance(examples, InOrder)
@@ -35,14 +35,14 @@ def held(task: Task) -> Measured:
     with engine.reading(until=NUM_READ):
         return measured(
             step,
-            module=engine._wrapped.module,  # noqa: SLF001 - what this process trains of the model
+            module=engine._wrapped.module,  # noqa: SLF001 - this process's part of the model
             optimizer=engine._optimizer,  # noqa: SLF001
             apart=(examples.features, examples.labels),
         )
 
 
 def predicted(task: Task) -> tuple[Memory, ...]:
-    """Return what is predicted of a process of each stage."""
+    """Predict the memory of a process in each stage."""
     features, labels = task.stream.batch(range(1))
     return predict(
         task.make_model, task.plan, features=features, labels=labels, objective=task.objective
@@ -50,7 +50,7 @@ def predicted(task: Task) -> tuple[Memory, ...]:
 
 
 def fits(one: Memory, found: Measured) -> bool:
-    """Whether parameters, gradients and state are so to the byte, and the rest within a bound."""
+    """Tell whether parameters, gradients and state are exact, and the rest within the tolerance."""
     assert one.activations is not None
     beside = one.activations + one.transient
     return (
@@ -71,7 +71,7 @@ MESHES: dict[str, tuple[Mesh, dict[str, Any]]] = {  # Any: as the fields of Spre
 
 
 def task_on(degree: str) -> Task:
-    """Return the training of a transformer by AdamW."""
+    """Build the training of a transformer with AdamW on a mesh."""
     mesh, spread = MESHES[degree]
     return task_of(mesh, dtype=torch.float32, **spread)
 
@@ -79,7 +79,7 @@ def task_on(degree: str) -> Task:
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [each for each in MESHES if each != "alone"])
 def test_each_process_holds_what_is_predicted(degree: str) -> None:
-    """And, the control, not what is predicted of another mesh."""
+    """Control: the predictions for the other meshes do not fit."""
     task = task_on(degree)
     found = in_processes(lambda: held(task), world_size=2, timeout_s=300.0)
     mesh, stages = task.plan.spread.mesh, predicted(task)

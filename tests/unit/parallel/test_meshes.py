@@ -1,7 +1,7 @@
-"""A training is the same on every mesh: weights, what the optimiser keeps, and every loss.
+"""A training is the same on every mesh: its weights, its optimiser state, and every loss.
 
-What it is compared with is a loop in one process that has nothing of the package's; and the same
-comparison finds each mistake that is made on purpose.
+The reference is a loop in one process that uses nothing of the package. As a control, the same
+comparison detects each of several deliberate mistakes.
 """
 
 import math
@@ -51,17 +51,17 @@ from tests.trainings import (
     transformer,
 )
 
-pytestmark = pytest.mark.xdist_group("meshes")  # worlds and imports that they share cost seconds
+pytestmark = pytest.mark.xdist_group("meshes")  # they share worlds and imports that take seconds
 
-#: Of float64, after six steps: roundings.
+#: Bound of rounding errors in float64, after six steps.
 SAME = 1e-12
-#: What no rounding is.
+#: A difference that rounding cannot explain.
 OTHER = 1e-6
 LIMIT_S = 300.0
 
 
 class Feedforward(nn.Module):
-    """The second half of a transformer's block."""
+    """The feed-forward half of a transformer block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,21 +69,21 @@ class Feedforward(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From [batch, length, width] to the same."""
+        """Map [batch, length, width] to the same shape."""
         added: Tensor = self.down(F.gelu(self.up(self.before(tokens))))
         return tokens + added
 
     def tensor_cuts(self) -> Mapping[str, Cut]:
-        """As those of a transformer's block."""
+        """Return the same cuts as a transformer block."""
         return {"up": Cut(along="columns"), "down": Cut(along="rows")}
 
 
 def perceptron() -> nn.Sequential:
-    """Return a model without attention, for meshes of several degrees.
+    """Return a model without attention, for meshes that combine degrees.
 
-    Each process of such a mesh takes seconds to find how torch cuts each operation.
+    On such a mesh, every process takes seconds to work out how torch cuts each operation.
     """
-    torch.manual_seed(358)  # with which some steps are clipped, and some are not
+    torch.manual_seed(358)  # with this seed some steps are clipped, and some are not
     first, block = nn.Linear(INPUTS, WIDTH), Feedforward()
     return nn.Sequential(first, block, Pool(), nn.Linear(WIDTH, NUM_CLASSES)).double()
 
@@ -98,7 +98,7 @@ def plainly(
     num_steps: int = NUM_STEPS,
     make_model: Callable[[], nn.Module] | None = None,
 ) -> Outcome:
-    """Train in one process, by a plain loop."""
+    """Train in one process with a plain loop, the reference."""
     model = transformer(dtype=dtype) if make_model is None else make_model()
     examples = InOrder.small(dtype)
     named = dict(model.named_parameters())
@@ -111,7 +111,7 @@ def plainly(
         loss.backward()
         grads = [parameter.grad for parameter in named.values() if parameter.grad is not None]
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
-        for grad in grads:  # torch's clip_grad_norm_ adds 1e-6 to the norm
+        for grad in grads:  # not by clip_grad_norm_, which adds 1e-6 to the norm
             grad.mul_(min(1.0, MAX_NORM / norm))
         take([1, 4 / 3, 5 / 3][step] if step < 3 else 2)  # the base rate is for half the batch
         losses.append(float(loss.detach()))
@@ -123,7 +123,7 @@ def plainly(
     return Outcome(losses, model.state_dict(), kept)
 
 
-#: What an optimiser keeps of each parameter, and its step, given the rate's factor.
+#: An optimiser's state by parameter, and the function that takes a step, given the rate's factor.
 Plain = tuple[Mapping[Tensor, dict[str, Tensor]], Callable[[float], None]]
 
 
@@ -139,7 +139,7 @@ def _of_torch(make: Callable[..., torch.optim.Optimizer], named: Mapping[str, Te
 
 
 def _lars(named: Mapping[str, Tensor]) -> Plain:
-    """Algorithm 1 of You, Gitman and Ginsburg, tensor by tensor."""
+    """LARS: algorithm 1 of You, Gitman and Ginsburg, tensor by tensor."""
     state = {w: {"momentum_buffer": torch.zeros_like(w)} for w in named.values()}
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ _OPTIMIZERS: Mapping[str, Callable[[Mapping[str, Tensor]], Plain]] = {
 # ---- the same training, on meshes --------------------------------------------------------------
 
 
-#: A change of the package, in one process.
+#: Patches the package with a mistake, in one process.
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -176,13 +176,13 @@ class Case:
     """A training on a mesh.
 
     Attributes:
-        mesh: Which.
-        micro: Micro-batches.
-        optimizer: By its name.
-        mistake: Made on purpose in each process.
-        settings: Of :func:`task_of`, beside these.
-        num_steps: That are taken.
-        make_model: What is trained; if not given, :func:`transformer`.
+        mesh: The mesh.
+        micro: Number of micro-batches.
+        optimizer: Name of the optimiser.
+        mistake: A deliberate mistake, made in each process.
+        settings: Further arguments of :func:`task_of`.
+        num_steps: Number of steps to take.
+        make_model: Builds the model; ``None``: :func:`transformer`.
     """
 
     mesh: Mesh
@@ -201,10 +201,10 @@ class Case:
         return ", ".join(told if self.mistake is None else [*told, self.mistake.__name__])
 
     def task(self) -> Task:
-        """Return what is trained.
+        """Build the task to train.
 
         Raises:
-            ConfigError: It cannot be trained so.
+            ConfigError: The settings cannot be combined.
         """
         task = task_of(
             self.mesh, optimizer=self.optimizer, num_micro_batches=self.micro, **self.settings
@@ -212,11 +212,11 @@ class Case:
         return task if self.make_model is None else replace(task, make_model=self.make_model)
 
     def engine(self) -> Engine:
-        """Return a process of it."""
+        """Create the engine of one process."""
         return Engine(self.task(), device=torch.device("cpu"))
 
     def trained(self, folder: Path) -> list[float]:
-        """Train as one process of the world; a checkpoint in the folder has the end of it."""
+        """Train as one process of the world; save the final state as a checkpoint in the folder."""
         with pytest.MonkeyPatch.context() as patch:
             if self.mistake is not None:
                 self.mistake(patch)
@@ -227,7 +227,7 @@ class Case:
 
 
 def in_one_world(cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Return what becomes of each training, one after the other in one world."""
+    """Run the trainings one after another in the same world; return their outcomes."""
     (world_size,) = {case.mesh.world_size for case in cases}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -241,7 +241,7 @@ def in_one_world(cases: Sequence[Case]) -> dict[str, Outcome]:
 
 
 def ended_in(folder: Path) -> TrainingState:
-    """Return where a training stood when it was last written down."""
+    """Read the state in the newest checkpoint of a folder."""
     newest = checkpoints.latest(folder)
     assert newest is not None
     return checkpoints.read(newest)
@@ -311,8 +311,8 @@ def on_the_same_examples(patch: pytest.MonkeyPatch) -> None:
 
 # ---- what is trained ---------------------------------------------------------------------------
 
-#: With those that are accepted, sixteen meshes; most with several micro-batches, some with other
-#: optimisers.
+#: Together with those in ACCEPTED, these have sixteen meshes. Most use several micro-batches, and
+#: some use other optimisers.
 CASES = [
     Case(Mesh(replicate=2)),
     Case(Mesh(replicate=2), micro=4, optimizer="sgd"),
@@ -349,7 +349,7 @@ MISTAKES = [
     Case(Mesh(replicate=2), mistake=on_the_same_examples),
 ]
 
-#: That compute some or all of it in half precision.
+#: Trainings that compute partly in half precision.
 HALVES = [
     Case(mesh, settings={"dtype": torch.float32, "precision": precision})
     for mesh in (Mesh(replicate=2), Mesh(shard=2))
@@ -363,7 +363,7 @@ HALVES = [
     Case(Mesh(tensor=2), settings={"dtype": torch.float32, "precision": Precision.BFLOAT16}),
 ]
 
-#: Of which each is followed by the same with the blocks computed again.
+#: Pairs of trainings: without recomputation of blocks, and with it.
 RECOMPUTED = [
     Case(mesh, micro=2, settings={"dropout": 0.3, "recompute": again})
     for mesh in (Mesh(replicate=2), Mesh(shard=2), Mesh(pipeline=2))
@@ -372,9 +372,10 @@ RECOMPUTED = [
 
 
 def accepted(world_size: int) -> Iterator[Case]:
-    """Yield pipelines of so many processes that the configuration accepts, for three steps.
+    """Yield all accepted pipelines on ``world_size`` processes, for three steps.
 
-    Each mesh has each schedule, and two processes each schedule with each number of micro-batches.
+    Each mesh is combined with each schedule; for two processes, also with each number of
+    micro-batches.
     """
     degrees = [n for n in (1, 2, 4) if world_size % n == 0]
     for pipeline, replicate, shard in product(degrees, repeat=3):
@@ -392,7 +393,7 @@ def accepted(world_size: int) -> Iterator[Case]:
 
 ACCEPTED = [*accepted(2), *accepted(4)]
 
-#: One of each degree: what a default run can spare.
+#: One training for each degree, for the default test run.
 QUICK = [
     Case(Mesh(replicate=2)),
     Case(Mesh(shard=2), micro=2),
@@ -403,13 +404,13 @@ QUICK = [
 
 _SLOW = (*CASES, *ACCEPTED, *MISTAKES, *HALVES, *RECOMPUTED)
 _LONG = [each for each in _SLOW if each not in QUICK]
-#: Trainings that share a world.
+#: Lists of trainings, each of which runs in one world.
 WORLDS = [QUICK, *([each for each in _LONG if each.mesh.world_size == n] for n in (2, 4, 8))]
 
 
 @cache
 def ended(world: int) -> Mapping[str, Outcome] | EngineError:
-    """Return what becomes of the trainings of a world; of one that fails, why, and once."""
+    """Return the outcomes of a world's trainings, or its error; each world is run only once."""
     try:
         return in_one_world(WORLDS[world])
     except EngineError as error:
@@ -417,7 +418,7 @@ def ended(world: int) -> Mapping[str, Outcome] | EngineError:
 
 
 def on_mesh(case: Case) -> Outcome:
-    """Return what becomes of a training."""
+    """Return the outcome of a training, from its world."""
     outcomes = ended(next(at for at, cases in enumerate(WORLDS) if case in cases))
     if isinstance(outcomes, EngineError):
         raise outcomes
@@ -426,12 +427,12 @@ def on_mesh(case: Case) -> Outcome:
 
 @pytest.fixture(scope="module")
 def plain() -> Mapping[str, Outcome]:
-    """The same trainings in a plain loop, by the optimiser."""
+    """Outcomes of the plain loop, by optimiser."""
     return {optimizer: plainly(optimizer) for optimizer in _OPTIMIZERS}
 
 
 def each_of(cases: Iterable[Case]) -> pytest.MarkDecorator:
-    """Return the mark by which a test is given each case."""
+    """Parametrize a test with these cases; all but the quick ones are slow."""
     slow = pytest.mark.slow
     given = [
         pytest.param(each, id=str(each), marks=() if each in QUICK else slow) for each in cases
@@ -463,10 +464,10 @@ def test_micro_batches_add_up_to_the_batch(plain: Mapping[str, Outcome]) -> None
     ids=str,
 )
 def test_some_steps_are_clipped_and_some_are_not(case: Case) -> None:
-    """Else a gradient that is wrong by a factor would be made right."""
+    """If all were clipped, a gradient that is wrong by a factor would go unnoticed."""
     norms = list[float]()
     with pytest.MonkeyPatch.context() as patch:
-        norm = Engine._norm  # noqa: SLF001 (what is looked at)
+        norm = Engine._norm  # noqa: SLF001 (the function under test)
 
         def noted(one: Engine, grads: Sequence[Tensor]) -> Tensor:
             norms.append(float(norm(one, grads)))
@@ -491,7 +492,7 @@ def test_a_mesh_equals_a_plain_loop(case: Case, plain: Mapping[str, Outcome]) ->
 
 @each_of(ACCEPTED)
 def test_a_pipeline_that_is_accepted_equals_a_plain_loop(case: Case) -> None:
-    """In the second step, too: torch's schedules run a stage once more in the first."""
+    """More than one step, because torch's schedules run a stage once more in the first."""
     assert on_mesh(case).apart(plainly("adamw", num_steps=case.num_steps)) <= SAME
 
 
@@ -501,14 +502,14 @@ def test_there_are_sixteen_meshes() -> None:
 
 @each_of(MISTAKES)
 def test_a_mistake_is_found(case: Case, plain: Mapping[str, Outcome]) -> None:
-    """By the comparison that finds nothing wrong on the same mesh without it."""
+    """Found by the same comparison that passes on this mesh without the mistake."""
     assert replace(case, mistake=None) in QUICK
     assert on_mesh(case).apart(plain["adamw"]) > OTHER
 
 
 @each_of(HALVES)
 def test_half_precision_stays_near_the_whole(case: Case) -> None:
-    """And is not as near as the whole itself, which would show that it was never used."""
+    """It must also differ a little, or half precision would not have been used at all."""
     whole, half = plainly("adamw", dtype=torch.float32), on_mesh(case)
     worst = max(abs(a - b) for a, b in zip(whole.losses, half.losses, strict=True))
     assert 1e-5 < worst < 0.02
@@ -516,7 +517,7 @@ def test_half_precision_stays_near_the_whole(case: Case) -> None:
 
 @each_of(RECOMPUTED[1::2])
 def test_what_is_computed_again_has_the_same_bits(case: Case) -> None:
-    """Though the model draws random numbers."""
+    """Even though the model draws random numbers."""
     kept = replace(case, settings={**case.settings, "recompute": False})
     assert on_mesh(case).apart(on_mesh(kept)) == 0.0
 
@@ -525,7 +526,7 @@ def test_what_is_computed_again_has_the_same_bits(case: Case) -> None:
 def test_a_checkpoint_of_one_mesh_is_gone_on_from_on_others(
     tmp_path: Path, plain: Mapping[str, Outcome]
 ) -> None:
-    """Two steps each: sharded, in stages, replicated."""
+    """Takes two steps each when sharded, in a pipeline, and replicated."""
     meshes = [
         Case(Mesh(shard=2), micro=2),
         Case(Mesh(pipeline=2), micro=4),
@@ -550,7 +551,7 @@ def test_a_checkpoint_of_one_mesh_is_gone_on_from_on_others(
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(replicate=2), Mesh(shard=2)], ids=str)
 def test_a_step_that_overflows_is_skipped_by_all_alike(mesh: Mesh) -> None:
-    """The scale is halved until gradients fit in float16; before, no weight moves."""
+    """The scale is halved until gradients fit into float16; until then no weight changes."""
     start = 2.0**24
     settings = {"precision": Precision.FLOAT16, "initial_loss_scale": start}
     case = Case(mesh, settings={"dtype": torch.float32, **settings})
@@ -570,15 +571,15 @@ def test_a_step_that_overflows_is_skipped_by_all_alike(mesh: Mesh) -> None:
     for (before, after), (progress, _) in zip(pairwise(skipped), first, strict=True):
         assert after - before in (0, 1)
         assert progress[1] == start / 2**after
-    assert 0 < skipped[-1] < 14  # some fit in the end
+    assert 0 < skipped[-1] < 14  # in the end, gradients fit
     for (a, b), (one, other) in zip(pairwise(skipped[1:]), pairwise(first), strict=True):
-        assert torch.equal(one[1], other[1]) == (a < b)  # a step that is skipped moves nothing
-    if mesh.shard == 1:  # else each has a part of its own
+        assert torch.equal(one[1], other[1]) == (a < b)  # a skipped step changes nothing
+    if mesh.shard == 1:  # otherwise each process has a different part
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
 
 
 class Underway(torch.autograd.Function):
-    """Counts micro-batches that have gone forward, and not yet back."""
+    """Counts micro-batches in flight: after their forward and before their backward pass."""
 
     now = most = 0
 
@@ -595,17 +596,17 @@ class Underway(torch.autograd.Function):
 
 
 class Counted(nn.Linear):
-    """A layer that counts them."""
+    """A linear layer that counts its micro-batches in flight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [batch, length, inputs] to [batch, length, outputs]."""
+        """Map [batch, length, inputs] to [batch, length, outputs]."""
         apply: Any = Underway.apply  # Any: torch's own
         counted: Tensor = apply(super().forward(x))
         return counted
 
 
 def most_underway(stages: int, schedule: str) -> list[int]:
-    """Return how many of eight micro-batches a stage has underway at most, by the stage."""
+    """Return the most of eight micro-batches that each stage has in flight at once."""
     task = task_of(Mesh(pipeline=stages), num_micro_batches=8, schedule=schedule)
 
     def model() -> nn.Module:
@@ -614,7 +615,7 @@ def most_underway(stages: int, schedule: str) -> list[int]:
 
     def body() -> int:
         made = Engine(replace(task, make_model=model), device=torch.device("cpu"))
-        trained(made, until=1)  # the first learns the shapes, by a pass of its own
+        trained(made, until=1)  # the first step also runs a pass to infer shapes
         Underway.now = Underway.most = 0
         trained(made, until=2)
         return Underway.most
@@ -634,29 +635,29 @@ def test_the_first_of_four_stages_has_four_underway() -> None:
 
 
 class Term(nn.Module):
-    """Adds one product: from x_0, x_1, x_2 and y to the same, with y + w_i x_i."""
+    """Adds w_i x_i to y, in rows that hold x_0, x_1, x_2 and y."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index, self.w = index, nn.Linear(INPUTS, INPUTS, bias=False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """From [batch, 4, inputs] to the same."""
+        """Map [batch, 4, inputs] to the same shape."""
         y = rows[:, 3] + self.w(rows[:, self.index])
         return torch.cat([rows[:, :3], y.unsqueeze(1)], dim=1)
 
 
 class Last(nn.Module):
-    """Takes y, of which the first numbers are those of the classes."""
+    """Selects y, whose first numbers are the logits."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        """From [batch, 4, inputs] to [batch, classes]."""
+        """Map [batch, 4, inputs] to [batch, classes]."""
         return rows[:, 3, :NUM_CLASSES]
 
 
 @pytest.mark.slow
 def test_naive_model_parallelism_computes_one_product_after_the_other(tmp_path: Path) -> None:
-    """In three processes, y = w_0 x_0 + w_1 x_1 + w_2 x_2: a pipeline without micro-batches."""
+    """Three processes compute y = w_0 x_0 + w_1 x_1 + w_2 x_2, a pipeline without micro-batches."""
     mesh = Mesh(pipeline=3)
     examples = InOrder.small()
     padded = torch.cat([examples.features, torch.zeros(NUM_EXAMPLES, 1, INPUTS)], dim=1)
@@ -693,7 +694,7 @@ def test_naive_model_parallelism_computes_one_product_after_the_other(tmp_path: 
 
 @pytest.mark.slow
 def test_stages_do_not_draw_the_same_random_numbers() -> None:
-    """Else dropout would leave out the same numbers in each."""
+    """Otherwise dropout would use the same masks in all stages."""
 
     def body() -> Tensor:
         made = Case(Mesh(pipeline=2), micro=2).engine()
@@ -705,12 +706,12 @@ def test_stages_do_not_draw_the_same_random_numbers() -> None:
     first, second = in_processes(body, world_size=2, timeout_s=LIMIT_S)
     assert not torch.equal(first, second)
     again, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)
-    assert torch.equal(first, again)  # a control: they are the same each time
+    assert torch.equal(first, again)  # control: a stage draws the same numbers in each run
 
 
 @pytest.mark.slow
 def test_a_layer_that_changes_its_input_in_place_may_follow_a_sharded_one() -> None:
-    """A linear layer of a sequence returns a view, of whose gradient FSDP hears no more then."""
+    """A linear layer on sequences returns a view; FSDP misses the gradient if it is changed."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Mixtures: whose example stands where, and in which proportion."""
+"""Mixtures of data sets: their proportions, and the order of their examples."""
 
 from itertools import chain, pairwise
 
@@ -19,7 +19,7 @@ _WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 
 def _stream(number: int, num_examples: int) -> Shuffled:
-    """Return examples with labels ``number``, and their number as the feature."""
+    """Return a stream whose labels are ``number``, and whose features number the examples."""
     rows = torch.arange(float(num_examples))
     labels = torch.full((num_examples,), number)
     return Shuffled(TensorData(rows, labels, device=rows.device), seed=Seed(number))
@@ -53,7 +53,7 @@ def test_positions_are_the_same_however_they_are_cut(weights: list[float], cuts:
 def test_what_a_data_set_gave_is_its_share_rounded_after_each_block(
     weights: list[float], number: int
 ) -> None:
-    """However far: the difference never grows, and never takes anything back."""
+    """At any distance, counts differ from the exact shares by less than 1 and never decrease."""
     mixture = _mixture(weights)
     length = mixture.block_length
     for block in (number, number + 1):
@@ -88,7 +88,7 @@ def test_each_stream_is_read_in_its_own_order() -> None:
 
 
 def test_places_inside_a_block_are_dealt_out() -> None:
-    """Neither one data set after the other nor in the same order in each block."""
+    """Data sets alternate within a block, in another order in each block."""
     read = [owner for owner, _ in _read(_mixture([1, 1]), range(2048))]
     assert 0.4 < np.mean(np.diff(read) != 0) < 0.6
     assert read[:1024] != read[1024:]
@@ -167,7 +167,7 @@ def test_streams_that_differ_are_refused_by_what_they_have(
 
 
 def test_passes_are_the_share_of_all_examples_over_the_length() -> None:
-    """GPT-3's table: 300 billion tokens, 60 % of them from the 410 billion of Common Crawl."""
+    """From GPT-3's table: 300 billion tokens, 60 % of them from Common Crawl's 410 billion."""
     assert passes_over([410, 89], weights=[0.6, 0.4], num_examples=300)[0] == pytest.approx(
         0.439, abs=5e-4
     )

@@ -1,4 +1,4 @@
-"""What a plan says of each step: who takes which examples, at what rate; and what it refuses."""
+"""Training plans: the examples and the learning rate of each step, and the settings refused."""
 
 import math
 from typing import Any
@@ -36,13 +36,13 @@ def test_neighbours_in_rank_share_a_matrix_and_stages_lie_apart() -> None:
     assert places[4] == Place(pipeline=0, replicate=1, shard=0, tensor=0)
     assert places[12] == Place(pipeline=1, replicate=0, shard=0, tensor=0)
     shape = [getattr(mesh, name) for name in NAMES]
-    grid = torch.arange(24).view(shape)  # as torch lays out a mesh
+    grid = torch.arange(24).view(shape)  # torch's own order of ranks
     for rank, place in enumerate(places):
         assert grid[tuple(getattr(place, name) for name in NAMES)] == rank
 
 
 def test_a_global_batch_is_that_of_all_processes() -> None:
-    """B = bG with b = 16 examples on each of G = 4: of N = 128, N / (bG) = 2 batches a pass."""
+    """B = bG with b = 16 examples on each of G = 4 processes; N = 128 make N / (bG) = 2 batches."""
     batches = plan(batch_size=64, mesh=Mesh(replicate=2, shard=2))
     assert 128 / batches.batch_size == 2
     assert [len(batches.positions(0, share)) for share in range(4)] == [16] * 4
@@ -61,7 +61,7 @@ def test_a_pass_over_examples_that_batches_do_not_divide_takes_each_once() -> No
     assert [sorted(each) for each in passes] == [rows.tolist()] * 4
     assert len({tuple(each) for each in passes}) == 4
     parts = torch.cat([stream.batch(range(at, at + 4))[1] for at in range(0, 40, 4)])
-    assert torch.equal(parts, labels)  # whoever takes which part, also after later ones
+    assert torch.equal(parts, labels)  # also if divided differently, or read after later ones
     other = Shuffled(TensorData(rows, rows, device=rows.device), seed=Seed(4)).batch(range(40))[1]
     assert not torch.equal(other, labels)
 
@@ -94,7 +94,7 @@ def test_a_line_falls_evenly() -> None:
 
 
 def test_lars_moves_a_layer_by_its_own_norm() -> None:
-    """With w of norm 5 and g of norm 10: 0.01 * 5 / (10 + 0.1 * 5) = 1/210 of the rate."""
+    """If w has norm 5 and g has norm 10, the factor is 0.01 * 5 / (10 + 0.1 * 5) = 1/210."""
     w, bias, still = (
         torch.tensor([[3.0, 4.0]], dtype=torch.float64),
         torch.ones(2, dtype=torch.float64),
@@ -108,12 +108,12 @@ def test_lars_moves_a_layer_by_its_own_norm() -> None:
     v = 2.0 * 0.01 * 5 / (10 + 0.1 * 5) * torch.tensor([[6.3, 8.4]], dtype=torch.float64)
     start = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     assert torch.allclose(w, start - v, atol=1e-12, rtol=0)
-    assert bias.tolist() == [1 - 2 * 1.0, 1 - 2 * 2.0]  # neither decay nor a rate of its own
-    assert still.tolist() == [[-2.0, -2.0]]  # nor has a tensor of zeros
+    assert bias.tolist() == [1 - 2 * 1.0, 1 - 2 * 2.0]  # no decay and no rate of a layer
+    assert still.tolist() == [[-2.0, -2.0]]  # likewise for a tensor of zeros
     assert w.grad is not None
     w.grad.zero_()
     before = w.clone()
-    optimizer.step()  # a gradient of zeros: the rate itself, and the decay
+    optimizer.step()  # with a zero gradient: the plain rate, and the decay
     v = 0.5 * v + 2.0 * 0.1 * before
     assert torch.allclose(w, before - v, atol=1e-12, rtol=0)
 

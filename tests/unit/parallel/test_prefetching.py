@@ -1,4 +1,4 @@
-"""Reading ahead: the same batches by any number of processes, none of which stays."""
+"""Prefetching: the same batches with any number of readers, none of which is left behind."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ from fedlearn.training.local_data import DatasetData
 from tests.processes import until
 from tests.tables import WIDTH, table, write
 
-pytestmark = pytest.mark.xdist_group("read_ahead")  # whose processes come from one server
+pytestmark = pytest.mark.xdist_group("read_ahead")  # their readers come from one fork server
 
 _CPU = torch.device("cpu")
 _BATCH = 16
@@ -77,11 +77,11 @@ def _shuffled(*, bad: int | None = None) -> Shuffled:
 
 
 def _take_any(_labels: Tensor) -> None:
-    """Check nothing."""
+    """Accept any labels."""
 
 
 def _second_half(step: int) -> range:
-    """Return the share of the second of two processes."""
+    """Return the second process's share of a batch, of two processes."""
     return range(step * _BATCH + _BATCH // 2, (step + 1) * _BATCH)
 
 
@@ -100,7 +100,7 @@ def _read(stream: Stream, *, num_workers: int, steps: range) -> list[tuple[Tenso
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_batches_are_those_of_the_stream(tmp_path: Path, num_workers: int) -> None:
-    """Over passes, windows and blocks, and where a data set gives nothing to a batch."""
+    """Across passes, windows and blocks, and if a data set has no example in a batch."""
     streams: list[Stream] = [
         _stream(tmp_path),
         _shuffled(),
@@ -118,7 +118,7 @@ def test_batches_are_those_of_the_stream(tmp_path: Path, num_workers: int) -> No
 
 
 class _Windows:
-    """Windows of 100 positions; an example tells who read it, in which reading."""
+    """Windows of 100 positions, whose features show the reader, its read count and its threads."""
 
     def __init__(self) -> None:
         self._num_readings = 0
@@ -141,7 +141,7 @@ class _Windows:
 
 @pytest.mark.slow
 def test_a_window_is_read_once_by_one_process() -> None:
-    """By the others in turn, each of which computes with one thread."""
+    """Readers take windows in turn, and each computes with one thread."""
     read = _read(_Windows(), num_workers=2, steps=range(120))
     readers, positions = (torch.cat(each) for each in zip(*read, strict=True))
     of_windows = [readers[positions // 100 == window].unique(dim=0) for window in range(19)]
@@ -155,7 +155,7 @@ def test_a_window_is_read_once_by_one_process() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_arrives_with_its_reason_where_it_is_met(tmp_path: Path, num_workers: int) -> None:
-    """After all batches before it; no process stays, although the error is held."""
+    """It comes after all earlier batches, and no reader is left, even while the error is alive."""
     stream = _stream(tmp_path)
     expected = [stream.batch(_second_half(step))[1] for step in range(8)]
     bad = int(stream.window(8 * _BATCH).start)
@@ -191,7 +191,7 @@ def test_what_a_dataset_raises_arrives(num_workers: int) -> None:
 
 @pytest.mark.slow
 def test_no_process_stays_when_reading_ends_early(tmp_path: Path) -> None:
-    """By a break, and by an exception where batches are used."""
+    """Reading may end by leaving the context, or by an exception while batches are used."""
     stream = _stream(tmp_path)
     with read_ahead(
         stream, steps=range(10**6), share=_second_half, num_workers=2, device=_CPU, check=_take_any
@@ -232,7 +232,7 @@ def test_a_reader_that_was_killed_is_an_error_with_a_remedy(tmp_path: Path) -> N
 
 def test_a_stream_that_cannot_be_sent_is_refused() -> None:
     class Local(_Noisy):
-        """Not to be found by its name."""
+        """A class that pickle cannot find by its name."""
 
     stream = Shuffled(DatasetData(Local(), device=_CPU), seed=Seed(0))
     with pytest.raises(DataError, match="cannot be sent to the processes that would read them"):

@@ -1,4 +1,4 @@
-"""What a run keeps of its coordinator's own training from round to round."""
+"""The state of the coordinator's own training, which a run stores from round to round."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LOCAL = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
 
 def trains(start: TrainingState, until: int) -> tuple[TrainingState, float]:
-    """Leave the model as it is, with a moment of each parameter."""
+    """Return the model unchanged, with a moment for each parameter."""
     moments = {f"{name}/exp_avg": torch.ones_like(each) for name, each in start.model.items()}
     progress = torch.tensor([until, 1.0, 0.0, 0.0], dtype=torch.float64)
     return TrainingState(model=start.model, optimizer=moments, progress=progress), 0.5
@@ -23,7 +23,7 @@ def trains(start: TrainingState, until: int) -> tuple[TrainingState, float]:
 def test_moments_are_kept_where_a_later_training_goes_on_from_them(
     every_rounds: int, num_moments: int
 ) -> None:
-    """Each commit of a run writes what is kept: Adam's would be twice the model."""
+    """They are stored with each commit of a run, and Adam's are twice the size of the model."""
     steps = ServerSteps(
         fl.FedAvg(LOCAL), trains, num_steps=3, every_rounds=every_rounds, round_steps=2
     )

@@ -1,7 +1,7 @@
-"""A training that processes share is that of one process, up to rounding.
+"""A training that several processes share equals that of one process, up to rounding.
 
-Threads stand for the processes where no process has to end: each has a model of its own, and they
-add up through the very group that processes do.
+Threads stand for processes in tests in which no process has to die. Each has its own model, and
+they sum gradients through the same kind of group as processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,16 +41,16 @@ from fedlearn.training.trainer import LocalResult, TrainContext, Unattended
 ResultT = TypeVar("ResultT")
 
 ALONE = Alone()
-#: Relative to the largest weight, by dtype.
+#: Largest difference by dtype, relative to the largest weight.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-#: Batches of 8, 8, 8 and 5, each in parts of 4 at most; or one of 29.
+#: Makes batches of 8, 8, 8 and 5, each in parts of at most 4; or one batch of 29.
 NUM_EXAMPLES = 29
 _SHORT = timedelta(seconds=20)
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)).to(dtype)
-    generator = torch.Generator().manual_seed(3)  # the global one is that of all threads
+    generator = torch.Generator().manual_seed(3)  # all threads share the global one
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.normal_(std=0.3, generator=generator)
@@ -75,7 +75,7 @@ def context(local: LocalUpdate, told: Mapping[str, Tensor] | None = None) -> Tra
 
 
 def together(folder: Path, world_size: int, body: Callable[[Cluster], ResultT]) -> list[ResultT]:
-    """Return what each of so many processes gets."""
+    """Run ``body`` in a group of threads; return the results by rank."""
     file = folder / f"met-{world_size}-{len(list(folder.iterdir()))}"
 
     def run(rank: int) -> ResultT:
@@ -110,7 +110,7 @@ def trained(
     dtype: torch.dtype = torch.float64,
     num_parts: int = 2,
 ) -> LocalResult:
-    """Train a model with dropout, its batches in two parts; all are told a control variate."""
+    """Train a model with dropout and batches in parts; a control variate is broadcast to all."""
     params = Params.of(make_model(dtype))
     control = torch.linspace(-0.1, 0.1, params.layout.num_trainable, dtype=dtype)
     return trainer_of(dtype, num_parts=num_parts).train_with(
@@ -119,13 +119,13 @@ def trained(
 
 
 def vector(result: LocalResult) -> Tensor:
-    """Return all that a client keeps or contributes."""
+    """Return everything that a client sends or keeps as its state."""
     values = [*result.tensors.values(), *result.state.values(), *result.lanes.values()]
     return torch.cat([value.flatten() for value in values])
 
 
 def gap(result: LocalResult, other: LocalResult) -> float:
-    """Return how far results are from each other, relatively."""
+    """Return the largest difference of two results, relative to the largest number."""
     ours, theirs = vector(result), vector(other)
     return float((ours - theirs).abs().max() / ours.abs().max())
 
@@ -162,7 +162,7 @@ UPDATES: dict[str, LocalUpdate] = {
 def test_a_shared_training_is_that_of_one_process(
     tmp_path: Path, name: str, world_size: int
 ) -> None:
-    """With dropout, batches in parts, uneven shares and empty ones; of equal bits in all."""
+    """With dropout, batches in parts, and uneven or empty shares; all processes have equal bits."""
     local = UPDATES[name]
     alone = trained(local)
     found = together(tmp_path, world_size, lambda group: trained(local, group))
@@ -174,7 +174,7 @@ def test_a_shared_training_is_that_of_one_process(
 
 
 def test_a_shared_training_in_single_precision_rounds_otherwise(tmp_path: Path) -> None:
-    """And no more than that."""
+    """The difference is no larger than rounding explains."""
     alone = trained(SGD, dtype=torch.float32)
     found = together(tmp_path, 3, lambda group: trained(SGD, group, dtype=torch.float32))
     assert gap(found[0], alone) <= TOLERANCE[torch.float32]
@@ -183,12 +183,12 @@ def test_a_shared_training_in_single_precision_rounds_otherwise(tmp_path: Path) 
 
 @dataclass(frozen=True)
 class Broken:
-    """Processes, one of whose rules does not hold.
+    """A cluster with a defect in its sums, as a control.
 
     Attributes:
-        inner: The processes.
-        adds_up: Whether gradients are.
-        is_weighted: Whether each counts as much as it has rows.
+        inner: The cluster without the defect.
+        adds_up: Whether it sums gradients at all.
+        is_weighted: Whether each process is weighted by its number of rows.
     """
 
     inner: Cluster
@@ -204,7 +204,7 @@ class Broken:
         return self.inner.world_size
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Leave out the sum, or take a mean of the processes' own means."""
+        """Skip the sum, or take the unweighted mean of the processes' means."""
         if not self.is_weighted:
             rows = share(NUM_EXAMPLES, rank=self.rank, world_size=self.world_size)
             for each in tensors:
@@ -218,7 +218,7 @@ class Broken:
 
 @pytest.mark.parametrize("broken", [{"adds_up": False}, {"is_weighted": False}])
 def test_a_sum_that_is_none_is_told_from_one(tmp_path: Path, broken: dict[str, bool]) -> None:
-    """What the tests above would not forgive: no sum of gradients, and a mean of uneven shares."""
+    """Control: the comparison above detects a missing sum, and an unweighted mean of shares."""
     local = replace(SGD, batch_size=None)
     alone = trained(local, num_parts=1)
 
@@ -230,7 +230,7 @@ def test_a_sum_that_is_none_is_told_from_one(tmp_path: Path, broken: dict[str, b
 
 @pytest.mark.slow
 def test_noise_of_examples_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first process for the sum of all, and each steps along the same."""
+    """The first process draws it for the whole sum, and all processes take the same step."""
     drawn = list[float]()
 
     def draw(samples: NDArray[np.int64], *, sigma: float, source: object) -> None:
@@ -251,14 +251,14 @@ def test_noise_of_examples_is_drawn_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Reach(nn.Module):
-    """A module that uses a layer for some of the examples alone."""
+    """A module that uses one of its layers only for some of the examples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.further = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
 
     def forward(self, features: Tensor) -> Tensor:
-        """Use the further layer where a first feature is positive."""
+        """Apply the further layer to examples whose first feature is positive."""
         outputs = self.layer(features)
         if bool((features[:, 0] > 0.0).any()):
             outputs = outputs + self.further(features) * (features[:, :1] > 0.0)
@@ -266,7 +266,7 @@ class Reach(nn.Module):
 
 
 def test_a_parameter_has_a_gradient_if_it_has_one_anywhere(tmp_path: Path) -> None:
-    """Where no process has one, weight decay leaves it alone, as in one process."""
+    """If no process has a gradient, weight decay does not change it, as in one process."""
     features = torch.tensor([[-1.0, 2.0], [-2.0, 1.0], [-0.5, 1.0], [3.0, 1.0]]).double()
     local = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1, momentum=0.5, weight_decay=0.5)
 
@@ -290,7 +290,7 @@ def test_a_parameter_has_a_gradient_if_it_has_one_anywhere(tmp_path: Path) -> No
 
 
 class CalledOff(Unattended):
-    """A task that is called off at its n-th batch."""
+    """The control of a task that is cancelled at its n-th batch."""
 
     def __init__(self, nth: int) -> None:
         self.left = nth
@@ -304,7 +304,7 @@ class CalledOff(Unattended):
 
 @pytest.mark.parametrize("nth", [0, 3])
 def test_who_leaves_a_training_takes_the_others_out(tmp_path: Path, nth: int) -> None:
-    """Within a batch, also the one that has nothing to do in it; and they may train again."""
+    """In the middle of a batch, even without a share of it; afterwards they can train again."""
 
     def run(group: Cluster) -> LocalResult:
         called_off = context(replace(SGD, batch_size=2))
@@ -318,7 +318,7 @@ def test_who_leaves_a_training_takes_the_others_out(tmp_path: Path, nth: int) ->
 
 
 def test_a_process_that_is_gone_is_no_reason_to_wait(tmp_path: Path) -> None:
-    """The others hear of it at their next sum."""
+    """The others get an error at their next sum."""
 
     def run(group: Cluster) -> LocalResult:
         if group.rank == 0:
@@ -333,14 +333,14 @@ def test_a_process_that_is_gone_is_no_reason_to_wait(tmp_path: Path) -> None:
 
 
 def test_what_the_first_process_broadcasts_reaches_all(tmp_path: Path) -> None:
-    """Whatever its size; the others need not know it."""
+    """A value of any size, which the others need not know."""
     value = {"cohort": tuple(range(1000))}
     heard = together(tmp_path, 3, lambda group: group.broadcast(value if group.rank == 0 else None))
     assert heard == [value] * 3
 
 
 def test_several_tensors_are_added_up_at_once(tmp_path: Path) -> None:
-    """Of any shapes and dtypes, and a view, each in place."""
+    """Tensors of any shape and dtype, and views, are summed in place."""
 
     def run(group: Cluster) -> list[list[float]]:
         view = torch.full((2, 3), group.rank + 1.0)[:, 1]
@@ -351,4 +351,4 @@ def test_several_tensors_are_added_up_at_once(tmp_path: Path) -> None:
 
     for view, number in together(tmp_path, 2, run):
         assert view == [6.0, 6.0]
-        assert number == pytest.approx([1.2], rel=1e-6)  # it travels as two float32
+        assert number == pytest.approx([1.2], rel=1e-6)  # it is sent as two float32 numbers

@@ -1,4 +1,4 @@
-"""Streams: which example stands where."""
+"""Streams: the order of their examples."""
 
 import pickle
 from itertools import chain, pairwise
@@ -38,7 +38,7 @@ def test_every_example_comes_exactly_once_a_pass(num_examples: int, number: int)
     cuts=st.lists(st.integers(0, 60), min_size=2, unique=True).map(sorted),
 )
 def test_positions_are_the_same_however_they_are_cut(num_examples: int, cuts: list[int]) -> None:
-    """Batches may be longer than several passes, and need not be asked for in order."""
+    """Batches may be longer than several passes, and need not be read in order."""
     whole = _labels(_stream(num_examples), range(cuts[0], cuts[-1]))
     parts = [range(a, b) for a, b in pairwise(cuts)]
     stream = _stream(num_examples)

@@ -1,4 +1,4 @@
-"""Streams of examples in files: their order, what they read, and what they refuse."""
+"""Streams of examples in files: their order, the row groups that they read, and their errors."""
 
 import pickle
 from itertools import chain, pairwise
@@ -30,7 +30,7 @@ def _stream(path: Path, *, window_rows: int = 12, seed: int = 0) -> TableStream:
 
 
 def _written(folder: Path, *, sizes: list[int]) -> Path:
-    """Write row groups of these sizes, each a file, and return the folder."""
+    """Write row groups of these sizes, each to its own file; return the folder."""
     folder.mkdir(exist_ok=True)
     ends = np.cumsum([0, *sizes]).tolist()
     for number, (start, end) in enumerate(pairwise(ends)):
@@ -59,7 +59,7 @@ _FEW = settings(max_examples=15, suppress_health_check=[HealthCheck.function_sco
 def test_any_position_is_read_without_those_before_it(
     tmp_path: Path, sizes: list[int], window_rows: int, cuts: list[int], kind: int
 ) -> None:
-    """Whatever the row groups, windows and cuts: once a pass, and the same from anywhere."""
+    """Each example comes once per pass, and the order does not depend on where reading starts."""
     folder = _written(tmp_path / repr(sizes), sizes=sizes)
     stream = _stream(folder, window_rows=window_rows, seed=kind)
     num_examples = len(stream)
@@ -78,7 +78,7 @@ def test_any_position_is_read_without_those_before_it(
 def test_a_window_is_row_groups_as_a_whole(
     tmp_path: Path, sizes: list[int], window_rows: int
 ) -> None:
-    """Windows follow each other without a gap, and each row group lies in one of them."""
+    """Windows follow one another without gaps, and each row group is in exactly one of them."""
     stream = _stream(_written(tmp_path / repr(sizes), sizes=sizes), window_rows=window_rows)
     group_of = np.repeat(np.arange(len(sizes)), sizes)
     position, windows = 0, []
@@ -96,7 +96,7 @@ def test_a_window_is_row_groups_as_a_whole(
 
 
 def test_rows_are_shuffled_across_row_groups_of_a_window(tmp_path: Path) -> None:
-    """Within a window no row group stays together; row groups come in another order each pass."""
+    """A window mixes its row groups, and row groups come in another order in each pass."""
     path = write(tmp_path / "t.parquet", table(range(4000)), row_group_size=100)
     stream = _stream(path, window_rows=1000)
     labels = np.array(_labels(stream, range(8000)))
@@ -105,7 +105,7 @@ def test_rows_are_shuffled_across_row_groups_of_a_window(tmp_path: Path) -> None
     assert set(first.tolist()) != set(np.unique(labels[4000:5000] // 100).tolist())
     assert first.tolist() != list(range(10))
     changes = np.diff(labels[:1000] // 100) != 0
-    assert changes.mean() > 0.8  # 0.9 of neighbours are of two row groups
+    assert changes.mean() > 0.8  # 0.9 of neighbours are expected to be from two row groups
 
 
 def test_what_fits_into_a_window_is_shuffled_as_a_whole_and_read_once(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_fits_into_a_window_is_shuffled_as_a_whole_and_read_once(tmp_path: 
 
 
 def test_a_row_group_is_read_once_a_pass(tmp_path: Path) -> None:
-    """Batch by batch: the files of a window are removed when it has been read, and not missed."""
+    """Reading batch by batch does not need a window's files again: they are removed after it."""
     folder = _written(tmp_path / "t", sizes=[10] * 12)
     stream = _stream(folder, window_rows=30)
     for start in range(0, 120, 5):

@@ -1,4 +1,4 @@
-"""What a model and its examples must be for a mesh, before any process is started."""
+"""Checks of a model and its examples for a mesh, before any process is started."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -33,11 +33,11 @@ def normalised() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    return normalised().eval()  # but training sets it to train
+    return normalised().eval()  # a training puts it into training mode again
 
 
 class NoChain(nn.Module):
-    """Two layers in no order."""
+    """Two layers that are not in a chain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class NoChain(nn.Module):
 
 
 class WrongCut(nn.Module):
-    """A cut of what is no matrix."""
+    """A module that declares a cut of a layer without a matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def half_frozen() -> nn.Module:
 
 
 class Scaled(nn.Module):
-    """A layer and a number."""
+    """A layer, and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_a_model_that_fits_is_taken(
 
 
 def test_statistics_of_batches_would_hang_on_the_mesh() -> None:
-    """The reason for which they are refused: in parts, another model."""
+    """This is why they are refused: training in parts would give a different model."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_a_model_that_is_frozen_is_refused() -> None:
     ids=["a class too many", "numbers"],
 )
 def test_examples_that_the_loss_cannot_take_are_told_of(labels: Tensor, said: str) -> None:
-    """As an error of the data: ranks that are started again would end so again."""
+    """As a DataError, since restarted ranks would fail the same way."""
     task = task_of()
     task = replace(task, stream=replace(InOrder.small(), labels=labels))
     with pytest.raises(DataError, match=f"of step 0, features .*{said}"):
@@ -252,7 +252,7 @@ def test_to_compute_again_keeps_less_and_changes_no_bit(dropout: float) -> None:
         engine = Engine(task, device=torch.device("cpu"))
         features, _ = task.stream.batch(range(BATCH_SIZE))
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            engine._wrapped.called(features)  # noqa: SLF001 (what is measured)
+            engine._wrapped.called(features)  # noqa: SLF001 (the module under test)
         return sum(sizes)
 
     whole, again = (task_of(dropout=dropout, recompute=each) for each in (False, True))
