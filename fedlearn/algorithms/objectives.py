@@ -66,7 +66,7 @@ class CrossEntropy(Ranged):
     """Softmax cross-entropy over classes, with accuracy.
 
     Layouts are those of ``torch.nn.functional.cross_entropy``: ``outputs`` are logits
-    [batch, classes] with labels int64 [batch], or with several labels an example
+    [batch, classes] with labels int64 [batch], or with several labels per example
     [batch, classes, d1, ...] with labels [batch, d1, ...].
 
     The loss of a batch is torch's: the mean over all its positions whose label is not

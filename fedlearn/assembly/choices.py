@@ -184,7 +184,7 @@ def _single_examples(simulation: Simulation) -> Iterator[str]:
 
 
 def _how(choice: Choice) -> str:
-    """Say in words how many clients train at once."""
+    """Describe how many clients train at once."""
     if choice.kind is ExecutorKind.SEQUENTIAL:
         return "clients train one at a time"
     return f"clients train {choice.block_size} at once"

@@ -151,7 +151,7 @@ def _sessions(
 
 def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     config, plan, summing = simulation.config, simulation.secure, None
-    if plan is not None:  # as a modular sum: the protocol itself takes sessions, not the engine
+    if plan is not None:  # the same sum without masks: the protocol itself needs sessions
         seed = simulation.seed.derive("rounding")
         summing = ModularSum(plan=plan, layout=job.params.layout, seed=seed)
     assert isinstance(config.engine.block_size, int)  # resolved

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fedlearn.core.ranges import arguments_out_of_range
 from fedlearn.errors import CallError
 
-_T = TypeVar("_T", bound=Callable[..., Any])  # Any: each returns what it likes
+_T = TypeVar("_T", bound=Callable[..., Any])  # Any: a function with any return type
 
 #: Optional arguments that examples show anyway, since most calls need them.
 _SHOWN = frozenset({"test_fraction"})

@@ -87,7 +87,7 @@ class FlowerChannel(GridChannel):
         """Describe how many nodes were last connected, and why some are not clients.
 
         For example "3 nodes are connected, 2 did not introduce themselves (the ClientApp raised
-        ...)".
+        ValueError)".
         """
         told = super().attendance()
         strangers = self._connected - set(self._node_ids.values())
