@@ -13,14 +13,27 @@ version = release = version_of("fedlearn")
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.graphviz",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "myst_parser",
+    "sphinx_design",
     "from_code",
 ]
 exclude_patterns = ["_build", "extensions"]
 html_theme = "furo"
 html_title = f"fedlearn {release}"
+html_static_path = ["_static"]
+html_css_files = ["figures.css"]
+graphviz_output_format = "svg"  # drawn while the pages are built; needs the program `dot`
+graphviz_dot_args = [
+    "-Gbgcolor=transparent",
+    "-Gfontname=sans-serif",
+    "-Nfontname=sans-serif",
+    "-Efontname=sans-serif",
+    "-Nfontsize=11",
+    "-Efontsize=10",
+]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
