@@ -51,7 +51,7 @@ REASONS = {
 def test_the_coordinator_hears_of_each_before_the_deadline(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """Each is recorded once as the client's failure; all report in the next round, and stop well."""
+    """Each is recorded once as its client's failure; all report in the next round and stop well."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER)
     num = len(REASONS)
