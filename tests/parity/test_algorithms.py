@@ -1,4 +1,4 @@
-"""Every algorithm gives the same model wherever it runs: engine, workers, memory, gRPC, Flower."""
+"""Every algorithm gives the same model in the engine, on workers, in memory, by gRPC and Flower."""
 
 import sys
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ ADAM = LocalAdam(
     learning_rate=0.01,
     beta_1=0.9,
     beta_2=0.99,
-    epsilon=1e-3,  # no step is the sign of a gradient that is nothing but rounding
+    epsilon=1e-3,  # so that no step is the sign of a gradient that is only a rounding error
     decoupled=False,
     keep_moments=False,
 )
@@ -46,11 +46,11 @@ KEEPING_ADAMW = replace(ADAM, decoupled=True, weight_decay=0.1, keep_moments=Tru
 CLIPPED = ScheduledRate(
     inner=ClippedGradients(inner=SGD, gradient_clip_norm=0.5), rate_decay=0.5, warmup_steps=3
 )
-#: So little noise that it rounds to none: what is left is the clip of each example.
+#: So little noise that it rounds to zero, which leaves only the clip of each example.
 BY_EXAMPLE = NoisedGradients(
     inner=replace(SGD, momentum=0.9), example_clip_norm=0.5, example_noise_multiplier=1e-9
 )
-#: Nobody clips these updates, these gradients or keeps these moments.
+#: Variants without a part of the algorithm, such as the clip or the kept moments.
 CONTROLS: Mapping[str, Strategy] = {
     "adamw, moments kept": FedAvg(replace(KEEPING_ADAMW, keep_moments=False)),
     "clipped and scheduled": FedAvg(SGD),
@@ -116,7 +116,7 @@ def engine(
 @pytest.mark.slow
 @every_algorithm
 def test_the_engine_and_flower_equal_sessions_in_memory_bit_for_bit(name: str) -> None:
-    """One client after another; with dropout, and with what clients keep in Flower's context."""
+    """One client after another, with dropout, and with client state in Flower's context."""
     strategy = ALGORITHMS[name]
     expected, order = flower.run(strategy, flower.in_memory(strategy))
     for other in (flower.by_the_engine, flower.over_flower):
@@ -129,7 +129,7 @@ def test_the_engine_and_flower_equal_sessions_in_memory_bit_for_bit(name: str) -
 @every_algorithm
 @pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED])
 def test_blocks_of_clients_give_the_same_model(name: str, kind: ExecutorKind) -> None:
-    """To 1e-6, whatever steps for them; the fused executor has no gradients by example."""
+    """To 1e-6, on each executor; the fused one has no per-example gradients."""
     strategy = ALGORITHMS[name]
     if kind is ExecutorKind.FUSED and isinstance(strategy.local, NoisedGradients):
         with pytest.raises(EngineError, match="each example's gradient is clipped"):
@@ -143,7 +143,7 @@ def test_blocks_of_clients_give_the_same_model(name: str, kind: ExecutorKind) ->
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_an_algorithm_does_can_be_seen(name: str) -> None:
-    """The control: without it the model is another one."""
+    """The control: without that part of the algorithm, the model differs."""
     found, _ = flower.run(ALGORITHMS[name], flower.in_memory(ALGORITHMS[name]))
     other, _ = flower.run(CONTROLS[name], flower.in_memory(CONTROLS[name]))
     assert float((found.vector - other.vector).abs().max()) > 1e-4
@@ -152,9 +152,10 @@ def test_what_an_algorithm_does_can_be_seen(name: str) -> None:
 @pytest.mark.slow
 @every_algorithm
 def test_the_door_gives_the_same_model_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Real sessions: what is told, contributed and kept travels and stays.
+    """Real sessions: broadcasts, lanes and client state pass through them.
 
-    Without over-selection: who is late over a network has trained, and keeps what it learned.
+    Without over-selection, since a client that is late over a network has trained, and keeps its
+    new state.
     """
     strategy, policy = ALGORITHMS[name], replace(grpc.POLICY, over_selection=1.0)
     with grpc.over_grpc(tmp_path) as (channel, _):
@@ -166,7 +167,7 @@ def test_the_door_gives_the_same_model_bit_for_bit(name: str, tmp_path: Path) ->
 
 @dataclass(frozen=True)
 class Runs:
-    """A run of every algorithm, as each worker executes it."""
+    """Runs every algorithm, on each worker."""
 
     def __call__(self, cluster: Cluster) -> dict[str, Tensor]:
         found = {}
@@ -182,19 +183,19 @@ class Runs:
 def by_workers(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Mapping[str, Tensor]]:
-    """What each number of workers computed; in a process with a limit on its time."""
+    """The results for each number of workers, computed in a process with a time limit."""
     folder = tmp_path_factory.mktemp("workers")
     launcher.run(Path(__file__), str(folder)).check_returncode()
     return {path.name: load_file(path) for path in folder.iterdir()}
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("algorithms by workers")  # they share a fixture that costs seconds
+@pytest.mark.xdist_group("algorithms by workers")  # they share a fixture that takes seconds
 @pytest.mark.parametrize("num_workers", ["2", "4"])
 def test_the_number_of_workers_changes_nothing_but_rounding(
     by_workers: Mapping[str, Mapping[str, Tensor]], num_workers: str
 ) -> None:
-    """To 1e-6: models, and what clients keep; the median needs the updates of all workers."""
+    """To 1e-6: models and client state. The median needs the updates of all workers."""
     one, many = by_workers["1"], by_workers[num_workers]
     assert one.keys() == many.keys() > ALGORITHMS.keys()
     for name, expected in one.items():
@@ -203,7 +204,7 @@ def test_the_number_of_workers_changes_nothing_but_rounding(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from tests.parity.test_algorithms import Runs as Imported  # so that workers find it
+    from tests.parity.test_algorithms import Runs as Imported  # so that workers can import it
 
     for number in WORKERS:
         results = launch(Imported(), num_workers=number, environment={})

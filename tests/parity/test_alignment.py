@@ -1,7 +1,7 @@
-"""Where a batch begins in memory: the same in the engine as in a session, at a line of 64 bytes.
+"""Batches start at a multiple of 64 bytes in memory, in the engine as in a session.
 
-The bits of a product may hang on that, unless MKL is in its reproducible mode: `.ci/run` runs this
-file, and others of this folder, without it too.
+The bits of a matrix product can depend on that, unless MKL is in its reproducible mode. `.ci/run`
+also runs this file, and others of this folder, without that mode.
 """
 
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ from fedlearn.training.trainer import TrainContext
 
 CPU = torch.device("cpu")
 LINE_BYTES = 64
-#: 20 bytes an example, an odd number of epochs: 16 numbers of examples that are trained on before
-#: are the 16 places in a line where a batch of floats can begin.
+#: 20 bytes per example, and an odd number of epochs: 16 sizes of the client that trains before
+#: cover all 16 offsets within a line at which a batch of floats can start.
 FEATURES, NUM_CLASSES = 5, 3
 OWN = 7
 LOCAL = LocalSgd(epochs=5, batch_size=32, learning_rate=0.1)
@@ -39,20 +39,20 @@ SEED, ROUND = Seed(0), 2
 
 @dataclass
 class Places:
-    """Where the model was given its batches, in bytes after the begin of a line.
+    """Records where a model's batches are in memory, in bytes after the start of a line.
 
     Attributes:
-        found: Of the features and labels of every step, and of the parameters' vector.
+        found: Offsets of the features and labels of every step, and of the parameters' vector.
     """
 
     found: list[int] = field(default_factory=list)
 
     def note(self, value: Tensor) -> None:
-        """Add the place of a tensor."""
+        """Record the offset of a tensor."""
         self.found.append(value.data_ptr() % LINE_BYTES)
 
     def model(self) -> ResidentModel:
-        """Return a model whose every batch is noted."""
+        """Build a model that records every batch."""
         network = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, NUM_CLASSES))
         network.register_forward_pre_hook(lambda _, inputs: self.note(inputs[0]))
         model = ResidentModel(
@@ -62,7 +62,7 @@ class Places:
         return model
 
     def _losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # in a step: before the first one the objective is tried out
+        if torch.is_grad_enabled():  # only in a step: the objective is tried before the first one
             self.note(labels)
         return nn.functional.cross_entropy(outputs, labels, reduction="none")
 
@@ -78,7 +78,7 @@ def weights() -> Params:
 
 
 def examples(num_before: int) -> tuple[Tensor, Tensor]:
-    """Return those of a client with so many, and after them our own, always the same."""
+    """Return the examples of a client with ``num_before`` of them, followed by those of ours."""
     torch.manual_seed(1)
     own = torch.randn(OWN, FEATURES), torch.randint(0, NUM_CLASSES, (OWN,))
     before = torch.randn(num_before, FEATURES), torch.randint(0, NUM_CLASSES, (num_before,))
@@ -86,7 +86,7 @@ def examples(num_before: int) -> tuple[Tensor, Tensor]:
 
 
 def in_the_engine(num_before: int, places: Places) -> Tensor:
-    """Return our client's delta when another with so many examples trains before it."""
+    """Return our client's delta if another one with ``num_before`` examples trains before it."""
     features, labels = examples(num_before)
     partition = Partition(np.arange(len(labels)), np.array([0, num_before, len(labels)]))
     population = ArrayPopulation(
@@ -98,7 +98,7 @@ def in_the_engine(num_before: int, places: Places) -> Tensor:
 
 
 def in_a_session(data: LocalData, places: Places) -> Tensor:
-    """Return our client's delta when it trains by itself."""
+    """Return our client's delta if it trains alone."""
     params = weights()
     views = params.layout.views(params.vector)
     context = TrainContext(
@@ -109,7 +109,7 @@ def in_a_session(data: LocalData, places: Places) -> Tensor:
 
 
 def session_data(kind: str) -> LocalData:
-    """Return our client's examples as views that begin elsewhere than at a line."""
+    """Return our client's examples, as views that do not start at a line."""
     features, labels = (each[1:] for each in examples(1))
     assert features.data_ptr() % LINE_BYTES, "the control: what the batches are cut from"
     if kind == "tensors":
@@ -120,14 +120,14 @@ def session_data(kind: str) -> LocalData:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensors", "dataset"])
 def test_what_trained_before_changes_no_bit_of_a_clients_update(kind: str) -> None:
-    """At each of the 16 places where its batch would begin if it were cut from one tensor."""
+    """At each of the 16 offsets at which its batch would start, if it were a view of one tensor."""
     expected = in_a_session(session_data(kind), Places())
     for num_before in range(OWN, OWN + 16):
         assert torch.equal(in_the_engine(num_before, Places()), expected), num_before
 
 
 def test_batches_and_parameters_begin_at_a_line_of_64_bytes() -> None:
-    """In the engine, and in a session from either kind of data."""
+    """In the engine, and in a session with either kind of data."""
     places = Places()
     in_the_engine(OWN + 3, places)
     in_a_session(session_data("tensors"), places)

@@ -1,7 +1,7 @@
-"""Synchronous rounds are the special case of asynchronous ones, to the last bit.
+"""Synchronous rounds are a special case of asynchronous ones, bit for bit.
 
-A buffer as large as the cohort, as many clients in flight, and no staleness: whoever is asked, on
-whichever executor, by however many workers.
+It has a buffer as large as the cohort, as many clients in flight, and no staleness. This holds for
+any clients, on each executor, and for any number of workers.
 """
 
 import math
@@ -108,7 +108,7 @@ def initial() -> Params:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Some rounds as every worker executes them, synchronous or not."""
+    """Some rounds, synchronous or asynchronous, as every worker runs them."""
 
     strategy: Strategy
     kind: ExecutorKind
@@ -223,7 +223,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 def test_a_buffer_of_a_cohort_is_a_synchronous_round(
     kind: ExecutorKind, strategy: str, block_size: int
 ) -> None:
-    """The same model and records, whatever clients and server keep."""
+    """The same model and records, whatever state clients and server have."""
     synchronous = Simulation(STRATEGIES[strategy], kind, block_size=block_size)
     buffered = replace(synchronous, asynchrony=AS_SYNCHRONOUS)
     assert_same(buffered(Alone()), synchronous(Alone()))
@@ -232,7 +232,7 @@ def test_a_buffer_of_a_cohort_is_a_synchronous_round(
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_buffer_of_a_cohort_is_a_synchronous_round_over_sessions(strategy: str) -> None:
-    """Real sessions through the wire format: the bits of the engine, synchronous or not."""
+    """Real sessions through the wire format give the bits of the engine, synchronous or not."""
     engine = Simulation(STRATEGIES[strategy], ExecutorKind.SEQUENTIAL, block_size=1)
     sessions = replace(engine, over_memory=True)
     buffered = replace(sessions, asynchrony=AS_SYNCHRONOUS)
@@ -244,7 +244,7 @@ def test_a_buffer_of_a_cohort_is_a_synchronous_round_over_sessions(strategy: str
 @pytest.mark.parametrize("deadline_s", [math.inf, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_engine_equals_sessions_bit_for_bit(strategy: str, deadline_s: float) -> None:
-    """Stale updates, clients that drop out, that are late, and that are given up, among them."""
+    """Including stale updates, and clients that drop out, are late, or are given up."""
     engine = Simulation(
         STRATEGIES[strategy],
         ExecutorKind.SEQUENTIAL,
@@ -272,7 +272,7 @@ def test_the_engine_equals_sessions_bit_for_bit(strategy: str, deadline_s: float
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_engine_equals_sessions_where_nobody_is_left_to_fill_a_buffer(strategy: str) -> None:
-    """Of all clients some are late: a buffer closes with the others, here as there."""
+    """Some of all clients are late: in both, a buffer closes with the others."""
     num_clients, deadline_s = len(SIZES), 1.0
     everybody = replace(AS_SYNCHRONOUS, buffer_size=num_clients, concurrency=num_clients)
     policy = replace(POLICY, num_wanted=num_clients, min_reports=num_clients, deadline_s=deadline_s)
@@ -292,7 +292,7 @@ def test_the_engine_equals_sessions_where_nobody_is_left_to_fill_a_buffer(strate
 
 
 def test_staleness_makes_another_run() -> None:
-    """The control of the tests above: they would tell."""
+    """The control of the tests above: they would notice."""
     synchronous = Simulation(STRATEGIES["fedavg"], ExecutorKind.SEQUENTIAL)
     stale = replace(synchronous, asynchrony=replace(AS_SYNCHRONOUS, max_staleness=1))
     assert not torch.equal(stale(Alone())["params"], synchronous(Alone())["params"])
@@ -304,7 +304,7 @@ def test_staleness_makes_another_run() -> None:
 def test_executors_agree_where_clients_train_different_models(
     kind: ExecutorKind, strategy: str
 ) -> None:
-    """To 1e-6, with the same records, clients that drop out among them."""
+    """To 1e-6, with the same records, which include clients that drop out."""
     one = Simulation(
         STRATEGIES[strategy], ExecutorKind.SEQUENTIAL, STALE, block_size=1, dropout_rate=0.2
     )
@@ -321,7 +321,7 @@ def test_executors_agree_where_clients_train_different_models(
 
 @dataclass
 class Commits:
-    """A store that remembers every commit as a crash right after it would find it."""
+    """A store that keeps a copy of every commit, as it would be found after a crash."""
 
     records: list[RoundRecord] = field(default_factory=list)
     commits: list[tuple[Checkpoint, tuple[RoundRecord, ...]]] = field(default_factory=list)
@@ -339,7 +339,7 @@ class Commits:
 
 @dataclass(frozen=True)
 class Length:
-    """Measures how long the model is."""
+    """Evaluates a model by its norm."""
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
         assert round_num > 0
@@ -347,7 +347,7 @@ class Length:
 
 
 def trained(checkpoint: Checkpoint | None, store: Commits) -> RunState:
-    """Go on with an asynchronous run of eight rounds."""
+    """Train, or resume, an asynchronous run of eight rounds."""
     strategy = FedAvgM(LOCAL, server_learning_rate=0.7, server_momentum=0.5)
     body = Simulation(strategy, ExecutorKind.FUSED, STALE, dropout_rate=0.1)
     plan = RunPlan(
@@ -370,7 +370,7 @@ def trained(checkpoint: Checkpoint | None, store: Commits) -> RunState:
 
 @pytest.mark.slow
 def test_a_run_killed_after_any_commit_ends_in_the_same_model() -> None:
-    """Bit for bit, with the same records: who is in flight, and what they train, is its state."""
+    """Bit for bit, with the same records: the state includes pending tasks and their models."""
     whole = Commits()
     expected = trained(None, whole)
     assert len(whole.commits) == 9
@@ -387,7 +387,7 @@ def test_a_run_killed_after_any_commit_ends_in_the_same_model() -> None:
 
 
 def test_a_checkpoint_without_who_is_in_flight_would_be_noticed() -> None:
-    """The control: the resumed run ends in another model."""
+    """The control: the resumed run ends with another model."""
     whole = Commits()
     expected = trained(None, whole)
     checkpoint, records = whole.commits[4]

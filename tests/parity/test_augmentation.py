@@ -1,6 +1,6 @@
-"""A dataset that draws at random: the same draws in the engine, in sessions and on a client."""
+"""Random reads of a dataset draw the same numbers in the engine, in sessions and on a client."""
 
-import random  # noqa: TID251 - what datasets draw from
+import random  # noqa: TID251 - datasets draw from it
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ CLEAN = torch.arange(float(NUM_ROWS * 4)).view(NUM_ROWS, 4) / 100
 LABELS = torch.arange(NUM_ROWS) % 3
 DRAWS: Mapping[str, Callable[[], float]] = {
     "torch": lambda: float(torch.rand(())),
-    "numpy": lambda: float(np.random.normal()),  # noqa: NPY002 - as transforms of others do
+    "numpy": lambda: float(np.random.normal()),  # noqa: NPY002 - as third-party transforms do
     "python": random.random,
     "nothing": lambda: 0.0,
     "some rows": lambda: 0.0,
@@ -44,12 +44,12 @@ DRAWS: Mapping[str, Callable[[], float]] = {
 
 @pytest.fixture(autouse=True)
 def runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep runs in a folder of the test's."""
+    """Store runs in the test's folder."""
     monkeypatch.chdir(tmp_path)
 
 
 class Noisy(Dataset[Any]):
-    """Adds a number to every row, and counts its reads."""
+    """A dataset that adds a number to every row, and counts its reads."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.num_reads = kind, 0
@@ -89,7 +89,7 @@ def weights_of(run: fl.Run) -> Tensor:
 
 
 def positions_and_rows(population: Population, *, round_num: int) -> dict[int, list[Tensor]]:
-    """Return what each client's model sees, batch by batch."""
+    """Return the batches that each client's model gets."""
     client_ids = np.arange(population.num_clients)
     seed = Seed(1)
     rows = training_rows(population, client_ids, work=LOCAL, round_num=round_num, seed=seed)
@@ -114,7 +114,7 @@ def positions_and_rows(population: Population, *, round_num: int) -> dict[int, l
 
 
 class Watched(nn.Module):
-    """Notes what it is given in training."""
+    """A model that records its batches in training."""
 
     def __init__(self, batches: list[Tensor]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_the_engine_reads_what_a_deployed_trainer_reads(kind: str) -> None:
-    """Each batch of each epoch, to the bit, whatever the application drew before."""
+    """Each batch of each epoch, bit for bit, whatever the application drew before."""
     data, deployed = data_of(Noisy(kind)), dict[int, list[Tensor]]()
     assert isinstance(data.population, DatasetPopulation)
     seen = positions_and_rows(data.population, round_num=2)
@@ -154,7 +154,7 @@ def test_the_engine_reads_what_a_deployed_trainer_reads(kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
-    """Return the weights of a run that trains one client after another."""
+    """The weights of a run that trains one client after another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("runs"))
         return weights_of(finished(data_of(Noisy("all"))))
@@ -176,7 +176,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
 def test_the_draws_do_not_depend_on_how_a_run_is_computed(
     other: Mapping[str, Any], expected: Tensor
 ) -> None:
-    """Nor on what the script drew before; its own generators stay where they were."""
+    """Nor on what the script drew before, and its own generators do not change."""
     random.seed(5)
     np.random.seed(5)  # noqa: NPY002 - what a script does
     torch.manual_seed(5)
@@ -187,20 +187,20 @@ def test_the_draws_do_not_depend_on_how_a_run_is_computed(
 
 
 def generators() -> tuple[object, str, bytes]:
-    """Return the state of what a script draws from."""
+    """Return the state of the generators that a script may use."""
     of_numpy = repr(np.random.get_state())  # noqa: NPY002 - as above
     return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()
 
 
 @pytest.mark.slow
 def test_a_dataset_that_draws_nothing_is_read_once_a_round() -> None:
-    """And one that draws, once an epoch; only a client that draws."""
+    """A dataset that draws is read once per epoch, but only for clients whose reads are random."""
     reads = {}
     for kind in ("nothing", "some rows", "numpy"):
         marks, dataset = list[int](), Noisy(kind)
 
         class Mark:
-            """Notes how often rows have been read."""
+            """Records the number of reads after each round."""
 
             def after_round(
                 self,
@@ -219,11 +219,11 @@ def test_a_dataset_that_draws_nothing_is_read_once_a_round() -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_draws_the_same() -> None:
-    """To the bits of one that never stopped."""
+    """Bit-identical to a run that was not interrupted."""
     whole = finished(data_of(Noisy("numpy")), num_rounds=3)
 
     class Stop:
-        """Raises after the first round."""
+        """Interrupts the run after its first round."""
 
         def after_round(self, record: RoundRecord, model: Params) -> None:
             if record.round_num == 0:
@@ -237,7 +237,7 @@ def test_a_resumed_run_draws_the_same() -> None:
 
 
 def test_evaluation_draws_the_same_every_time() -> None:
-    """Of a client however it is loaded, and of the test set."""
+    """For a client, however it is loaded, and for the test set."""
     noisy = Noisy("torch")
     population = data_of(noisy).population
     together, _ = population.load(np.array([3, 1])).gathered()
@@ -254,7 +254,7 @@ def test_evaluation_draws_the_same_every_time() -> None:
 
 
 def test_wrapped_populations_read_as_their_parts_do() -> None:
-    """Under the numbers that their clients have in the run."""
+    """With the numbers that their clients have in the run."""
     population = data_of(Noisy("torch")).population
     everyone = Subpopulation(population, np.arange(5))
     for mine, theirs in zip(
@@ -271,7 +271,7 @@ def test_wrapped_populations_read_as_their_parts_do() -> None:
 
 
 class Own(Noisy):
-    """Draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__("nothing")
@@ -286,14 +286,14 @@ class Own(Noisy):
     "draw",
     [
         np.random.default_rng(0).random,
-        random.Random(0).random,  # noqa: S311 - what a dataset does
+        random.Random(0).random,  # noqa: S311 - as a dataset may do
         np.random.RandomState(0).rand,
         lambda: float(torch.rand((), generator=GENERATOR)),
     ],
     ids=["numpy", "python", "numpy's old", "torch"],
 )
 def test_a_generator_of_the_datasets_own_is_refused(draw: Callable[[], float]) -> None:
-    """It cannot be keyed: equal runs would differ."""
+    """Its draws cannot be keyed, so equal runs would differ."""
     with pytest.raises(DataError, match=r"dataset\[0\] differs between two readings.*its own"):
         data_of(Own(draw))
     data_of(Own(lambda: 0.5))  # the control
@@ -301,7 +301,7 @@ def test_a_generator_of_the_datasets_own_is_refused(draw: Callable[[], float]) -
 
 @pytest.mark.slow
 def test_a_trainer_of_the_users_own_is_given_the_same_rows_in_engine_and_sessions() -> None:
-    """Read once a round, with other draws in the next."""
+    """They are read once per round, with other draws in the next one."""
 
     def run(transport: str, outer: int) -> list[Tensor]:
         given = list[Tensor]()

@@ -1,4 +1,4 @@
-"""Whole rounds do not depend on how clients are cut into blocks, nor on the executor."""
+"""Whole rounds depend neither on the division of clients into blocks nor on the executor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,7 @@ def make_model() -> nn.Module:
 
 @dataclass
 class Counting:
-    """An executor that notes the height of each block."""
+    """An executor that records the height of each block."""
 
     executor: Executor
     heights: list[int] = field(default_factory=list)
@@ -118,7 +118,7 @@ def run(
 @pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 100])
 def test_any_block_size_gives_the_same_model(kind: ExecutorKind, block_size: int) -> None:
-    """To 1e-6 after rounds of ragged clients with kept momentum; no block is too high."""
+    """To 1e-6, after rounds of ragged clients with kept momentum; no block is too large."""
     expected, _ = run(ExecutorKind.SEQUENTIAL, 1)
     found, heights = run(kind, block_size)
     torch.testing.assert_close(found.params.vector, expected.params.vector, rtol=0.0, atol=1e-6)
@@ -136,7 +136,7 @@ def test_a_repeated_run_is_the_same_to_the_last_bit(kind: ExecutorKind) -> None:
 
 @pytest.mark.slow
 def test_dropout_masks_do_not_depend_on_the_block() -> None:
-    """They are keyed by client and step, so a stack drops what a client alone would."""
+    """They are keyed by client and step, so a stack drops the same units as a client alone."""
 
     def dropping() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, 3))
@@ -149,7 +149,7 @@ def test_dropout_masks_do_not_depend_on_the_block() -> None:
 
 @pytest.mark.slow
 def test_forgotten_momentum_would_be_noticed() -> None:
-    """The control: the tolerance is far below what a lost velocity changes."""
+    """The control: a lost velocity changes far more than the tolerance."""
     expected, _ = run(ExecutorKind.SEQUENTIAL, 1)
     found, _ = run(ExecutorKind.SEQUENTIAL, 1, local=replace(KEEPING, keep_momentum=False))
     assert (found.params.vector - expected.params.vector).abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""Blocks of clients clip each example's gradient as one client after another does."""
+"""Blocks of clients clip per-example gradients like one client after another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from tests.parity import test_stacked as stacked
 
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, momentum=0.5)
 RULE = NoisedGradients(inner=SGD, example_clip_norm=0.3, example_noise_multiplier=1e-9)
-#: All of a client at once: more than are summed together.
+#: All examples of a client in one batch: more than are summed at a time.
 WHOLE = NoisedGradients(
     inner=LocalSgd(epochs=1, batch_size=None, learning_rate=0.1),
     example_clip_norm=0.3,
@@ -41,7 +41,7 @@ def with_layer_norm() -> nn.Module:
 
 
 class AlongPositions(nn.Module):
-    """A layer that is applied to each position of an example, as many as a batch has examples."""
+    """A layer applied to each position of an example; there are as many as examples in a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def executor(make_model: Callable[[], nn.Module], *, by_example: bool = True) ->
 
 @pytest.mark.parametrize("kind", ["GRU", "RNN_TANH", "LSTM"])
 def test_a_recurrent_layer_may_train_in_blocks(kind: str) -> None:
-    """What it notes down of its own weights is no state."""
+    """The references to its weights that it refreshes do not count as state."""
 
     class Sequences(nn.Module):
         def __init__(self) -> None:
@@ -124,7 +124,7 @@ def test_a_recurrent_layer_may_train_in_blocks(kind: str) -> None:
 def test_a_block_equals_one_client_after_another(
     make_model: Callable[[], nn.Module], rule: NoisedGradients
 ) -> None:
-    """To rounding, with batches that are padded; control: without the clip it does not."""
+    """Up to rounding, with padded batches. Control: without the clip they differ."""
     params = stacked.params_of(make_model)
     work = stacked.work_of(params, local=rule, sizes=SIZES)
     expected = stacked.reference(make_model, work, CrossEntropy())
@@ -144,7 +144,7 @@ def test_gradients_of_linear_layers_are_not_written_down(
     products: set[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside whatever else: dropout, whose masks are an example's own, and convolutions."""
+    """Whatever else the model has: dropout, with a mask per example, or convolutions."""
     assert _products(make_model, monkeypatch) == products
 
 
@@ -152,18 +152,18 @@ def test_gradients_of_linear_layers_are_not_written_down(
 def test_what_is_not_one_outer_product_an_example_is_not_taken_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A layer along the positions of each; control: the one that follows is."""
+    """A layer applied along positions is not one; control: the layer after it is."""
     assert _products(AlongPositions, monkeypatch) == {(3, 5)}
 
 
 def _products(
     make_model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> set[tuple[int, int]]:
-    """Return the shapes of the weights whose gradients are given as two vectors an example."""
+    """Return the shapes of weights whose per-example gradients are given as two vectors."""
     seen = set[tuple[int, int]]()
     original = NoisedGradients.clipped
 
-    def spied(self: NoisedGradients, *given: Any, products: Any) -> list[Tensor]:  # Any: as it is
+    def spied(self: NoisedGradients, *given: Any, products: Any) -> list[Tensor]:  # Any: passed on
         seen.update((left.shape[1], right.shape[2]) for left, right in products)
         return original(self, *given, products=products)
 
@@ -181,7 +181,7 @@ def test_models_without_gradients_by_example_are_refused(
     make_model: Callable[[], nn.Module],
     by_example: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
-    """Should nobody have asked before; and an executor that was made for batches."""
+    """Even if no trial has run; and an executor that was built for gradients of whole batches."""
     work = stacked.work_of(stacked.params_of(make_model), local=RULE)
     with pytest.raises(EngineError, match="examples of a batch affect each other"):
         executor(make_model, by_example=by_example).train(work)

@@ -1,4 +1,4 @@
-"""Several labels an example, some of them to ignore: every way to train and to measure agrees."""
+"""With several labels per example, some of them ignored, all ways to train and evaluate agree."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +32,13 @@ LOCAL = fl.LocalSgd(epochs=2, batch_size=4, learning_rate=0.3, shuffle=False)
 
 
 def examples(*shape: int) -> tuple[Tensor, Tensor]:
-    """Return features [N, 2, ...] and labels [N, ...]; clients differ in what counts."""
+    """Return features [N, 2, ...] and labels [N, ...]; clients differ in how many labels count."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(shape[0], 2, *shape[1:], generator=generator)
     labels = torch.randint(0, NUM_CLASSES, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 0.4] = -100
-    labels[: shape[0] // NUM_CLIENTS] = -100  # the first client has nothing that counts
-    labels[-4:] = -100  # and the last one a whole batch
+    labels[: shape[0] // NUM_CLIENTS] = -100  # no label of the first client counts
+    labels[-4:] = -100  # nor does any in a whole batch of the last client
     return features, labels
 
 
@@ -56,7 +56,7 @@ def by_hand(
     data: tuple[Tensor, Tensor],
     weights: tuple[float, ...] | None,
 ) -> dict[str, Tensor]:
-    """Return the model after a round of federated averaging with torch's own loss."""
+    """Compute the model after a round of federated averaging with torch's own loss."""
     after = []
     for features, labels in zip(*(each.chunk(NUM_CLIENTS) for each in data), strict=True):
         model = make_model()
@@ -84,7 +84,7 @@ def by_hand(
 def test_a_round_is_torchs(
     make_model: Callable[[], nn.Module], executor: str, weights: tuple[float, ...] | None
 ) -> None:
-    """Weights, the central measures and those of clients, in which some have nothing to measure."""
+    """Weights and metrics, central and per client, although one client has no label that counts."""
     features, labels = examples(40) if make_model is flat else examples(40, LENGTH)
     owners = np.repeat(np.arange(NUM_CLIENTS), 10)
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def trained_by(
 
 
 def test_a_batch_that_is_cut_or_shared_is_the_same_batch(tmp_path: Path) -> None:
-    """By accumulation and by two processes, whose shares do not weigh the same."""
+    """With gradient accumulation, and over two processes whose shares have different weights."""
     data, start = examples(16, LENGTH), dense().state_dict()
     whole = trained_by(
         TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE), start, LOCAL, Alone()
@@ -173,7 +173,7 @@ def test_a_batch_that_is_cut_or_shared_is_the_same_batch(tmp_path: Path) -> None
 
 
 def test_an_example_whose_gradient_is_clipped_has_the_mean_loss_of_its_positions() -> None:
-    """One without any that counts has none; class weights have no meaning there."""
+    """An example without any label that counts has no gradient; class weights are refused there."""
     features, labels = examples(16, LENGTH)
     model, clip_norm = dense(), 0.3
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -202,7 +202,7 @@ def test_an_example_whose_gradient_is_clipped_has_the_mean_loss_of_its_positions
 
 @pytest.mark.parametrize("label", [-1, -99, NUM_CLASSES])
 def test_data_have_classes_and_labels_to_ignore(label: int) -> None:
-    """A label that is neither is refused where a number of classes is known."""
+    """Any other label is refused if the number of classes is known."""
     features, labels = examples(8)
     held_out = labels.clone().clamp(min=0)
     data = Examples(features=features, labels=labels, groups=None, num_classes=NUM_CLASSES)

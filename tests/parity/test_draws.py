@@ -1,6 +1,6 @@
-"""What a local update draws is the same in every place where a client trains."""
+"""A local update draws the same random numbers wherever a client trains."""
 
-import random  # noqa: TID251 - what is tried
+import random  # noqa: TID251 - under test
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from tests.parity.test_layerwise_updates import Remembering, job, make_model
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticSign(Remembering):
-    """Steps by signs, each right with a probability that grows with the gradient."""
+    """Steps by random signs, more likely the right ones the larger the gradient is."""
 
     learning_rate: float = 0.01
     specs: ClassVar[Mapping[str, MemorySpec]] = {
@@ -48,7 +48,6 @@ class StochasticSign(Remembering):
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Step."""
         for value, grad, coin, mean in zip(x, grads, memory["coin"], memory["mean"], strict=True):
             mean.lerp_(grad, 0.5)
             is_up = coin < torch.sigmoid(5.0 * mean)
@@ -57,11 +56,11 @@ class StochasticSign(Remembering):
 
 @dataclass(frozen=True, kw_only=True)
 class Dithered(Around):
-    """Starts nearby, and sends a model that is rounded at random; reports what it drew."""
+    """Starts near the model, and rounds it at random before it is sent; reports its draws."""
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """Numbers of each law and size."""
+        """Draws of each distribution and size."""
         return {
             **self.inner.memory,
             "dither": MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="uniform"),
@@ -72,21 +71,21 @@ class Dithered(Around):
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """What was drawn last."""
+        """The last draws."""
         return (
             LaneSpec(name="drawn", over=2, weighted=False, bound=None),
             LaneSpec(name="drawn_each", over=Over.TENSORS, weighted=False, bound=None),
         )
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        """Start nearby."""
+        """Move away from the model at random."""
         for value, start in zip(x, memory["start"], strict=True):
             value.add_(start, alpha=0.01)
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Round to a coarse grid."""
+        """Round the model to a coarse grid."""
         for value, dither in zip(x, memory["dither"], strict=True):
             value.copy_((value * 64 + dither).floor() / 64)
         return {"drawn": memory["one"], "drawn_each": memory["each"]}
@@ -101,20 +100,20 @@ UPDATES: dict[str, LocalUpdate] = {
 
 
 def sent(trained: Trained, place: int) -> dict[str, Tensor]:
-    """Return what one client sends and keeps."""
+    """Return what one client sends, and its new state."""
     rows = {**trained.lanes, **trained.kept, "delta": trained.deltas_KP}
     return {name: value[place].clone() for name, value in rows.items()}
 
 
 def by_executor(local: LocalUpdate, kind: ExecutorKind, *, num_clients: int) -> dict[str, Tensor]:
-    """Return what client 0 sends, in a block of so many, in round 3."""
+    """Return what client 0 sends in round 3, in a block of ``num_clients``."""
     work: Work = replace(job(local).work(np.arange(num_clients)), round_num=3)
     trained = make_executor(job(local), kind).train(work)
     return sent(trained, work.client_ids.tolist().index(0))
 
 
 def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
-    """Return what the same client sends where it is deployed."""
+    """Return what the same client sends if it is deployed."""
     work = job(local).work(np.arange(1))
     rows = torch.from_numpy(work.rows_K[0])
     trainer = TorchTrainer.of(
@@ -140,7 +139,7 @@ def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_client_draws_the_same_wherever_it_trains(name: str) -> None:
-    """Alone, in a block of any size, under every executor and in a deployment."""
+    """Alone, in a block of any size, on each executor, and deployed."""
     local = UPDATES[name]
     expected = by_executor(local, ExecutorKind.SEQUENTIAL, num_clients=6)
     for found in (
@@ -155,7 +154,7 @@ def test_a_client_draws_the_same_wherever_it_trains(name: str) -> None:
 
 
 def test_draws_are_new_for_each_client_round_step_name_and_seed() -> None:
-    """No two of them have a number in common, and their laws are those declared."""
+    """No two of them share numbers, and their distributions are those declared."""
     spec = MemorySpec(over=500, is_kept=False, draws="uniform")
 
     class Three(LocalSgd):
@@ -184,48 +183,45 @@ def test_draws_are_new_for_each_client_round_step_name_and_seed() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRandom(Around):
-    """Draws from a global generator, in one of its methods."""
+    """Draws from a global generator in one of its methods."""
 
     where: str
     source: str = "torch"
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """What it drew."""
+        """The number drawn."""
         return (LaneSpec(name="drawn", over=1, weighted=False, bound=None),)
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """Where it writes it down."""
+        """Where the number is stored."""
         return {**self.inner.memory, "drawn": MemorySpec(over=1, is_kept=True)}
 
     def draw(self, memory: Memory, where: str) -> None:
-        """Draw, if this is the place."""
+        """Draw if this is the method to draw in."""
         if where != self.where:
             return
         match self.source:
             case "torch":
                 memory["drawn"][0].normal_()
             case "numpy":
-                memory["drawn"][0].fill_(np.random.rand())  # noqa: NPY002 - what is tried
+                memory["drawn"][0].fill_(np.random.rand())  # noqa: NPY002 - under test
             case "python":
-                memory["drawn"][0].fill_(random.random())  # noqa: S311 - what is tried
+                memory["drawn"][0].fill_(random.random())  # noqa: S311 - under test
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        """Draw."""
         self.draw(memory, "begin")
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Draw."""
         self.inner.step(x, grads, memory, told=told, moment=moment)
         self.draw(memory, "step")
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Draw."""
         self.draw(memory, "report")
         return {"drawn": memory["drawn"]}
 
@@ -234,9 +230,9 @@ class PlainRandom(Around):
 @pytest.mark.parametrize("where", ["begin", "step", "report"])
 @pytest.mark.parametrize("source", ["torch", "numpy", "python"])
 def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:
-    """One client at a time has them by its own seed; a block refuses them by name."""
+    """With one client at a time they are seeded per client; a block refuses them, with the name."""
     local = PlainRandom(inner=SGD, where=where, source=source)
-    make_model()  # which seeds torch's generator, as each run does
+    make_model()  # seeds torch's generator, as each run does
     before = (torch.get_rng_state(), random.getstate())
     runs = [by_executor(local, ExecutorKind.SEQUENTIAL, num_clients=n) for n in (6, 6, 1)]
     assert torch.equal(before[0], torch.get_rng_state())
@@ -251,7 +247,7 @@ def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:
 
 @pytest.mark.slow
 def test_one_client_trains_at_a_time_where_an_update_draws_globally(tmp_path: Path) -> None:
-    """And says why."""
+    """The choice has the reason."""
     local = PlainRandom(inner=SGD, where="report")
     choice = choose(job(local), clock=VirtualClock(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.SEQUENTIAL
@@ -259,8 +255,8 @@ def test_one_client_trains_at_a_time_where_an_update_draws_globally(tmp_path: Pa
 
 
 @pytest.mark.parametrize("values", [("uniform", True), ("cauchy", False)])
-def test_draws_that_cannot_be_are_refused(values: Any) -> None:  # Any: one law is none
-    """What is kept is not drawn, and there are two laws."""
+def test_draws_that_cannot_be_are_refused(values: Any) -> None:  # Any: one distribution is unknown
+    """State that is kept is not drawn, and there are only two distributions."""
     law, is_kept = values
     with pytest.raises(ValueError, match="draws"):
         MemorySpec(over=1, is_kept=is_kept, draws=law)

@@ -1,4 +1,4 @@
-"""``drop_last`` means the same to the engine, to sessions and to virtual time."""
+"""``drop_last`` means the same in the engine, in sessions and in virtual time."""
 
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,7 +19,7 @@ LOCAL = fl.LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, drop_last=True)
 
 @dataclass(frozen=True)
 class Seen:
-    """Equally fast devices; what each has to process is noted."""
+    """Equally fast devices, which record the number of examples that each has to process."""
 
     processed: list[list[int]] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ def test_it_is_the_same_in_the_engine_and_in_sessions(
             devices=seen,
         )
         rows = sorted(run.history[0].participations)
-        # 8 of 9 examples, 8 of 8, 4 of 7; and 3 of 3, since they are fewer than a batch.
+        # 8 of 9 examples, 8 of 8, 4 of 7, and 3 of 3, since they are fewer than a batch.
         assert [row.num_examples for row in rows] == [8, 8, 4, 3]
         first = seen.processed[: 1 if len(seen.processed[0]) == len(SIZES) else len(SIZES)]
         assert sorted(chain.from_iterable(first)) == [6, 8, 16, 16]

@@ -1,4 +1,4 @@
-"""Free-form settings reach a trainer the same way, wherever it trains, if its client lets them."""
+"""Free-form settings reach a trainer in the same way everywhere, if its client allows them."""
 
 import asyncio
 import math
@@ -48,7 +48,7 @@ NO_TEXTS = Policy(extra=ExtraPolicy(texts=()))
 
 @dataclass(frozen=True)
 class Shifting:
-    """Shifts the model as it is told, and would fail if it were told otherwise than by name."""
+    """A trainer that shifts the model by its free-form settings, and requires each of them."""
 
     honours: Collection[str] = ("extra",)
     num_examples: int = 2
@@ -166,7 +166,7 @@ def in_memory(_policy: Policy, _folder: Path) -> Iterator[Channel]:
 def test_free_form_settings_reach_the_trainer(
     tmp_path: Path, way: Callable[[Policy, Path], AbstractContextManager[Channel]]
 ) -> None:
-    """With the types that they have in the coordinator's file."""
+    """Their types are those in the coordinator's file."""
     with way(Policy(), tmp_path) as channel:
         collected = round_over(channel)
     assert collected.aggregate is not None, collected.participations
@@ -177,7 +177,7 @@ def test_free_form_settings_reach_the_trainer(
 def test_a_policy_that_allows_no_texts_refuses_them_with_the_reason(
     tmp_path: Path, way: Callable[[Policy, Path], AbstractContextManager[Channel]]
 ) -> None:
-    """The coordinator records it; the trainer hears of nothing."""
+    """The coordinator records the refusal; the trainer is not called."""
     with way(NO_TEXTS, tmp_path) as channel:
         collected = round_over(channel)
     assert collected.aggregate is None
@@ -191,7 +191,7 @@ def test_a_policy_that_allows_no_texts_refuses_them_with_the_reason(
 def test_a_simulation_tells_trainers_of_the_users_own(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of the engine and sessions in memory alike."""
+    """In blocks of the engine and in sessions in memory."""
     monkeypatch.chdir(tmp_path)
     run = fl.simulate(
         make_model,
@@ -207,7 +207,7 @@ def test_a_simulation_tells_trainers_of_the_users_own(
 
 
 def test_a_configuration_tells_them_simulated_and_deployed(tmp_path: Path) -> None:
-    """One table of one file for both; a deployment's clients bring their trainers."""
+    """One table of one file works for both; a deployment's clients bring their trainers."""
     client = {"optimizer": "own", "extra": EXTRA}
     deployed = deployment(from_mapping({"client": client}, source="a test"), data_dir=tmp_path)
     own = {"client": client | {"trainer": f"{__file__}:shifting"}}
@@ -220,7 +220,7 @@ def test_a_configuration_tells_them_simulated_and_deployed(tmp_path: Path) -> No
 def test_they_are_told_beside_what_privacy_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Differential privacy is around them: the sum that it bounds is of updates told of them."""
+    """Differential privacy wraps them: the sum that it bounds is of updates with these settings."""
     monkeypatch.chdir(tmp_path)
     run = fl.simulate(
         make_model,
@@ -241,12 +241,12 @@ def test_they_are_told_beside_what_privacy_asks(
     weights = run.weights(best=False)
     reported = sum(each.status is Status.REPORTED for each in run.history[0].participations)
     assert reported > 0
-    expected = torch.full((2, 2), 1.5 * reported / 2)  # of the two that are expected
+    expected = torch.full((2, 2), 1.5 * reported / 2)  # two clients are expected
     assert torch.allclose(weights["weight"], expected, atol=0.2)
 
 
 def test_clients_that_are_told_each_are_seen_through_it() -> None:
-    """Secure aggregation refuses them whatever is around them."""
+    """Secure aggregation refuses settings per client, even inside a wrapper."""
     with pytest.raises(ConfigError, match="clients are told each what to do"):
         fl.simulate(
             make_model,
@@ -264,7 +264,7 @@ def test_clients_that_are_told_each_are_seen_through_it() -> None:
 def test_what_nobody_would_act_on_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a round: fedlearn's own trainer, and a value that cannot travel."""
+    """Before a round: fedlearn's own trainer would ignore them, or a value cannot be sent."""
     monkeypatch.chdir(tmp_path)
     local = fl.LocalSgd(epochs=1, batch_size=2, learning_rate=0.1)
     with pytest.raises(

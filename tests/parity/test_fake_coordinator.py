@@ -1,7 +1,7 @@
-"""A fake coordinator refuses what a coordinator's rounds refuse, in the same words.
+"""A fake coordinator refuses what a coordinator's rounds refuse, with the same messages.
 
-Each lie is told twice: to the round of a coordinator, over a real door, and to the fake one. What
-the client hears and what the coordinator makes of it must be the same, and what the table says.
+Each false answer is sent twice: to a real coordinator's round, over a gRPC server, and to the fake
+one. The verdict for the client and the coordinator's record must be the same, and match the table.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Side(Protocol):
-    """A coordinator that asks one client once, and says what it made of the answer."""
+    """A coordinator that asks one client once, and returns how it recorded the answer."""
 
     def train(self) -> str: ...
 
@@ -60,7 +60,7 @@ class Side(Protocol):
 
 @dataclass
 class Rounds:
-    """The rounds of a coordinator."""
+    """A coordinator that runs rounds."""
 
     door: LocalDoor
 
@@ -135,20 +135,20 @@ async def enrolled(door: LocalDoor, name: str) -> Peer:
     return Peer(name, identity, client_id, credentials)
 
 
-#: What a client sends for a task.
+#: Creates what a client sends for a task.
 Tell = Callable[[wire_pb2.Task, Peer], Sequence[wire_pb2.FromClient]]
 
 
 @dataclass(frozen=True)
 class Lie:
-    """An answer that is not what it should be.
+    """A false answer.
 
     Attributes:
-        name: In words.
-        tell: Makes what is sent.
-        reason: In the receipt.
-        is_answer: Whether it ends the question, as the client's failure; else the client is still
-            waited for, and answers honestly.
+        name: Name in words.
+        tell: Creates what is sent.
+        reason: Part of the reason in the receipt.
+        is_answer: Whether it settles the question, as the client's failure. Otherwise the
+            coordinator still waits for the client, which then answers honestly.
     """
 
     name: str
@@ -175,7 +175,7 @@ def honest(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
 
 
 def saying(make: Callable[[wire_pb2.Task], Reply | bytes]) -> Tell:
-    """Sign, and send, whatever ``make`` returns."""
+    """Sign and send what ``make`` returns."""
 
     def tell(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
         made = make(task)
@@ -184,7 +184,7 @@ def saying(make: Callable[[wire_pb2.Task], Reply | bytes]) -> Tell:
     return tell
 
 
-def changed(**changes: Any) -> Tell:  # Any: of the fields of a reply
+def changed(**changes: Any) -> Tell:  # Any: fields of a reply
     return saying(lambda task: replace(honest_reply(task), **changes))
 
 
@@ -209,7 +209,7 @@ def of_another_client(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.From
     return [result(task.key, encode(honest_reply(task)), peer, client_id=peer.client_id + 1)]
 
 
-def of_another(**fields: Any) -> Tell:  # Any: of the fields of a key
+def of_another(**fields: Any) -> Tell:  # Any: fields of a key
     def tell(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
         key = wire_pb2.TaskKey()
         key.CopyFrom(task.key)
@@ -238,7 +238,7 @@ def large(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
 
 
 NAN, NORM = "the delta is not finite or exceeds 1e+20", "the norm of the delta exceeds 1e+08"
-#: What a client may send for a training, and what is said to it.
+#: False answers to a training request, with the reasons for refusing them.
 LIES = [
     Lie("no message", saying(lambda _: b"not a message"), "the message begins with b'no'"),
     Lie("half a message", saying(lambda task: encode(honest_reply(task))[:-9]), ""),
@@ -313,10 +313,10 @@ LIES = [
 
 @dataclass(frozen=True)
 class Heard:
-    """What became of a lie.
+    """The outcome of a false answer.
 
     Attributes:
-        verdicts: What the client was told, with the reasons, one after the other.
+        verdicts: Verdicts that the client received, in order, with their reasons.
         made_of_it: Why the coordinator does not count the client; empty: it does.
     """
 
@@ -325,7 +325,7 @@ class Heard:
 
 
 def outcome(door: LocalDoor, tells: Sequence[Tell], ask: Callable[[], T]) -> tuple[Any, T]:
-    """Tell one answer after the other to one question; return the receipts, and what came of it."""
+    """Send answers to one question in order; return the receipts, and the coordinator's result."""
 
     async def lied() -> tuple[list[tuple[str, str]], T]:
         peer = await enrolled(door, "clinic-a")
@@ -351,7 +351,7 @@ def outcome(door: LocalDoor, tells: Sequence[Tell], ask: Callable[[], T]) -> tup
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_in_a_training_is_refused_by_both_alike(lie: Lie, tmp_path: Path) -> None:
-    """The client is told why; and it has failed, or may still answer honestly."""
+    """The client gets the reason; it has failed, or may still answer honestly."""
     heard = []
     for opened in (real(tmp_path), fake(tmp_path)):
         with opened as door:
@@ -375,7 +375,7 @@ def test_a_lie_in_a_training_is_refused_by_both_alike(lie: Lie, tmp_path: Path) 
 def test_a_reply_of_another_version_ends_the_session(
     opened: Callable[[Path], AbstractContextManager[LocalDoor]], tmp_path: Path
 ) -> None:
-    """Its client could not be understood the next time, either."""
+    """Its client's next reply could not be understood either."""
     other = saying(lambda task: garbled(encode(honest_reply(task)), 2))
     with (
         opened(tmp_path) as door,
@@ -388,7 +388,7 @@ def test_a_reply_of_another_version_ends_the_session(
 def test_the_truth_is_accepted_by_both_and_a_second_upload_changes_nothing(
     opened: Callable[[Path], AbstractContextManager[LocalDoor]], tmp_path: Path
 ) -> None:
-    """The control of the table; and what comes twice counts once."""
+    """The control of the table. A second upload counts only once."""
     with opened(tmp_path) as door:
         other = changed(num_examples=7)
         receipts, made_of_it = outcome(door, [honest, other], side_of(door).train)
@@ -417,7 +417,7 @@ def test_a_lie_in_an_evaluation_is_refused_by_both(
     reason: str,
     tmp_path: Path,
 ) -> None:
-    """What is no measurement of that round."""
+    """It is not an evaluation of that round."""
     with opened(tmp_path) as door:
         receipts, counts = outcome(door, [saying(make)], side_of(door).evaluate)
     ((verdict, words),) = receipts
@@ -427,7 +427,7 @@ def test_a_lie_in_an_evaluation_is_refused_by_both(
 
 
 async def said_to(door: LocalDoor, credentials: Credentials, hello: wire_pb2.Hello) -> str:
-    """Return what a client hears that is not let in."""
+    """Return the error that a client gets if it is not let in."""
     try:
         async with (
             DoorConnection(door.door.address, credentials) as connection,
@@ -455,7 +455,7 @@ async def of_another_authority(door: LocalDoor, folder: Path) -> str:
 async def of_another_version(door: LocalDoor, _: Path) -> str:
     peer = await enrolled(door, "clinic-a")
     async with DoorConnection(door.door.address, peer.credentials) as connection:
-        with connection._call("Session") as call, pytest.raises(OtherProtocol) as refused:  # noqa: SLF001 - a client says its own protocols alone
+        with connection._call("Session") as call, pytest.raises(OtherProtocol) as refused:  # noqa: SLF001 - a client only ever sends its own protocol version
             await connection._greet(call, HELLO, 1)  # noqa: SLF001
     return str(refused.value)
 
@@ -484,13 +484,13 @@ def test_strangers_are_not_let_in_by_either(
     words: str,
     tmp_path: Path,
 ) -> None:
-    """Revoked, certified by others, of another version, with an invitation that was used."""
+    """Revoked, certified by another authority, of another version, or with a used invitation."""
     with opened(tmp_path) as door:
         assert words in asyncio.run(asyncio.wait_for(stranger(door, tmp_path), WAIT_S))
 
 
 def test_settings_say_which_lanes_a_reply_has() -> None:
-    """What a reply must have follows from the settings, too, of a standard update."""
+    """For a standard update, the settings alone define which lanes a reply must have."""
     from_settings: Mapping[str, Any] = settings_of(STRATEGY.local)
     with FakeCoordinator() as coordinator:
         receipts, reply = outcome(

@@ -1,6 +1,6 @@
-"""A run over Flower's messages equals one in memory and the engine, bit for bit.
+"""A run over Flower's messages equals one in memory and in the engine, bit for bit.
 
-With secure aggregation it does so within the error of fixed point: rounding draws at random.
+With secure aggregation it does so within the error of fixed point, whose rounding is random.
 """
 
 import math
@@ -107,7 +107,7 @@ def make_model() -> nn.Module:
 
 @dataclass(frozen=True)
 class Spread:
-    """Devices whose replies are a second apart, in an order of their own each round."""
+    """Devices whose replies are a second apart, in an order that changes each round."""
 
     def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
         places = (asked.client_ids * 5 + asked.round_num * 7) % len(SIZES)
@@ -122,9 +122,8 @@ class MortalGrid(LocalGrid):
     """Nodes that take as long as their devices, and may die.
 
     Attributes:
-        dies_at: The stages of a session, by the class of the message, in which a client's node
-            dies: it never answers again.
-        forgets: Whether nodes lose what sessions keep between messages.
+        dies_at: By client, the type of message at which its node dies: it no longer answers.
+        forgets: Whether nodes lose the state that sessions keep between messages.
         dead: Clients whose nodes have died.
     """
 
@@ -184,7 +183,7 @@ def resident(make: Callable[[], nn.Module] = make_model) -> ResidentModel:
 
 
 def job(local: LocalUpdate, make: Callable[[], nn.Module]) -> Job:
-    """Return what an executor is made for: the clients here, with a model of the test's own."""
+    """Build the job of an executor, with the clients here and the test's model."""
     return Job(
         make_model=make,
         objective=OBJECTIVE,
@@ -301,7 +300,7 @@ def run(
     policy: StragglerPolicy = POLICY,
     make: Callable[[], nn.Module] = make_model,
 ) -> tuple[Params, list[int]]:
-    """Return the model after some rounds, and who reported, in order."""
+    """Return the model after some rounds, and the clients that reported, in order."""
     state, reported = ran(algorithm, collector, policy=policy, make=make)
     return state.params, reported
 
@@ -313,7 +312,7 @@ def ran(
     policy: StragglerPolicy = POLICY,
     make: Callable[[], nn.Module] = make_model,
 ) -> tuple[ServerState, list[int]]:
-    """Return all that passes on after some rounds, and who reported, in order."""
+    """Return the state after some rounds, and the clients that reported, in order."""
     plan: RoundPlan = RoundPlan(
         draw=SampledOpening(
             sampler=UniformSampler(), available=collector.available, seed=Seed(5)
@@ -348,7 +347,7 @@ def _one_thread() -> None:
 def test_flower_gives_the_same_model_bit_for_bit(
     algorithm: Strategy, other: Callable[[Strategy], Collector]
 ) -> None:
-    """With dropout layers, shuffles, and momentum that lies in Context.state between rounds."""
+    """With dropout layers, shuffling, and momentum in Context.state between rounds."""
     expected, order = run(algorithm, other(algorithm))
     found, found_order = run(algorithm, over_flower(algorithm))
     assert found_order == order
@@ -356,7 +355,7 @@ def test_flower_gives_the_same_model_bit_for_bit(
 
 
 def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]:
-    """Return, of each asynchronous round, the model, the staleness, and who reported."""
+    """Return the model, the staleness and the reporting clients of each asynchronous round."""
     limits = FedBuff(KEEPING, buffer_size=2, concurrency=4, max_staleness=2).asynchrony
     policy = replace(POLICY, num_wanted=2)
     collector = PlainCollector(channel=channel, policy=policy, staleness=limits, slab_bytes=0)
@@ -385,7 +384,7 @@ def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]
 
 @pytest.mark.slow
 def test_asynchronous_rounds_over_flower_give_the_same_model_bit_for_bit() -> None:
-    """An exchange that is asked again and again, stale updates, and clients that are given up."""
+    """One exchange for many requests, stale updates, and clients that are given up."""
     sessions = SimulatedSessions(
         population(), Spread(), trainers_on(resident()), work=KEEPING
     ).channel()
@@ -397,7 +396,7 @@ def test_asynchronous_rounds_over_flower_give_the_same_model_bit_for_bit() -> No
 
 
 class Telling:
-    """A trainer that tells more of its training than the loss."""
+    """A trainer that reports another metric besides the loss."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         self._trainer, self.honours = trainer, trainer.honours
@@ -411,7 +410,7 @@ class Telling:
 
 
 def test_training_metrics_of_any_name_travel_over_flower() -> None:
-    """Weighted by examples over the reports, as the loss is."""
+    """They are weighted by examples over the reports, like the loss."""
     algorithm = FedAvg(LOCAL)
     collector = over_flower(algorithm, grid_of_nodes(Telling))
     cohort = list(collector.available())[:COHORT]
@@ -421,7 +420,7 @@ def test_training_metrics_of_any_name_travel_over_flower() -> None:
 
 
 def test_state_that_is_lost_would_be_noticed() -> None:
-    """The control: clients that forget their momentum end in another model."""
+    """The control: clients that forget their momentum end with another model."""
     expected, _ = run(FedAvg(KEEPING), in_memory(FedAvg(KEEPING)))
     forgetting = FedAvg(replace(KEEPING, keep_momentum=False))
     found, _ = run(forgetting, over_flower(forgetting))
@@ -432,14 +431,14 @@ def test_state_that_is_lost_would_be_noticed() -> None:
 
 
 def rounding_error() -> float:
-    """Return how far fixed point may move the mean of a round."""
+    """Return the largest change of a round's mean by fixed point."""
     lane = SECURE.lanes(Params.of(make_model()).layout)[0]
     total = lane.largest_error(COHORT)
     return total * SECURE.max_examples / (SECURE.min_survivors * min(SIZES))
 
 
 def request_of(algorithm: Strategy) -> RoundRequest:
-    """Return what a first round asks."""
+    """Build the request of a first round."""
     torch.manual_seed(0)
     return RoundRequest(
         round_num=0,
@@ -456,9 +455,9 @@ def request_of(algorithm: Strategy) -> RoundRequest:
 def test_a_secure_run_over_flower_is_that_of_memory(
     other: Callable[[Strategy], Collector],
 ) -> None:
-    """The plain one, and the secure one; with momentum beside the session in Context.state.
+    """Both the plain and the secure one, with momentum next to the session in Context.state.
 
-    Rounding in one round moves what the next trains on, hence the factor.
+    Rounding in one round changes the model that the next one trains, hence the factor.
     """
     algorithm = FedAvg(KEEPING)
     expected, order = run(algorithm, other(algorithm))
@@ -472,7 +471,7 @@ def test_a_secure_run_over_flower_is_that_of_memory(
     "stage", [messages.SignedTerms, messages.Roster, messages.Packets, messages.Survivors]
 )
 def test_a_node_that_dies_in_a_session_drops_out_of_the_sum(stage: type) -> None:
-    """At each stage: with its vector in the sum or without, the others' round goes on."""
+    """At each stage, with or without its vector in the sum, the round continues with the others."""
     algorithm, dead = FedAvg(LOCAL), ClientId(1)
     cohort = [ClientId(client) for client in range(COHORT)]
     grid = grid_of_nodes()
@@ -494,7 +493,7 @@ def test_a_node_that_dies_in_a_session_drops_out_of_the_sum(stage: type) -> None
 
 
 def test_a_session_that_is_lost_between_messages_ends() -> None:
-    """The control: every message of a session is answered from what Context.state kept."""
+    """The control: each message of a session needs the state stored in Context.state."""
     algorithm, cohort = FedAvg(LOCAL), [ClientId(client) for client in range(COHORT)]
     grid = grid_of_nodes()
     grid.forgets = True

@@ -1,4 +1,4 @@
-"""Flower's own records between the two sides: the model is that of fedlearn's own messages."""
+"""With Flower's own records between the two sides, the model equals that of fedlearn's messages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +46,7 @@ from tests.parity.test_flower import (
     run,
 )
 
-#: What both sides draw from; and, as the app of another project is told nothing of it, its config.
+#: Seed for both sides; the app of another project gets it in its config.
 SEED = 5
 
 
@@ -58,7 +58,7 @@ def trainer_of(client_id: int, make: Callable[[], nn.Module] = make_model) -> To
 
 
 def foreign_app(local: LocalUpdate, make: Callable[[], nn.Module] = make_model) -> ClientApp:
-    """Return an app that answers as those for Flower's strategies do, by arithmetic of ours."""
+    """Create an app that follows the convention of Flower's strategies, with our training."""
     app = ClientApp()
 
     @app.train()
@@ -98,7 +98,7 @@ class SpreadGrid(MortalGrid):
 def over_foreign_apps(
     local: LocalUpdate, make: Callable[[], nn.Module] = make_model
 ) -> PlainCollector:
-    """Return what collects from nodes whose ids are the numbers of their parts."""
+    """Create a collector of nodes whose ids are the numbers of their parts."""
     nodes = {client: client for client in range(len(SIZES))}
     grid = SpreadGrid(VirtualClock(), foreign_app(local, make), nodes=nodes)
     channel = StockChannel(
@@ -118,7 +118,7 @@ ADAPTIVE = partial(FedAdam, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, t
 def test_an_app_of_flowers_gives_the_same_model_bit_for_bit(
     recipe: "partial[Strategy]",
 ) -> None:
-    """As a client of ours with the same arithmetic, whose order of arrival is the same."""
+    """As a fedlearn client with the same arithmetic and the same order of arrival."""
     local = replace(LOCAL, momentum=0.9)
     expected, order = run(recipe(local), in_memory(recipe(local)))
     found, found_order = run(
@@ -129,14 +129,14 @@ def test_an_app_of_flowers_gives_the_same_model_bit_for_bit(
 
 
 def frozen_model() -> nn.Module:
-    """Return the usual network, whose first layer does not train."""
+    """Build the usual network with a first layer that does not train."""
     module = make_model()
     next(each for each in module.modules() if isinstance(each, nn.Linear)).requires_grad_(False)
     return module
 
 
 def test_an_app_of_flowers_leaves_frozen_layers_as_they_are() -> None:
-    """It is sent the whole model, as its convention has it, and what it returns is not added."""
+    """By Flower's convention it gets the whole model, but its frozen layers are ignored."""
     local = replace(LOCAL, momentum=0.9)
     expected, _ = run(FedAvg(local), in_memory(FedAvg(local), frozen_model), make=frozen_model)
     algorithm = WithExtra.around(FedAvg(OwnTraining()), {"seed": SEED})
@@ -148,20 +148,20 @@ def test_an_app_of_flowers_leaves_frozen_layers_as_they_are() -> None:
 
 
 def start() -> Params:
-    """Return the model that every run here begins with."""
+    """Return the model with which every run here begins."""
     torch.manual_seed(0)
     return Params.of(make_model())
 
 
 def by_flower(strategy: StockFedAvg, local: LocalUpdate, **config: float) -> Params:
-    """Return the model of one of Flower's strategies over our clients."""
+    """Return the model that one of Flower's strategies trains with our clients."""
     app = client_app(
         lambda node: trainer_of(node.client_id), policy_of=lambda _: Policy(), local=local
     )
     grid = StockGrid(VirtualClock(), app, nodes={10 + each: each for each in range(len(SIZES))})
     params = start()
     result = strategy.start(
-        grid=cast("Grid", grid),  # it has all that a strategy asks of one
+        grid=cast("Grid", grid),  # it has all methods that a strategy uses
         initial_arrays=ArrayRecord(params.named()),
         num_rounds=NUM_ROUNDS,
         train_config=ConfigRecord({"seed": SEED, **config}),
@@ -194,7 +194,7 @@ def by_flower(strategy: StockFedAvg, local: LocalUpdate, **config: float) -> Par
 def test_a_strategy_of_flowers_gives_the_same_model_but_for_rounding(
     stock: StockFedAvg, ours: Strategy, config: dict[str, float]
 ) -> None:
-    """The mean of models in place of the model and the mean of differences."""
+    """One averages models, the other adds the mean of their differences."""
     everybody = replace(POLICY, num_wanted=len(SIZES))
     collector = replace(in_memory(ours), policy=everybody)
     expected, _ = run(ours, collector, policy=everybody)
@@ -202,4 +202,4 @@ def test_a_strategy_of_flowers_gives_the_same_model_but_for_rounding(
     largest = float((found.vector - expected.vector).abs().max())
     assert largest < 1e-6
     moved = float((expected.vector - start().vector).abs().max())
-    assert moved > 0.01  # the control: there was something to differ in
+    assert moved > 0.01  # the control: the models have moved

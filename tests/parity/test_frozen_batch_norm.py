@@ -1,4 +1,4 @@
-"""A BatchNorm that stays in evaluation mode couples no examples, in mode "example" as well."""
+"""A BatchNorm in evaluation mode does not couple examples, so mode "example" accepts it."""
 
 from pathlib import Path
 from typing import Self
@@ -17,7 +17,7 @@ LABELS = RNG.integers(0, 2, 12)
 
 
 class OnFrozenBase(nn.Module):
-    """A head on a base with BatchNorm, whose mode is that of the whole model."""
+    """A head on a base with BatchNorm, which follows the mode of the whole model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class OnFrozenBase(nn.Module):
 
 
 class OnEvaluatedBase(OnFrozenBase):
-    """The same, with a base that stays in evaluation mode."""
+    """The same, but the base stays in evaluation mode."""
 
-    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - as torch has it
-        """Set the mode of the head alone."""
+    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's signature
+        """Set the mode of the head only."""
         super().train(mode)
         self.base.eval()
         return self
@@ -58,7 +58,7 @@ def run_of(make_model: type[nn.Module]) -> fl.Run:
 def test_a_layer_that_stays_in_evaluation_mode_is_trained_around(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tensors stay to the bit; control: in training mode the layer is refused."""
+    """Its tensors are unchanged, bit for bit. Control: in training mode the layer is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     weights, start = run_of(OnEvaluatedBase).weights(best=False), OnEvaluatedBase().state_dict()
