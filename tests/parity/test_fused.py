@@ -1,4 +1,4 @@
-"""The fused executor equals the sequential reference, and knows which models it can train."""
+"""The fused executor equals the sequential reference, and recognises the models it can train."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ def pooled_cnn() -> nn.Module:
 
 
 def odd_cnn() -> nn.Module:
-    """Every setting of a window, activations in a row, and a bare linear layer."""
+    """All settings of a window, consecutive activations, and a linear layer without bias."""
     return nn.Sequential(
         nn.Identity(),
         nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1)),
@@ -79,7 +79,7 @@ def odd_cnn() -> nn.Module:
 
 
 class WrittenByHand(nn.Module):
-    """The same kind of chain, as users write it."""
+    """A chain of the same kind, as users write it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,6 @@ class WrittenByHand(nn.Module):
         self.head = nn.Linear(6, NUM_CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
         x = F.max_pool2d(F.relu(self.conv(x)), 2)
         x = x.view(x.size(0), -1)
         x = torch.relu(self.hidden(x)).reshape(-1, 6)
@@ -171,7 +170,7 @@ def fused_executor(model: str, work: Work) -> FusedExecutor:
 
 
 def difference(one: Trained, other: Trained) -> float:
-    """Return the largest difference of any delta, loss, lane or thing kept."""
+    """Return the largest difference of any delta, loss, lane or client state."""
     found = [
         (one.deltas_KP - other.deltas_KP).abs().max().item(),
         float(np.abs(one.losses_K - other.losses_K).max()),
@@ -205,7 +204,7 @@ RULES: dict[str, LocalUpdate] = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_block_equals_the_reference_to_float32_rounding(model: str, rule: str) -> None:
-    """Ragged clients, a last partial batch among them, for every model and update rule."""
+    """With ragged clients and a partial last batch, for every model and update rule."""
     work = work_for(model, RULES[rule], num_examples=[11, 8, 6, 4, 1], dtype=torch.float32)
     trained = fused_executor(model, work).train(work)
     assert difference(trained, by_reference(model, work)) <= 1e-6
@@ -230,7 +229,7 @@ def test_a_block_equals_the_reference_to_float32_rounding(model: str, rule: str)
 def test_any_ragged_block_equals_the_reference_in_float64(
     model: str, local: LocalSgd, proximal: float, num_examples: list[int], seed: int
 ) -> None:
-    """In float64 rounding is so small that any other difference would show."""
+    """In float64, where rounding is so small that any other difference would show."""
     pulled = Proximal(inner=local, proximal=proximal) if proximal else local
     work = work_for(model, pulled, num_examples=num_examples, dtype=torch.float64, seed=seed)
     trained = fused_executor(model, work).train(work)
@@ -238,7 +237,7 @@ def test_any_ragged_block_equals_the_reference_in_float64(
 
 
 def changed(rule: LocalUpdate, wrong: Callable[[LocalSgd], LocalSgd]) -> LocalUpdate:
-    """Return the rule with another SGD in it."""
+    """Replace the SGD inside a rule."""
     if isinstance(rule, Around):
         return replace(rule, inner=changed(rule.inner, wrong))
     assert isinstance(rule, LocalSgd)
@@ -258,7 +257,7 @@ def changed(rule: LocalUpdate, wrong: Callable[[LocalSgd], LocalSgd]) -> LocalUp
 def test_the_comparison_would_notice_a_wrong_update(
     rule: str, wrong: Callable[[LocalSgd], LocalSgd]
 ) -> None:
-    """The control: a learning rate that is wrong by a thousandth is far outside the tolerance."""
+    """The control: a learning rate wrong by a thousandth is far outside the tolerance."""
     known = RULES[rule]
     right = work_for("mlp", known, num_examples=[9, 5], dtype=torch.float32)
     work = work_for("mlp", changed(known, wrong), num_examples=[9, 5], dtype=torch.float32)
@@ -268,7 +267,7 @@ def test_the_comparison_would_notice_a_wrong_update(
 
 @pytest.mark.parametrize("what", ["told", "kept"])
 def test_the_comparison_would_notice_another_control(what: str) -> None:
-    """The server's, or a client's own, that is wrong by a hundredth."""
+    """A control of the server or of a client that is wrong by a hundredth."""
     work = work_for("mlp", CONTROLLED, num_examples=[9, 5], dtype=torch.float32)
     wrong = {what: {"control": getattr(work, what)["control"] * 1.01}}
     other = replace(work, told=wrong.get("told", work.told), kept=wrong.get("kept", work.kept))
@@ -278,7 +277,7 @@ def test_the_comparison_would_notice_another_control(what: str) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "pooled cnn"])
 def test_a_block_leaves_nothing_behind_for_the_next(model: str) -> None:
-    """Blocks of other sizes and rules in between, one that diverges among them, change nothing."""
+    """Blocks of other sizes and rules in between, even one that diverges, change nothing."""
     work = work_for(model, PLAIN, num_examples=[9, 5, 2], dtype=torch.float32)
     executor = fused_executor(model, work)
     first = executor.train(work).deltas_KP.clone()
@@ -296,7 +295,7 @@ def test_a_block_leaves_nothing_behind_for_the_next(model: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(LocalSgd):
-    """SGD that reports how many steps it took, and keeps the sum."""
+    """SGD that reports its number of steps, and keeps the sum as client state."""
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
@@ -314,7 +313,7 @@ class Counting(LocalSgd):
 
 
 def test_what_plain_sgd_reports_and_keeps_is_that_of_the_reference() -> None:
-    """A step that multiplies and adds may belong to an update that does more than step."""
+    """An update with an affine step may have other methods as well."""
     local = Counting(epochs=2, batch_size=4, learning_rate=0.1)
     work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
     work = replace(work, kept={"total": torch.tensor([[10.0], [20.0]])})
@@ -325,7 +324,7 @@ def test_what_plain_sgd_reports_and_keeps_is_that_of_the_reference() -> None:
 
 
 def test_the_global_model_and_kept_velocities_are_not_written_to() -> None:
-    """What the executor is given is the caller's."""
+    """They belong to the caller."""
     work = work_for("mlp", RULES["everything"], num_examples=[9, 5], dtype=torch.float32)
     before = work.params.vector.clone(), work.kept["velocity"].clone()
     fused_executor("mlp", work).train(work)
@@ -334,9 +333,9 @@ def test_the_global_model_and_kept_velocities_are_not_written_to() -> None:
 
 
 def test_weights_may_decay_to_nothing_in_one_step() -> None:
-    """Where learning rate times decay is 1, a step keeps nothing of the weights.
+    """If the learning rate times the weight decay is 1, a step keeps nothing of the weights.
 
-    Without ReLU: whether a weight is 0 or a rounding error away decides which side it is on.
+    Without ReLU, because a weight of 0 or of a rounding error would be on different sides of it.
     """
     local = replace(PLAIN, weight_decay=10.0)
     work = work_for("logistic regression", local, num_examples=[11, 4], dtype=torch.float32)
@@ -352,7 +351,6 @@ class Branching(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a residual."""
         return x + F.relu(self.inner(x))
 
 
@@ -360,26 +358,23 @@ class Repeating(Branching):
     """Uses a layer twice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer of the layer."""
         outputs: Tensor = self.inner(self.inner(x))
         return outputs
 
 
 class Skipping(Branching):
-    """Throws a layer's output away."""
+    """Discards a layer's output."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the first layer's output though the second was called."""
         first: Tensor = torch.relu(self.inner(x))
         torch.tanh(first)
         return first
 
 
 class Deciding(Branching):
-    """Looks at the values."""
+    """Branches on the values."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return something that depends on the sign of the sum."""
         outputs: Tensor = self.inner(x) if x.sum() > 0 else x
         return outputs
 
@@ -392,19 +387,17 @@ class Loose(nn.Module):
         self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled input."""
         return x * self.scale
 
 
 class Sparing(Branching):
-    """Leaves a layer out."""
+    """Does not use one of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the other layer's output."""
         outputs: Tensor = self.inner(x)
         return outputs
 
@@ -451,7 +444,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_is_no_chain_is_refused_with_the_reason(case: str) -> None:
-    """The reason names what the user can find in the model."""
+    """The reason names something that the user can find in the model."""
     make, reason = REFUSED[case]
     model = make()
     answer = as_chain(model, Layout.of(model))
@@ -461,7 +454,7 @@ def test_a_model_that_is_no_chain_is_refused_with_the_reason(case: str) -> None:
 
 @pytest.mark.parametrize("layer", [nn.Dropout, nn.Dropout1d])
 def test_the_dropout_layer_of_a_resident_model_is_named(layer: type[nn.Dropout]) -> None:
-    """By the user's type and place, with the remedy; the control: at rate 0 the rest is a chain."""
+    """With the user's type, its place and a fix; control: at rate 0 the model is a chain."""
 
     def answer(rate: float) -> Chain | NotAChain:
         resident = ResidentModel(
@@ -480,7 +473,7 @@ def test_the_dropout_layer_of_a_resident_model_is_named(layer: type[nn.Dropout])
 
 
 def test_examples_that_the_chain_does_not_take_are_named() -> None:
-    """The same chain fits some examples, objectives and dtypes, and not others."""
+    """The same chain fits some examples, objectives and dtypes, but not others."""
     chain = chain_of(mlp())
     features, labels = torch.zeros(3, 12), torch.zeros(3, dtype=torch.int64)
 
@@ -509,7 +502,7 @@ def test_examples_that_the_chain_does_not_take_are_named() -> None:
 
 
 def test_examples_of_a_wrong_shape_do_not_train() -> None:
-    """Who did not ask gets the reason as an error."""
+    """The executor raises the reason if it was not checked before."""
     work = work_for("mlp", PLAIN, num_examples=[3], dtype=torch.float32)
     wrong = replace(work, features=only(work.features)[:, :11])
     with pytest.raises(ValueError, match=r"does not take examples of shape \(11,\)"):
@@ -528,5 +521,5 @@ def test_examples_of_a_wrong_shape_do_not_train() -> None:
 def test_blocks_are_as_large_as_the_cache_allows(
     model: Callable[[], nn.Module], smallest: int, largest: int
 ) -> None:
-    """The rule follows what was measured: many small models, few large ones, two at least."""
+    """As measured: many small models, few large ones, and at least two."""
     assert smallest <= preferred_block(Layout.of(model())) <= largest

@@ -1,4 +1,4 @@
-"""A run through the gRPC door equals one in memory, for the same order of arrival."""
+"""A run over gRPC equals one in memory, for the same order of arrival."""
 
 import asyncio
 import threading
@@ -70,12 +70,12 @@ POLICY = StragglerPolicy(
     below_minimum=BelowMinimum.FAIL,
     max_retries=0,
 )
-#: torch's generator belongs to the process: clients of one process train in turn.
+#: torch's generator belongs to the process, so clients of one process take turns.
 _TURN = threading.Lock()
 
 
 def make_model() -> nn.Module:
-    """A reply is larger than what travels inside a session's stream: it is uploaded."""
+    """A model so large that replies are uploaded, instead of sent in a session's stream."""
     return nn.Sequential(nn.Linear(5, 12_000), nn.Dropout(0.3), nn.ReLU(), nn.Linear(12_000, 3))
 
 
@@ -90,7 +90,7 @@ def population() -> ArrayPopulation:
 
 
 class OneAtATime:
-    """A trainer whose clients share a process."""
+    """A trainer that takes turns with the other clients of its process."""
 
     def __init__(self, client: int, make_model: Callable[[], nn.Module]) -> None:
         rows = population().load(np.asarray([client]))
@@ -111,7 +111,7 @@ class OneAtATime:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Devices whose replies arrive in an order that was seen, the others never."""
+    """Devices whose replies arrive in a recorded order; those of other clients never arrive."""
 
     orders: Sequence[Sequence[int]]
 
@@ -155,7 +155,7 @@ def client(
     *,
     make_model: Callable[[], nn.Module],
 ) -> Iterator[None]:
-    """One client's runtime, connected, on a thread with a loop of its own."""
+    """Run one client, connected, on a thread with its own event loop."""
     path = folder / f"{number}.invitation"
     Invitation(
         name=f"client-{number}",
@@ -198,7 +198,7 @@ def client(
 def over_grpc(
     folder: Path, make_model: Callable[[], nn.Module] = make_model
 ) -> Iterator[tuple[DoorChannel, Door]]:
-    """A channel to one real client for each part of the population, in order of their ids."""
+    """Open a channel to one real client per part of the population, in the order of their ids."""
     with ExitStack() as stack:
         opened, registry, authority = stack.enter_context(door(folder))
         for number in range(len(SIZES)):
@@ -222,7 +222,7 @@ def in_memory(orders: Sequence[Sequence[int]]) -> Channel:
 def run(
     algorithm: Strategy, channel: Channel, *, policy: StragglerPolicy = POLICY
 ) -> tuple[Params, list[list[int]], list[list[str]]]:
-    """Return the model after some rounds, who reported in each, in order, and what they told."""
+    """Return the model after some rounds, and the reports of each in order, with metric names."""
     collector: Collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     plan: RoundPlan = RoundPlan(
         draw=SampledOpening(
@@ -239,7 +239,7 @@ def run(
     for _ in range(NUM_ROUNDS):
         state, collected, _ = run_round(state, plan, attempt=0)
         rows = collected.participations
-        for half in collected.train_metrics.values():  # of a trainer that tells more than its loss
+        for half in collected.train_metrics.values():  # the trainers report half their loss as well
             assert half == pytest.approx(rows.mean_loss() / 2)
         told.append(list(collected.train_metrics))
         orders.append([row.client_id for row in rows if row.status is Status.REPORTED])
@@ -272,7 +272,7 @@ def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: St
 
 @pytest.mark.slow
 def test_another_order_of_arrival_would_be_noticed(tmp_path: Path) -> None:
-    """The control: sums of floats depend on their order, and on who is in them."""
+    """The control: sums of floats depend on their order, and on the clients in them."""
     orders = [[0, 1, 2], [1, 2, 3], [3, 0, 1]]
     found, _, _ = run(FedAvg(LOCAL), in_memory(orders))
     other, _, _ = run(FedAvg(LOCAL), in_memory([orders[0], orders[1], [1, 0, 3]]))
@@ -281,7 +281,7 @@ def test_another_order_of_arrival_would_be_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Path) -> None:
-    """One round asks the same clients three times: momentum lives on between the messages."""
+    """One round asks the same clients three times, and their momentum persists in between."""
     params = Params.of(make_model())
 
     def ask(channel: Channel) -> list[dict[int, Tensor]]:
@@ -315,11 +315,11 @@ def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Pat
     for number in range(len(SIZES)):
         assert torch.equal(found[0][number], expected[0][number])
         assert torch.equal(found[1][number], expected[1][number])
-        assert not torch.equal(found[0][number], found[1][number])  # the momentum was there
+        assert not torch.equal(found[0][number], found[1][number])  # the second has momentum
 
 
 class WithTable(nn.Module):
-    """A head that trains, over a table and a frozen layer: other ones in each network."""
+    """A trainable head on a table and a frozen layer, which differ in each new network."""
 
     table: Tensor
 
@@ -336,7 +336,7 @@ class WithTable(nn.Module):
 
 @pytest.mark.slow
 def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None:
-    """Afterwards what trains travels alone; clients compute with the coordinator's values."""
+    """Later rounds send only trainable tensors; clients use the coordinator's values."""
     params = Params.of(WithTable())
     per_round, received, deltas = list[int](), list[int](), list[dict[int, Tensor]]()
     with over_grpc(tmp_path, WithTable) as (channel, opened):

@@ -22,13 +22,13 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (N, 1, 6, 6))
 LABELS = np.arange(N) % 3
 LOCAL = fl.LocalSgd(epochs=2, batch_size=5, learning_rate=1e-4)
 
-#: Tracing takes seconds; one test of it is in the default run.
+#: Tracing takes seconds, so only one test of it is in the default run.
 VMAP = pytest.param("vmap", marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
 def runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep runs in a folder of the test's."""
+    """Store runs in the test's folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -37,7 +37,7 @@ def convolution() -> nn.Module:
 
 
 class Tokens(nn.Module):
-    """Looks its features up, as only integers can be."""
+    """Looks up its features in an embedding, which takes only integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def require_equal(found: fl.Run, expected: fl.Run) -> None:
 @pytest.mark.parametrize("executor", ["fused", VMAP, "sequential", "memory"])
 @pytest.mark.parametrize("dtype", ["uint8", "int64"])
 def test_pixels_in_integers_train_as_the_same_in_float32(dtype: str, executor: str) -> None:
-    """To the bit; values are not scaled."""
+    """Bit for bit; values are not scaled."""
     key = "transport" if executor == "memory" else "executor"
     settings = {"engine": {"num_workers": 1, key: executor}}
     expected = finished(convolution, data_of(PIXELS.astype(np.float32)), **settings)
@@ -90,7 +90,7 @@ def test_pixels_in_integers_train_as_the_same_in_float32(dtype: str, executor: s
 @pytest.mark.parametrize("executor", [VMAP, "sequential", "memory"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_tokens_of_any_width_train_as_the_same_in_int64(dtype: str, executor: str) -> None:
-    """An embedding takes integers alone."""
+    """An embedding takes only integers."""
     key = "transport" if executor == "memory" else "executor"
     settings = {"engine": {"num_workers": 1, key: executor}}
     tokens = PIXELS[:, 0, 0] % 120
@@ -101,7 +101,7 @@ def test_tokens_of_any_width_train_as_the_same_in_int64(dtype: str, executor: st
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["vmap", "sequential"])
 def test_each_of_several_inputs_is_what_the_model_takes(executor: str) -> None:
-    """One array of bytes is pixels, the other tokens."""
+    """One array of bytes is used as pixels, the other as tokens."""
     settings = {"engine": {"num_workers": 1, "executor": executor}}
     tokens = PIXELS[:, 0, 0]
     expected = finished(Both, data_of((PIXELS.astype(np.float32), tokens)), **settings)
@@ -112,7 +112,7 @@ def test_each_of_several_inputs_is_what_the_model_takes(executor: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["auto", VMAP, "sequential", "memory"])
 def test_float64_reaches_a_model_of_its_kind(executor: str) -> None:
-    """And is float32 for a model of that, as it was when it was converted in memory."""
+    """For a float32 model it becomes float32, as if it had been converted in memory."""
     key = "transport" if executor == "memory" else "executor"
     settings = {"engine": {"num_workers": 1, key: executor}}
     fine = PIXELS / 255 + 1e-12 * np.arange(N)[:, None, None, None]
@@ -134,7 +134,7 @@ def test_float64_reaches_a_model_of_its_kind(executor: str) -> None:
 
 @pytest.mark.slow
 def test_bytes_stay_bytes_and_the_progress_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the clients and the test set together as many as the array has."""
+    """The clients and the test set together have as many bytes as the array."""
     images = PIXELS.astype(np.uint8)
     data = data_of(images)
     held = (
@@ -150,7 +150,7 @@ def test_bytes_stay_bytes_and_the_progress_says_so(capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_an_integer_array_of_an_archive_may_be_tokens(tmp_path: Path) -> None:
-    """An npz file is no other than its arrays."""
+    """An npz file gives the same data as its arrays."""
     tokens = PIXELS[:, 0, 0]
     np.savez(tmp_path / "d.npz", allow_pickle=False, x=tokens, y=LABELS)
     read = fl.from_npz(
@@ -172,7 +172,7 @@ def test_an_integer_array_of_an_archive_may_be_tokens(tmp_path: Path) -> None:
 def test_a_deployed_trainer_takes_bytes(
     make_model: Callable[[], nn.Module], features: NDArray[np.uint8]
 ) -> None:
-    """It tries the model as the engine does."""
+    """It tries out the model like the engine."""
     wide = torch.float32 if make_model is convolution else torch.int64
     given = torch.from_numpy(features), torch.from_numpy(features).to(wide)
     weights = Params.of(make_model()).named()
@@ -198,7 +198,7 @@ def test_a_deployed_trainer_takes_bytes(
 def test_a_trainer_of_the_users_own_is_given_floats_of_the_model(
     transport: str, given: str, dtype: torch.dtype, expected: torch.dtype
 ) -> None:
-    """And integers as they are."""
+    """Integers are unchanged."""
     seen = set[torch.dtype]()
 
     def make_model() -> nn.Module:
@@ -215,7 +215,7 @@ def test_a_trainer_of_the_users_own_is_given_floats_of_the_model(
 
 
 def test_a_model_is_left_as_it_was_after_a_trial() -> None:
-    """A trial of dtypes moves no statistic, no counter and no mode."""
+    """The trial of dtypes changes no statistic, no counter and no mode."""
     model = nn.Sequential(nn.BatchNorm2d(1), convolution())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = TorchTrainer.of(lambda: model, torch.from_numpy(PIXELS), torch.from_numpy(LABELS))
@@ -226,7 +226,7 @@ def test_a_model_is_left_as_it_was_after_a_trial() -> None:
 
 @pytest.mark.slow
 def test_a_feature_beyond_the_models_floats_is_refused() -> None:
-    """It would be infinite in a batch; a model in float64 takes it."""
+    """In a batch it would be infinite; a float64 model accepts it."""
     features = PIXELS / 255
     features[5] = 1e300
     data = data_of(features)

@@ -1,8 +1,8 @@
-"""Several inputs train alike everywhere, and as one tensor that the model itself cuts apart.
+"""Several inputs train alike everywhere, and like one tensor that the model splits itself.
 
-The simulations run in a process of their own with a limit on its time, so that a worker that
-hangs fails these tests instead of hanging all of them, and with MKL's reproducible mode, without
-which bits depend on where in memory a batch lies.
+The simulations run in a separate process with a time limit, so that a worker that hangs fails
+these tests instead of hanging all of them. It uses MKL's reproducible mode, without which bits
+depend on the memory address of a batch.
 """
 
 import os
@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, object]] = {
     "memory": {"transport": "memory"},
     "vmap": VMAP,
 }
-#: These start processes, so each has one form.
+#: These start processes, so only one form is tested with each.
 WORKERS: dict[str, tuple[str, dict[str, object]]] = {
     "sequential, 2 workers": ("tuple", SEQUENTIAL | {"num_workers": 2}),
     "vmap, 2 workers": ("dict", VMAP | {"num_workers": 2}),
@@ -42,7 +42,7 @@ RUNS = [
 
 
 class Captions(nn.Module):
-    """A convolution over an image, and an embedding of the tokens that a mask lets pass."""
+    """A convolution of an image, and an embedding of the tokens that are not masked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Captions(nn.Module):
 
 
 class OneTensor(nn.Module):
-    """The same model, of one tensor that holds all inputs side by side."""
+    """The same model, on one tensor with all inputs next to each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class OneTensor(nn.Module):
 
 
 class Flat(nn.Module):
-    """A linear model of all inputs: next to nothing to compile."""
+    """A linear model of all inputs, which compiles quickly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,13 +83,13 @@ class Flat(nn.Module):
 
 
 def data(form: str) -> fl.FederatedData:
-    """Return 300 examples in one of three forms: unequal clients and a test set."""
+    """Build 300 examples in one of three forms: clients of different sizes, and a test set."""
     rng = np.random.default_rng(0)
     tokens, mask = rng.integers(0, 9, (300, 5)), rng.random((300, 5)) < 0.7
     image = rng.normal(size=(300, 1, 6, 6)).astype(np.float32)
     forms: dict[str, Inputs[ArrayLike]] = {
         "tuple": (tokens, image, mask),
-        "dict": {"mask": mask, "tokens": tokens, "image": image},  # not the forward's order
+        "dict": {"mask": mask, "tokens": tokens, "image": image},  # not in the forward's order
         "one tensor": np.concatenate([tokens, image.reshape(300, 36), mask], 1),
     }
     return fl.from_arrays(
@@ -109,7 +109,7 @@ def outcome(
     num_rounds: int = 3,
     make_model: Callable[[], nn.Module] = Captions,
 ) -> dict[str, Tensor]:
-    """Return the weights and the metrics of a short simulation."""
+    """Return the weights and metrics of a short simulation."""
     run = fl.simulate(
         OneTensor if form == "one tensor" else make_model,
         data(form),
@@ -140,12 +140,12 @@ def main(folder: Path) -> None:
 
 Results = Mapping[str, Mapping[str, Tensor]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("inputs")]  # what they share is costly
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("inputs")]  # they share a slow fixture
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each simulation computed, by form and way."""
+    """The results of each simulation, by form and way."""
     folder, runs = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("runs")
     surroundings = {
         "PYTHONPATH": str(Path(fl.__file__).parents[1]),
@@ -170,13 +170,13 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(("form", "way"), [run[:2] for run in RUNS])
 def test_several_inputs_train_as_one_tensor_does(results: Results, form: str, way: str) -> None:
-    """Weights, central and client metrics, whatever trains them."""
+    """Weights, and central and client metrics, however they are trained."""
     assert difference(results[f"{form}, {way}"], results["one tensor"]) < 1e-5
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])
 def test_sessions_equal_the_engine_bit_for_bit(results: Results, form: str) -> None:
-    """The inputs of a batch are the same rows in both."""
+    """The inputs of a batch have the same rows in both."""
     sessions, engine = results[f"{form}, memory"], results[f"{form}, in blocks of one"]
     assert all(torch.equal(sessions[name], engine[name]) for name in engine if name != "metrics")
     assert difference(sessions, engine) < 1e-6
@@ -184,19 +184,19 @@ def test_sessions_equal_the_engine_bit_for_bit(results: Results, form: str) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_dict_equals_a_tuple_bit_for_bit(results: Results, way: str) -> None:
-    """Its order is of no importance."""
+    """The order of its names does not matter."""
     assert difference(results[f"dict, {way}"], results[f"tuple, {way}"]) == 0.0
 
 
 @pytest.mark.skipif(why_not_compiled() is not None, reason="no C++ compiler")
 def test_a_compiled_step_takes_several_inputs(results: Results) -> None:
-    """As the others do; control: of another model, it would be seen."""
+    """Like the other executors. Control: the model is a different one."""
     assert difference(results["compiled"], results["flat"]) < 1e-5
     assert results["flat"].keys() != results["one tensor"].keys()
 
 
 def test_a_lost_round_would_be_noticed(results: Results) -> None:
-    """The control: the tolerance is far below what a round changes."""
+    """The control: a round changes far more than the tolerance."""
     assert difference(results["two rounds"], results["one tensor"]) > 1e-3
 
 

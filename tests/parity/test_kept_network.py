@@ -1,4 +1,4 @@
-"""A network that the user keeps trains as one that is built anew for each call."""
+"""A network that the user keeps trains like one that is built for each call."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Semi-synchronous rounds are the same over Flower as over memory."""
+"""Semi-synchronous rounds are the same over Flower as in memory."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ LATE = LateUpdates(
 def ran(
     collector: PlainCollector, *, deadline_s: float
 ) -> tuple[Tensor, list[dict[int, int]], int]:
-    """Return the model after six rounds, how stale their updates were, and how many were late."""
+    """Return the model after six rounds, the staleness of their updates, and the number late."""
     policy = replace(flower.POLICY, deadline_s=deadline_s)
     semi = PlainCollector(channel=collector.channel, policy=policy, staleness=LATE, slab_bytes=0)
     opening = SampledOpening(sampler=UniformSampler(), available=semi.available, seed=Seed(5))
@@ -57,7 +57,7 @@ def ran(
 @pytest.mark.slow
 @pytest.mark.parametrize("deadline_s", [3.5, math.inf])
 def test_flower_keeps_late_updates_as_memory_does(deadline_s: float) -> None:
-    """Where some are late, and, as the control, where nobody is."""
+    """If some clients are late, and, as the control, if none is."""
     strategy = FedAvg(flower.LOCAL)
     memory, over_flower = flower.in_memory(strategy), flower.over_flower(strategy)
     assert isinstance(memory, PlainCollector)

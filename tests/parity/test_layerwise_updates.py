@@ -1,4 +1,4 @@
-"""An update sees one tensor a parameter in every executor, unless its class takes flat ones.
+"""An update sees one tensor per parameter in every executor, unless its class accepts flat ones.
 
 Shape legend: K clients; x is a list of tensors [K, ...].
 """
@@ -38,7 +38,7 @@ SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
 
 
 def beside(values_K: Tensor, like: Tensor) -> Tensor:
-    """Return one value a client in a shape that goes with ``like``."""
+    """Reshape one value per client to broadcast with ``like``."""
     return values_K.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -50,19 +50,18 @@ def norms(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Remembering(LocalWork):
-    """A rule whose memory is the same for all values of its fields."""
+    """A rule whose class defines the memory."""
 
     specs: ClassVar[Mapping[str, MemorySpec]]
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """What the class says."""
         return self.specs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lars(Remembering):
-    """A trust ratio for each layer, with momentum and the sum of ratios that clients keep."""
+    """A trust ratio per layer, with momentum; clients keep momentum and the sum of the ratios."""
 
     learning_rate: float = 0.1
     specs: ClassVar[Mapping[str, MemorySpec]] = {
@@ -73,7 +72,6 @@ class Lars(Remembering):
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Step."""
         for value, grad, velocity, ratios in zip(
             x, grads, memory["velocity"], memory["ratios"], strict=True
         ):
@@ -85,17 +83,16 @@ class Lars(Remembering):
 
 @dataclass(frozen=True, kw_only=True)
 class Muonlike(LocalWork):
-    """Matrices step along an orthogonal matrix, vectors along the gradient."""
+    """Matrices step in the direction of an orthogonal matrix, vectors along the gradient."""
 
     learning_rate: float = 0.02
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Step."""
         for value, grad in zip(x, grads, strict=True):
             direction = grad
-            if grad.dim() == 3:  # one matrix a client
+            if grad.dim() == 3:  # one matrix per client
                 size = beside(norms(grad) + 1e-6, grad)
                 matrix = grad / size
                 direction = 1.5 * matrix - 0.5 * matrix @ matrix.mT @ matrix
@@ -104,26 +101,25 @@ class Muonlike(LocalWork):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLayers(Around):
-    """Clips each layer's gradient by itself."""
+    """Clips the gradient of each layer separately."""
 
     max_norm: float = 0.1
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Take the inner step."""
         clipped = [g * beside((self.max_norm / norms(g)).clamp(max=1.0), g) for g in grads]
         self.inner.step(x, clipped, memory, told=told, moment=moment)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByShape(LocalWork):
-    """Written for the shapes of one model: its last layer trains at another rate."""
+    """Written for the shapes of one model: its last layer has another learning rate."""
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Step, where the weights are as they were made."""
+        """Step, with the shapes of the model."""
         first, first_bias, last, last_bias = x
         assert [value.shape[1:] for value in x] == [(8, 5), (8,), (3, 8), (3,)]
         for value, grad in zip((first, first_bias), grads[:2], strict=True):
@@ -134,11 +130,11 @@ class ByShape(LocalWork):
 
 @dataclass(frozen=True, kw_only=True)
 class LargestChange(Around):
-    """Reports each tensor's change, and the largest of them."""
+    """Reports the change of each tensor, and the largest of them."""
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """One number a tensor, and one in all."""
+        """One number per tensor, and one for all of them."""
         return (
             LaneSpec(name="each", over=Over.TENSORS, weighted=False, bound=None),
             LaneSpec(name="largest", over=1, weighted=False, bound=None),
@@ -147,22 +143,19 @@ class LargestChange(Around):
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Return both."""
         each = [norms(v - m)[:, None] for v, m in zip(x, told["model"], strict=True)]
         return {"each": each, "largest": [torch.cat(each, dim=1).amax(1, keepdim=True)]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnStart(Around):
-    """Begins from half of the first layer, and keeps how often it did."""
+    """Halves the first layer at the start of a round, and counts the rounds."""
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """The inner one's, and a count."""
         return {**self.inner.memory, "rounds": MemorySpec(over=1, is_kept=True)}
 
     def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        """Halve the first tensor."""
         self.inner.begin(x, memory, told=told)
         x[0].mul_(0.5)
         memory["rounds"][0].add_(1.0)
@@ -170,12 +163,12 @@ class OwnStart(Around):
 
 @dataclass(frozen=True, kw_only=True)
 class LastLayerSent(Around):
-    """Sends the last layer alone: what is written to ``x`` in the end is the update."""
+    """Sends only the last layer: the values of ``x`` at the end are the update."""
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Put the others back."""
+        """Restore the other layers."""
         lanes = self.inner.report(x, memory, told=told, num_steps=num_steps)
         for value, model in zip(x[:-2], told["model"][:-2], strict=True):
             value.copy_(model.expand_as(value))
@@ -183,12 +176,12 @@ class LastLayerSent(Around):
 
 
 class NormedSgd(LocalSgd):
-    """A subclass of an update that takes flat tensors; its own rule is one for each layer."""
+    """Subclasses an update that accepts flat tensors, but its own rule is per layer."""
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Step along gradients of length 1."""
+        """Step along normalised gradients."""
         unit = [grad / beside(norms(grad) + 1e-3, grad) for grad in grads]
         super().step(x, unit, memory, told=told, moment=moment)
 
@@ -225,7 +218,7 @@ def job(local: LocalUpdate) -> Job:
 
 
 def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:
-    """Return what clients send and keep, by round and name."""
+    """Return the updates and states of the clients, by round and name."""
     executor, found = make_executor(job(local), kind), dict[str, Tensor]()
     work: Work = job(local).work(np.arange(6))
     for round_num in range(2):
@@ -250,7 +243,7 @@ def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:
 def test_a_rule_for_each_layer_means_the_same_in_every_executor(
     name: str, kind: ExecutorKind
 ) -> None:
-    """What clients send and keep is what it is one client after another."""
+    """Updates and client states equal those of one client after another."""
     expected = two_rounds(UPDATES[name], ExecutorKind.SEQUENTIAL)
     found = two_rounds(UPDATES[name], kind)
     assert found.keys() == expected.keys()
@@ -260,7 +253,7 @@ def test_a_rule_for_each_layer_means_the_same_in_every_executor(
 
 @dataclass(frozen=True, kw_only=True)
 class FlatByMistake(ClippedLayers):
-    """Clips by layer, and says that it does not mind a flat tensor."""
+    """Clips per layer, but claims to accept flat tensors."""
 
     takes_flat: ClassVar[bool] = True
 
@@ -273,26 +266,24 @@ class FlatReport(LargestChange):
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """The largest alone, which is no lane over tensors."""
+        """Only the largest one, which is not a lane over tensors."""
         return super().lanes[1:]
 
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Return it."""
         found = super().report(x, memory, told=told, num_steps=num_steps)
         return {"largest": found["largest"]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatMemory(FlatByMistake):
-    """Keeps the norm of the first layer; in a flat tensor, that of all."""
+    """Keeps the norm of the first layer, which in a flat tensor is that of all layers."""
 
     max_norm: float = 1e9
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """One number."""
         return {"first": MemorySpec(over=1, is_kept=True)}
 
     takes_flat: ClassVar[bool] = True
@@ -300,7 +291,6 @@ class FlatMemory(FlatByMistake):
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        """Keep it."""
         memory["first"][0].copy_(norms(x[0])[:, None])
         return {}
 
@@ -315,20 +305,20 @@ class FlatMemory(FlatByMistake):
     ],
 )
 def test_a_trial_finds_what_takes_flat_tensors_by_mistake(local: LocalUpdate, words: str) -> None:
-    """It compares models, lanes and what clients keep."""
+    """It compares models, lanes and client states."""
     with pytest.raises(EngineError, match=words):
         named(job(local), ExecutorKind.FUSED)
-    named(job(local), ExecutorKind.VMAP)  # which has one tensor a parameter
+    named(job(local), ExecutorKind.VMAP)  # this executor has one tensor per parameter
 
 
 class CountedSgd(LocalSgd):
-    """SGD that counts the calls of its step; its short cut stands for it."""
+    """SGD that counts the calls of its step; its affine form is equivalent."""
 
     calls: ClassVar[list[int]] = []
     takes_flat: ClassVar[bool] = True
 
     def affine(self, moment: Moment) -> Affine | None:
-        """Return the step as it is."""
+        """Return the plain affine form."""
         return super().affine(moment)
 
     def step(
@@ -341,7 +331,7 @@ class CountedSgd(LocalSgd):
 
 @pytest.mark.parametrize("around", [OwnStart, LastLayerSent, LargestChange])
 def test_a_wrapper_that_leaves_the_step_alone_keeps_the_short_cut(around: type[Around]) -> None:
-    """The fused executor then never calls the step; a wrapper that changes it has it called."""
+    """The fused executor never calls the step then, but does for a wrapper that changes it."""
     counted = CountedSgd(epochs=1, batch_size=4, learning_rate=0.1)
     CountedSgd.calls.clear()
     two_rounds(around(inner=counted), ExecutorKind.FUSED)
@@ -352,12 +342,12 @@ def test_a_wrapper_that_leaves_the_step_alone_keeps_the_short_cut(around: type[A
 
 @dataclass(frozen=True, kw_only=True)
 class Viewed(LocalWork):
-    """Writes to views of the parameters, one row a client, whatever their shapes."""
+    """Writes to views of the parameters, one row per client, for any shape."""
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Step by each layer's largest gradient."""
+        """Step by each layer's gradient over its largest element."""
         for value, grad in zip(x, grads, strict=True):
             flat = grad.view(len(grad), -1)
             value.flatten(1).sub_(0.05 * flat / flat.abs().amax(1, keepdim=True))
@@ -369,7 +359,7 @@ def make_convolution() -> nn.Module:
 
 
 def test_an_update_may_write_to_views_of_convolutions() -> None:
-    """They train, channels last or not, as plain torch does by hand."""
+    """They train like plain torch code written by hand, channels last or not."""
     images = torch.randn(12, 2, 4, 4, generator=torch.Generator().manual_seed(0)).numpy()
     labels = (torch.arange(12) % 3).numpy()
     data = fl.from_arrays(

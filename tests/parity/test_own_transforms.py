@@ -1,4 +1,4 @@
-"""What users do to updates, and lanes of their own trainers, in every place where clients train."""
+"""User-defined transforms, and the lanes of users' trainers, wherever clients train."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,24 +45,22 @@ def make_model() -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Multiplies the delta."""
+    """Multiplies the delta by a factor."""
 
     factor: float
 
     def __call__(self, updates: fl.Updates) -> fl.Updates:
-        """Return it."""
         delta = matrix(updates.lanes["delta"]) * self.factor
         return replace(updates, lanes={**updates.lanes, "delta": delta})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DitheredDelta:
-    """Rounds the delta to a grid at random, in place; by the weights, which are ones."""
+    """Rounds the delta to a grid at random, in place; multiplies it by the weights, all ones."""
 
     grid: float
 
     def __call__(self, updates: fl.Updates) -> fl.Updates:
-        """Return it."""
         delta = matrix(updates.lanes["delta"]) * updates.weights_B[:, None]
         delta.copy_((delta / self.grid + torch.rand_like(delta)).floor() * self.grid)
         return replace(updates, lanes={**updates.lanes, "delta": delta})
@@ -70,10 +68,9 @@ class DitheredDelta:
 
 @dataclass(frozen=True)
 class Centered:
-    """Takes the mean over the rows away: of one client nothing is left."""
+    """Subtracts the mean over the rows, which leaves nothing of a single client."""
 
     def __call__(self, updates: fl.Updates) -> fl.Updates:
-        """Return it."""
         delta = matrix(updates.lanes["delta"])
         return replace(updates, lanes={"delta": delta - delta.mean(0)})
 
@@ -116,10 +113,10 @@ def run_of(algorithm: fl.Strategy, engine: Mapping[str, Any], **settings: Any) -
 def test_transforms_act_alike_and_in_order_in_the_engine_and_in_sessions(
     transforms: Sequence[Transform],
 ) -> None:
-    """To the last bit, one client at a time; in blocks but for rounding."""
+    """Bit for bit with one client at a time; up to rounding in blocks."""
     by_engine = simulated(transforms, ENGINE)
     assert torch.equal(simulated(transforms, MEMORY), by_engine)
-    # A number that lies next to a border of the dither's grid may be rounded to its other side.
+    # A number close to a border of the dither's grid may be rounded to the other side.
     tolerance = 0.011 if DITHER in transforms else 1e-5
     torch.testing.assert_close(simulated(transforms, FUSED), by_engine, rtol=0, atol=tolerance)
 
@@ -131,7 +128,7 @@ def test_the_order_counts() -> None:
 
 @pytest.mark.slow
 def test_a_transform_under_secure_aggregation_acts_before_the_clip() -> None:
-    """As in the clear, where the clip is far away; where it bites, it has the last word."""
+    """As in plaintext if the clip is far away; if it is close, it is applied last."""
     secure = {"mode": "complete", "clip_norm": 50.0}
     masked = simulated((SCALE,), MEMORY, secure_aggregation=secure)
     torch.testing.assert_close(masked, simulated((SCALE,), ENGINE), rtol=0, atol=1e-3)
@@ -162,7 +159,7 @@ def request(transforms: Sequence[Transform], local: fl.LocalUpdate = SGD) -> Rou
 
 
 def answer(trainer: Any, asked: RoundRequest) -> TrainReply | Failure:
-    """Return what a client of a deployment replies."""
+    """Return the reply of a deployed client."""
     data, _ = ClientSession(ClientId(3), trainer).handle(encode(asked.message()), b"")
     reply = decode(data)
     assert isinstance(reply, TrainReply | Failure)
@@ -176,7 +173,7 @@ def torch_trainer(**known: Any) -> TorchTrainer:
 
 
 def test_a_deployed_client_applies_the_transforms_that_it_knows() -> None:
-    """And refuses others in words, before it trains."""
+    """It refuses others with a reason, before it trains."""
     asked = request((CLIP, SCALE))
     reply = answer(torch_trainer(transforms=[Scaled]), asked)
     assert isinstance(reply, TrainReply)
@@ -189,7 +186,7 @@ def test_a_deployed_client_applies_the_transforms_that_it_knows() -> None:
 
 
 def test_a_trainer_of_ones_own_names_its_transforms_too() -> None:
-    """It is asked to honour its settings, not theirs."""
+    """It must honour its own settings, but not those of the transforms."""
     inner = torch_trainer()
 
     class Mine:
@@ -207,18 +204,17 @@ def test_a_trainer_of_ones_own_names_its_transforms_too() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(fl.LocalWork):
-    """A rule of the user's own."""
+    """A user-defined rule."""
 
     rate: float
 
     def step(self, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
-        """Step."""
         for value, grad in zip(x, grads, strict=True):
             value.sub_(grad.sign(), alpha=self.rate)
 
 
 def test_an_unknown_update_is_named_with_what_to_do() -> None:
-    """By where its class is to be given: what a trainer honours is not the user's to write."""
+    """The reason says where to list its class, since users do not write what trainers honour."""
     asked = request((), SignSgd(epochs=1, batch_size=4, rate=0.01))
     assert isinstance(answer(torch_trainer(local_updates=[SignSgd]), asked), TrainReply)
     refusal = answer(torch_trainer(), asked)
@@ -228,7 +224,7 @@ def test_an_unknown_update_is_named_with_what_to_do() -> None:
 
 
 def test_an_unknown_update_is_named_to_a_trainer_of_ones_own() -> None:
-    """It may be wrapped around fedlearn's, or declare the name if it does what the update says."""
+    """Wrap it around fedlearn's trainer, or declare its name if it does what the update says."""
     settings = settings_of(SignSgd(epochs=1, batch_size=4, rate=0.01))
     fields = {"epochs", "batch_size", "rate"}
     with pytest.raises(SettingsRefused) as refused:
@@ -243,7 +239,7 @@ def test_an_unknown_update_is_named_to_a_trainer_of_ones_own() -> None:
 
 @pytest.mark.slow
 def test_what_cannot_travel_is_refused_before_the_first_round() -> None:
-    """In sessions; in the engine nothing travels."""
+    """In sessions; in the engine nothing is serialized."""
 
     def halve(updates: fl.Updates) -> fl.Updates:
         return Scaled(factor=0.5)(updates)
@@ -254,7 +250,7 @@ def test_what_cannot_travel_is_refused_before_the_first_round() -> None:
         simulated((halve,), MEMORY)
     with pytest.raises(ConfigError, match="'factor' stands in two pieces"):
         simulated((SCALE, SCALE), MEMORY)
-    other: Any = type("Scaled", (Centered,), {})  # inherits from a dataclass, and so is one
+    other: Any = type("Scaled", (Centered,), {})  # a subclass of a dataclass is one as well
     with pytest.raises(ConfigError, match="two transforms are called 'Scaled'"):
         simulated((SCALE, other()), MEMORY)
 
@@ -268,42 +264,40 @@ def test_noise_that_a_transform_follows_is_none_to_a_clients_policy() -> None:
 
 
 def test_order_and_values_survive_the_wire() -> None:
-    """As settings, by name; a class that is not known has no default meaning."""
+    """They are sent as settings, by name; an unknown class has no default meaning."""
     settings = settings_of(SGD, (DITHER, CLIP, SCALE))
     assert transforms_from(settings, known=[Scaled, DitheredDelta]) == (DITHER, CLIP, SCALE)
     with pytest.raises(SettingsRefused, match="DitheredDelta"):
         transforms_from(settings, known=[Scaled])
 
 
-# --- lanes of a trainer of one's own -----------------------------------------------------
+# --- lanes of users' trainers ------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(fl.OwnTraining):
-    """Training whose clients say how often each class is in their labels."""
+    """Training whose clients report how often each class occurs in their labels."""
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
-        """The counts."""
         return (LaneSpec(name="counts", over=2, weighted=False, bound=None),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watching(fl.Strategy):
-    """Averages, and has what was counted in its record."""
+    """Averages, and records the counts as metrics."""
 
     local: fl.LocalUpdate
     aggregation = fl.WeightedMean(by_examples=True)
 
     def step(self, params: Any, aggregate: Any, state: Any) -> fl.Stepped:
-        """Return the mean."""
         vector = params.vector + aggregate.lanes["delta"]
         first, second = aggregate.lanes["counts"].tolist()
         return fl.Stepped(params.with_vector(vector), {}, {"first": first, "second": second})
 
 
 class Counter:
-    """Moves the first weight, and counts."""
+    """A trainer that changes the model by a constant, and counts labels."""
 
     honours = ("epochs", "batch_size", "shuffle", "Counting")
     make_lanes: Callable[[Tensor], Any] = staticmethod(lambda labels: labels.bincount(minlength=2))
@@ -344,12 +338,12 @@ def test_the_engine_takes_the_lanes_of_a_trainer_as_sessions_do() -> None:
 
 
 class Short(Counter):
-    """Forgets a class."""
+    """Leaves out a class."""
 
     make_lanes = staticmethod(lambda labels: labels.bincount()[:1])
 
 
 def test_lanes_that_do_not_fit_are_refused_by_the_engine() -> None:
-    """With the words in which a coordinator refuses them."""
+    """With the same message as from a coordinator."""
     with pytest.raises(FedlearnError, match=r"Short .*lane 'counts' has shape \(1,\), not \(2,\)"):
         counted(Short, {})

@@ -1,4 +1,4 @@
-"""A local update of the user's own is what trains, under every executor; its steps are counted."""
+"""A user-defined local update is what trains in every executor: its steps are counted."""
 
 import sys
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from tests.parity import test_flower as flower
 from tests.processes import Launcher
 
-#: Clients of 8, 14, 3, 11, 12 and 7 examples, 4 of them in each of 3 rounds.
+#: Clients with 8, 14, 3, 11, 12 and 7 examples, 4 of them in each of 3 rounds.
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
 
 
 class Counted(LocalSgd):
-    """SGD that counts its steps, and overrides nothing but the step."""
+    """SGD that counts its steps, and overrides only the step."""
 
-    taken: list[int] = []  # noqa: RUF012 - of the class: an update is a frozen value
+    taken: list[int] = []  # noqa: RUF012 - of the class, since an update is a frozen value
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
@@ -44,14 +44,14 @@ class Counted(LocalSgd):
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(LocalWork):
-    """A rule that is no SGD at all."""
+    """A rule that is not derived from SGD."""
 
     learning_rate: float
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Step by the signs."""
+        """Step by the signs of the gradients."""
         for value, grad in zip(x, grads, strict=True):
             value.sub_(grad.sign(), alpha=self.learning_rate)
 
@@ -85,12 +85,12 @@ def engine(local: LocalUpdate, kind: ExecutorKind, cluster: Cluster, *, block_si
 
 
 def steps_due(reported: list[int]) -> int:
-    """Return how many steps the clients that reported have taken together."""
+    """Return the total number of steps that the reporting clients should have taken."""
     return sum(2 * -(-flower.SIZES[client] // 4) for client in reported)
 
 
 def by_engine(local: LocalUpdate, kind: ExecutorKind, *, block_size: int) -> tuple[Tensor, int]:
-    """Return the model, and how many steps of :class:`Counted` it took."""
+    """Return the model, and how many more steps of :class:`Counted` were taken than expected."""
     collector = engine(local, kind, Alone(), block_size=block_size)
     Counted.taken.clear()
     params, reported = flower.run(FedAvg(local), collector)
@@ -108,7 +108,7 @@ KINDS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "block_size"), KINDS)
 def test_an_overridden_step_is_taken_once_a_step(kind: ExecutorKind, block_size: int) -> None:
-    """It has no short cut past it; the model is that of the plain update."""
+    """No affine shortcut bypasses it; the model equals that of the plain update."""
     found, surplus = by_engine(COUNTED, kind, block_size=block_size)
     assert surplus == 0
     expected, _ = by_engine(SGD, ExecutorKind.SEQUENTIAL, block_size=1)
@@ -118,7 +118,7 @@ def test_an_overridden_step_is_taken_once_a_step(kind: ExecutorKind, block_size:
 @pytest.mark.slow
 @pytest.mark.skipif(why_not_compiled() is not None, reason=f"{why_not_compiled()}")
 def test_an_overridden_step_is_taken_under_the_compiled_executor() -> None:
-    """What is compiled is the gradient."""
+    """Only the gradient is compiled."""
     assert by_engine(COUNTED, ExecutorKind.COMPILED, block_size=100)[1] == 0
 
 
@@ -133,7 +133,7 @@ def in_memory(strategy: Strategy) -> PlainCollector:
 
 @dataclass(frozen=True)
 class Counts:
-    """A run as each worker executes it: its steps, and those that were due."""
+    """Runs on each worker; returns the steps taken, and those expected."""
 
     def __call__(self, cluster: Cluster) -> dict[str, Tensor]:
         collector = engine(COUNTED, ExecutorKind.SEQUENTIAL, cluster, block_size=2)
@@ -146,7 +146,7 @@ class Counts:
 
 @pytest.mark.slow
 def test_an_overridden_step_is_taken_in_sessions() -> None:
-    """Over memory: its class is named where the trainer is made."""
+    """Over memory; its class is given to the trainers."""
     strategy = FedAvg(COUNTED)
     Counted.taken.clear()
     found, reported = flower.run(strategy, in_memory(strategy))
@@ -157,7 +157,7 @@ def test_an_overridden_step_is_taken_in_sessions() -> None:
 
 @pytest.mark.slow
 def test_an_overridden_step_is_taken_on_two_workers(launcher: Launcher, tmp_path: Path) -> None:
-    """Each steps for its clients; in a process with a limit on its time."""
+    """Each worker steps for its clients, in a process with a time limit."""
     launcher.run(Path(__file__), str(tmp_path)).check_returncode()
     two = load_file(tmp_path / "two")
     assert two["taken"].tolist() == two["due"].tolist()
@@ -166,7 +166,7 @@ def test_an_overridden_step_is_taken_on_two_workers(launcher: Launcher, tmp_path
 
 
 def test_a_session_that_does_not_know_the_class_refuses_it() -> None:
-    """It would train otherwise than it is asked."""
+    """It would train in another way than asked."""
     strategy = FedAvg(COUNTED)
     collector = flower.in_memory(strategy)
     cohort = list(collector.available())[:2]
@@ -178,24 +178,24 @@ def test_a_session_that_does_not_know_the_class_refuses_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "block_size"), KINDS)
 def test_a_rule_that_is_no_sgd_trains_by_itself(kind: ExecutorKind, block_size: int) -> None:
-    """Steps of one size in every parameter that moves; another model than federated averaging."""
+    """All steps have the same size, so the model differs from that of federated averaging."""
     found, _ = by_engine(SIGN, kind, block_size=block_size)
     averaged, _ = by_engine(SGD, kind, block_size=block_size)
     alone, _ = by_engine(SIGN, ExecutorKind.SEQUENTIAL, block_size=1)
     assert float((found - averaged).abs().max()) > 1e-2
-    # The sign of a gradient that is nothing but rounding differs between executors.
+    # The sign of a gradient that is only a rounding error differs between executors.
     assert float((found - alone).abs().mean()) < 1e-3
 
 
 class NotAnUpdate:
-    """What has no step."""
+    """It has no step."""
 
     epochs = 1
 
 
 def test_what_is_no_local_update_is_refused_with_the_remedy() -> None:
-    """When the algorithm is made."""
-    nothing: Any = NotAnUpdate()  # Any: what the type checker would refuse
+    """When the algorithm is created."""
+    nothing: Any = NotAnUpdate()  # Any: the type checker would refuse it
     for recipe in (FedAvg, FedMedian, partial(FedProx, proximal=0.5)):
         with pytest.raises(TypeError, match=r"no step to take; give fl\.LocalSgd.*LocalWork"):
             recipe(nothing)
@@ -203,6 +203,6 @@ def test_what_is_no_local_update_is_refused_with_the_remedy() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from tests.parity.test_own_updates import Counts as Imported  # so that workers find it
+    from tests.parity.test_own_updates import Counts as Imported  # so that workers can import it
 
     save_file(launch(Imported(), num_workers=2, environment={}), Path(sys.argv[1]) / "two")

@@ -1,4 +1,4 @@
-"""A secure round equals the same round in the clear, but for fixed point."""
+"""A secure round equals the same round in plaintext, up to fixed-point rounding."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from fedlearn.simulation.secure import ModularSum
 MEMORY = "engine.transport=memory"
 ON = "secure_aggregation.mode=complete"
 MODULAR = "secure_aggregation.simulate_as=modular_sum"
-#: Ten of ten report, so that all variants have the same cohort.
+#: Ten of ten clients report, so that all variants have the same cohort.
 EVERYONE = [
     "stragglers.over_selection=1",
     "devices.kind=ideal",
@@ -45,12 +45,12 @@ EVERYONE = [
 ]
 PRECISE = ["secure_aggregation.modulus_bits=40", "secure_aggregation.max_examples=100"]
 NUM_ROUNDS = 2
-#: A clip norm that some updates of the first round are longer than.
+#: A clip norm below that of some updates in the first round.
 MIDDLE = 2.5
 
 
 def trained(*overrides: str, num_rounds: int = NUM_ROUNDS) -> tuple[Tensor, float]:
-    """Return the model after ``num_rounds``, and how far one round's mean may be off."""
+    """Return the model after ``num_rounds``, and the largest error of one round's mean."""
     config = load(None, overrides=[*EVERYONE, *overrides])
     pieces = assembly.simulation(config, data_dir=Path())
     resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
@@ -83,9 +83,9 @@ def trained(*overrides: str, num_rounds: int = NUM_ROUNDS) -> tuple[Tensor, floa
     ],
 )
 def test_a_secure_run_is_the_run_in_the_clear(algorithm: list[str], variant: list[str]) -> None:
-    """Two rounds: the protocol over sessions, and its rounding in the engine.
+    """Two rounds: by the protocol over sessions, and by its rounding in the engine.
 
-    Rounding in the first round moves what the second trains on, hence the factor.
+    Rounding in the first round changes the model that the second one trains, hence the factor.
     """
     clear, _ = trained(MEMORY, *algorithm)
     secure, error = trained(ON, *variant, *PRECISE, *algorithm)
@@ -96,7 +96,7 @@ def test_a_secure_run_is_the_run_in_the_clear(algorithm: list[str], variant: lis
 
 @dataclass(frozen=True)
 class Unreliable:
-    """Devices of which in each round some fail, and some are late."""
+    """Devices of which some fail and some are late in each round."""
 
     def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
         return np.where((asked.client_ids + asked.round_num) % 5 == 0, 99.0, 1.0)
@@ -109,7 +109,7 @@ class Unreliable:
 def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
     variant: str,
 ) -> None:
-    """Though clients fail and are late, and the bound of a control's change is felt."""
+    """Although clients fail or are late, and some changes of controls reach their bound."""
     rng = np.random.default_rng(0)
     features, labels = rng.normal(size=(120, 5)).astype(np.float32), rng.integers(0, 3, 120)
     data = fl.from_arrays(features, labels, partition=fl.Iid(12), test=(features, labels), seed=0)
@@ -150,12 +150,12 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [[MEMORY], ["engine.executor=sequential"]])
 def test_noise_that_is_next_to_none_leaves_the_run_in_the_clear(variant: list[str]) -> None:
-    """Control: with a thousand times as much, it is another model.
+    """Control: a thousand times as much noise gives another model.
 
-    One round: in a second one, a parameter that is off by 1e-7 now and then switches a ReLU, and
-    the model is off by 5e-4.
+    Only one round: in a second one, a parameter that is off by 1e-7 sometimes switches a ReLU, and
+    the model is then off by 5e-4.
     """
-    everyone = "data.partition.num_clients=10"  # who is asked is secret, too
+    everyone = "data.partition.num_clients=10"  # ask all: the sample is secret
     by_clients = "algorithm.weight_by_examples=false"
     clear, _ = trained(MEMORY, everyone, by_clients, num_rounds=1)
     of_noise = {}
@@ -167,7 +167,7 @@ def test_noise_that_is_next_to_none_leaves_the_run_in_the_clear(variant: list[st
             "privacy.clip_norm=1000",
             f"privacy.noise_multiplier={multiplier}",
             "privacy.target_delta=1e-3",
-            "secure_aggregation={modulus_bits=40}",  # without the clip norm of EVERYONE
+            "secure_aggregation={modulus_bits=40}",  # drops the clip norm of EVERYONE
             num_rounds=1,
         )
         of_noise[multiplier] = float((noisy - clear).abs().max())
@@ -177,7 +177,7 @@ def test_noise_that_is_next_to_none_leaves_the_run_in_the_clear(variant: list[st
 
 @pytest.mark.slow
 def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None:
-    """Control: a clip that binds moves both away from the clear, to the same place."""
+    """A clip that binds moves both away from the plaintext result, to the same place."""
     tight = "secure_aggregation.clip_norm=0.1"
     variants = ([MEMORY], [MODULAR, "engine.executor=sequential"])
     EVERYONE_BUT_CLIP = EVERYONE[:2]
@@ -198,7 +198,7 @@ def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("by_examples", ["true", "false"])
 def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> None:
-    """Of each client the means of all in the sum: a coordinator knows no more."""
+    """Each client is recorded with the means over the sum, since a coordinator knows no more."""
     found = []
     for variant in ([MEMORY], [MODULAR, "engine.executor=sequential"]):
         weighting = f"algorithm.weight_by_examples={by_examples}"
@@ -216,7 +216,7 @@ def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> Non
 
 
 def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
-    """They are failures, as where a session ends; control: enough are reports."""
+    """They are failures, as if the session had been aborted; control: enough of them count."""
     config = load(None, overrides=[ON, MODULAR, *EVERYONE])
     pieces = assembly.simulation(config, data_dir=Path())
     resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
@@ -242,7 +242,7 @@ def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
 
 
 def test_a_clip_that_deployed_clients_refuse_is_refused() -> None:
-    """By their default policy; control: the largest that they take is built."""
+    """Their default policy refuses it. Control: the largest clip that they accept."""
     for clip, is_refused in ((1000.0, False), (1001.0, True)):
         config = load(None, overrides=[ON, MODULAR, f"secure_aggregation.clip_norm={clip}"])
         context = pytest.raises(ConfigError, match="max_clip") if is_refused else nullcontext()
@@ -272,7 +272,7 @@ def test_both_ways_to_simulate_count_the_same_updates_as_clipped(
 
 
 def test_the_engine_without_a_choice_is_refused_with_the_remedy() -> None:
-    """The choice is explicit; control: with it, the same configuration is built."""
+    """The choice must be explicit; control: with it, the same configuration is accepted."""
     with pytest.raises(ConfigError, match='simulate_as to "modular_sum"'):
         assembly.simulation(load(None, overrides=[ON]), data_dir=Path())
     pieces = assembly.simulation(load(None, overrides=[ON, MODULAR]), data_dir=Path())
@@ -280,7 +280,7 @@ def test_the_engine_without_a_choice_is_refused_with_the_remedy() -> None:
 
 
 class Weighs(WeightedMean):
-    """Weighs by the root of the number of examples."""
+    """Weights by the square root of the number of examples."""
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         return num_examples_B.sqrt()
@@ -310,12 +310,12 @@ class Ends(WeightedMean):
 
 
 class Inherits(Ends):
-    """Overrides nothing by itself."""
+    """Overrides nothing itself."""
 
 
 @dataclass(frozen=True)
 class Delegates:
-    """Is no WeightedMean, and asks one."""
+    """Delegates to a WeightedMean, without being one."""
 
     mean: WeightedMean
 
@@ -343,7 +343,7 @@ OWN_RULES: list[SumAggregation[LaneSums]] = [
 def test_a_rule_of_ones_own_is_refused_when_the_run_is_built(
     rule: SumAggregation[LaneSums], where: list[str]
 ) -> None:
-    """Its methods would not be called, whether it is the strategy's or that of one inside."""
+    """Its methods would not be called, whether it belongs to the strategy or to a wrapped one."""
     config = load(None, overrides=[ON, *where])
     pieces = assembly.simulation(config, data_dir=Path())
     assert pieces.secure is not None, "the control"
@@ -356,7 +356,7 @@ def test_a_rule_of_ones_own_is_refused_when_the_run_is_built(
 
 @dataclass(frozen=True)
 class Turns(Wrapped):
-    """Combines by another rule from the second round on."""
+    """Uses another rule from the second round on."""
 
     later: Strategy
 
@@ -376,7 +376,7 @@ class Turns(Wrapped):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [[MODULAR], [MEMORY]], ids=["modular", "memory"])
 def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> None:
-    """It is not computed as if it were the first one."""
+    """The run must not continue with the first rule."""
     config = load(None, overrides=[ON, *where, *EVERYONE])
     pieces = assembly.simulation(config, data_dir=Path())
     plain = FedAvg(pieces.algorithm.local)
@@ -395,7 +395,7 @@ def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> 
 
 
 def test_a_rule_that_must_see_each_update_is_refused() -> None:
-    """Only a weighted mean is a function of the sum."""
+    """Only a weighted mean can be computed from the sum."""
     config = load(None, overrides=[ON, MODULAR])
     pieces = assembly.simulation(config, data_dir=Path())
     local = pieces.algorithm.local

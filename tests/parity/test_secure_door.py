@@ -1,4 +1,4 @@
-"""Secure aggregation through the gRPC door: one model for all, and masks that are ready in time."""
+"""Secure aggregation over gRPC: all clients share one stored model, and masks are ready in time."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl,
 from fedlearn.transport import wire
 
 NUM_CLIENTS = 4
-#: Too large to travel with a task.
+#: Too large to be sent inside a task.
 PARAMS = Params.of(nn.Linear(3, 40_000))
 LONG_S = 60.0
 POLICY = StragglerPolicy(
@@ -72,7 +72,7 @@ PLAN = SecurePlan(
 
 @dataclass
 class Spool:
-    """What each client saw when all of them had the model and none had answered."""
+    """What each client saw when all had downloaded the model and none had answered."""
 
     folder: Path
     everyone: threading.Barrier = field(default_factory=lambda: threading.Barrier(NUM_CLIENTS))
@@ -82,7 +82,7 @@ class Spool:
 
 @dataclass
 class Watching:
-    """A trainer that looks around before it trains: adds (number + 1) / 10 to the model."""
+    """Inspects the folders of client and coordinator, then adds (number + 1) / 10 to the model."""
 
     number: int
     home: Home
@@ -109,7 +109,7 @@ class Watching:
 
 @dataclass
 class Member:
-    """A client's folder, and the runtime that works in it on a thread of its own."""
+    """A client's folder, and the runtime that works in it, on its own thread."""
 
     number: int
     home: Home
@@ -133,7 +133,7 @@ class Member:
         self.loop.call_soon_threadsafe(self.runtime.stop)
 
     def end_in_training(self) -> None:
-        """End this process as its user would, while the trainer has the model."""
+        """Stop this client's runtime, as its user would, while the trainer has the model."""
         self.ask_to_stop()
         assert self.is_called_off.wait(LONG_S)
 
@@ -160,7 +160,7 @@ class Member:
 
 @dataclass
 class Cohort:
-    """A door, the clients that were invited to it, and a collector of their sums."""
+    """A gRPC server, the clients that were invited, and a collector of their sums."""
 
     local: LocalDoor
     members: list[Member]
@@ -224,7 +224,7 @@ EXPECTED = torch.tensor(sum((i + 1) / 10 for i in range(NUM_CLIENTS)) / NUM_CLIE
 
 @pytest.mark.slow
 def test_a_cohort_has_one_model_on_the_coordinators_disk_and_downloads_that(cohort: Cohort) -> None:
-    """And every client has expanded its masks before the model came."""
+    """Every client has expanded its masks before the model arrives."""
     for member in cohort.members:
         member.start()
     with capture_logs() as logs:
@@ -240,7 +240,7 @@ def test_a_cohort_has_one_model_on_the_coordinators_disk_and_downloads_that(coho
 
 @pytest.mark.slow
 def test_a_client_that_restarts_between_download_and_reply_goes_on(cohort: Cohort) -> None:
-    """Its packets come again with the task, its model is on its disk, its masks it expands anew."""
+    """It is sent its packets again, has the model on disk, and expands its masks again."""
     last, others = cohort.members[-1], cohort.members[:-1]
     for member in others:
         member.start()

@@ -1,4 +1,4 @@
-"""The stacked executor equals the sequential one, or says beforehand that it cannot."""
+"""The stacked executor equals the sequential one, or reports in advance that it cannot."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 RAGGED = (11, 8, 7, 3, 1)
-#: No client's last batch has one example: BatchNorm refuses those, stacked or not.
+#: No client has a last batch of one example, which BatchNorm refuses, stacked or not.
 RAGGED_WITHOUT_ONES = (11, 10, 8, 7, 3)
 
 
@@ -110,7 +110,7 @@ def error_of(
     objective: Objective | None = None,
     is_compiled: bool = False,
 ) -> float:
-    """Return the largest difference between stacked and sequential."""
+    """Return the largest difference between the stacked and the sequential executor."""
     objective = objective or CrossEntropy()
     expected = reference(make_model, work, objective)
     found = executor(make_model, objective, is_compiled=is_compiled).train(work)
@@ -151,12 +151,12 @@ def mlp_with_dropout() -> nn.Module:
 
 
 def small_net_with_dropout() -> nn.Module:
-    """One layer of masks: each takes the compiler many seconds."""
+    """Only one dropout layer, since each one takes the compiler many seconds."""
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
 def batch_norm_net() -> nn.Module:
-    """In float64: normalising two examples magnifies float32's rounding."""
+    """In float64, because normalising two examples magnifies the rounding of float32."""
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
@@ -208,9 +208,9 @@ def test_every_update_rule_on_ragged_clients_equals_the_reference(
     proximal: float,
     shuffle: bool,
 ) -> None:
-    """Sizes, epochs and each term of the update rule, in any combination.
+    """Sizes, epochs and all terms of the update rule, in any combination.
 
-    In float64: the rounding of some combinations in float32 comes near to 1e-6.
+    In float64, since some combinations have rounding errors near 1e-6 in float32.
     """
 
     def make() -> nn.Module:
@@ -231,7 +231,7 @@ def test_every_update_rule_on_ragged_clients_equals_the_reference(
 
 @pytest.mark.slow
 def test_an_executor_is_reused_for_other_blocks_and_rules() -> None:
-    """Blocks that grow and shrink, with and without momentum, leave nothing behind."""
+    """Blocks of growing and shrinking size, with and without momentum, do not affect each other."""
     stack, params = executor(mlp, CrossEntropy()), params_of(mlp)
     for sizes, momentum in (((9, 4), 0.0), (RAGGED, 0.9), ((5,), 0.0), ((7, 7, 2), 0.5)):
         work = work_of(params, local=replace(PLAIN, momentum=momentum), sizes=sizes)
@@ -264,7 +264,7 @@ def test_dropout_drops_the_same_units() -> None:
 
 @pytest.mark.slow
 def test_batch_norm_with_ragged_batches_is_exact() -> None:
-    """Clients with equally large batches step together, so that no padding is normalised."""
+    """Clients with batches of the same size step together, so that no padding is normalised."""
     work = work_of(
         params_of(batch_norm_net),
         sizes=RAGGED_WITHOUT_ONES,
@@ -275,7 +275,7 @@ def test_batch_norm_with_ragged_batches_is_exact() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8], ids=["one row", "rows that are alike"])
 def test_batch_norm_is_exact_after_a_first_block_that_tells_nothing_of_it(rows: int) -> None:
-    """Where a Dataset is read block by block, a client's rows may be all there are at first."""
+    """If a dataset is read per block, a client's few rows may be the only ones at first."""
     params, stacked = params_of(batch_norm_net), executor(batch_norm_net, CrossEntropy())
     alike = torch.ones(rows, 6, dtype=params.layout.dtype)
     try:
@@ -288,14 +288,14 @@ def test_batch_norm_is_exact_after_a_first_block_that_tells_nothing_of_it(rows: 
 
 @pytest.mark.slow
 def test_padding_would_falsify_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without the probe for models that mix examples, the result is wrong."""
+    """The control: without the test for models that mix examples, the result is wrong."""
     work = work_of(params_of(batch_norm_net), sizes=RAGGED_WITHOUT_ONES)
     monkeypatch.setattr(stacked_gradient, "_close", lambda *_: True)
     assert error_of(batch_norm_net, work) > 1e-3
 
 
 def test_batch_norm_with_a_cumulative_average_counts_batches_per_client() -> None:
-    """Integer buffers advance step by step, the same for all clients."""
+    """Integer buffers advance step by step, equally for all clients."""
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
@@ -339,7 +339,7 @@ def test_embedding_and_gru_equal_the_reference() -> None:
 
 @pytest.mark.slow
 def test_frozen_and_unused_parameters_have_no_delta() -> None:
-    """Only what requires a gradient and gets one is trained."""
+    """Only parameters that require a gradient, and get one, are trained."""
 
     class Partly(nn.Module):
         def __init__(self) -> None:
@@ -356,7 +356,7 @@ def test_frozen_and_unused_parameters_have_no_delta() -> None:
     assert error_of(Partly, replace(work, local=replace(PLAIN, weight_decay=0.1))) < 1e-6
     assert error_of(Partly, work) < 1e-6
     stack = executor(Partly, CrossEntropy())
-    stack.train(work).deltas_KP.add_(1.0)  # as a transform of the user's own may
+    stack.train(work).deltas_KP.add_(1.0)  # as a user's transform may do
     deltas = params.layout.views(stack.train(work).deltas_KP)
     assert not deltas.keys() & {"body.weight", "body.bias"}
     for name in ("unused.weight", "unused.bias"):
@@ -364,7 +364,7 @@ def test_frozen_and_unused_parameters_have_no_delta() -> None:
 
 
 def test_a_parameter_decays_only_in_the_steps_that_reach_it() -> None:
-    """Which those are may depend on the shape of a batch: here its last one is smaller."""
+    """That may depend on the size of a batch: here the last one is smaller."""
 
     class Centred(nn.Module):
         def __init__(self) -> None:
@@ -381,7 +381,7 @@ def test_a_parameter_decays_only_in_the_steps_that_reach_it() -> None:
 
 @pytest.mark.slow
 def test_float64_equals_the_reference_to_its_rounding() -> None:
-    """What is left in float32 is rounding."""
+    """The remaining difference in float32 is rounding."""
 
     def make() -> nn.Module:
         return mlp_with_dropout().double()
@@ -392,7 +392,7 @@ def test_float64_equals_the_reference_to_its_rounding() -> None:
 
 
 class Product(nn.Module):
-    """Two weights that multiply each other: each is a factor of the other's gradient."""
+    """Two weights that are multiplied: each is a factor of the other's gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,18 +405,18 @@ class Product(nn.Module):
 
 @pytest.mark.slow
 def test_weights_that_multiply_each_other_step_at_once() -> None:
-    """No step of one weight is seen by the gradient of the other."""
+    """The gradient of one weight does not see the step of the other."""
     assert error_of(Product, work_of(params_of(Product))) < 1e-6
 
 
 def test_a_factor_that_is_a_weight_would_have_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: taken as a factor, a weight has changed when the product is formed."""
+    """The control: a factor that is itself a weight changes before the product is computed."""
     monkeypatch.setattr(stacked_trace, "_owner", lambda node: node)
     assert error_of(Product, work_of(params_of(Product))) > 1e-4
 
 
 class OnSequences(nn.Module):
-    """A linear layer that is applied to each of three parts of an example."""
+    """A linear layer applied to each of three parts of an example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ class OnSequences(nn.Module):
 def test_the_gradients_of_linear_layers_stay_products(
     make_model: MakeModel, shape: tuple[int, ...], products: set[str]
 ) -> None:
-    """Multiplied out they are the gradients; all others are returned as they are."""
+    """Their products are the gradients; other gradients are returned directly."""
     gradient = BlockGradient(make_model, CrossEntropy(), device=CPU, precision=Precision.FLOAT32)
     generator = torch.Generator().manual_seed(0)
     weights = {
@@ -478,7 +478,7 @@ def test_a_label_beyond_the_outputs_is_its_clients_failure_where_steps_are_compi
 
 
 class Scaled(nn.Module):
-    """Reads a constant as a number, which a trace cannot follow."""
+    """Reads a constant as a number, which cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -491,7 +491,7 @@ class Scaled(nn.Module):
 
 
 def test_a_model_that_cannot_be_traced_is_stacked_all_the_same() -> None:
-    """Without a trace; only compiling needs one."""
+    """It runs without a trace, which only compiling needs."""
     work = work_of(params_of(Scaled))
     assert error_of(Scaled, work) < 1e-6
     with pytest.raises(EngineError, match="without compiling"):
@@ -500,7 +500,7 @@ def test_a_model_that_cannot_be_traced_is_stacked_all_the_same() -> None:
 
 @pytest.mark.slow
 def test_regression_with_a_loss_of_the_users_own() -> None:
-    """Float labels, outputs of shape [batch, 1], any per-example loss."""
+    """Float labels, outputs of shape [batch, 1], and any per-example loss."""
 
     def make() -> nn.Module:
         return nn.Linear(6, 1)
@@ -514,7 +514,7 @@ def test_regression_with_a_loss_of_the_users_own() -> None:
 
 
 def test_a_loss_that_couples_examples_is_exact() -> None:
-    """Batches of equal size train together, none is padded; one number is the loss of a batch."""
+    """Batches of equal size train together without padding; the loss of a batch is one number."""
 
     def contrast(outputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(outputs, labels) + (outputs - outputs.mean(0)).square().mean()
@@ -525,7 +525,7 @@ def test_a_loss_that_couples_examples_is_exact() -> None:
 
 @pytest.mark.slow
 def test_bfloat16_trains_close_to_the_reference() -> None:
-    """Mixed precision is applied around forward pass and loss in both."""
+    """Both apply mixed precision to the forward pass and the loss."""
     work = work_of(params_of(mlp))
     model = ResidentModel(mlp, CrossEntropy(), device=CPU, precision=Precision.BFLOAT16)
     expected = SequentialExecutor(model).train(work)
@@ -537,7 +537,7 @@ def test_bfloat16_trains_close_to_the_reference() -> None:
 
 @pytest.mark.slow
 def test_repeated_training_is_bitwise_equal() -> None:
-    """The same work gives the same bits, and the application's random numbers stay put."""
+    """The same work gives the same bits, and the application's random state is unchanged."""
     work = work_of(params_of(mlp_with_dropout))
     stack = executor(mlp_with_dropout, CrossEntropy())
     before = torch.get_rng_state()
@@ -548,7 +548,7 @@ def test_repeated_training_is_bitwise_equal() -> None:
 
 @pytest.mark.slow
 def test_a_wrong_update_is_noticed() -> None:
-    """The control of all parities: a learning rate off by a thousandth is visible."""
+    """The control of all comparisons: a learning rate off by a thousandth is noticed."""
     work = work_of(params_of(mlp))
     wrong = replace(work, local=replace(PLAIN, learning_rate=0.1001))
     found = executor(mlp, CrossEntropy()).train(wrong)
@@ -556,7 +556,7 @@ def test_a_wrong_update_is_noticed() -> None:
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    """As the sequential executor refuses them."""
+    """The sequential executor refuses them as well."""
     work = work_of(params_of(mlp))
     with pytest.raises(ValueError, match="another model"):
         executor(batch_norm_net, CrossEntropy()).train(work)
@@ -574,7 +574,7 @@ def test_models_that_stack_are_not_refused(make_model: MakeModel, shape: tuple[i
 
 
 class Branching(nn.Module):
-    """Looks at a value to decide what to do."""
+    """Branches on a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -594,7 +594,7 @@ class FunctionalDropout(Branching):
 
 
 class Counting(Branching):
-    """Remembers in plain Python how often it was called."""
+    """Counts its calls in a Python attribute."""
 
     calls = 0
 
@@ -605,7 +605,7 @@ class Counting(Branching):
 
 
 class Doubling(torch.autograd.Function):
-    """An old-style function: no ``setup_context``, no rule for ``vmap``."""
+    """An old-style function, without ``setup_context`` or a rule for ``vmap``."""
 
     @staticmethod
     def forward(_ctx: object, inputs: Tensor) -> Tensor:
@@ -617,7 +617,7 @@ class Doubling(torch.autograd.Function):
 
 
 class OldFunction(Branching):
-    """Uses it."""
+    """Applies the old-style function."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         double: Callable[[Tensor], Tensor] = Doubling.apply
@@ -641,7 +641,7 @@ def attention() -> nn.Module:
     ],
 )
 def test_what_cannot_be_stacked_is_reported(make_model: MakeModel, says: str) -> None:
-    """A reason to read, and the sequential executor trains the model."""
+    """The reason is readable, and the sequential executor trains the model."""
     work = work_of(params_of(make_model))
     found = reason(make_model, work)
     assert found is not None
@@ -651,13 +651,13 @@ def test_what_cannot_be_stacked_is_reported(make_model: MakeModel, says: str) ->
 
 
 def test_hidden_random_numbers_are_an_error_and_never_other_masks() -> None:
-    """Should nobody have asked for the reason, training still refuses."""
+    """Training refuses even if no trial has run."""
     with pytest.raises(RuntimeError, match="random"):
         executor(FunctionalDropout, CrossEntropy()).train(work_of(params_of(FunctionalDropout)))
 
 
 def test_convolutional_models_are_trained_in_smaller_blocks() -> None:
-    """Down to two at a time; others are limited by their parameters alone."""
+    """At least two at a time; the blocks of other models depend on their parameters only."""
     blocks = [
         stacked.preferred_block(Layout.of(nn.Sequential(first, nn.Linear(width, 10))), PLAIN)
         for first, width in (
@@ -670,7 +670,7 @@ def test_convolutional_models_are_trained_in_smaller_blocks() -> None:
 
 
 def test_blocks_by_example_are_no_larger_and_hold_all_gradients_of_a_batch() -> None:
-    """Of 32 bits a number, in 128 MiB; control: plain blocks of the same models are larger."""
+    """With 32 bits per number in 128 MiB; control: plain blocks of the same models are larger."""
     by_example = NoisedGradients(inner=PLAIN, example_clip_norm=1.0, example_noise_multiplier=1.0)
     for width, batch_size in ((10, 4), (200, None), (2000, 64)):
         layout = Layout.of(nn.Sequential(nn.Linear(784, width), nn.Linear(width, 10)))
@@ -683,7 +683,7 @@ def test_blocks_by_example_are_no_larger_and_hold_all_gradients_of_a_batch() -> 
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its name and the remedy."""
+    """With its name, and a fix."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = why_not_compiled()
     assert found is not None
@@ -691,7 +691,7 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 needs_compiler = pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
-#: On one worker: what one test has compiled, the next one finds.
+#: On one worker, so that tests reuse each other's compiled code.
 together = pytest.mark.xdist_group("compiled")
 
 
@@ -701,7 +701,7 @@ together = pytest.mark.xdist_group("compiled")
 @pytest.mark.parametrize(
     ("make_model", "local", "cohorts"),
     [
-        # One height is compiled, for two steps with other masks: each takes 20 s.
+        # One height is compiled, for two steps with different masks: each takes 20 s.
         (small_net_with_dropout, PLAIN, [(8, 7, 6)]),
         (
             batch_norm_net,
@@ -713,7 +713,7 @@ together = pytest.mark.xdist_group("compiled")
 def test_compiled_equals_eager_equals_sequential(
     make_model: MakeModel, local: LocalSgd, cohorts: list[tuple[int, ...]]
 ) -> None:
-    """Masks of dropout, and statistics where batches of one size train together."""
+    """Dropout masks, and statistics if batches of one size train together."""
     params, objective = params_of(make_model), CrossEntropy()
     compiled = executor(make_model, objective, is_compiled=True)
     eager = executor(make_model, objective)
@@ -730,9 +730,9 @@ def test_compiled_equals_eager_equals_sequential(
 def test_few_shapes_are_compiled_and_the_update_rule_is_not_part_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other rules, learning rates and ragged cohorts do not compile again and again.
+    """Other rules, learning rates and ragged cohorts are not compiled separately.
 
-    Five clients at most, that finish one after the other: each number of them would be a shape.
+    At most five clients finish one after another; each number of them would be another shape.
     """
     traced = list[object]()
 
@@ -755,7 +755,7 @@ def test_few_shapes_are_compiled_and_the_update_rule_is_not_part_of_them(
 @together
 @pytest.mark.slow
 def test_a_model_that_cannot_be_stacked_raises_the_same_error_where_steps_are_compiled() -> None:
-    """The trial before round 1 names it, and another executor."""
+    """The trial before the first round names it, and suggests another executor."""
     work = work_of(params_of(Branching), sizes=(4, 4))
     with pytest.raises(RuntimeError, match="item"):
         executor(Branching, CrossEntropy(), is_compiled=True).train(work)

@@ -1,7 +1,7 @@
 """Running statistics are averaged as values, however old the models that clients began with.
 
-A variance that clients measured stays between the values that they measured: changes since
-several models would add up to anything, such as a negative one.
+The average of variances is between the clients' values. Changes relative to several models would
+add up to anything, even to a negative variance.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import fedlearn as fl
 
 LOCAL = fl.LocalSgd(epochs=3, batch_size=5, learning_rate=0.05)
 STALE: Mapping[str, Any] = {"buffer_size": 2, "concurrency": 12, "max_staleness": 20}
-#: How rounds are made: an algorithm, and settings.
+#: An algorithm and settings for each kind of round.
 ROUNDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "FedBuff": (fl.FedBuff(LOCAL, **STALE), {}),
     "FedBuff, constant": (
@@ -37,7 +37,7 @@ ROUNDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
         {"late_updates": {"mode": "keep"}, "stragglers": {"deadline_s": 0.4}},
     ),
 }
-#: Seconds, and some devices much slower than others.
+#: Devices in seconds, some much slower than others.
 DEVICES = {
     "kind": "lognormal",
     "median_ms_per_example": 10.0,
@@ -60,7 +60,7 @@ class Network(nn.Module):
 
 
 def data() -> fl.FederatedData:
-    """Return clients whose features differ by two orders of magnitude."""
+    """Build clients whose features differ by two orders of magnitude."""
     generator = np.random.default_rng(0)
     scales = np.logspace(-1, 1, 20).repeat(10)[:, None]
     features = (generator.normal(size=(200, 6)) * scales).astype(np.float32)
@@ -73,7 +73,7 @@ def data() -> fl.FederatedData:
 
 
 class Watched:
-    """Notes the statistics of every round, and how stale its updates were."""
+    """Records the statistics after every round, and the staleness of its updates."""
 
     def __init__(self) -> None:
         self.variances = list[Tensor]()
@@ -87,7 +87,7 @@ class Watched:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDS)
 def test_variances_stay_above_zero_in_the_engine_as_over_sessions(name: str) -> None:
-    """Whatever the staleness, the server optimizer and the devices; the two agree."""
+    """For any staleness, server optimizer and devices; engine and sessions agree."""
     algorithm, settings = ROUNDS[name]
     engine, sessions = Watched(), Watched()
     for watched, transport in ((engine, "engine"), (sessions, "memory")):

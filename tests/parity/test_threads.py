@@ -1,4 +1,4 @@
-"""Two simulations, or two trainers, in threads of one process give what each gives alone."""
+"""Two simulations or trainers in threads of one process give the results of each one alone."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ LOCAL = fl.LocalSgd(epochs=4, batch_size=4, learning_rate=0.1)
 
 
 class Noisy(nn.Module):
-    """Draws from torch's own generator in each forward pass."""
+    """Draws from torch's global generator in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Noisy(nn.Module):
 
 
 def both(work: Callable[[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return what two threads give that begin together."""
+    """Return the results of two threads that start together."""
     barrier = Barrier(2)
 
     def begin(seed: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a trainer of the user's measures in training stands in the record, whoever runs it."""
+"""The training metrics of a user's trainer are recorded, wherever it runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ def make_model() -> nn.Module:
 
 
 class Telling(TorchTrainer):
-    """Tells how many examples it has, and of every other client something of its own."""
+    """Reports its number of examples, and for every third client a metric that only it has."""
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Return what training gave, and more."""
+        """Add metrics to the result of training."""
         result = super().train(tensors, context=context)
         told = {"examples": float(result.num_examples), "half": result.metrics["loss"] / 2}
         if context.client_id % 3 == 0:
@@ -40,16 +40,16 @@ def trainer_of(features: Tensor, labels: Tensor) -> Telling:
 
 
 class Silent:
-    """A progress that says nothing."""
+    """A progress display that shows nothing."""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def round(self, record: RoundRecord) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def end(self, summary: Summary) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def run(trainer: Any = trainer_of, **engine: Any) -> fl.Run:
     ids=["engine", "two workers", "sessions"],
 )
 def test_training_metrics_are_means_over_the_reports(engine: Mapping[str, Any]) -> None:
-    """Weighted by examples; what few clients name is left out; the record keeps them."""
+    """They are weighted by examples; a metric that only few clients report is left out."""
     for record in run(**engine).history:
         sizes = np.asarray([p.num_examples for p in record.participations], float)
         assert len(sizes) == 6
@@ -97,7 +97,7 @@ def test_training_metrics_are_means_over_the_reports(engine: Mapping[str, Any]) 
 
 
 def test_the_trainer_of_fedlearn_tells_its_loss_alone() -> None:
-    """The control, and it stands where it always did."""
+    """The control; the loss is recorded as always."""
     (*_, last) = run(None, num_workers=1).history
     assert last.train_metrics == {}
     assert last.train_loss > 0.0

@@ -1,4 +1,4 @@
-"""The engine computes what real client sessions compute over the wire, bit for bit."""
+"""The engine computes the same bits as real client sessions over the wire format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.training.resident import Precision, ResidentModel
 
 NUM_ROUNDS = 4
-SIZES = [8, 14, 3, 11, 12, 2, 15, 6, 7, 10, 4, 23]  # no last batch of one, for BatchNorm
+SIZES = [8, 14, 3, 11, 12, 2, 15, 6, 7, 10, 4, 23]  # no last batch of one example, for BatchNorm
 LOCAL = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
 KEEPING = replace(LOCAL, momentum=0.9, keep_momentum=True)
 POLICY = StragglerPolicy(
@@ -55,7 +55,7 @@ BEHAVIOUR = Behaviour(
 
 
 class Functional(nn.Module):
-    """Dropout as a function, a frozen layer and tied weights."""
+    """Functional dropout, a frozen layer and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _one_thread() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A simulation, to be run by any collector."""
+    """A simulation that any collector can run."""
 
     make_model: Callable[[], nn.Module]
     algorithm: Algorithm
@@ -182,7 +182,7 @@ def case(model: str, algorithm: str) -> Case:
 
 
 def assert_same_rounds(left: list[Collected], right: list[Collected]) -> None:
-    """Same reports and failures in the same order, the same clients late, the same times."""
+    """Compare reports and failures in order, late clients, and times."""
     for one, other in zip(left, right, strict=True):
         assert settled(one) == settled(other)
         assert late(one) == late(other)
@@ -210,7 +210,7 @@ def late(collected: Collected) -> set[int]:
     ],
 )
 def test_the_engine_equals_sessions_bit_for_bit(model: str, algorithm: str) -> None:
-    """Over rounds with late and failing clients, whatever client and server keep."""
+    """Over rounds with late and failing clients, whatever state client and server have."""
     simulated = case(model, algorithm)
     expected, sessions = simulated.run(simulated.sessions())
     found, engine = simulated.run(simulated.engine())
@@ -225,7 +225,7 @@ def test_the_engine_equals_sessions_bit_for_bit(model: str, algorithm: str) -> N
 
 @pytest.mark.parametrize("block_size", [2, 3, 100])
 def test_larger_blocks_differ_by_rounding_alone(block_size: int) -> None:
-    """To 1e-6 after several rounds; the records are the same."""
+    """To 1e-6 after several rounds; the same clients report."""
     simulated = case("dropout", "kept momentum")
     expected, sessions = simulated.run(simulated.sessions())
     found, engine = simulated.run(simulated.engine(block_size))
@@ -252,7 +252,7 @@ def test_a_slab_of_replies_differs_by_rounding_alone(num_rows: int) -> None:
 
 @pytest.mark.parametrize("diverging", [1, 3])
 def test_diverging_clients_are_quarantined_alike(diverging: int) -> None:
-    """Examples of 1e30 overflow in training: both sides name the same clients."""
+    """Examples of 1e30 overflow in training; both collectors name the same clients."""
     simulated = case("mlp", "fedavg")
     features = only(simulated.population.features).clone()
     offsets = np.cumsum([0, *SIZES])
@@ -273,7 +273,7 @@ def test_diverging_clients_are_quarantined_alike(diverging: int) -> None:
 
 
 def test_clients_that_arrive_together_are_recorded_alike() -> None:
-    """Equal devices with equal work: ties everywhere, with failures among them."""
+    """Equal devices with equal work, so that all replies are ties, some of them failures."""
     simulated = case("mlp", "fedavg")
     partition = Partition(np.arange(108), np.arange(0, 109, 9))
     tied = replace(
@@ -295,7 +295,7 @@ def test_clients_that_arrive_together_are_recorded_alike() -> None:
 
 
 def test_another_seed_would_be_noticed() -> None:
-    """The control: a difference in the shuffle alone changes the model's bits."""
+    """The control: another shuffle alone changes the bits of the model."""
     simulated = case("mlp", "fedavg")
     expected, _ = simulated.run(simulated.sessions())
     other = replace(simulated, algorithm=FedAvg(replace(LOCAL, shuffle=False)))

@@ -18,7 +18,7 @@ LABELS = RNG.integers(0, 2, 12)
 
 
 class Fading(nn.Module):
-    """Scales its outputs by half as much in each training step; the scale is not saved."""
+    """Halves the scale of its outputs in each training step; the scale is not saved."""
 
     scale: Tensor
 
@@ -36,7 +36,7 @@ class Fading(nn.Module):
 
 
 def by_hand() -> dict[str, Tensor]:
-    """Return the mean after one round of two steps of each client."""
+    """Compute the mean after one round with two steps per client."""
     models = list[Mapping[str, Tensor]]()
     for client in range(3):
         model = Fading()
@@ -59,7 +59,7 @@ def by_hand() -> dict[str, Tensor]:
 def test_buffers_that_are_not_saved_stay_with_each_client(
     engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One client's do not reach the next, and a session does not ask the coordinator for them."""
+    """The next client does not get them, and a session does not need them from the coordinator."""
     monkeypatch.chdir(tmp_path)
     data = fl.from_arrays(
         FEATURES, LABELS, groups=GROUPS, partition=fl.Natural(), test=(FEATURES, LABELS), seed=0

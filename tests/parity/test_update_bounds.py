@@ -1,4 +1,4 @@
-"""Norms of updates are those of what trains, and bounds on them hold alike wherever clients are."""
+"""Norms of updates cover the trainable part, and their bounds hold wherever clients train."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "in a block": {"executor": "sequential", "block_size": NUM_CLIENTS, "num_workers": 1},
     "in sessions": {"transport": "memory", "num_workers": 1},
 }
-#: Features of client k are about k + 1 large, so that all its norms differ from the others'.
+#: Features of client k have a scale of about k + 1, so that all its norms differ from the others'.
 RNG = np.random.default_rng(0)
 GROUPS = np.repeat(np.arange(NUM_CLIENTS), 8)
 FEATURES = (RNG.normal(size=(48, 3)) * 20 * (GROUPS[:, None] + 1)).astype("float32")
@@ -68,14 +68,14 @@ def failures(run: fl.Run) -> dict[int, str]:
 
 
 def parts(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what trains, and the running statistics."""
+    """Return the trainable parameters and the running statistics."""
     statistics = [tensors[name] for name in ("0.running_mean", "0.running_var")]
     trained = [tensors[name] for name, _ in make_model().named_parameters()]
     return torch.cat([each.flatten() for each in trained]), torch.cat(statistics)
 
 
 def deltas_by_hand(losses: list[float] | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return the changes of each client: two steps of plain torch. Adds its mean losses."""
+    """Compute each client's change by two steps of plain torch; append its loss to ``losses``."""
     found, start = list[tuple[Tensor, Tensor]](), parts(make_model().state_dict())
     for client in range(NUM_CLIENTS):
         model, own = make_model(), client == GROUPS
@@ -102,7 +102,7 @@ def mean_by_hand(deltas: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_running_statistics_are_not_counted_in_the_norm_of_an_update(engine: str) -> None:
-    """Clients are refused by the norm of what trains alone: statistics are a hundred times it."""
+    """Clients are refused by the norm of the trainable part; the statistics are far larger."""
     deltas = deltas_by_hand()
     norms = [float(trained.norm()) for trained, _ in deltas]
     assert min(float(statistics.norm()) for _, statistics in deltas) > 10 * max(norms)
@@ -118,7 +118,7 @@ def test_running_statistics_are_not_counted_in_the_norm_of_an_update(engine: str
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_clip_scales_what_trains_and_leaves_statistics_alone(engine: str) -> None:
-    """They are averaged as values, whatever the clip is. The record has how many were scaled."""
+    """They are averaged as values. The record has the number of clipped updates."""
     deltas = deltas_by_hand()
     norms = [float(trained.norm()) for trained, _ in deltas]
     clip = float(np.median(norms))
@@ -138,7 +138,7 @@ def make_without_statistics() -> nn.Module:
 
 
 def test_how_many_were_clipped_is_not_recorded_with_noise() -> None:
-    """The count would have none. Control: the test above, without noise."""
+    """The count would have no noise. Control: the test above, without noise."""
     privacy = {"mode": "central", "noise_multiplier": 1.0, "clip_norm": 1.0, "target_delta": 1e-3}
     run = run_of("one by one", clip=0.1, make=make_without_statistics, privacy=privacy)
     assert "num_clipped" not in run.history[-1].metrics
@@ -147,7 +147,7 @@ def test_how_many_were_clipped_is_not_recorded_with_noise() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["one by one", "in sessions"])
 def test_losses_that_a_secure_sum_cuts_off_are_counted(engine: str) -> None:
-    """Alike in both ways to simulate it; where the bounds are far away, there is no count."""
+    """Both ways to simulate a secure sum count them; without any there is no count."""
     losses = list[float]()
     deltas_by_hand(losses)
     bound = float(np.median(losses))

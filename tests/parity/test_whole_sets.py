@@ -1,7 +1,7 @@
-"""A program of a stranger's: a Cox model over clinics, by its partial likelihood and its c-index.
+"""An external program: a Cox model over clinics, with its partial likelihood and c-index.
 
-Both are of a set as a whole. Whatever runs it, what is recorded is what numpy computes by hand:
-clinic by clinic over all patients of each, and centrally over the whole test set.
+Both are defined on a whole set. However they are computed, the recorded values equal those that
+numpy computes by hand: per clinic over all its patients, and centrally over the whole test set.
 """
 
 import itertools
@@ -37,23 +37,23 @@ LOCAL = fl.LocalSgd(epochs=2, batch_size=8, learning_rate=0.3)
 Array = NDArray[np.float64]
 
 
-# ---- The stranger's program ---------------------------------------------------------------
+# ---- The external program -----------------------------------------------------------------
 
 
 def make_model() -> nn.Module:
-    """Return a log hazard."""
+    """Build a model of the log hazard."""
     return nn.Linear(4, 1, bias=False)
 
 
 def cox(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the negative partial log likelihood an event; labels are (time, event)."""
+    """Compute the negative partial log likelihood per event; labels are (time, event)."""
     order = labels[:, 0].argsort(descending=True)
     hazard, event = outputs.flatten()[order], labels[order, 1]
     return ((hazard.logcumsumexp(0) - hazard) * event).sum() / event.sum().clamp(min=1.0)
 
 
 def concordance(outputs: Tensor, labels: Tensor) -> float:
-    """Return the share of comparable pairs whose earlier event has the higher hazard."""
+    """Compute the share of comparable pairs whose earlier event has the higher hazard."""
     hazard, (time, event) = outputs.flatten(), labels.T
     comparable = (time[:, None] < time[None, :]) & (event[:, None] > 0)
     right = (hazard[:, None] > hazard[None, :]) & comparable
@@ -65,7 +65,7 @@ METRICS = {"c_index": fl.Metric(concordance, direction="max")}
 
 
 def clinics() -> fl.FederatedData:
-    """Patients of six clinics; hazards follow their features."""
+    """Build patients of six clinics, whose hazards depend on their features."""
     rng = np.random.default_rng(3)
     num_train, num_test = sum(SIZES), 37
     features = rng.normal(size=(num_train + num_test, 4))
@@ -87,7 +87,7 @@ def clinics() -> fl.FederatedData:
 
 
 def by_hand(weights: Array, features: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return both measures of one set, patient by patient and pair by pair."""
+    """Compute both metrics of one set, patient by patient and pair by pair."""
     hazard = features.double().numpy() @ weights
     time, event = labels.double().numpy().T
     happened = np.flatnonzero(event)
@@ -98,7 +98,7 @@ def by_hand(weights: Array, features: Tensor, labels: Tensor) -> dict[str, float
 
 
 def expected_of(weights: Array) -> dict[str, float]:
-    """Return all that an evaluation of these weights records."""
+    """Compute everything that an evaluation of these weights records."""
     data, offsets = clinics(), np.cumsum([0, *SIZES])
     everything = by_hand(weights, only(data.test.features), data.test.labels)
     rows = data.population.load(np.arange(len(SIZES)))
@@ -120,16 +120,16 @@ def expected_of(weights: Array) -> dict[str, float]:
 
 
 class Silent:
-    """A progress that says nothing."""
+    """A progress display that shows nothing."""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def round(self, record: RoundRecord) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def end(self, summary: Summary) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,7 @@ def weights_of(finished: fl.Run) -> Array:
     ids=["small batches", "one batch", "two workers", "stacked", "sessions", "pooled"],
 )
 def test_what_is_recorded_is_what_numpy_computes(settings: Mapping[str, Any]) -> None:
-    """Client by client and over the whole test set, wherever and in what batches it is computed."""
+    """Per client and over the whole test set, however and in whatever batches it is computed."""
     finished = run(**settings)
     expected = expected_of(weights_of(finished))
     if "centralized" in settings:
@@ -188,7 +188,7 @@ def test_what_is_recorded_is_what_numpy_computes(settings: Mapping[str, Any]) ->
 
 
 def test_pooling_the_clinics_would_be_noticed() -> None:
-    """The control: one c-index of all patients is that of no clinic, nor their mean."""
+    """The control: the pooled loss is far from the clinics' mean, and their c-indices differ."""
     weights, data = np.array([1.0, -0.7, 0.4, 0.0]), clinics()
     rows = data.population.load(np.arange(len(SIZES)))
     index = torch.from_numpy(rows.rows)
@@ -201,7 +201,7 @@ def test_pooling_the_clinics_would_be_noticed() -> None:
 
 @pytest.mark.slow
 def test_every_way_to_train_takes_the_same_steps() -> None:
-    """One clinic at a time, stacked, over two workers and in sessions: whole batches each."""
+    """One clinic at a time, stacked, on two workers and in sessions, always with whole batches."""
     engines: list[dict[str, Any]] = [
         {"num_workers": 1, "executor": "sequential"},
         {"num_workers": 1, "executor": "vmap"},
@@ -216,7 +216,7 @@ def test_every_way_to_train_takes_the_same_steps() -> None:
 
 @pytest.mark.slow
 def test_a_step_is_that_of_the_whole_batch() -> None:
-    """One full batch: the gradient of the partial likelihood of the clinic, by hand."""
+    """One full batch: the gradient of the clinic's partial likelihood, computed by hand."""
     finished = fl.simulate(
         make_model,
         clinics(),
@@ -243,7 +243,7 @@ def test_a_step_is_that_of_the_whole_batch() -> None:
 
 @pytest.mark.slow
 def test_the_best_model_is_that_with_the_highest_c_index() -> None:
-    """A metric of one's own, more being better, stops the run and chooses the model."""
+    """A user-defined metric, for which higher is better, stops the run and selects the model."""
     finished = run(num_rounds=12, early_stopping={"metric": "c_index", "patience_rounds": 2})
     values = [record.metrics["c_index"] for record in finished.history]
     best = finished.load_model()
@@ -254,13 +254,13 @@ def test_the_best_model_is_that_with_the_highest_c_index() -> None:
 
 
 def test_the_worst_clinic_can_be_watched() -> None:
-    """Of the spread over clients any part is a metric, with the direction of what it is of."""
+    """Each statistic over clients is a metric, with the direction of the underlying one."""
     finished = run(early_stopping={"metric": "clients/c_index_worst_decile", "target": 0.0})
     assert len(finished.history) == 1, "more is better: a target of 0 is reached at once"
 
 
 def test_a_name_that_nobody_measures_is_refused() -> None:
-    """Before the first round, and those that there are stand in the error."""
+    """Before the first round; the error lists the metrics that exist."""
     with pytest.raises(ConfigError, match=r'"c-index", which nobody measures.*loss, c_index'):
         run(early_stopping={"metric": "c-index"})
 
@@ -311,7 +311,7 @@ executor = "sequential"
 
 @pytest.mark.slow
 def test_a_file_says_the_same_as_the_program(tmp_path: Path) -> None:
-    """Loss, metric and direction in TOML: the same weights, the same record."""
+    """Loss, metric and direction in TOML give the same weights and the same record."""
     root = str(Path(__file__).parents[2])
     (tmp_path / "program.py").write_text(PROGRAM.format(root=root))
     (tmp_path / "experiment.toml").write_text(FILE)
@@ -340,7 +340,7 @@ def trainer(*, gradient_accumulation: int) -> TorchTrainer:
 
 
 def test_a_device_measures_all_its_examples_at_once() -> None:
-    """More than it reads at a time, from tensors or from a dataset."""
+    """Also more than it reads at a time, from tensors or from a dataset."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.normal(size=(600, 4))).float()
     y = torch.from_numpy(np.stack([rng.exponential(size=600), rng.random(600) < 0.6], 1)).float()
@@ -355,7 +355,7 @@ def test_a_device_measures_all_its_examples_at_once() -> None:
 
 
 def test_a_device_does_not_cut_a_batch_whose_loss_couples_examples() -> None:
-    """In parts it would be another loss; whole it trains."""
+    """The parts would have another loss; the whole batch trains."""
     with pytest.raises(ValueError, match="gradient_accumulation is 2, but the loss couples"):
         trainer(gradient_accumulation=2)
     context = TrainContext(
@@ -367,7 +367,7 @@ def test_a_device_does_not_cut_a_batch_whose_loss_couples_examples() -> None:
 
 @pytest.mark.slow
 def test_a_loss_that_hides_its_coupling_ends_the_run() -> None:
-    """A likelihood by example that looks at the others: declared as a mean, it is found out."""
+    """A likelihood per example that depends on the other examples, but is declared as a mean."""
 
     def by_example(outputs: Tensor, labels: Tensor) -> Tensor:
         earlier = labels[None, :, 0] >= labels[:, None, 0]

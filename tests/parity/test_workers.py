@@ -1,7 +1,7 @@
-"""1 = 2 = 4 workers, and one worker twice is the same to the last bit.
+"""1, 2 and 4 workers agree, and one worker gives the same bits twice.
 
-The simulations run in a process of their own with a limit on its time, so that a worker that
-hangs fails these tests instead of hanging all of them.
+The simulations run in a separate process with a time limit, so that a worker that hangs fails
+these tests instead of hanging all of them.
 """
 
 import sys
@@ -51,7 +51,7 @@ def make_model() -> nn.Module:
 
 
 def population() -> ArrayPopulation:
-    """Clients of many sizes, one of which diverges."""
+    """Build clients of many sizes, one of which diverges."""
     generator, num_examples = torch.Generator().manual_seed(1), sum(SIZES)
     features = torch.randn(num_examples, 5, generator=generator)
     features[8:22] = 3e38
@@ -65,7 +65,7 @@ def population() -> ArrayPopulation:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A run of a few rounds as every worker executes it."""
+    """A run of a few rounds, as every worker executes it."""
 
     clients: ArrayPopulation
 
@@ -163,7 +163,7 @@ def main(folder: Path) -> None:
 def results(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Mapping[str, Tensor]]:
-    """What each number of workers computed, by name."""
+    """The results of each number of workers, by name."""
     folder = tmp_path_factory.mktemp("workers")
     launcher.run(Path(__file__), str(folder)).check_returncode()
     return {path.name: load_file(path) for path in folder.iterdir()}
@@ -171,11 +171,11 @@ def results(
 
 Results = Mapping[str, Mapping[str, Tensor]]
 
-pytestmark = pytest.mark.xdist_group("workers")  # what they share costs seconds
+pytestmark = pytest.mark.xdist_group("workers")  # they share a fixture that takes seconds
 
 
 def test_one_worker_twice_is_the_same_to_the_last_bit(results: Results) -> None:
-    """Model, records, metrics and what clients keep."""
+    """Model, records, metrics and client state."""
     for name, tensor in results["1"].items():
         assert tensor.numpy().tobytes() == results["again"][name].numpy().tobytes(), name
 
@@ -184,7 +184,7 @@ def test_one_worker_twice_is_the_same_to_the_last_bit(results: Results) -> None:
 def test_the_number_of_workers_changes_nothing_but_rounding(
     results: Results, num_workers: str
 ) -> None:
-    """To 1e-6 after a few rounds: the model, what clients keep, losses and metrics."""
+    """To 1e-6 after a few rounds: the model, client states, losses and metrics."""
     one, many = results["1"], results[num_workers]
     assert torch.equal(many["kept_ids"], one["kept_ids"])
     assert torch.equal(many["durations_s"], one["durations_s"])
@@ -196,7 +196,7 @@ def test_the_number_of_workers_changes_nothing_but_rounding(
 
 
 def test_the_simulation_has_everything_that_workers_must_agree_on(results: Results) -> None:
-    """The control: it moves, and it has reports, late and failed clients."""
+    """The control: the model moves, and there are reports, late clients and failed clients."""
     one = results["1"]
     torch.manual_seed(0)
     assert (one["params"] - Params.of(make_model()).vector).abs().max() > 1e-2
