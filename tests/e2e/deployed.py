@@ -1,4 +1,4 @@
-"""A deployment as an operator and its clients have it: commands, typed in one folder."""
+"""A deployment as an operator and clients run it: commands in one folder."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from tests.processes import LONG_S, Change, Crash, Function, Launcher, Process, 
 
 OK, UNAVAILABLE = 200, 503
 
-#: Overrides for secure aggregation of all who are asked, with a clip that does not bind.
+#: Overrides for secure aggregation of all asked clients, without clipping any update.
 SECURE = (
     "stragglers.over_selection=1.0",
     "stragglers.deadline_s=60.0",
@@ -40,12 +40,12 @@ SECURE = (
 )
 
 
-#: A client's file for cohorts of a few, whom it knows.
+#: A client's configuration for small cohorts.
 SMALL = "[policy.secure_aggregation]\nmin_cohort = 2\n"
 
 
 def hurry(_: Function) -> Function:
-    """Look for the coordinator several times a second; a client's patience is not the test's."""
+    """Let clients reconnect several times a second, so that tests need not wait."""
     return lambda backoff: 0.3 * backoff.jitter()
 
 
@@ -56,15 +56,15 @@ HURRY = Change(Backoff.next_s, hurry)
 class Site:
     """A folder with a configuration, and the processes that were started in it.
 
-    Client ``n`` is called ``client-n``. The files of the ``k``-th process of a name begin with
+    Client ``n`` is called ``client-n``. The files of the ``k``-th process of a name start with
     ``NAME.k``: see :class:`tests.processes.Process`.
 
     Attributes:
-        launcher: Starts the processes; those that are left end with the context.
-        folder: Of everything.
+        launcher: Starts the processes; remaining ones are ended with the context.
+        folder: Folder of all files.
         task: The clients' trainer.
-        store_url: Of a database that is not SQLite among the runs.
-        hurries: Whether clients look for the coordinator more often than the product does.
+        store_url: URL of the database, if it is not SQLite in the runs directory.
+        hurries: Whether clients try to reconnect more often than the product does.
     """
 
     launcher: Launcher
@@ -97,12 +97,12 @@ class Site:
         self.file.write_text(render(config))
 
     def change(self, *overrides: str) -> None:
-        """Write ``coordinator.toml`` anew."""
+        """Write ``coordinator.toml`` again, with overrides."""
         self.write(load(self.file, overrides=overrides))
 
     @property
     def environ(self) -> dict[str, str]:
-        """What the processes have: nothing that this environment says of places."""
+        """Environment of the processes, without FEDLEARN variables of this one."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
         url = {} if self.store_url is None else {"FEDLEARN_STORE_URL": self.store_url}
         return kept | url | {"OMP_NUM_THREADS": "1", part.CONFIG: str(self.file)}
@@ -120,11 +120,11 @@ class Site:
         """Start a command; see :meth:`tests.processes.Launcher.launch`.
 
         Args:
-            name: Of the process.
-            arguments: Of the command.
-            crash: Where it is to kill itself.
-            changes: How it differs from the product.
-            variables: More of its environment.
+            name: Name of the process.
+            arguments: Arguments of the command.
+            crash: Where it kills itself.
+            changes: Changes to the product in this process.
+            variables: Further environment variables.
         """
         number = sum(each.stem.name.startswith(f"{name}.") for each in self._started)
         process = self.launcher.launch(
@@ -138,7 +138,7 @@ class Site:
         return process
 
     def type(self, *arguments: str) -> str:
-        """Return what a command prints, which must end well."""
+        """Run a command, which must succeed, and return its output."""
         process = self.start("typed", *arguments)
         assert process.wait() == 0, process.tail()
         return process.out()
@@ -146,7 +146,7 @@ class Site:
     def coordinator(
         self, *options: str, crash: Crash | None = None, changes: Sequence[Change] = ()
     ) -> Process:
-        """Start one."""
+        """Start a coordinator."""
         command = ("coordinator", str(self.file), "--json", *options)
         return self.start("coordinator", *command, crash=crash, changes=changes)
 
@@ -170,12 +170,12 @@ class Site:
         """Start a client and return when it is enrolled.
 
         Args:
-            number: Which; who is not enrolled yet must be numbered so by the coordinator.
-            options: More of the command.
-            task: Its trainer, if it is not that of the others.
+            number: Number of the client; if it is not enrolled yet, it must get this id.
+            options: Further options of the command.
+            task: Its trainer, if it differs from that of the others.
             crash: Where it kills itself, counted from its start.
-            changes: How it differs from the product.
-            variables: More of its environment.
+            changes: Changes to the product in this process.
+            variables: Further environment variables.
         """
         name = f"client-{number}"
         if not self._invitation(number).exists():
@@ -192,7 +192,7 @@ class Site:
         return process
 
     def _own(self, options: Sequence[str]) -> Sequence[str]:
-        """Return options with a file by which a client takes part in sums as small as here."""
+        """Add a configuration file that allows small cohorts, unless the options have one."""
         if "--config" in options:
             return options
         path = self.folder / "small.toml"
@@ -200,21 +200,21 @@ class Site:
         return (*options, "--config", str(path))
 
     def invite(self, name: str) -> None:
-        """Do what the command does, in no process of its own."""
+        """Invite a client, like the command but in this process."""
         with self.database() as database:
             operator = Operator(self.places, database, SystemClock())
             operator.invite(name, tags=(), path=self.folder / f"{name}.invitation")
 
     def revoke(self, number: int) -> None:
-        """Do what the command does, in no process of its own."""
+        """Revoke a client, like the command but in this process."""
         with self.database() as database:
             Operator(self.places, database, SystemClock()).registry.revoke(f"client-{number}")
 
     def enrol(self, number: int) -> None:
-        """Do what joining begins with, so that its process can be started at any time."""
+        """Invite and enrol a client in this process, so that its own can be started at any time."""
         self.invite(f"client-{number}")
         keys, invitation = self.home(number).keys, Invitation.load(self._invitation(number))
-        address = self.config.coordinator.address  # a standby has another one
+        address = self.config.coordinator.address  # not a standby's
         certificate_pem, client_id = asyncio.run(enrol(address, invitation, keys.coming_identity()))
         assert client_id == number
         keys.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
@@ -225,7 +225,7 @@ class Site:
     # What they leave
 
     def until_round(self, coordinator: Process, number: int) -> None:
-        """Wait until a coordinator has told of a round."""
+        """Wait until a coordinator has reported a round."""
 
         def told() -> bool:
             is_over = not coordinator.is_running
@@ -237,7 +237,7 @@ class Site:
         until(told, told=coordinator.tail)
 
     def log(self, name: str = "*") -> str:
-        """Return what processes of that name have logged, one after the other."""
+        """Return the logs of all processes of that name, one after another."""
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"{name}.*.err")))
 
     def home(self, number: int) -> Home:
@@ -258,7 +258,7 @@ class Site:
             yield database
 
     def rounds(self) -> list[RoundRecord]:
-        """Return the rounds that are committed; none where there is no run yet."""
+        """Return the committed rounds; none if there is no run yet."""
         with self.database() as database:
             if not any(run.name == self.places.run_name for run in database.runs()):
                 return []
@@ -266,26 +266,26 @@ class Site:
 
 
 def own_coordinator() -> dict[str, object]:
-    """Return settings of a coordinator of a test: where it listens, and that it can wait."""
+    """Return settings of a test's coordinator: free addresses, and enough patience."""
     door, http = free_addresses(2)
     return {
         "address": door,
         "http_address": http,
-        "patience_s": LONG_S,  # nobody is left out who is only starting
+        "patience_s": LONG_S,  # so that clients that are still starting are not left out
     }
 
 
 @contextmanager
 def site_in(launcher: Launcher, folder: Path, *overrides: str) -> Iterator[Site]:
-    """Configure a deployment of the demo's clients, and end what was started in it.
+    """Configure a deployment of the demo's clients; its processes are ended with the block.
 
     Args:
         launcher: Starts its processes.
-        folder: Where.
-        overrides: What differs from the configuration that ``fedlearn init`` writes.
+        folder: Folder of its files.
+        overrides: Changes to the configuration that ``fedlearn init`` writes.
     """
     with Site(launcher, folder) as site:
-        # Devices are of simulations; one of this very configuration has none that are slow or fail.
+        # Only simulations use devices; in one of this configuration none is slow or fails.
         site.write(starter().model_copy(update={"devices": DEVICES.of("ideal")}))
         own = (f"coordinator.{name}={value}" for name, value in own_coordinator().items())
         site.change(*own, f"store.runs_dir={folder / 'runs'}", *overrides)
@@ -293,7 +293,7 @@ def site_in(launcher: Launcher, folder: Path, *overrides: str) -> Iterator[Site]
 
 
 def until_said(process: Process, event: str) -> None:
-    """Wait until a process, which must run on, has logged ``event``."""
+    """Wait until a process has logged ``event``; it must not end before."""
 
     def has_said() -> bool:
         is_over = not process.is_running
@@ -305,7 +305,7 @@ def until_said(process: Process, event: str) -> None:
 
 
 def asked(http: str, path: str) -> int | None:
-    """Return the status of an answer; ``None``: nobody is there."""
+    """Return the HTTP status of an answer; ``None`` if no server answers."""
     try:
         with urlopen(f"http://{http}{path}", timeout=30) as response:
             status: int = response.status

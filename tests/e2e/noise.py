@@ -1,4 +1,4 @@
-"""A round with noise, and what the noise has done to its model."""
+"""Run a round with noise, and measure the noise in its model."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def simulated(
     algorithm: fl.Strategy,
     **settings: Any,  # Any: keys and pieces
 ) -> fl.Run:
-    """Run a round among 8 of 24 clients with twenty examples of 400 numbers each."""
+    """Run a round with 8 of 24 clients, each with twenty examples of 400 numbers."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 20 * POPULATION + 80)
     features = rng.normal(size=(len(labels), 400)) + 0.5 * labels[:, None]
@@ -31,13 +31,13 @@ def simulated(
 
 
 def moved(run: fl.Run, make_model: Callable[[], nn.Module]) -> Tensor:
-    """Return how far the model of a run with the seed 0 is from where it began."""
+    """Return the difference between the final and the initial model of a run with seed 0."""
     torch.manual_seed(Seed(0).derive("model").value)
     before = Params.of(make_model()).vector
     return Params.of(run.load_model(make_model, best=False)).vector - before
 
 
 def has_scale(values: Tensor, sigma: float) -> bool:
-    """Tell whether the variance of normal values is that of ``sigma``: 5 deviations."""
+    """Return whether normal values have the variance of ``sigma``, within 5 deviations."""
     excess = float((values.double() ** 2).mean()) / sigma**2 - 1.0
     return abs(excess) < 5.0 * math.sqrt(2.0 / len(values))

@@ -1,4 +1,4 @@
-"""Asynchronous runs as a researcher has them: from Python, and what is to be read afterwards."""
+"""Asynchronous runs from Python, and what their records and reports show."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import spending
 
 LOCAL = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
-#: Slow and fast devices, of which some drop out.
+#: Slow and fast devices, some of which drop out.
 DEVICES: Mapping[str, object] = {"kind": "lognormal", "speed_sigma": 1.0, "dropout_rate": 0.1}
 
 
@@ -50,7 +50,7 @@ def simulate(
 
 @pytest.mark.slow
 def test_fedbuff_learns_and_tells_how_stale_it_was() -> None:
-    """In the record, which outlives the process, in the report, and who was given up."""
+    """Staleness and stale updates are in the record and in the report."""
     run = simulate(fedbuff(), num_rounds=25)
     history = run.history
     assert history[-1].metrics["accuracy"] > 0.9
@@ -64,7 +64,7 @@ def test_fedbuff_learns_and_tells_how_stale_it_was() -> None:
 
 
 def test_any_strategy_may_be_buffered_by_the_table() -> None:
-    """FedAdam, say; the same by the value around it."""
+    """Such as FedAdam; wrapping it in :class:`fl.Buffered` gives the same run."""
     adam = fl.FedAdam(LOCAL, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
     limits = fedbuff().asynchrony
     table = {"mode": "buffered", "buffer_size": 4, "concurrency": 12}
@@ -79,7 +79,7 @@ def test_any_strategy_may_be_buffered_by_the_table() -> None:
 
 @pytest.mark.slow
 def test_clients_that_add_noise_are_accounted_for_without_amplification(tmp_path: Path) -> None:
-    """Whoever is fast takes part in every round: ε is that of all clients in each."""
+    """A fast client may take part in every round, so ε is that of all clients in each."""
     strategy = fl.FedAvg(LOCAL, weight_by_examples=False)
     privacy = {
         "mode": "local",
@@ -90,7 +90,7 @@ def test_clients_that_add_noise_are_accounted_for_without_amplification(tmp_path
     }
     same: dict[str, Any] = {"num_rounds": 3, "privacy": privacy}
     buffered = simulate(fl.Buffered(strategy, fedbuff().asynchrony), **same)
-    elsewhere = {"runs_dir": str(tmp_path / "others")}  # a ledger adds up over a store's runs
+    elsewhere = {"runs_dir": str(tmp_path / "others")}  # ledgers add up over the runs of a store
     cohort = {"num_wanted": 30, "sampling": "uniform"}
     synchronous = simulate(strategy, cohort=cohort, store=elsewhere, **same)
     spent, everybody = (spending(each.stored) for each in (buffered, synchronous))

@@ -1,4 +1,4 @@
-"""Noise that clients add, under secure aggregation or each by itself; and what is refused."""
+"""Noise that clients add, under secure aggregation or each on its own; and what is refused."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.spending import ledger_of, section_of
 from tests.e2e.noise import COHORT, POPULATION, has_scale, moved, simulated
 
-#: No step: what the model moves by is the noise alone.
+#: Trains with a step size near zero, so that the model moves only by the noise.
 STILL = fl.FedAvg(
     fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30), weight_by_examples=False
 )
@@ -29,7 +29,7 @@ SCAFFOLD = fl.Scaffold(
     control_bound=1.0,
 )
 PRIVACY = {"mode": "distributed", "clip_norm": 0.6, "noise_multiplier": 1.5, "target_delta": 1e-3}
-#: Of 8 clients asked and in the sum, 8 - ⌊.3 8⌋ - ⌈.1 8⌉ = 5 have enough noise: it is by 8/5 more.
+#: 8 - ⌊.3 8⌋ - ⌈.1 8⌉ = 5 of the 8 clients must have enough noise, so 8 have 8/5 times that.
 SIGMA = 1.5 * 0.6 / COHORT * math.sqrt(8 / 5)
 
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def make_model() -> nn.Module:
-    """Return a network of 20,000 parameters and some, whose statistics are frozen."""
+    """Build a network of slightly more than 20,000 parameters, whose statistics are frozen."""
     return nn.Sequential(nn.Linear(400, 50), nn.BatchNorm1d(50, momentum=0.0), nn.Linear(50, 2))
 
 
@@ -60,13 +60,13 @@ everywhere = pytest.mark.parametrize(
 @pytest.mark.slow
 @everywhere
 def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) -> None:
-    """That of all who reported, over all lanes and numbers; 2/3 and 3/2 would be seen."""
+    """It is that of all clients that reported. Controls: scales of 2/3 and 3/2 are told apart."""
     done = run(engine=engine)
     noise = moved(done, make_model)
     assert has_scale(noise, SIGMA)
     assert not has_scale(noise * 2.0 / 3.0, SIGMA)
     assert not has_scale(noise * 1.5, SIGMA)
-    assert math.isnan(done.history[0].train_loss)  # clients do not tell it
+    assert math.isnan(done.history[0].train_loss)  # clients do not send it
     with done.stored.database as database:
         stored = database.run(done.name)
         spent = ledger_of(stored, section_of(stored.record)).spent()
@@ -77,14 +77,14 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
 
 @pytest.mark.slow
 def test_two_lanes_have_noise_for_both() -> None:
-    """SCAFFOLD over the protocol: √2 as much on each, of a part with its own bound."""
+    """SCAFFOLD over the protocol: √2 times the noise on each of two lanes with their own bounds."""
     noise = moved(run(SCAFFOLD, engine={"transport": "memory"}), make_model)
     assert has_scale(noise, math.sqrt(2.0) * SIGMA)
 
 
 @pytest.mark.slow
 def test_a_round_of_fewer_than_the_noise_is_sized_for_is_not_released() -> None:
-    """Of 8 asked 6 must report; of devices that fail often enough, fewer do."""
+    """Six of 8 must report; if devices fail often enough, fewer do."""
     with pytest.raises(RoundError, match="reports"):
         run(
             devices={"kind": "lognormal", "dropout_rate": 0.7},
@@ -94,7 +94,7 @@ def test_a_round_of_fewer_than_the_noise_is_sized_for_is_not_released() -> None:
 
 @pytest.mark.slow
 def test_who_adds_how_much_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """By check and budget; noise of the clients is found with the population."""
+    """``check`` and ``budget`` say who adds how much noise, also for noise that clients add."""
     table = "[privacy]\nclip_norm = 0.5\ntarget_delta = 1e-3\nnoise_multiplier = 2.0\nmode = "
     told = {}
     for mode in ("central", "distributed", "local"):
@@ -115,13 +115,13 @@ LOCALLY: dict[str, Any] = {"privacy": {"mode": "local"}}  # Any: keys and tables
 @pytest.mark.slow
 @everywhere
 def test_each_update_has_noise_enough_by_itself(engine: dict[str, object]) -> None:
-    """The mean of 8 has 1/sqrt(8) of one's; to see the cohorts tells no more."""
+    """The mean of 8 has 1/sqrt(8) of one client's noise; every user counts as asked."""
     done = run(engine=engine, **LOCALLY)
     noise, sigma = moved(done, make_model), 1.5 * 0.6 / math.sqrt(COHORT)
     assert has_scale(noise, sigma)
     assert not has_scale(noise * 2.0 / 3.0, sigma)
     assert not has_scale(noise * 1.5, sigma)
-    if "transport" in engine:  # clients tell neither
+    if "transport" in engine:  # clients send neither
         (record,) = done.history
         assert math.isnan(record.train_loss)
         assert [each.num_examples for each in record.participations] == [1] * COHORT
@@ -133,7 +133,7 @@ def test_each_update_has_noise_enough_by_itself(engine: dict[str, object]) -> No
 
 
 class BySize(fl.WeightedMean):
-    """Says that it weighs alike, and weighs by the number of examples; notes the numbers."""
+    """A mean that claims equal weights, but weighs by number of examples; records the numbers."""
 
     seen: ClassVar[set[float]] = set()
 
@@ -147,7 +147,7 @@ class BySize(fl.WeightedMean):
 def test_an_own_rule_hears_no_numbers_of_examples_that_have_no_noise(
     engine: dict[str, object],
 ) -> None:
-    """Clients of a deployment say 1, and so do those that an engine plays."""
+    """Clients of a deployment report 1, and so do simulated ones."""
     BySize.seen.clear()
     by_size = replace(STILL, aggregation=BySize(by_examples=False))
     run(by_size, engine=engine, **LOCALLY)
@@ -157,7 +157,7 @@ def test_an_own_rule_hears_no_numbers_of_examples_that_have_no_noise(
 
 @pytest.mark.slow
 def test_whatever_is_made_of_noised_updates_is_allowed() -> None:
-    """A median is refused under central noise, whose sum it is not."""
+    """The control: under central noise a median is refused, since the noise needs a sum."""
     local = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
     run(fl.FedMedian(local), **LOCALLY)
     with pytest.raises(ConfigError, match="is not WeightedMean itself"):
@@ -175,7 +175,7 @@ def test_whatever_is_made_of_noised_updates_is_allowed() -> None:
 def test_a_deployment_promises_no_more_than_it_can_keep(
     overrides: Sequence[str], reason: str
 ) -> None:
-    """Control: with more users it is built, and counts all of them in each round."""
+    """The control: with more users it is built, and counts all of them in each round."""
     given = [
         "cohort.num_wanted=3",
         "stragglers.over_selection=1.0",

@@ -1,4 +1,4 @@
-"""``fedlearn join`` under its own file: what it refuses, where it says so."""
+"""``fedlearn join`` with a configuration file: what it refuses, and where it reports that."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 def joined(
     launcher: Launcher, folder: Path, coordinator: FakeCoordinator, *options: str
 ) -> Iterator[Process]:
-    """Run ``fedlearn join``; it has ended when the block has."""
+    """Run ``fedlearn join`` until the block ends."""
     (folder / "trainer.py").write_text(TRAINER)
     invitation = coordinator.invite("clinic-a")
     arguments = ("join", str(invitation), "--task", "trainer.py:trainer", "--home", "home")
@@ -69,7 +69,7 @@ def lines(process: Process, event: str) -> list[dict[str, Any]]:  # Any: of JSON
 def test_what_a_client_refuses_is_in_its_file_and_its_log(
     launcher: Launcher, tmp_path: Path, text: str, options: tuple[str, ...], rule: str | None
 ) -> None:
-    """Control: the second case. The option wins over the file."""
+    """The control is the second case. The option takes precedence over the file."""
     (tmp_path / "client.toml").write_text(text)
     own = ("--config", "client.toml", *options)
     with FakeCoordinator() as coordinator, joined(launcher, tmp_path, coordinator, *own) as process:

@@ -1,4 +1,4 @@
-"""A deployed coordinator that trains: stopped, killed, and with processes of its own."""
+"""A deployed coordinator that trains: stopped, killed, and with several processes."""
 
 import signal
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ HANDLERS = Path("handlers")
 
 @pytest.fixture
 def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
-    """Two rounds of two clients, after a warm start."""
+    """A deployment with two rounds of two clients after a warm start."""
     overrides = (
         *("num_rounds=2", f"cohort.num_wanted={NUM_CLIENTS}", "stragglers.over_selection=1.0"),
         *(f"coordinator.training.num_steps={NUM_STEPS}", "coordinator.training.report_every=5"),
@@ -31,12 +31,12 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
 
 
 def steps(coordinator: Process) -> list[int]:
-    """Return how far its training was, each time that it told."""
+    """Return the steps of the coordinator's progress reports."""
     return [line["step_num"] for line in coordinator.log() if line["event"] == "server_training"]
 
 
 def test_a_training_is_parked_by_a_stop_and_goes_on(site: Site) -> None:
-    """In the warm start, and again in a training between rounds; every round is there once."""
+    """In the warm start and again between rounds; every round is recorded once."""
     between = ("coordinator.training.every_rounds=1", "coordinator.training.round_steps=30")
     site.change(*between)
     stop = Crash("in the warm start", Engine.take_step, "after", 27, by=signal.SIGTERM)
@@ -64,7 +64,7 @@ def test_a_training_is_parked_by_a_stop_and_goes_on(site: Site) -> None:
 
 
 def watched(train: Function) -> Function:
-    """Have a job write down whether signals are handled as before."""
+    """Let a job record whether it restores the signal handlers."""
 
     def handlers() -> list[object]:
         return [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)]
@@ -80,7 +80,7 @@ def watched(train: Function) -> Function:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Return the commands of processes that were told of a folder."""
+    """Return the commands of processes that have a folder in their arguments."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -93,8 +93,8 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def test_two_processes_train_beside_a_coordinator_that_serves(site: Site) -> None:
-    """None outlives it; the lease is renewed meanwhile, and signals are its own."""
-    ttl = "coordinator.lease_ttl_s=1.0"  # to start the processes takes longer
+    """None outlives it; it renews the lease meanwhile, and restores its signal handlers."""
+    ttl = "coordinator.lease_ttl_s=1.0"  # starting the processes takes longer
     site.change("coordinator.training.replicate=2", ttl)
     training = site.folder / "runs" / "federation" / "training"
     first = site.serving()

@@ -1,6 +1,6 @@
 """Simulation, client and commands with the standard library of macOS and of Windows.
 
-What is emulated, and what is not, says :mod:`tests.elsewhere.sitecustomize`.
+See :mod:`tests.elsewhere.sitecustomize` for what is emulated and what is not.
 """
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(fedlearn.__file__).parents[1]
 SYSTEMS = pytest.mark.parametrize("system", ["darwin", "win32"])
 LONG_S = 300.0
 
-#: Which names a module of fedlearn and one of another package see.
+#: Prints which names a module of fedlearn, and one of another package, can see.
 LOOKS = """
 import json
 program = '''
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     print(sha256(model.numpy().tobytes()).hexdigest())
 """
 
-#: Prints a line for each command: its exit code, and what it wrote.
+#: Prints a line for each command: its exit code and its output.
 COMMANDS = """
 import contextlib, io, json, sys
 from fedlearn.cli.app import main
@@ -111,7 +111,7 @@ def there(system: str) -> dict[str, str]:
 
 
 def output(system: str, *arguments: str, cwd: Path) -> str:
-    """Return what a Python program prints there; it succeeds."""
+    """Run a Python program there, which must succeed; return its output."""
     done = run(system, *arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -154,7 +154,7 @@ def run(system: str, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess
 def test_fedlearn_sees_what_a_system_has_and_others_see_linux(
     system: str, lacks: set[str], tmp_path: Path
 ) -> None:
-    """By typeshed; control: without a system named, fedlearn sees Linux, too."""
+    """According to typeshed. Control: without a system named, fedlearn sees Linux too."""
     names = sorted(
         {"os.posix_fadvise", "os.fdatasync", "os.pidfd_open", "os.sched_getaffinity", "os.fork"}
         | {"os.pread", "signal.SIGKILL", "select.poll", "fcntl.flock", "resource.getrlimit"}
@@ -167,7 +167,7 @@ def test_fedlearn_sees_what_a_system_has_and_others_see_linux(
 
 @pytest.fixture(scope="module")
 def digest_here(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the simulation gives on this system, where workers are forks."""
+    """Digest of the simulation's model on this system, where workers are forks."""
     folder = tmp_path_factory.mktemp("here")
     (folder / "script.py").write_text(SIMULATION)
     return output("", "script.py", cwd=folder).splitlines()[-1]
@@ -178,14 +178,14 @@ def digest_here(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_workers_that_are_started_anew_give_the_same_model(
     system: str, digest_here: str, tmp_path: Path
 ) -> None:
-    """To the bit; a script starts them under the usual guard."""
+    """To the bit. The script has the usual guard for starting processes."""
     (tmp_path / "script.py").write_text(SIMULATION)
     assert output(system, "script.py", cwd=tmp_path).splitlines()[-1] == digest_here
 
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_and_what_cannot_be_sent_are_told_so(tmp_path: Path) -> None:
-    """What to do stands in the error."""
+    """The error says what to do."""
     bare = SIMULATION.replace('if __name__ == "__main__":', "if True:")
     (tmp_path / "bare.py").write_text(bare)
     assert "under `if __name__" in run("win32", "bare.py", cwd=tmp_path).stderr
@@ -207,7 +207,7 @@ def coordinator() -> Iterator[FakeCoordinator]:
 def test_an_application_takes_part_and_withdraws(
     system: str, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    """From its invitation to its end, and nothing of it is left."""
+    """From its invitation to its withdrawal, after which no files are left."""
     trainer, home = tmp_path / "trainer.py", tmp_path / "home"
     trainer.write_text(TRAINER)
     arguments = [str(home), f"{trainer}:Trainer", str(coordinator.invite("laptop"))]
@@ -243,7 +243,7 @@ def test_an_application_takes_part_and_withdraws(
 @pytest.mark.slow
 @SYSTEMS
 def test_commands_work_and_a_coordinator_says_where_it_runs(system: str, tmp_path: Path) -> None:
-    """Simulation, its record, and a configuration to start with: one interpreter runs them all."""
+    """A simulation, its record, and a starter configuration, all in one interpreter."""
     few = ("--set", "num_rounds=2", "--set", "engine.num_workers=1", "--name", "some")
     commands = [["simulate", *few], ["runs"], ["show", "some"], ["init"]]
     commands += [["coordinator"], ["demo"]] if system == "win32" else [["invite", "a"]]

@@ -1,4 +1,4 @@
-"""Noise in each step of the clients' training, which hides examples; and what is refused."""
+"""Noise in each step of the clients' training, which hides single examples; what is refused."""
 
 import math
 from pathlib import Path
@@ -25,14 +25,14 @@ PRIVACY = {
     "noise_multiplier": MULTIPLIER,
     "target_delta": 1e-3,
 }
-#: Of twenty examples: batches of 8, 8 and 4; and the mean of eight clients.
+#: Twenty examples make batches of 8, 8 and 4; the model is the mean of eight clients.
 SIGMA = RATE * MULTIPLIER * CLIP * math.sqrt((2 / 8**2 + 1 / 4**2) / COHORT)
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def make_model() -> nn.Module:
-    """Return a network of 40,000 parameters and some: what it learns is next to nothing of them."""
+    """Build a network of over 40,000 parameters, so that noise dominates what it learns."""
     return nn.Sequential(nn.Linear(400, 100), nn.GroupNorm(4, 100), nn.Linear(100, 2))
 
 
@@ -41,7 +41,7 @@ def with_batch_norm() -> nn.Module:
 
 
 def run(algorithm: fl.Strategy = PLAIN, **settings: Any) -> fl.Run:  # Any: keys and pieces
-    """Run a round among 8 of 24 clients."""
+    """Run a round with 8 of 24 clients."""
     privacy = {**PRIVACY, **settings.pop("privacy", {})}
     return simulated(settings.pop("model", make_model), algorithm, privacy=privacy, **settings)
 
@@ -56,7 +56,10 @@ def run(algorithm: fl.Strategy = PLAIN, **settings: Any) -> fl.Run:  # Any: keys
     ],
 )
 def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) -> None:
-    """Of all steps of all who reported; 2/3 and 3/2 would be seen. Clients tell nothing else."""
+    """It is that of all steps of all reports; scales of 2/3 and 3/2 are told apart.
+
+    Clients send no loss and no number of examples.
+    """
     done = run(engine=engine)
     noise = moved(done, make_model)
     assert has_scale(noise, SIGMA)
@@ -76,10 +79,10 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
 
 @pytest.mark.slow
 def test_with_next_to_no_noise_sessions_and_blocks_agree() -> None:
-    """With momentum, two epochs and a proximal term; control: without a clip they are others."""
+    """With momentum, two epochs and a proximal term. Control: without clipping they differ."""
     local = fl.LocalSgd(epochs=2, batch_size=8, learning_rate=RATE, momentum=0.9)
     algorithm = fl.FedProx(local, proximal=0.1, weight_by_examples=False)
-    everybody = {"num_wanted": POPULATION}  # of less, secret coins would ask others each time
+    everybody = {"num_wanted": POPULATION}  # smaller cohorts are drawn secretly and would differ
     found = [
         moved(run(algorithm, cohort=everybody, **settings), make_model)
         for settings in (
@@ -93,14 +96,14 @@ def test_with_next_to_no_noise_sessions_and_blocks_agree() -> None:
 
 
 def test_the_fused_executor_is_not_taken_and_says_why() -> None:
-    """A plain chain of layers, which it would train otherwise; "auto" takes another one."""
+    """It could train this plain chain of layers otherwise; "auto" uses another executor."""
     with pytest.raises(EngineError, match="each example's gradient is clipped"):
         run(model=lambda: nn.Linear(400, 2), engine={"executor": "fused"})
 
 
 @pytest.mark.slow
 def test_check_and_budget_say_that_examples_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
-    """And that clients are not; calibrated noise is that of a step."""
+    """They say that clients are not hidden; calibrated noise is that of a step."""
     Path("experiment.toml").write_text(
         '[privacy]\nmode = "example"\nclip_norm = 0.5\ntarget_delta = 1e-3\nepsilon = 4.0\n'
     )
@@ -119,13 +122,13 @@ def test_check_and_budget_say_that_examples_are_hidden(capsys: pytest.CaptureFix
 
 
 def multiplier(text: str) -> float:
-    """Return the noise multiplier that a budget tells."""
+    """Return the noise multiplier in the output of ``budget``."""
     (words,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["noise"])
     return float(words[1])
 
 
 def test_a_deployment_counts_each_client_as_asked_unless_coins_decide() -> None:
-    """Of few clients that are there, each is asked more often than by chance of all."""
+    """If few clients are connected, each is asked more often than by chance among all users."""
     given = [
         "cohort.num_wanted=3",
         "stragglers.over_selection=1.0",
@@ -170,7 +173,7 @@ def test_what_would_make_the_guarantee_false_is_refused(
 
 
 class OwnTrainer:
-    """A trainer of the user's own, which knows epochs alone."""
+    """A user's trainer that does not clip by example."""
 
     honours = ("epochs", "batch_size", "learning_rate", "shuffle")
 
@@ -184,6 +187,6 @@ class OwnTrainer:
 
 
 def test_trainers_that_do_not_clip_by_example_are_refused() -> None:
-    """By the name of the setting that they would ignore."""
+    """The error names the setting that they would ignore."""
     with pytest.raises(fl.FedlearnError, match="does not honour the setting 'example_clip_norm'"):
         run(trainer=OwnTrainer)

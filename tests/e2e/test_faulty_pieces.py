@@ -1,4 +1,4 @@
-"""Pieces of the user's own with mistakes that people make: named where they are, never skipped."""
+"""User-defined pieces with common mistakes: the error names the mistake, and none is ignored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from fedlearn.errors import FedlearnError
 
 SGD = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 ENGINE, MEMORY = {"executor": "sequential"}, {"transport": "memory"}
-#: A default run has the engine alone.
+#: A default run of the tests uses only the engine.
 EACH_PLACE = pytest.mark.parametrize(
     "engine", [ENGINE, pytest.param(MEMORY, marks=pytest.mark.slow)], ids=["engine", "memory"]
 )
@@ -42,7 +42,7 @@ def simulated(algorithm: fl.Strategy, engine: Mapping[str, Any] = ENGINE) -> fl.
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(fl.Strategy):
-    """Adds the mean update: what every other one here gets wrong in one place."""
+    """Adds the mean update; each strategy below gets one part of it wrong."""
 
     local: fl.LocalUpdate = SGD
     aggregation = fl.WeightedMean(by_examples=True)
@@ -55,10 +55,10 @@ class Plain(fl.Strategy):
 
 
 class InPlace(Plain):
-    """Changes the model that it was given, which is the best one so far."""
+    """Writes to the given model, which may be the best one so far."""
 
     def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
-        """Write to the model."""
+        """Add to the model in place."""
         params.vector.add_(aggregate.lanes["delta"])
         return fl.Stepped(params, state)
 
@@ -67,7 +67,7 @@ class Forgetful(Plain):
     """Returns nothing."""
 
     def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> Any:
-        """Compute for nothing."""
+        """Compute the sum, but do not return it."""
         params.with_vector(params.vector + aggregate.lanes["delta"])
 
 
@@ -80,7 +80,7 @@ class Double(Plain):
 
 
 class Exploding(Plain):
-    """Divides by nothing."""
+    """Divides by zero."""
 
     def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
         """Make it infinite."""
@@ -96,7 +96,7 @@ class Counting(Plain):
 
 
 class Claiming(Plain):
-    """Claims an accuracy of its own."""
+    """Returns a metric with the name of an evaluated one."""
 
     def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
         """Measure."""
@@ -113,18 +113,18 @@ class Listing(Plain):
 
 
 class Short(Plain):
-    """Tells too few numbers."""
+    """Broadcasts too few numbers."""
 
     def tell(self, state: Any) -> Mapping[str, Tensor]:
-        """Tell three."""
+        """Broadcast three numbers."""
         return {"control": torch.zeros(3)}
 
 
 class Renaming(Plain):
-    """Tells another model under the name of the global one."""
+    """Broadcasts another model under the name of the global one."""
 
     def tell(self, state: Any) -> Mapping[str, Tensor]:
-        """Tell zeros."""
+        """Broadcast zeros."""
         return {"model": torch.zeros(8)}
 
 
@@ -151,7 +151,7 @@ class Renaming(Plain):
 def test_a_mistake_of_a_strategy_is_named(
     strategy: fl.Strategy, complaint: str, engine: Mapping[str, Any]
 ) -> None:
-    """Not one trains on, fails elsewhere, or blames the clients."""
+    """No run continues, fails in another place, or blames the clients."""
     with pytest.raises(FedlearnError, match=complaint):
         simulated(strategy, engine)
 
@@ -166,12 +166,12 @@ def test_the_strategy_without_a_mistake_trains() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Returning(fl.LocalWork):
-    """Returns the new tensors instead of writing to those that it is given."""
+    """Returns new tensors instead of writing to the given ones."""
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> Any:
-        """Compute for nothing."""
+        """Return new tensors."""
         return [value - 0.1 * grad for value, grad in zip(x, grads, strict=True)]
 
 
@@ -184,7 +184,7 @@ class Putting(Returning):
 
 
 class Overwriting(Returning):
-    """Steps the global model, too, from which the next client starts."""
+    """Also writes to the global model, from which the next client starts."""
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
@@ -236,7 +236,7 @@ class Talkative(Silent):
 def test_a_mistake_of_a_local_update_is_named(
     kind: type[Returning], complaint: str, executor: str
 ) -> None:
-    """A step that changes nothing was a run that trains nothing, to the end."""
+    """A step that changes nothing must not give a run that silently trains nothing."""
     local = kind(epochs=1, batch_size=4)
     with pytest.raises(FedlearnError, match=complaint):
         simulated(Plain(local=local), {"executor": executor})
@@ -244,14 +244,14 @@ def test_a_mistake_of_a_local_update_is_named(
 
 @pytest.mark.parametrize("kind", [Returning, Putting, Overwriting, Silent, Talkative])
 def test_a_mistake_of_a_local_update_fails_in_a_session(kind: type[Returning]) -> None:
-    """Where the engine refuses, a client refuses."""
+    """A client refuses what the engine refuses."""
     with pytest.raises(FedlearnError, match="0 usable reports"):
         simulated(Plain(local=kind(epochs=1, batch_size=4)), MEMORY)
 
 
 @dataclass(frozen=True)
 class Combining:
-    """An aggregation of all updates that returns and weighs as it is told."""
+    """An aggregation with a configurable result and weight."""
 
     result: str = "mean"
     weight: float = 1.0
@@ -288,14 +288,14 @@ class Combining:
 def test_a_mistake_of_an_aggregation_is_named(
     aggregation: Combining, complaint: str, engine: Mapping[str, Any]
 ) -> None:
-    """By its class, before the model is touched."""
+    """The error names its class, and the model is not changed."""
     algorithm = replace(fl.FedAvg(SGD), aggregation=aggregation)
     with pytest.raises((FedlearnError, ValueError), match=complaint):
         simulated(algorithm, engine)
 
 
 def test_weights_of_another_precision_count() -> None:
-    """The control: those of the aggregation above are float64."""
+    """The control: the weights of the aggregation above are float64."""
     runs = [
         simulated(replace(fl.FedAvg(SGD), aggregation=Combining()), e) for e in (ENGINE, MEMORY)
     ]
@@ -305,7 +305,7 @@ def test_weights_of_another_precision_count() -> None:
 
 @dataclass(frozen=True)
 class Transforming:
-    """Does to updates as it is told."""
+    """A transform that makes a configurable mistake."""
 
     what: str
 
@@ -330,7 +330,7 @@ class Transforming:
     ],
 )
 def test_a_mistake_of_a_transform_is_named(what: str, complaint: str) -> None:
-    """As the coordinator would refuse what it makes of an update."""
+    """A coordinator would refuse such an update."""
     algorithm = replace(fl.FedAvg(SGD), transforms=(Transforming(what),))
     with pytest.raises(FedlearnError, match=complaint):
         simulated(algorithm)

@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 APP = Path(__file__).parents[2] / "server" / "flower"
 BIN = Path(sys.executable).parent
 NUM_NODES = 3
-#: Laid over the app's file: as many clients as nodes.
+#: Overrides of the app's file: as many clients as nodes.
 THREE = f"data.partition.num_clients={NUM_NODES};cohort.num_wanted={NUM_NODES}"
 RUN_TIMEOUT_S = 900
 PATIENT = f"patience-s={RUN_TIMEOUT_S}"
@@ -55,12 +55,12 @@ PATIENT = f"patience-s={RUN_TIMEOUT_S}"
 
 @dataclass
 class Federation:
-    """A SuperLink, what has run on it, and its nodes.
+    """A SuperLink, its nodes, and the runs on it.
 
     Attributes:
-        folder: Everything; removed by the test runner.
-        port: The SuperLink's.
-        recorded: Names of the runs that were looked at.
+        folder: Folder of all files; removed by the test runner.
+        port: Port of the SuperLink.
+        recorded: Names of runs that tests have already loaded.
     """
 
     folder: Path
@@ -101,13 +101,13 @@ class Federation:
         folder_of: Container[int] = (),
         refusing: Container[int] = (),
     ) -> Iterator[list["subprocess.Popen[str]"]]:
-        """Have nodes, which log to files of theirs, until the block ends.
+        """Run nodes, each with its log file, until the block ends.
 
         Args:
-            folder: Of the files.
-            num_nodes: How many.
-            folder_of: Which nodes have a folder for their identity, ``client-N``.
-            refusing: Which nodes require secure aggregation.
+            folder: Folder of the log files.
+            num_nodes: Number of nodes.
+            folder_of: Nodes that have a folder for their identity, ``client-N``.
+            refusing: Nodes that require secure aggregation.
         """
         running: list[subprocess.Popen[str]] = []
         try:
@@ -135,7 +135,7 @@ class Federation:
     def flwr_run(
         self, *options: str, app: Path = APP, settings: Sequence[str] = (PATIENT,)
     ) -> Iterator["subprocess.Popen[str]"]:
-        """Start ``flwr run`` on an app; it has ended when the block has."""
+        """Start ``flwr run`` on an app; it is ended with the block."""
         given = [part for each in settings for part in ("-c", each)]
         with subprocess.Popen(
             [BIN / "flwr", "run", app, "lab", "--stream", *options, *given],
@@ -151,7 +151,7 @@ class Federation:
                 run.kill()
 
     def finished(self, run: "subprocess.Popen[str]", name: str | None = None) -> StoredRun:
-        """Wait for ``flwr run`` and return the run that it left: the only new one, or by name."""
+        """Wait for ``flwr run`` and return its run: the only new one, or the one of this name."""
         output, _ = run.communicate(timeout=RUN_TIMEOUT_S)
         assert run.returncode == 0, output
         runs_dir = self.folder / "runs"
@@ -166,7 +166,7 @@ class Federation:
 
 
 def end(*processes: "subprocess.Popen[str]") -> None:
-    """Stop processes, each by its id."""
+    """Stop processes."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -184,7 +184,7 @@ def free_port() -> int:
 
 @contextmanager
 def federation(folder: Path, *options: str) -> Iterator[Federation]:
-    """A SuperLink with these options, in a folder of its own."""
+    """Run a SuperLink with these options, in its own folder."""
     found = Federation(folder, free_port())
     (folder / "home").mkdir()
     (folder / "home" / "config.toml").write_text(
@@ -211,7 +211,7 @@ def federation(folder: Path, *options: str) -> Iterator[Federation]:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    """A SuperLink for nodes that are processes; those of a test leave with it, or lie dead."""
+    """A SuperLink for nodes that are processes; each test ends its own nodes."""
     with federation(tmp_path_factory.mktemp("deployed")) as found:
         warm = found.folder / "warm"
         warm.mkdir()
@@ -228,7 +228,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
 
 @dataclass
 class Forgetful:
-    """The store of a run that only its end matters of."""
+    """A store that keeps nothing, for runs of which only the final state matters."""
 
     def append(self, record: RoundRecord) -> None:
         """Keep nothing."""
@@ -243,7 +243,7 @@ class Forgetful:
 def replayed(
     rounds: Sequence[RoundRecord], run_config: Settings, *, num_nodes: int = NUM_NODES
 ) -> Mapping[str, torch.Tensor]:
-    """Return the model of the same run in memory, replies in the order in which they came."""
+    """Run the same rounds in memory, with replies in the recorded order; return the model."""
     folder = APP / "federation"
     config = configuration(run_config, folder)
     pieces = assembly.deployment(config, data_dir=folder)
@@ -297,12 +297,12 @@ def assert_equals_memory(stored: StoredRun, run_config: Settings) -> None:
 def test_stock_processes_train_the_model_of_the_simulation(
     deployed: Federation, tmp_path: Path
 ) -> None:
-    """``flwr run`` on a SuperLink and three SuperNodes: the model of memory, bit for bit.
+    """``flwr run`` on a SuperLink and three SuperNodes gives the in-memory model, bit for bit.
 
     The clients keep their momentum in ``Context.state`` from round to round. After the second
-    round a node is killed, and the third one closes at its deadline with those who reported.
+    round a node is killed, and the third closes at its deadline with the clients that reported.
     """
-    deadline_s = 150.0  # a round of processes that import everything, beside other tests
+    deadline_s = 150.0  # processes import everything in a round, while other tests run
     overrides = (
         f"{THREE};client.momentum=0.5;client.keep_momentum=true;client.learning_rate=0.1;"
         f"stragglers.deadline_s={deadline_s}"
@@ -328,9 +328,9 @@ def test_stock_processes_train_the_model_of_the_simulation(
 
 
 def test_flowers_simulation_runtime_trains_the_same_model(simulated: Federation) -> None:
-    """Three virtual nodes on Ray: bit for bit again, where the coordinator trains as well.
+    """Three virtual nodes on Ray give the same bits, also if the coordinator trains as well.
 
-    The clients keep their momentum in ``Context.state``, whichever of Ray's processes they are in.
+    The clients keep their momentum in ``Context.state``, in any of Ray's processes.
     """
     training = {"num_steps": 10, "every_rounds": 2, "round_steps": 5, "share": 0.5}
     laid = (f"coordinator.training.{key}={value}" for key, value in training.items())
@@ -347,7 +347,7 @@ def test_flowers_simulation_runtime_trains_the_same_model(simulated: Federation)
 
 # ---- Secure aggregation -------------------------------------------------------------------
 
-#: With 4 nodes one may drop out; the clip does not bind, so that the plain run is the same.
+#: One of 4 nodes may drop out. No update is clipped, so that the plain run is the same.
 COMMON = (
     "data.partition.num_clients=4;cohort.num_wanted=4;stragglers.min_reports=3;"
     "client.learning_rate=0.1"
@@ -357,16 +357,16 @@ SECURE = (
     "secure_aggregation.mode=complete;secure_aggregation.modulus_bits=40;"
     "secure_aggregation.clip_norm=100;secure_aggregation.max_examples=400"
 )
-#: What is recorded of a client is when its vector came, after the stages before that.
+#: The recorded duration of a client includes the stages before its vector.
 PLAIN = f"{COMMON};stragglers.deadline_s=10000"
 NUM_SECURE_NODES = 4
 NUM_SECURE_ROUNDS = 2
 
 
 def assert_equals_plain(stored: StoredRun) -> None:
-    """The model is that of the same clients' plain rounds in memory, but for fixed point.
+    """Check that the model is that of plain rounds in memory, up to fixed-point errors.
 
-    Rounding in one round moves what the next trains on, and float32 adds up in another order.
+    Rounding in one round changes what the next trains on, and float32 adds up in another order.
     """
     config: dict[str, Scalar] = {"config": "run.toml", "num-rounds": NUM_SECURE_ROUNDS}
     expected = replayed(stored.rounds(), config | {"overrides": PLAIN}, num_nodes=NUM_SECURE_NODES)
@@ -377,7 +377,7 @@ def assert_equals_plain(stored: StoredRun) -> None:
     plan, layout = pieces.secure, Params.of(pieces.make_model()).layout
     assert plan is not None
     total = plan.lanes(layout)[0].largest_error(NUM_SECURE_NODES)
-    fewest = 3 * 300  # clients in a sum, and examples of each
+    fewest = 3 * 300  # fewest clients in a sum, times examples of each
     error = total * plan.max_examples / fewest
     assert 0.0 < error < 1e-6
     checkpoint = stored.load()
@@ -390,11 +390,11 @@ def assert_equals_plain(stored: StoredRun) -> None:
 def test_stock_processes_add_up_in_secret_and_a_killed_node_drops_out(
     deployed: Federation, tmp_path: Path
 ) -> None:
-    """Four SuperNodes, a process a message; one is killed as it gets the model of round 2.
+    """Four SuperNodes, with a process per message; one is killed as it gets the model of round 2.
 
-    Two have keys, pins and state on disk instead of in their memory: each of a round's five
-    messages is another process, which finds what the last one has left. The model is that of
-    plain rounds with the same clients.
+    Two keep keys, pins and state on disk instead of in memory: each of a round's five messages has
+    its own process, which finds what the last one has left. The model is that of plain rounds with
+    the same clients.
     """
     in_folders = (1, 2)
     with (
@@ -417,7 +417,7 @@ def test_stock_processes_add_up_in_secret_and_a_killed_node_drops_out(
     assert second.count(Status.REPORTED) == 3
     (lost,) = [p for p in second.participations if p.status is not Status.REPORTED]
     assert lost.client_id == 3
-    assert "at the stage `mask`" in lost.reason  # late, or Flower says that the node is gone
+    assert "at the stage `mask`" in lost.reason  # either late, or reported as gone by Flower
     assert_equals_plain(stored)
     assert sorted(each.name for each in tmp_path.glob("client-*")) == ["client-1", "client-2"]
     for number in in_folders:
@@ -428,7 +428,7 @@ def test_stock_processes_add_up_in_secret_and_a_killed_node_drops_out(
 # ---- Apps that were written for Flower alone ----------------------------------------------
 
 
-#: A client of the app below: it votes as those of the survival tests do, and one is held back.
+#: A client of the app below. It votes like those of the survival tests; client 0 can be held back.
 VOTER = """
 from pathlib import Path
 
@@ -465,7 +465,7 @@ def make_trainer(node: Node) -> Voter:
 
 app = client_app(make_trainer, policy_of=node_policy)
 """
-#: Its coordinator, which a test finds to kill it.
+#: Its coordinator, which notes its process id so that a test can kill it.
 FOUND = """
 import os
 from pathlib import Path
@@ -513,7 +513,7 @@ clients = 0
 
 
 def voting(folder: Path, *, num_rounds: int) -> Path:
-    """Write an app whose clients vote for the round that they train, and note it in ``folder``."""
+    """Write an app whose clients vote for each round that they train, and note it in ``folder``."""
     app = folder / "app"
     shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__"))
     (app / "federation" / "client.py").write_text(VOTER.format(folder=str(folder)))
@@ -525,7 +525,7 @@ def voting(folder: Path, *, num_rounds: int) -> Path:
 
 
 def read_until(run: "subprocess.Popen[str]", begin: str) -> None:
-    """Read what ``flwr run`` says until a line begins so."""
+    """Read the output of ``flwr run`` until a line starts with ``begin``."""
     assert run.stdout is not None
     lines = []
     while not (line := run.stdout.readline()).startswith(begin):
@@ -536,10 +536,10 @@ def read_until(run: "subprocess.Popen[str]", begin: str) -> None:
 def test_a_late_update_counts_once_although_the_server_app_is_killed(
     deployed: Federation, tmp_path: Path
 ) -> None:
-    """Semi-synchronous rounds with real nodes: the record and the model agree on every update.
+    """Semi-synchronous rounds with real nodes: record and model agree on every update.
 
-    A straggler misses the close of the first round and is outstanding when the ServerApp is killed.
-    What it sends is another run's then; the next one asks it anew, and takes it late.
+    A straggler misses the close of the first round and is in flight when the ServerApp is killed.
+    Its reply belongs to that Flower run, so the next one asks it again, and takes its update late.
     """
     app, hold = voting(tmp_path, num_rounds=5), tmp_path / "hold"
     hold.touch()
@@ -572,9 +572,9 @@ def test_a_late_update_counts_once_although_the_server_app_is_killed(
 
 @pytest.fixture(scope="module")
 def shaped(deployed: Federation, tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoredRun]:
-    """Runs of all shapes of apps, by name: at once, over the same nodes.
+    """Runs of apps of all shapes, by name, at the same time over the same nodes.
 
-    The ClientApps are as they were written for Flower, and import nothing of fedlearn.
+    The ClientApps are written for Flower, and import nothing from fedlearn.
     """
     folder = tmp_path_factory.mktemp("shaped")
     common = (
@@ -606,7 +606,7 @@ def test_a_migrated_app_is_as_accurate_as_with_flowers_own_strategy(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the guide says, on a SuperLink; Flower's FedAvg in this process, from the same model."""
+    """The app is migrated as the guide says; Flower's FedAvg starts from the same model."""
     rounds = shaped[shape.name].rounds()
     assert [record.count(Status.REPORTED) for record in rounds] == [2]
     monkeypatch.syspath_prepend(str(shape.folder))
@@ -618,7 +618,7 @@ def test_a_migrated_app_is_as_accurate_as_with_flowers_own_strategy(
 
 
 def test_our_client_app_answers_a_strategy_of_flowers(deployed: Federation, tmp_path: Path) -> None:
-    """FedAvg as it ships, as the guide says; a node that requires secure aggregation refuses."""
+    """Flower's FedAvg works as the guide says; a node that requires secure aggregation refuses."""
     ignored = shutil.ignore_patterns("__pycache__")
     app = shutil.copytree(flower_shapes.QUICKSTART, tmp_path / "app", ignore=ignored)
     flower_shapes.migrate(app, "quickstart", 1)

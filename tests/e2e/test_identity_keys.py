@@ -1,4 +1,4 @@
-"""Identity keys between processes: replaced between rounds, and never swapped without a word."""
+"""Identity keys between processes: rotated between rounds, and never swapped silently."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ from fedlearn.store.registry import StoredRegistry
 from tests.e2e.deployed import SECURE, Site, site_in
 from tests.processes import Launcher, until
 
-#: More rounds than there is time for.
+#: More rounds than a test has time for.
 NUM_CLIENTS, NUM_ROUNDS = 4, 100_000
 
 pytestmark = pytest.mark.slow
@@ -28,16 +28,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
-    """Four of four are asked, three must be left."""
+    """A deployment that asks four of four clients, of which three must remain."""
     counts = (f"num_rounds={NUM_ROUNDS}", f"cohort.num_wanted={NUM_CLIENTS}")
     with site_in(launcher, tmp_path, *SECURE, *counts, "evaluation.every_rounds=0") as site:
         yield site
 
 
 def swap_key(site: Site, number: int) -> None:
-    """Do what an active server would: name a key of one's own in the place of a client's.
+    """Do what an active attacker would: replace a client's key by one's own.
 
-    From then on who signs with it takes the client's part in sessions.
+    From then on its owner takes the client's part in sessions.
     """
     folder = site.home(number).folder / "identity"
     forged = Identity.create()
@@ -63,7 +63,7 @@ def is_full(record: RoundRecord) -> bool:
 
 
 def test_a_running_client_replaces_its_keys_and_the_others_go_on_with_it(site: Site) -> None:
-    """Between two rounds: it stays the same client, and the others have followed its chain."""
+    """Between two rounds: it stays the same client, and the others follow its chain of keys."""
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
         site.join(number)
@@ -83,9 +83,9 @@ def test_a_running_client_replaces_its_keys_and_the_others_go_on_with_it(site: S
 
 
 def test_a_swapped_key_and_a_stranger_are_refused_and_named_in_the_log(site: Site) -> None:
-    """In a later run, after a restart: pins outlive both. Control: all take part in the run before.
+    """In a later run after a restart, since pins outlive both. Control: before, all take part.
 
-    Clients pin the keys of those that they are in a sum with, so all four must be in one.
+    Clients pin the keys of the clients they share a sum with, so all four must be in one.
     """
     first = site.serving()
     clients = [site.join(number) for number in range(NUM_CLIENTS)]
@@ -116,7 +116,7 @@ def test_a_swapped_key_and_a_stranger_are_refused_and_named_in_the_log(site: Sit
 
 
 def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) -> Draw:
-    """Do what whoever exports a roster can: try names until it draws enough, and never all."""
+    """Rename the clients of a roster until its draws have enough clients, but never all."""
     given = IdentityRoster.load(path)
     for number in range(1000):
         clients = {
@@ -138,9 +138,9 @@ def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) 
 def test_clients_with_a_roster_are_asked_when_it_draws_them_and_refuse_other_rounds(
     site: Site,
 ) -> None:
-    """Two of four are asked, and two or three of them drawn.
+    """Two of four are asked, out of two or three that are drawn.
 
-    Without its line in the configuration the coordinator asks whom it likes, and is refused.
+    The control: a coordinator without the roster asks any clients, and they refuse.
     """
     site.change("num_rounds=1")
     coordinator = site.serving()

@@ -1,4 +1,4 @@
-"""Semi-synchronous runs as a user has them: on from a crash, by workers, and refused."""
+"""Semi-synchronous runs from Python: resumed, with several workers, and what is refused."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError
 from tests.e2e.test_python_api import Quiet, data, make_model
 
-#: Devices of which some take ten times as long as others, so that somebody is always late.
+#: Some devices take ten times as long as others, so that there are always late clients.
 SETTINGS: dict[str, Any] = {
     "num_rounds": 8,
     "cohort": {"num_wanted": 4},
@@ -42,7 +42,7 @@ def weights(found: fl.Run) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("break_after", [2, 5])
 def test_a_run_goes_on_with_who_is_late_and_what_was_observed(break_after: int) -> None:
-    """To the bit: weights, virtual time and what became of every client."""
+    """Weights, virtual time and every client's status are the same, to the bit."""
     whole = run()
     with pytest.raises(KeyboardInterrupt):
         run(name="broken", progress=Quiet(break_after=break_after))
@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_who_is_late_and_what_was_observed(break_after: int) 
 
 @pytest.mark.slow
 def test_who_was_late_counts_where_it_would_be_dropped() -> None:
-    """The control: by default nothing is stale, and the model is another one."""
+    """The control: by default late updates are dropped, none is stale, and the model differs."""
     kept, dropped = run(), run(late_updates={"mode": "drop"})
     assert any(age for record in kept.history for age in record.staleness)
     assert not any(record.staleness for record in dropped.history)
@@ -70,7 +70,7 @@ def test_who_was_late_counts_where_it_would_be_dropped() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [{"num_workers": 2}, {"executor": "sequential"}])
 def test_workers_and_executors_change_nothing_but_rounding(engine: dict[str, Any]) -> None:
-    """Nor what becomes of whom."""
+    """Every client's status is the same as well."""
     one, other = run(), run(engine={"num_workers": 1} | engine)
     torch.testing.assert_close(weights(other), weights(one), rtol=0.0, atol=1e-6)
     for left, right in zip(other.history, one.history, strict=True):
@@ -86,7 +86,7 @@ TOO_FEW = {"over_selection": 1.25, "deadline_s": 5.0, "min_reports": 4, "max_ret
 @pytest.mark.slow
 @pytest.mark.parametrize("stragglers", [SETTINGS["stragglers"], TOO_FEW], ids=["late", "retried"])
 def test_sessions_over_memory_are_the_engine_to_the_bit(stragglers: dict[str, Any]) -> None:
-    """Models, virtual time and what became of whom, where rounds are tried again, too."""
+    """Models, virtual time and every client's status, also if rounds are retried."""
     exactly = {"num_workers": 1, "executor": "sequential", "block_size": 1}
     engine = run(stragglers=stragglers, engine=exactly)
     sessions = run(stragglers=stragglers, engine={"transport": "memory"})
@@ -103,7 +103,7 @@ def test_sessions_over_memory_are_the_engine_to_the_bit(stragglers: dict[str, An
 
 @pytest.mark.slow
 def test_who_takes_as_long_as_the_deadline_is_in_time() -> None:
-    """Over memory as in the engine: deadlines are durations of clients that take as long again."""
+    """In both transports. Without jitter, deadlines equal the durations of some clients."""
     same: dict[str, Any] = {
         "cohort": {"num_wanted": 5},
         "devices": SETTINGS["devices"] | {"round_jitter_sigma": 0.0},

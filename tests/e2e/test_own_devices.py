@@ -1,4 +1,4 @@
-"""Devices of the user's, from Python and from TOML, in rounds of every kind."""
+"""A user's simulated devices, from Python and from TOML, in rounds of every kind."""
 
 import json
 import re
@@ -44,7 +44,7 @@ ROUNDS: dict[str, dict[str, Any]] = {
 }
 EVERY = {"checkpoint_every_s": 0.0}
 BUFFER = {"buffer_size": 3, "concurrency": 6}
-#: Devices in a file, by what they are told of the clients.
+#: Devices in a file, which depend on the clients' numbers of examples.
 IN_A_FILE = """
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ def no_devices(population):
 
 @dataclass(frozen=True)
 class TwoSpeeds:
-    """Half of the clients take five seconds, the others longer."""
+    """Devices of which half take five seconds and the others longer; client 0 fails."""
 
     slow_s: float = 50.0
 
@@ -89,7 +89,7 @@ class TwoSpeeds:
 
 @dataclass(frozen=True)
 class Answers:
-    """Returns what it was given, whoever is asked."""
+    """Devices that return fixed values for any clients."""
 
     durations: Any = None
     fails: Any = None
@@ -103,7 +103,7 @@ class Answers:
 
 @dataclass
 class Quiet:
-    """A progress that says nothing, and may break off after some rounds."""
+    """A progress display that shows nothing, and may interrupt the run after some rounds."""
 
     break_after: int | None = None
 
@@ -117,7 +117,7 @@ class Quiet:
 
 
 class Failing:
-    """Breaks a run off."""
+    """A callback that interrupts a run."""
 
     def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
         if record.round_num == 3:
@@ -166,7 +166,7 @@ def same(left: fl.Run, right: fl.Run) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUNDS)
 def test_clients_take_as_long_as_devices_of_the_users_say(kind: str) -> None:
-    """And fail as they say. The control: ideal devices take no time."""
+    """They also fail as the devices say. The control: ideal devices take no time."""
     mine = run(devices=TwoSpeeds(), **ROUNDS[kind])
     for record in mine.history:
         taken = record.participations
@@ -181,7 +181,7 @@ def test_clients_take_as_long_as_devices_of_the_users_say(kind: str) -> None:
 
 @pytest.mark.slow
 def test_devices_do_the_same_on_workers_and_in_sessions() -> None:
-    """Whether clients are asked together or one by one."""
+    """Both if clients are asked together and one by one."""
     for asynchronous in ({}, {"asynchronous": {"mode": "buffered"}}):
         one, two, sessions = (
             run(devices=TwoSpeeds(), **asynchronous, engine=engine)
@@ -199,7 +199,7 @@ def test_devices_do_the_same_on_workers_and_in_sessions() -> None:
 
 @pytest.mark.slow
 def test_devices_that_draw_at_random_give_two_workers_one_round() -> None:
-    """They are asked in one process; two that drew for themselves would wait for each other."""
+    """They are called in one process only; different draws would deadlock the processes."""
 
     class Random(Answers):
         def durations_s(self, asked: DeviceRound) -> Any:
@@ -217,7 +217,7 @@ def test_devices_that_draw_at_random_give_two_workers_one_round() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [{}, {"transport": "memory"}])
 def test_what_is_no_duration_and_no_failure_is_refused(engine: dict[str, str]) -> None:
-    """With the devices' name and the round. The control: proper answers run."""
+    """The message has the class's name and the round. The control: valid answers run."""
     for answers, method in (
         (Answers(durations=[-1.0] * 6), "durations_s"),
         (Answers(fails=True), "failures"),
@@ -228,7 +228,7 @@ def test_what_is_no_duration_and_no_failure_is_refused(engine: dict[str, str]) -
 
 
 def test_what_is_no_behaviour_is_refused() -> None:
-    """And what nobody would ask."""
+    """Devices that would never be called are refused too."""
     with pytest.raises(ConfigError, match=r"devices is 'slow'; give a table.*durations_s"):
         run(devices="slow")
     with pytest.raises(ConfigError, match="centralized asks no device"):
@@ -238,7 +238,7 @@ def test_what_is_no_behaviour_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
 def test_a_run_on_devices_of_the_users_is_resumed_to_the_same_bits(kind: str) -> None:
-    """With the same devices, and with no others."""
+    """It resumes only with the same devices."""
     settings = ROUNDS[kind]
     with pytest.raises(LookupError):
         run(devices=TwoSpeeds(), callbacks=[Failing()], name="broken", **settings)
@@ -259,7 +259,7 @@ def test_a_run_on_devices_of_the_users_is_resumed_to_the_same_bits(kind: str) ->
 
 @pytest.mark.slow
 def test_a_run_on_other_devices_is_not_resumed_on_devices_of_the_users() -> None:
-    """The other way about."""
+    """The reverse of the test above."""
     with pytest.raises(LookupError):
         run(devices={"kind": "lognormal"}, callbacks=[Failing()], name="broken")
     with pytest.raises(ConfigError, match=r"devices is a ClientBehaviour, but .* lognormal"):
@@ -268,7 +268,7 @@ def test_a_run_on_other_devices_is_not_resumed_on_devices_of_the_users() -> None
 
 @pytest.mark.slow
 def test_what_is_not_given_again_is_as_the_run_was_started_with() -> None:
-    """Not as by default: devices, cohort and deadline, with more clients than the digits have."""
+    """Devices, cohort and deadline keep their recorded values and do not return to the defaults."""
     started: dict[str, Any] = {
         "data": data(num_clients=80),
         "cohort": {"num_wanted": 60},
@@ -291,7 +291,7 @@ def test_what_is_not_given_again_is_as_the_run_was_started_with() -> None:
 def test_devices_in_a_file_are_told_the_clients(
     asynchronous: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which of them are large, here."""
+    """Here they depend on which clients are large."""
     Path("mine.py").write_text(IN_A_FILE)
     Path("mine.toml").write_text(
         'num_rounds = 4\n[devices]\nkind = "python"\nfactory = "mine.py:by_size"\n'
@@ -308,7 +308,7 @@ def test_devices_in_a_file_are_told_the_clients(
 def test_a_run_of_a_file_goes_on_by_its_record_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From elsewhere: the record has the place of the function, and its arguments."""
+    """From another folder: the record has the location of the function, and its arguments."""
     Path("mine.py").write_text(IN_A_FILE)
     devices = {"kind": "python", "factory": "mine.py:by_size", "args": {"slow_s": 8.0}}
     settings: dict[str, Any] = {"num_rounds": 6, "devices": devices, "store": EVERY}
@@ -330,7 +330,7 @@ def test_a_run_of_a_file_goes_on_by_its_record_alone(
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """Return what was told of rounds."""
+    """Return the reports of rounds."""
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return [each for each in told if each["event"] == "round"]
 
@@ -346,7 +346,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 def test_a_function_that_returns_no_devices_is_refused(
     factory: str, args: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the key and what is wrong."""
+    """The message has the key and the problem."""
     Path("mine.py").write_text(IN_A_FILE)
     Path("mine.toml").write_text(
         f'[devices]\nkind = "python"\nfactory = "mine.py:{factory}"\nargs = {args}\n'
@@ -359,7 +359,7 @@ def test_a_function_that_returns_no_devices_is_refused(
 
 @pytest.mark.slow
 def test_the_devices_of_the_guide_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its module beside its table, and from Python the same devices."""
+    """Both with its module and table, and with the same devices from Python."""
     page = GUIDE.read_text().partition("## Devices of your own")[2]
     (module,) = re.findall(r"^```python\n(# devices\.py\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
     table = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]

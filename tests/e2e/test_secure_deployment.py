@@ -17,7 +17,7 @@ from tests.e2e.deployed import SECURE, Site, site_in
 from tests.processes import LONG_S, Crash, Launcher
 
 NUM_CLIENTS, NUM_ROUNDS = 5, 2
-#: A trainer whose client is killed when it has the model, once: both its processes.
+#: A trainer that once kills both processes of its client when it has the model.
 DYING = """
 import os
 import signal
@@ -42,7 +42,7 @@ class Dying:
                 os.kill(pid, signal.SIGKILL)
         return self.trainer.train(tensors, context=context)
 """
-#: Rounding in the first round moves what the second trains on.
+#: Fixed-point rounding in the first round changes what the second trains on.
 ATOL = 1e-4
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
-    """Five of five are asked, four must be left."""
+    """A deployment that asks five of five clients, of which four must remain."""
     counts = (f"num_rounds={NUM_ROUNDS}", f"cohort.num_wanted={NUM_CLIENTS}")
     with site_in(launcher, tmp_path, *SECURE, *counts) as site:
         yield site
@@ -64,7 +64,7 @@ def finished(site: Site, name: str) -> tuple[RunStatus, list[RoundRecord], dict[
 
 
 def test_a_secure_deployment_ends_in_the_model_of_plain_aggregation(site: Site) -> None:
-    """But for fixed point; the simulation of it in the clear has the same clients and data."""
+    """Up to fixed-point errors. The plain simulation has the same clients and data."""
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
         site.join(number)
@@ -84,7 +84,7 @@ def test_a_secure_deployment_ends_in_the_model_of_plain_aggregation(site: Site) 
 
 
 def test_a_coordinator_that_is_killed_begins_a_session_of_its_own(site: Site) -> None:
-    """What clients remember of the one before neither hinders them nor is answered from again."""
+    """What clients remember of the earlier session must not block or answer the new one."""
     site.change("num_rounds=6")
     first = site.serving()
     for number in range(NUM_CLIENTS):
@@ -98,7 +98,7 @@ def test_a_coordinator_that_is_killed_begins_a_session_of_its_own(site: Site) ->
 
 
 def test_a_coordinator_that_is_killed_before_its_commit_opens_the_same_sum(site: Site) -> None:
-    """Its clients would help with no other of that round, and do not train again."""
+    """Its clients would not take part in another sum of that round, and do not train again."""
     opened = Crash("the first sum is open", Unmasking.close, when="after")
     first = site.serving(crash=opened)
     for number in range(NUM_CLIENTS):
@@ -114,11 +114,11 @@ def test_a_coordinator_that_is_killed_before_its_commit_opens_the_same_sum(site:
 
 
 def test_a_client_that_is_gone_is_left_out_of_the_sum(site: Site) -> None:
-    """One of five is killed: rounds wait for it as long as they have to, and go on with four."""
+    """One of five is killed: rounds wait for it until their deadline, and continue with four."""
     short = [
         "secure_aggregation.stage_deadline_s=10",
         "stragglers.deadline_s=10",
-        "coordinator.patience_s=20",  # as long as the next client may take to start
+        "coordinator.patience_s=20",  # long enough for a client to start
         "evaluation.every_rounds=0",
         "evaluation.deadline_s=10",
     ]
@@ -135,7 +135,7 @@ def test_a_client_that_is_gone_is_left_out_of_the_sum(site: Site) -> None:
 
 
 def test_a_client_that_is_killed_between_download_and_reply_goes_on(site: Site) -> None:
-    """It is asked again when it is back, has the model already, and is in the sum of that round."""
+    """It is asked again when it is back, still has the model, and is in the sum of that round."""
     site.change("model.hidden=[4096]", f"stragglers.deadline_s={LONG_S}")
     task = site.folder / "dying.py"
     task.write_text(DYING)
@@ -159,9 +159,9 @@ def test_a_client_that_is_killed_between_download_and_reply_goes_on(site: Site) 
 def test_a_client_whose_policy_forbids_the_training_says_so_before_secrets_are_shared(
     site: Site,
 ) -> None:
-    """It costs the session one advert, and no stage has to wait for it; the others go on."""
+    """It costs the session one advert; no stage waits for it, and the others continue."""
     (site.folder / "client.toml").write_text("[policy]\nmax_epochs = 0\n")
-    # However long the last takes to start.
+    # Longer than the last client takes to start.
     site.change("num_rounds=1", "coordinator.patience_s=600")
     coordinator = site.serving()
     for number in range(NUM_CLIENTS - 1):

@@ -1,4 +1,4 @@
-"""The coordinator trains too: before round 0 and between rounds, beside a computation by hand."""
+"""The coordinator's own training before and between rounds, compared with a plain torch script."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ from fedlearn.simulation.pooled import PooledExamples, set_aside
 NUM_CLIENTS, PER_CLIENT, SHARE = 20, 12, 0.2
 NUM_LEFT = 16
 ALL = 10_000
-#: One step of gradient descent on all that a client has.
+#: One step of gradient descent on all examples of a client.
 WHOLE = fl.LocalSgd(epochs=1, batch_size=ALL, learning_rate=0.5)
 STILL = fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=ALL, learning_rate=1e-30))
 SGD = fl.LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def data(num_clients: int = NUM_CLIENTS, *, scale: float = 1.0) -> fl.FederatedData:
-    """Three Gaussian classes."""
+    """Make three Gaussian classes."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, num_clients * PER_CLIENT * 5 // 4)
     features = scale * (rng.normal(size=(len(labels), 6)) + np.eye(3, 6)[labels])
@@ -51,7 +51,7 @@ def make_model() -> nn.Module:
 
 
 class Told:
-    """A progress that keeps what it is told, and may break off after some rounds."""
+    """A progress display that keeps its arguments, and may interrupt the run after some rounds."""
 
     def __init__(self, break_after: int = -1) -> None:
         self.notes: Sequence[str] = ()
@@ -78,7 +78,7 @@ def run(
     told: Told | None = None,
     **settings: Any,  # Any: keys and pieces
 ) -> fl.Run:
-    """Run four rounds of all clients that are left."""
+    """Run four rounds with all clients that are not set aside."""
     everything: dict[str, Any] = {
         "num_rounds": 4,
         "cohort": {"num_wanted": NUM_LEFT},
@@ -102,7 +102,7 @@ class Models:
 
 
 def same(first: fl.Run, second: fl.Run) -> bool:
-    """Whether two runs came to the same model, to the bit."""
+    """Return whether two runs have the same model, to the bit."""
     one, other = first.weights(best=False), second.weights(best=False)
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -111,7 +111,7 @@ def same(first: fl.Run, second: fl.Run) -> bool:
 
 
 def pieces_of(training: dict[str, Any]) -> Simulation:  # Any: values of a table
-    """Return the pieces of :func:`run`."""
+    """Build the simulation of :func:`run`."""
     values = {
         "data": {"source": "python", "factory": "argument:data"},
         "coordinator": {"training": {"share": SHARE, "batch_size": 16, **training}},
@@ -127,7 +127,7 @@ def pieces_of(training: dict[str, Any]) -> Simulation:  # Any: values of a table
 
 
 def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[str, torch.Tensor]]:
-    """Train as a script would: full gradient steps for rounds, and torch's AdamW in between."""
+    """Train like a script: full gradient steps as rounds, and torch's AdamW in between."""
     task, model, models, taken = server_task(pieces), make_model(), [], 0
     initial_params(pieces, torch.device("cpu")).load_into(model)
     adam, rate = task.plan.optimizer, task.plan.optimizer.learning_rate
@@ -165,7 +165,7 @@ def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[st
     ("num_steps", "every"), [(7, 0), (0, 1), (7, 2)], ids=["before", "after each", "both"]
 )
 def test_each_model_is_that_of_a_script(num_steps: int, every: int) -> None:
-    """Rounds, and AdamW whose moments and examples go on from one training to the next."""
+    """AdamW's moments and the order of examples continue from one training to the next."""
     between = {"every_rounds": every, "round_steps": 3} if every else {}
     training = {"num_steps": num_steps, "learning_rate": 0.02, **between}
     models, pieces = Models(), pieces_of(training)
@@ -183,7 +183,7 @@ def test_each_model_is_that_of_a_script(num_steps: int, every: int) -> None:
 
 @pytest.mark.slow
 def test_moments_that_began_anew_would_be_seen() -> None:
-    """The control of the test above: a training that forgets is another one."""
+    """The control of the test above: without the moments the model is another one."""
     training = {"every_rounds": 1, "round_steps": 3, "learning_rate": 0.02}
     goes_on = run(fl.FedAvg(WHOLE), training).weights(best=False)
     forgets = by_hand(pieces_of(training), every=1, round_steps=2)[-1]
@@ -201,7 +201,10 @@ def test_moments_that_began_anew_would_be_seen() -> None:
 def test_the_model_is_the_same_wherever_clients_train(
     algorithm: fl.Strategy, engine: dict[str, object]
 ) -> None:
-    """To the bit: in one process, in two, and in sessions. Two add clients up in another order."""
+    """To the bit, in one process, in two, and in sessions.
+
+    Two processes add clients up in another order, so there clients do not move the model.
+    """
     training = {"num_steps": 5, "every_rounds": 2, "round_steps": 3, "learning_rate": 0.05}
     cohort = {"num_wanted": 4}
     first = run(algorithm, training, cohort=cohort)
@@ -213,7 +216,7 @@ def test_the_model_is_the_same_wherever_clients_train(
 
 @pytest.mark.slow
 def test_clients_that_are_set_aside_are_no_clients() -> None:
-    """Each client is on one side; the run tells how many are left, and asks nobody else."""
+    """Each client is on one side. The run notes how many are left, and asks only those."""
     everyone = data().population
     aside, others = set_aside(everyone, share=SHARE, seed=Seed(3))
     assert sorted([*aside.client_ids, *others.client_ids]) == list(range(NUM_CLIENTS))
@@ -262,13 +265,13 @@ PRIVACY = {
     "target_delta": 1e-3,
     "reproducible": True,
 }
-#: What each client counts alike, as privacy asks.
+#: Weighs all clients alike, as privacy requires.
 ALIKE = fl.FedAvg(SGD, weight_by_examples=False)
 POISSON = {"num_wanted": 4, "sampling": "poisson"}
 
 
 def halved(client_id: ClientId) -> fl.LocalUpdate:
-    """Return what a client does: every other one takes smaller steps."""
+    """Return a client's local update; every other client takes smaller steps."""
     return fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1 / (1 + client_id % 2))
 
 
@@ -314,7 +317,7 @@ def halved(client_id: ClientId) -> fl.LocalUpdate:
 def test_a_run_that_breaks_off_ends_in_the_same_model(
     algorithm: fl.Strategy, settings: dict[str, Any]
 ) -> None:
-    """Beside the state of any other algorithm the training's has its place in checkpoints."""
+    """Checkpoints hold the training's state next to that of any algorithm."""
     given = dict(settings)
     further = given.pop("training", {})
     training = {"num_steps": 4, "every_rounds": 1, "round_steps": 2, **further}
@@ -345,7 +348,7 @@ def test_clients_that_add_noise_themselves_train_beside_it(mode: str) -> None:
 
 @pytest.mark.slow
 def test_distillation_begins_at_the_model_that_the_coordinator_has_trained() -> None:
-    """With no step towards the ensemble it is the run without; a stale model would be seen."""
+    """With steps of size zero, distillation must change nothing; a stale model would be noticed."""
     training = {"num_steps": 4, "every_rounds": 1, "round_steps": 5, "optimizer": "sgd"}
     plain = run(fl.FedAvg(SGD), {**training, "learning_rate": 1e-9})
     distilled = run(fl.FedAvg(SGD), {**training, "learning_rate": 1e-9, "distil_steps": 1})
@@ -354,7 +357,7 @@ def test_distillation_begins_at_the_model_that_the_coordinator_has_trained() -> 
 
 
 def spent(num_clients: int, training: dict[str, Any]) -> tuple[float, Sequence[str]]:
-    """Return the ε of a private run on so many clients, and its notes; each has its own ledger."""
+    """Return ε and the notes of a private run on ``num_clients``; each run has its own ledger."""
     own: dict[str, Any] = {"noise_multiplier": 1.0, "reproducible": False}
     own["population"] = f"{num_clients}, {training}"
     told, privacy = Told(), {**PRIVACY, **own}
@@ -367,7 +370,7 @@ def spent(num_clients: int, training: dict[str, Any]) -> tuple[float, Sequence[s
 
 @pytest.mark.slow
 def test_what_the_coordinator_does_costs_no_privacy_and_hides_nothing_of_its_own() -> None:
-    """ε is that of the clients who are left; with more of them it would be less."""
+    """ε is that of the remaining clients; with more of them it would be smaller."""
     note = "which costs no ε; nothing hides the examples that it has itself"
     training = {"num_steps": 3, "every_rounds": 1}
     trained, notes = spent(NUM_CLIENTS, training)
@@ -383,14 +386,14 @@ def test_what_the_coordinator_does_costs_no_privacy_and_hides_nothing_of_its_own
 
 
 def test_other_processes_cannot_make_what_python_has_made() -> None:
-    """The model and the data are arguments: the refusal says what would do."""
+    """Model and data are arguments, which other processes cannot build; the error has a remedy."""
     training = {"num_steps": 2, "replicate": 2}
     with pytest.raises(ConfigError, match=r"replicate 2, but other processes cannot make"):
         run(fl.FedAvg(SGD), training)
 
 
 def test_a_loss_that_is_not_finite_names_the_key_to_change() -> None:
-    """No round begins, and no checkpoint is left to go on from."""
+    """No round starts, and no checkpoint is left to resume from."""
     training = {"num_steps": 30, "optimizer": "sgd", "learning_rate": 3e38}
     told = Told()
     with pytest.raises(Diverged, match=r"^coordinator\.training\.learning_rate: the loss is nan"):

@@ -1,4 +1,4 @@
-"""``fedlearn join --workers``: a client whose trainings several processes share."""
+"""``fedlearn join --workers``: several processes share a client's training."""
 
 import os
 import select
@@ -31,7 +31,7 @@ def trainer():
     return TorchTrainer.of(lambda: nn.Linear(4, 3), FEATURES, torch.arange(13) % 3, device="cpu")
 """
 LOCAL = LocalSgd(epochs=3, batch_size=None, learning_rate=0.5)
-#: Takes longer than a test.
+#: Settings of a training that takes longer than a test.
 ENDLESS = settings_of(LocalSgd(epochs=10_000_000, batch_size=1, learning_rate=0.001))
 _PATIENCE_S = 10.0
 _WORDS = "process 2 of the 2 that share this training was ended by SIGKILL"
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 
 def expected(weights: Mapping[str, Tensor]) -> Tensor:
-    """Return what plain torch moves the weights by, bias and weight in the model's order."""
+    """Return the update that plain torch computes, flattened in the model's order."""
     model = nn.Linear(4, 3)
     model.load_state_dict(dict(weights))
     features = torch.randn(13, 4, generator=torch.Generator().manual_seed(1))
@@ -64,7 +64,7 @@ def has_said(process: Process, words: str) -> None:
 
 
 def test_a_client_trains_with_a_worker_and_outlives_it(launcher: Launcher, tmp_path: Path) -> None:
-    """To what torch comes to; a killed worker fails its task only, and none outlives its client."""
+    """The update equals torch's. A killed worker fails only its task; none outlives its client."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "client.toml").write_text("[training]\nnum_workers = 2")
     model = nn.Linear(4, 3)
@@ -76,7 +76,7 @@ def test_a_client_trains_with_a_worker_and_outlives_it(launcher: Launcher, tmp_p
         client = launcher.launch(tmp_path / "joined.log", *arguments, *options, environ=os.environ)
 
         def train(settings: Settings, deadline_s: float = LONG_S) -> Reply | None:
-            """Return what the client answers, if it does."""
+            """Return the client's answer, or ``None`` if there is none in time."""
             return coordinator.train(model, settings, deadline_s=deadline_s).get("clinic-a")
 
         def as_torch() -> bool:
@@ -114,7 +114,7 @@ def test_a_client_trains_with_a_worker_and_outlives_it(launcher: Launcher, tmp_p
 def test_a_run_goes_through_with_a_client_of_two_processes(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """Beside one of a single process; its worker ends with it."""
+    """Together with a client of a single process; the worker ends with its client."""
     counts = ("num_rounds=3", "cohort.num_wanted=2", "stragglers.min_reports=2")
     with site_in(launcher, tmp_path, *counts, "stragglers.over_selection=1.0") as site:
         coordinator = site.serving()

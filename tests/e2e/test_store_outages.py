@@ -1,4 +1,4 @@
-"""A database that goes away, and coordinators that die or stand still, on real servers."""
+"""Databases that go away, and coordinators that are killed or frozen, on real servers."""
 
 import selectors
 import signal
@@ -46,10 +46,10 @@ ROUND = RoundRecord(
     metrics={"accuracy": 0.5},
 )
 TTL_S = 1.0
-#: Of a holder that must not lose its lease because the machine stands still for a while.
+#: Lease of a holder that must not lose it because the machine stalls for a while.
 HELD_TTL_S = 4.0
 
-# Holds the lease and renews it; on each line of its input it commits a round.
+# Holds the lease and renews it; commits a round for each line of its input.
 HOLD = """
 import sys
 from pathlib import Path
@@ -88,11 +88,11 @@ for k, _ in enumerate(sys.stdin):
 
 
 class Proxy:
-    """Stands between a store and its server, on a socket of its own, and can cut the line.
+    """A proxy between a store and its server, on its own socket, that can cut connections.
 
     Attributes:
-        folder: Of its socket: the host of a URL through it.
-        loses_commit: While set, the next COMMIT is passed on and its answer is not.
+        folder: Folder of its socket, which is the host of a URL through it.
+        loses_commit: While set, the next COMMIT is forwarded, but its answer is not.
     """
 
     def __init__(self, server: str, folder: str) -> None:
@@ -104,14 +104,14 @@ class Proxy:
         self.restore()
 
     def restore(self) -> None:
-        """Take connections."""
+        """Accept connections."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._path)
         self._listener.listen()
         Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def cut(self) -> None:
-        """End all connections and take no others."""
+        """End all connections and refuse new ones."""
         Path(self._path).unlink()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -143,7 +143,7 @@ class Proxy:
                         content = source.recv(1 << 16)
                         if source is server and is_losing:
                             self.loses_commit.clear()
-                            return  # the server has answered: the commit stands
+                            return  # the server has answered, so the commit is durable
                         other[source].sendall(content)
                     except OSError:
                         return
@@ -158,12 +158,12 @@ def _hang_up(pair: tuple[socket.socket, socket.socket]) -> None:
         try:
             each.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # it is closed already
+            continue  # it is already closed
 
 
 @pytest.fixture
 def proxy(postgresql_url: str) -> Iterator[Proxy]:
-    """A line to the server."""
+    """A proxy to the server."""
     server = postgresql_url.partition("?host=")[2]
     with TemporaryDirectory(prefix="px-", dir="/tmp") as folder:
         proxy = Proxy(f"{server}/.s.PGSQL.5432", folder)
@@ -210,7 +210,7 @@ def test_a_commit_whose_answer_was_lost_counts_once(database: Database, proxy: P
 def test_more_rounds_may_follow_before_a_lost_commit_is_repeated(
     database: Database, proxy: Proxy
 ) -> None:
-    """Only what is missing is added."""
+    """Only the missing rounds are added."""
     run = database.run(RUN.name)
     run.append(ROUND)
     proxy.loses_commit.set()
@@ -222,7 +222,7 @@ def test_more_rounds_may_follow_before_a_lost_commit_is_repeated(
 
 
 def test_a_commit_that_never_arrived_is_made_later(database: Database, proxy: Proxy) -> None:
-    """Nothing of it is missing, whatever was tried in between."""
+    """It is complete, even after failed attempts in between."""
     run = database.run(RUN.name)
     run.append(ROUND)
     proxy.cut()
@@ -235,7 +235,7 @@ def test_a_commit_that_never_arrived_is_made_later(database: Database, proxy: Pr
 
 
 def test_a_run_waits_for_a_server_that_is_away(database: Database, proxy: Proxy) -> None:
-    """And gives up in time; reading says the same."""
+    """It gives up after a time limit; reads raise the same error."""
     run = database.run(RUN.name)
     run.append(ROUND)
     proxy.cut()
@@ -253,7 +253,7 @@ def test_a_run_waits_for_a_server_that_is_away(database: Database, proxy: Proxy)
 def test_a_round_whose_opening_was_not_answered_is_opened_once(
     database: Database, proxy: Proxy
 ) -> None:
-    """The journal takes the same round twice."""
+    """The journal accepts the same round twice."""
     journal = StoredJournal(database, RUN.name, guard=unguarded)
     opened = OpenRound(round_num=0, attempt=0, cohort=(ClientId(4),), opened_unix_s=1.0)
     proxy.loses_commit.set()
@@ -264,7 +264,7 @@ def test_a_round_whose_opening_was_not_answered_is_opened_once(
 
 
 def test_a_holder_keeps_its_lease_through_an_outage(database: Database, proxy: Proxy) -> None:
-    """Nobody could take it over meanwhile; it doubts until it has renewed."""
+    """No other process could take it over, but it counts as not held until it is renewed."""
     clock = SystemClock()
     lease = Lease(database, RUN.name, holder="one", ttl_s=TTL_S, clock=clock)
     waiter = Lease(database, RUN.name, holder="two", ttl_s=TTL_S, clock=clock)
@@ -283,7 +283,7 @@ def test_a_holder_keeps_its_lease_through_an_outage(database: Database, proxy: P
 
 
 def test_an_acquisition_whose_answer_was_lost_is_repeated(database: Database, proxy: Proxy) -> None:
-    """The lease is its own by then: it does not wait for itself to fall silent."""
+    """It already holds the lease, and must not wait for its own to expire."""
     lease = Lease(database, RUN.name, holder="one", ttl_s=60.0, clock=SystemClock())
     proxy.loses_commit.set()
     with pytest.raises(StoreUnavailable):
@@ -298,7 +298,7 @@ def test_an_acquisition_whose_answer_was_lost_is_repeated(database: Database, pr
 
 @pytest.fixture
 def shared(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """A store with one deployed run, once of each kind, without a proxy."""
+    """A store with one deployed run, without a proxy, for each kind of database."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         database.create(RUN)
         deploy(database, RUN.name)
@@ -328,7 +328,7 @@ def heard(process: "subprocess.Popen[str]") -> str:
 
 
 def told(process: "subprocess.Popen[str]") -> str:
-    """Let the holder commit; return what became of it."""
+    """Let the holder commit; return whether it "committed" or was "fenced"."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -342,7 +342,7 @@ def a_second(shared: Database) -> Lease:
 def test_a_second_coordinator_takes_over_from_a_dead_one(
     shared: Database, holder: "subprocess.Popen[str]"
 ) -> None:
-    """Within seconds of its death, and not before."""
+    """Within seconds after the kill, and not before."""
     second, clock = a_second(shared), SystemClock()
     until_s = clock.now_s() + 2 * HELD_TTL_S
     assert not second.acquire(is_stopped=lambda: clock.now_s() > until_s)
@@ -356,7 +356,7 @@ def test_a_second_coordinator_takes_over_from_a_dead_one(
 def test_a_coordinator_that_stood_still_is_fenced_off(
     shared: Database, holder: "subprocess.Popen[str]"
 ) -> None:
-    """It wakes up after the takeover and still believes that it is in charge."""
+    """It continues after the takeover, still acting as the leader."""
     assert told(holder) == "committed"
     holder.send_signal(signal.SIGSTOP)
     second = a_second(shared)
@@ -369,9 +369,9 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
 
 @contextmanager
 def silent(postgresql_url: str, runs_dir: Path) -> Iterator[tuple[Database, Lease, Lease]]:
-    """Open a store with a holder that has fallen silent, and who may take over from it.
+    """Open a store with a silent holder of the lease, and a second that may take over.
 
-    Whoever waits for a lock for long fails, and does not wait for ever.
+    Waiting for a lock fails after some time instead of hanging the test.
     """
     impatient = f"{postgresql_url}&options=-c%20lock_timeout%3D20s"
     with Database.open(impatient, runs_dir=runs_dir) as database:
@@ -382,14 +382,14 @@ def silent(postgresql_url: str, runs_dir: Path) -> Iterator[tuple[Database, Leas
             for name in ("first", "second")
         )
         assert first.try_acquire()
-        assert not second.try_acquire()  # it has seen the holder now
+        assert not second.try_acquire()  # its first sight of the holder
         yield database, first, second
 
 
 def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
     postgresql_url: str, tmp_path: Path
 ) -> None:
-    """Else it would be committed after the takeover, by a holder of the past."""
+    """Otherwise a former holder would commit it after the takeover."""
     with silent(postgresql_url, tmp_path / "runs") as (database, first, second):
         taken = Event()
 
@@ -400,7 +400,7 @@ def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
         with database.writing() as session:
             first.guard(session)
             Thread(target=take, daemon=True).start()
-            session.execute(text("SELECT pg_sleep(1)"))  # it works, longer than one stands still
+            session.execute(text("SELECT pg_sleep(1)"))  # at work for longer than a stall
             assert not taken.is_set()
         assert taken.wait(timeout=60.0)
         with pytest.raises(Fenced), database.writing() as session:
@@ -408,9 +408,9 @@ def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
 
 
 def test_a_takeover_ends_a_write_that_stands_still(postgresql_url: str, tmp_path: Path) -> None:
-    """Its process stopped between two messages of a pipeline, which no timeout of the server ends.
+    """The process is frozen between two messages of a pipeline, which no server timeout ends.
 
-    The holder's next beat waits for it, and the takeover for that.
+    The holder's next beat waits for that write, and the takeover for the beat.
     """
     url = postgresql_url.replace("+psycopg", "")
     idle = "-c%20idle_in_transaction_session_timeout%3D100"
@@ -439,7 +439,7 @@ def test_a_takeover_ends_a_write_that_stands_still(postgresql_url: str, tmp_path
 def test_a_takeover_ends_a_write_that_nobody_waits_for_yet(
     postgresql_url: str, tmp_path: Path
 ) -> None:
-    """The last holder stopped while it wrote down its clients, which takes a lock of its own."""
+    """The last holder is frozen while it stores its clients, which takes a separate lock."""
     url = postgresql_url.replace("+psycopg", "")
     with (
         silent(postgresql_url, tmp_path / "runs") as (database, _, second),
@@ -484,7 +484,7 @@ def test_a_write_waits_for_a_lock_as_long_as_the_session_says(
 def test_the_server_looks_after_those_whose_machine_is_off(
     postgresql_url: str, tmp_path: Path
 ) -> None:
-    """By keepalives of its own: the other machine's say nothing any more."""
+    """By the server's own keepalives, since a machine that is off sends none."""
     with (
         Database.open(postgresql_url, runs_dir=tmp_path) as database,
         database.reading() as session,

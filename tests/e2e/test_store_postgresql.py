@@ -1,4 +1,4 @@
-"""What only a server can do to a store: be away, go away, and serve two at once."""
+"""Stores on a database server, which may be down, restart, or serve two machines at once."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,14 +38,14 @@ def database(postgresql_url: str, tmp_path: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def admin(postgresql_url: str) -> Iterator[psycopg.Connection]:
-    """A connection to the same database that is not the store's."""
+    """A separate connection to the same database."""
     url = postgresql_url.replace("+psycopg", "")
     with psycopg.connect(url, autocommit=True) as connection:
         yield connection
 
 
 def disconnect_others(admin: psycopg.Connection) -> None:
-    """End all other connections to the database, as a restart of the server does."""
+    """End all other connections to the database, like a restart of the server."""
     admin.execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
         "WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -53,7 +53,7 @@ def disconnect_others(admin: psycopg.Connection) -> None:
 
 
 def checkpoint_after(round_num: int) -> Checkpoint:
-    """Return a small checkpoint."""
+    """Make a small checkpoint."""
     return Checkpoint(round_num=round_num, tensors={"params/w": torch.ones(1)}, values={})
 
 
@@ -68,7 +68,7 @@ def test_a_server_that_is_away_is_named_without_the_password(tmp_path: Path) -> 
 def test_a_run_survives_a_restart_of_the_server(
     database: Database, admin: psycopg.Connection
 ) -> None:
-    """Between two commits: the second finds its connection dead and takes a new one."""
+    """Between two commits: the second finds its connection closed and opens a new one."""
     run = database.create(RUN)
     run.commit(checkpoint_after(0))
     disconnect_others(admin)
@@ -80,7 +80,7 @@ def test_a_run_survives_a_restart_of_the_server(
 def test_a_commit_that_the_server_refuses_says_where_the_run_stands(
     database: Database, admin: psycopg.Connection
 ) -> None:
-    """And succeeds once it no longer does."""
+    """The commit succeeds once the server accepts it again."""
     run = database.create(RUN)
     run.commit(checkpoint_after(0))
     run.append(ROUND)
@@ -95,7 +95,7 @@ def test_a_commit_that_the_server_refuses_says_where_the_run_stands(
 def test_two_machines_share_a_database_with_folders_of_their_own(
     database: Database, postgresql_url: str, tmp_path: Path
 ) -> None:
-    """The name is the database's to give: the folder of the loser goes again."""
+    """The database decides who gets a name; the other machine's folder is removed again."""
     database.create(RUN)
     with Database.open(postgresql_url, runs_dir=tmp_path / "other") as other:
         with pytest.raises(StoreError, match="there is a run called 'calm-otter-17' already"):
@@ -108,6 +108,6 @@ def test_two_machines_share_a_database_with_folders_of_their_own(
 def test_a_database_that_does_not_exist_is_an_error_with_a_remedy(
     postgresql_server: str, tmp_path: Path
 ) -> None:
-    """Creating databases is the administrator's."""
+    """Creating databases is left to the administrator."""
     with pytest.raises(StoreError, match=r"does not exist.*names a database this user may write"):
         Database.open(postgresql_server.format(database="nowhere"), runs_dir=tmp_path)

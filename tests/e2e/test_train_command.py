@@ -1,4 +1,4 @@
-"""``fedlearn train``, and a run whose coordinator trains, as a user types them; and kills."""
+"""``fedlearn train``, and runs whose coordinator trains: as commands, and killed."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def sets(*overrides: str) -> list[str]:
 
 
 def equal(first: Path, second: Path) -> bool:
-    """Whether two files hold the same weights, to the bit."""
+    """Return whether two files hold the same weights, to the bit."""
     one: dict[str, Tensor] = load_file(first)
     other: dict[str, Tensor] = load_file(second)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -49,7 +49,7 @@ def equal(first: Path, second: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_warm_start_is_what_the_command_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    """The clients stand still, so the run's model is that of before round 0."""
+    """The clients do not move the model, so the run ends with that from before round 0."""
     assert main(["train", *sets(*TRAINING), "--json", "--output", "alone.safetensors"]) == 0
     *told, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["step_num"] for each in told] == list(range(5, 41, 5))
@@ -68,7 +68,7 @@ def test_a_warm_start_is_what_the_command_trains(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_command_tells_a_person_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line a report, a last one with the metrics; nothing is left but the model."""
+    """One line per report and a last one with the metrics; only the model is left on disk."""
     assert main(["train", *sets(*TRAINING)]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 8
@@ -126,13 +126,13 @@ def test_a_file_is_replaced_if_it_is_asked_for() -> None:
 def test_a_training_that_is_under_way_is_not_begun_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two would write the same checkpoints; what is left at the end is the model alone."""
+    """Two would write the same checkpoints. At the end only the model is left."""
     command, take_step = ["train", *sets(*TRAINING)], Engine.take_step
     codes: list[int] = []
 
     def interrupted(engine: Engine) -> Tensor:
         if not codes:
-            codes.append(0)  # the second is not to begin a third
+            codes.append(0)  # so that the second training does not start a third
             codes[0] = main(command)
         return take_step(engine)
 
@@ -147,7 +147,7 @@ def test_a_training_that_is_under_way_is_not_begun_again(
 def test_a_training_goes_on_with_more_steps_or_from_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It ends in the model of one that takes them all; where the rate decays there is no more."""
+    """It gives the model of one training with all steps; a decayed rate cannot be extended."""
     few, all_of_them = (f"coordinator.training.num_steps={n}" for n in (6, 12))
     kept = ["train", "--force", "--folder", "kept"]
     assert main([*kept, *sets(*TRAINING, few), "--output", "first"]) == 0
@@ -169,7 +169,7 @@ def test_a_training_goes_on_with_more_steps_or_from_weights(
 
 
 def test_the_best_model_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a rate that is much too high it is an early one."""
+    """With a learning rate that is much too high, the best model is an early one."""
     wild = (*TRAINING, "coordinator.training.learning_rate=0.3")
     command = ["train", "--json", "--evaluate-every", "1", "--patience", "3", *sets(*wild)]
     assert main(command) == 0
@@ -180,7 +180,7 @@ def test_the_best_model_is_written(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_training_that_diverges_writes_no_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """And names the key."""
+    """The error names the key."""
     diverging = ("coordinator.training.optimizer=sgd", "coordinator.training.learning_rate=3e38")
     assert main(["train", *sets(*TRAINING, *diverging)]) != 0
     assert "coordinator.training.learning_rate: " in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_a_training_that_diverges_writes_no_model(capsys: pytest.CaptureFixture[
 
 
 def test_a_check_shows_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what was left out."""
+    """It includes keys that were left out."""
     Path("experiment.toml").write_text(
         "[coordinator.training]\nnum_steps = 40\nshare = 0.1\nreplicate = 2\n"
     )
@@ -204,13 +204,13 @@ def test_a_check_shows_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """Where commands are typed in processes of their own."""
+    """A folder in which to run commands, each in its own process."""
 
     launcher: Launcher
     path: Path
 
     def type(self, *words: str, crash: Crash | None = None) -> list[dict[str, object]]:
-        """Run a command, which crashes if it shall; return the steps that it told of."""
+        """Run a command, which may crash; return its reports of training steps."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
         number = len(list(self.path.glob("*.err")))
         process = self.launcher.launch(
@@ -231,7 +231,7 @@ def folder(launcher: Launcher, tmp_path: Path) -> Folder:
 
 @pytest.fixture(scope="module")
 def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of a run that nothing disturbs."""
+    """The model of an uninterrupted run."""
     undisturbed = Folder(launcher, tmp_path_factory.mktemp("whole"))
     undisturbed.type("simulate", "--name", "run", *sets(*TRAINING, *BETWEEN, *RUN))
     undisturbed.type("export", "run", "--last", "--output", "model")
@@ -252,7 +252,7 @@ CRASHES = [
 def test_a_run_that_is_killed_ends_in_the_same_model(
     folder: Folder, whole: Path, crash: Crash, first: int
 ) -> None:
-    """It goes on from the training's last checkpoint, as its first report tells."""
+    """It resumes from the training's last checkpoint, as its first report shows."""
     folder.type("simulate", "--name", "run", *sets(*TRAINING, *BETWEEN, *RUN), crash=crash)
     told = folder.type("resume", "run")
     assert told[0]["step_num"] == first
@@ -264,7 +264,7 @@ def test_a_run_that_is_killed_ends_in_the_same_model(
 
 @pytest.mark.slow
 def test_a_training_alone_that_is_killed_goes_on(folder: Folder) -> None:
-    """The same command again; and other settings begin anew."""
+    """The same command resumes it; with other settings it starts over."""
     train = ("train", "--json", *sets(*TRAINING), "--output")
     folder.type(*train, "whole")
     crash = Crash("in the middle", Engine.take_step, "after", 27)

@@ -1,9 +1,9 @@
-"""Runs what Flower's processes start as forks of a process that has imported what these need.
+"""Speed up Flower's processes by forking them from a process that has done their imports.
 
-A SuperNode starts a process for each message, and others beside it, nearly all of whose time is
-imports. It looks for their commands on the PATH, where :func:`standing_in` has put some that ask
-here for a fork: with the same arguments, environment, folder and streams, and Flower's own code
-from there on.
+A SuperNode starts a process for each message, and some others, which spend nearly all their time on
+imports. It looks for their commands on the PATH. :func:`standing_in` puts replacements there that
+ask this server for a fork, with the same arguments, environment, folder and streams; from there on
+Flower's own code runs.
 """
 
 import gc
@@ -21,20 +21,20 @@ from pathlib import Path
 
 from tests.processes import end_with_parent, until
 
-#: By command, the module and the function of Flower that it runs.
+#: The module and function of Flower that each command runs.
 _COMMANDS = {
     "flower-superexec": ("flwr.supercore.cli", "flower_superexec"),
     "flwr-serverapp": ("flwr.superlink.cli", "flwr_serverapp"),
     "flwr-clientapp": ("flwr.supernode.cli", "flwr_clientapp"),
 }
 
-#: What our apps import, and those of Flower's shapes.
+#: Modules that our apps and the Flower apps import.
 _HEAVY = (
     *("fedlearn.client.flower", "fedlearn.deployment.flower", "fedlearn.deployment.rounds"),
     *("sklearn.datasets", "sklearn.linear_model"),
 )
 
-#: It imports no packages: a few hundredths of a second.
+#: The replacement of a command. It imports no packages, so it takes hundredths of a second.
 _ASKS = """\
 #!{python} -SE
 import json, os, socket, sys
@@ -47,7 +47,7 @@ with socket.socket(socket.AF_UNIX) as asking:
 
 @contextmanager
 def standing_in(folder: Path, environ: Mapping[str, str], *, within_s: float) -> Iterator[None]:
-    """Have the commands in ``folder``, which is to come first on the PATH, until the block ends."""
+    """Provide the commands in ``folder``, which must come first on the PATH, during the block."""
     address = folder / "socket"
     for name in _COMMANDS:
         command = folder / name
@@ -72,18 +72,18 @@ def standing_in(folder: Path, environ: Mapping[str, str], *, within_s: float) ->
 
 
 def serve(address: str) -> None:
-    """Answer requests, each by a fork, until this process is stopped."""
+    """Serve requests, each with a fork, until this process is stopped."""
     end_with_parent()
     for name in _HEAVY:
         importlib.import_module(name)
-    # The test itself needs none of these.
+    # Imported here, since the test process itself does not need them.
     functions = {
         command: getattr(importlib.import_module(module), name)
         for command, (module, name) in _COMMANDS.items()
     }
     gc.collect()
-    gc.freeze()  # a fork that collects would copy what it only looks at
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left behind as a zombie
+    gc.freeze()  # otherwise a garbage collection in a fork would copy shared pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no zombies are left
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{address}.new")
         listening.listen()
@@ -92,14 +92,14 @@ def serve(address: str) -> None:
             asking, _ = listening.accept()
             with asking:
                 if os.fork() == 0:
-                    end_with_parent()  # Flower leaves some of them behind
+                    end_with_parent()  # Flower leaves some of its processes running
                     become(asking)
                     functions[Path(sys.argv[0]).name]()
                     sys.exit()
 
 
 def become(asking: socket.socket) -> None:
-    """Take over the arguments, environment, folder and streams of whoever asks."""
+    """Take over the arguments, environment, folder and streams of the requesting process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     content, streams, _, _ = socket.recv_fds(asking, 1 << 16, 2)
     while more := asking.recv(1 << 16):

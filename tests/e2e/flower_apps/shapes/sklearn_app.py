@@ -1,4 +1,4 @@
-"""Logistic regression of scikit-learn: the model is the list of its coefficients and intercepts."""
+"""Logistic regression in scikit-learn: the model is the list of coefficients and intercepts."""
 
 import warnings
 

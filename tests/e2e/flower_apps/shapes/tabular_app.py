@@ -1,4 +1,4 @@
-"""A network for rows of a table, with one probability an example."""
+"""A network for rows of a table, with one probability per example."""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -23,7 +23,7 @@ class Classifier(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """Return the network, with the same first weights in every process."""
+    """Build the network, with the same initial weights in every process."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return Classifier()
@@ -48,7 +48,7 @@ def _loader(context: Context, *, trains: bool) -> DataLoader[tuple[Tensor, ...]]
 
 @app.train()
 def train(msg: Message, context: Context) -> Message:
-    """Train by Adam; an example counts as its batch does."""
+    """Train with Adam; as weight, report the number of batches."""
     net, loader, loss_of = _given(msg), _loader(context, trains=True), nn.BCELoss()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for x, y in loader:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 
-#: Where the log is, in the folder of the node.
+#: The log file, in the folder of the node.
 HISTORY = Path("history.jsonl")
 
 

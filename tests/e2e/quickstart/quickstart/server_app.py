@@ -11,7 +11,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run FedAvg, and say what the clients measured."""
+    """Run FedAvg, and print what the clients measured."""
     settings = context.run_config
     strategy = FedAvg(
         fraction_evaluate=float(settings["fraction-evaluate"]),

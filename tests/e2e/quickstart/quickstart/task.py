@@ -59,7 +59,7 @@ def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[
 
 
 def num_examples(loader: Loader) -> int:
-    """Return how many examples a loader goes over."""
+    """Return the number of examples of a loader."""
     return sum(len(batch["label"]) for batch in loader)
 
 
