@@ -1,7 +1,7 @@
-"""Fuzz targets, each for some seconds: ``python -m tests.security.fuzz.run TARGET=SECONDS...``.
+"""Run fuzz targets, each for some seconds: ``python -m tests.security.fuzz.run TARGET=SECONDS...``.
 
-What is found lies in the working directory as ``TARGET/crash-…``, next to the fuzzer's ``log`` and
-its ``code``, which is 0 where nothing is found. Once fixed, it belongs in the target's corpus.
+A finding is saved in the working directory as ``TARGET/crash-…``, next to the fuzzer's ``log`` and
+its exit ``code``, which is 0 if there is none. Once it is fixed, add it to the target's corpus.
 """
 
 import atexit
@@ -16,13 +16,13 @@ import atheris
 import structlog
 from atheris.import_hook import instrument_imports
 
-#: What reads bytes of others. The fuzzer looks into nothing else: it rewrites ten modules a second.
+#: Packages that read untrusted bytes. Only these are instrumented: ten modules take a second.
 _READERS = ("core", "door", "identity", "store", "testing", "transport")
 _ROOT = Path(__file__).parents[3]
 
 
 def _others() -> Iterator[str]:
-    """Yield the modules of the product that are no readers."""
+    """Yield the product's modules outside of these packages."""
     for path in (_ROOT / "fedlearn").glob("*/**/*.py"):
         package, *parts = path.relative_to(_ROOT / "fedlearn").with_suffix("").parts
         if package not in _READERS:
@@ -36,7 +36,7 @@ _CORPUS = Path(__file__).parent / "corpus"
 
 
 def fuzz(name: str, seconds: str) -> None:
-    """Fuzz one target until the time is over or something is found."""
+    """Fuzz one target until the time is over or there is a finding."""
     folder = Path(name)
     (folder / "found").mkdir(parents=True)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
@@ -46,15 +46,15 @@ def fuzz(name: str, seconds: str) -> None:
     options += [f"-max_total_time={seconds}", f"-artifact_prefix={folder}/"]
     corpus = [str(path) for path in (folder / "found", _CORPUS / name) if path.is_dir()]
     target = {**TARGETS, "planted": planted}[name]
-    # The interpreter drops the handler of the fuzzer's alarm as it ends, before what is found is
-    # written; an alarm then would kill it.
+    # When the interpreter exits, it drops its handler of the fuzzer's alarm before the finding is
+    # written. An alarm after that would kill the process, so cancel it.
     atexit.register(signal.setitimer, signal.ITIMER_REAL, 0.0)
     atheris.Setup([sys.argv[0], *options, *corpus], target)
     atheris.Fuzz()
 
 
 def main() -> None:
-    """Fuzz one target after the other, each in a fork: the imports are paid once."""
+    """Fuzz one target after the other, each in a fork, so that modules are imported only once."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     for each in sys.argv[1:]:
         name, _, seconds = each.partition("=")

@@ -1,6 +1,6 @@
-"""Make the corpus again, after a change of a format: ``python -m tests.security.fuzz.seeds``.
+"""Rewrite the corpus after a format has changed: ``python -m tests.security.fuzz.seeds``.
 
-What is in it is what each target reads when all is well; the fuzzer goes on from there.
+It holds well-formed input of each target, from which the fuzzer starts.
 """
 
 import json
@@ -40,7 +40,7 @@ _METRICS = {"loss": 0.5}
 
 
 def seeds() -> Mapping[str, Mapping[str, bytes]]:
-    """Return what is well formed, by target and name."""
+    """Return well-formed input, by target and name."""
     return {
         "codec": _codec(),
         "messages": _messages(),
@@ -175,7 +175,7 @@ def _invitation() -> bytes:
 
 
 def main() -> None:
-    """Write the corpus; what was found by fuzzing stays."""
+    """Write the corpus; findings of earlier fuzzing stay in it."""
     for target, contents in seeds().items():
         folder = CORPUS / target
         folder.mkdir(parents=True, exist_ok=True)

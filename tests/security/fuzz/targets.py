@@ -1,6 +1,6 @@
-"""What is fed with any bytes: each target returns, or the fuzzer has found something.
+"""Fuzz targets: each takes any bytes, and the fuzzer reports a finding if it does not return.
 
-A target swallows the error that its subject documents for bytes that are none of ours.
+A target suppresses only the error that its subject documents for malformed input.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,20 +43,20 @@ SETTINGS = DoorSettings(address="", max_connected=2, come_back_s=1.0)
 KEY = TaskKey(RUN_ID, "TrainRequest", 1, 0, 0)
 CLIENT = ClientId(3)
 
-#: In a memory of its own where there is one: the fuzzer writes thousands of files a second.
+#: In memory where possible, since the fuzzer writes thousands of files per second.
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder with an unguessable name is made there
 _FOLDER = TemporaryDirectory(prefix="fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None)
 _PLACE = Path(_FOLDER.name)
 
 
 def codec(data: bytes) -> None:
-    """A request or reply."""
+    """Decode a request or reply."""
     with suppress(ProtocolError):
         decode(data)
 
 
 def messages(data: bytes) -> None:
-    """What one client says in its session while an exchange is open."""
+    """Feed a client's messages of a session to the server while an exchange is open."""
     exchanges, session, left = _Open.new(), None, data
     while left:
         size, left = int.from_bytes(left[:2], "big"), left[2:]
@@ -73,16 +73,17 @@ def messages(data: bytes) -> None:
 
 
 def envelopes(data: bytes) -> None:
-    """What an upload begins with."""
+    """Feed the first message of an upload to the server."""
     exchanges = _Open.new()
     with suppress(DecodeError):
         exchanges.exchanges.admit(exchanges.client, wire_pb2.UploadPart.FromString(data).envelope)
 
 
 def reply_log(data: bytes) -> None:
-    """A log of replies, as a crash or a disk may leave it: the first byte says how much is right.
+    """Recover a log of replies, as a crash or a faulty disk may leave it.
 
-    Odd: what follows are bodies of records whose framing is right; even: the bytes of the file.
+    If the first byte is odd, the rest are bodies of records with correct framing; if it is even,
+    the rest are the bytes of the file.
     """
     folder = _PLACE / "log"
     folder.mkdir(exist_ok=True)
@@ -94,7 +95,7 @@ def reply_log(data: bytes) -> None:
 
 
 def invitation(data: bytes) -> None:
-    """A file that somebody says is an invitation."""
+    """Load an invitation from a file of any content."""
     path = _PLACE / "invitation"
     path.write_bytes(data)
     with suppress(DeploymentError):
@@ -102,7 +103,7 @@ def invitation(data: bytes) -> None:
 
 
 def signing_request(data: bytes) -> None:
-    """What a stranger with a token and keys of its own asks a certificate for."""
+    """Enrol with any signing request, from a stranger with a valid token and its own keys."""
     (enrolments, token), identity = _enrolling(), signer()
     request = wire_pb2.EnrolRequest(
         name="clinic-a",
@@ -116,7 +117,7 @@ def signing_request(data: bytes) -> None:
 
 
 def planted(data: bytes) -> None:
-    """The control: wrong for four bytes in four thousand million, which a fuzzer finds."""
+    """Control: raises for about one in four thousand million inputs, which a fuzzer finds."""
     if len(data) > 3 and data[0] == 0x46 and data[1] == 0x4C and data[2] > 0xF0:  # noqa: SIM102
         if data[3] == 0x7B:
             raise IndexError("the bug that was planted")
@@ -133,7 +134,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def _framed(data: bytes) -> Iterator[bytes]:
-    """Yield records with the bodies in ``data``: kind, length, body."""
+    """Yield records whose bodies are in ``data``, given as kind, length and body."""
     while data:
         kind, size = data[0] % 4, data[1] if len(data) > 1 else 0
         yield spool._record(spool._Kind(kind), data[2 : 2 + size])  # noqa: SLF001
@@ -141,7 +142,7 @@ def _framed(data: bytes) -> Iterator[bytes]:
 
 
 class _Open:
-    """Exchanges, one of them open, in which one client is awaited."""
+    """A server's exchanges, one of them open and awaiting one client."""
 
     def __init__(self, log: spool.ReplyLog, writer: spool.GroupWriter) -> None:
         clock, counters = VirtualClock(), DoorCounters()
@@ -189,14 +190,14 @@ class _Open:
 
     @classmethod
     def new(cls) -> "_Open":
-        """Return a fresh one; the log and its thread are the same, and have told all they had."""
+        """Return fresh exchanges; they share one log and its thread, whose callbacks are done."""
         log, writer, delivered = _writing()
         while not delivered.empty():
             delivered.get()()
         return cls(log, writer)
 
     def enter(self, hello: wire_pb2.Hello) -> ServerSession:
-        """Do what the door does with a client that comes."""
+        """Do what the server does when a client connects."""
         session = ServerSession(self.client, hello, since_s=0.0)
         self.exchanges.answer_held(session)
         if self.sessions.enter(session):
@@ -204,7 +205,7 @@ class _Open:
         return session
 
     def hear(self, session: ServerSession, message: wire_pb2.FromClient) -> None:
-        """Do what the door does with a message."""
+        """Do what the server does with a message."""
         match message.WhichOneof("what"):
             case "result":
                 self.exchanges.result(session, message.result)
@@ -214,7 +215,7 @@ class _Open:
                 self.sessions.reconsider(session, message.eligibility)
 
     def finish(self) -> None:
-        """See that what the peer said can be told to the operator."""
+        """Check that the state left by the peer can be reported to the operator."""
         status = self.exchanges.status(str)
         assert status["exchange"] is not None
         self.sessions.eligible()
@@ -230,7 +231,7 @@ def _writing() -> tuple[spool.ReplyLog, spool.GroupWriter, "SimpleQueue[Callable
 
 @cache
 def _enrolling() -> tuple[Enrolments, bytes]:
-    """Return an enrolment service, and a token that the same keys may redeem again."""
+    """Return an enrolment service, and a token that the same keys may redeem repeatedly."""
     clock = VirtualClock()
     registry = FreshRegistry(clock)
     enrolments = Enrolments(
@@ -246,7 +247,7 @@ def _enrolling() -> tuple[Enrolments, bytes]:
 
 @cache
 def signer() -> Identity:
-    """Return the keys of the client of all targets, the same everywhere; seeds are signed by it."""
+    """Return the client's keys, which are the same in every process and sign the seeds."""
     return Identity(
         identity_key=Ed25519PrivateKey.from_private_bytes(bytes(32)),
         tls_key=ec.derive_private_key(1, ec.SECP256R1()),

@@ -1,4 +1,4 @@
-"""The fuzzer on everything that reads what others wrote; minutes of it: see ``run.py``."""
+"""Fuzzes everything that reads untrusted bytes, for a second each; for longer see ``run.py``."""
 
 import os
 import re
@@ -14,15 +14,15 @@ from tests.security.fuzz.targets import TARGETS, planted
 FUZZ_S = 1
 ROOT = Path(__file__).parents[3]
 
-#: Branches that a run from the corpus has to reach, or the fuzzer does not see the subject.
+#: Branches that a run from the corpus must reach; with fewer, the code is not instrumented.
 LEAST_COVERAGE = 12
 
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which each target was fuzzed from its corpus, and a planted bug from nothing.
+    """Fuzz each target from its corpus, and a planted bug from nothing; return the folder.
 
-    The bug takes a second, or longer by the chance of the fuzzer's draws.
+    Finding the bug takes a second, or longer if the fuzzer's random draws are unlucky.
     """
     folder = tmp_path_factory.mktemp("fuzzed")
     targets = [*(f"{name}={FUZZ_S}" for name in TARGETS), "planted=200"]
@@ -49,7 +49,7 @@ def test_nothing_is_found(name: str, fuzzed: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("fuzz")
 def test_a_bug_that_was_planted_is_found(fuzzed: Path) -> None:
-    """The control."""
+    """Control: the fuzzer finds bugs."""
     assert (fuzzed / "planted" / "code").read_text() != "0"
     assert "the bug that was planted" in (fuzzed / "planted" / "log").read_text(errors="replace")
     (crash,) = fuzzed.glob("planted/crash-*")
@@ -59,7 +59,7 @@ def test_a_bug_that_was_planted_is_found(fuzzed: Path) -> None:
 
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_the_corpus_is_read_and_so_is_half_of_it(name: str) -> None:
-    """What was found once stays here; and a corpus of an older format would test little."""
+    """Earlier findings stay fixed, and the corpus has the seeds of the present formats."""
     files = sorted((CORPUS / name).iterdir())
     assert {path.name for path in files} >= set(seeds()[name])
     for path in files:
