@@ -1,4 +1,4 @@
-"""A liar behind a real door: mutual TLS, gRPC, and clients with homes on disk."""
+"""A lying coordinator behind a real server: mutual TLS, gRPC, and clients with homes on disk."""
 
 import asyncio
 import threading
@@ -20,26 +20,26 @@ from fedlearn.transport.wire_pb2 import Eligibility
 from tests.security.liars.harness import Fixed, Stand, plan_for
 
 NUM_CLIENTS = 5
-#: Four of five may be corrupted: t = q = 5, and nobody may be lost.
+#: Four of five clients may be corrupted: t = q = 5, so no client may drop out.
 PLAN = plan_for(NUM_CLIENTS, corruption=0.8, dropout=0.0)
 RUN_ID = "lies"
 LONG_S = 60.0
 FIXED, POLICY = Fixed(), Policy()
-#: A liar asks more often than a round does.
+#: Lets clients send more messages than an honest round takes, since a liar asks more often.
 SETTINGS = replace(ANYWHERE, max_messages_per_s=1000.0)
-#: Whether a client may be asked, by what it says of itself.
+#: Decides whether a client may be sampled, from what it reports about itself.
 Eligible = Callable[[EnrolledClient, Eligibility], bool]
 ANY: Eligible = Requirements().admits
 
 
 class LyingDoor(LocalDoor):
-    """A door with a liar behind it, and the homes of its clients."""
+    """A server with a liar behind it, and the homes of its clients."""
 
     def __init__(self, folder: Path, *, eligible: Eligible = ANY) -> None:
         super().__init__(folder, settings=SETTINGS, run_id=RUN_ID, eligible=eligible)
 
     def invite(self, number: int) -> Path:
-        """Return the file with which a client may join."""
+        """Save the invitation file with which a client may join, and return its path."""
         path = self.folder / f"client-{number}.invitation"
         self.invitation(f"client-{number}").save(path)
         return path
@@ -48,7 +48,7 @@ class LyingDoor(LocalDoor):
         return self.folder / f"home-{number}"
 
     def stand(self, *, victim: int) -> Stand:
-        """Return the coordinator of sessions among the clients that are enrolled."""
+        """Return the coordinator of sessions among the enrolled clients."""
         directory: Mapping[ClientId, bytes] = {
             client.client_id: client.identity_key for client in self.registry.clients()
         }
@@ -64,13 +64,13 @@ class LyingDoor(LocalDoor):
 
 
 class ThreadedClient:
-    """A client's runtime on a thread with a loop of its own; it may be started again.
+    """A client's runtime on its own thread and event loop; it can be stopped and started again.
 
     Args:
-        home: Its folder.
+        home: Its home folder.
         invitation: The file to enrol with.
-        trainer: What it trains with.
-        policy: What it refuses.
+        trainer: The trainer that it runs.
+        policy: Its policy.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ThreadedClient:
         self.start()
 
     def start(self) -> None:
-        """Run until :meth:`stop`; returns once it is connected."""
+        """Run until :meth:`stop`; return once the client is connected."""
         connected, self._loop = threading.Event(), asyncio.new_event_loop()
 
         def on_event(event: AgentEvent) -> None:

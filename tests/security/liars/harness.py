@@ -1,8 +1,8 @@
 """A coordinator that lies on the wire, over any channel, and the clients that it lies to.
 
-The coordinator's own protocol is honest; the liar sits between it and the channel, holds its key,
-and changes what one client is sent at one stage. So each lie is well signed, comes at its time,
-and all that follows is what an honest coordinator makes of the answer.
+The coordinator's own protocol is honest. The liar sits between it and the channel, holds its key,
+and replaces one message to one client at one stage. So each lie is validly signed and arrives in
+turn, and everything after it is an honest coordinator's reaction to the client's answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ from fedlearn.transport.memory import Handler, MemoryChannel
 PARAMS = Params.of(nn.Linear(3, 4))
 MAX_EXAMPLES = 100
 RUN = b"r" * 16
-#: By what the coordinator sends.
+#: The stage of each message that the coordinator sends.
 STAGES: Mapping[type, Stage] = {
     messages.SignedTerms: Stage.ADVERTISE,
     messages.Roster: Stage.SHARE,
@@ -66,7 +66,7 @@ def plan_for(
     dropout: float,
     adversary: Adversary = Adversary.ACTIVE_SERVER,
 ) -> SecurePlan:
-    """Return what sessions among so many ask; nothing binds the clients' updates."""
+    """Return a plan for ``num_clients`` clients, with bounds that no client's update reaches."""
     assumptions = Assumptions(
         adversary=adversary,
         topology=Topology.COMPLETE,
@@ -89,7 +89,7 @@ def plan_for(
 
 
 def policy_of(plan: SecurePlan, *, deadline_s: float) -> StragglerPolicy:
-    """Ask everybody."""
+    """Return a policy that samples all clients."""
     return StragglerPolicy(
         num_wanted=plan.parameters.num_clients,
         over_selection=1.0,
@@ -101,7 +101,7 @@ def policy_of(plan: SecurePlan, *, deadline_s: float) -> StragglerPolicy:
 
 
 class Fixed:
-    """A trainer whose delta and examples follow from its client's number."""
+    """A trainer whose delta and number of examples follow from its client's id."""
 
     honours = ("epochs", "batch_size", "learning_rate")
 
@@ -129,8 +129,8 @@ def delta_of(client_id: int) -> float:
 def spoiled(share: SecretBytes, *, limb: int = 0) -> SecretBytes:
     """Return a false share.
 
-    Those of several liars differ from the true ones in different limbs: in the same one their
-    errors, each +1 or -1, can cancel out, and then the secret is the true one after all.
+    Several liars should spoil different limbs. In the same limb their errors, each +1 or -1, can
+    cancel out, and then the shares give the true secret after all.
     """
     data = bytearray(share.reveal())
     data[SHARE_BYTES // NUM_LIMBS * limb] ^= 1
@@ -138,13 +138,13 @@ def spoiled(share: SecretBytes, *, limb: int = 0) -> SecretBytes:
 
 
 def stage_of(request: Request) -> Stage:
-    """Return the stage that an honest request asks for."""
+    """Return the stage that an honest request belongs to."""
     assert isinstance(request, SecureRequest)
     return STAGES[type(messages.decode(request.message))]
 
 
 def answer_of(reply: Reply) -> messages.Message | None:
-    """Return the message in a reply; ``None``: it is a refusal."""
+    """Return the message in a reply, or ``None`` for a refusal."""
     if isinstance(reply, Failure):
         return None
     assert isinstance(reply, SecureReply)
@@ -153,17 +153,17 @@ def answer_of(reply: Reply) -> messages.Message | None:
 
 @dataclass(frozen=True)
 class Told:
-    """What a lie is made from.
+    """The material from which a lie is made.
 
     Attributes:
-        request: The honest one, to the victim.
-        message: What is in it.
-        victim: Who is lied to.
+        request: The honest request to the victim.
+        message: The message in it.
+        victim: The client that is lied to.
         others: The rest of the cohort, ascending.
-        signer: The coordinator's.
-        earlier: What the victim was sent in the session before, by stage.
-        directory: The identity keys of all.
-        terms: Of the session.
+        signer: The coordinator's signer.
+        earlier: By stage, the requests to the victim in the previous session.
+        directory: The identity keys of all clients.
+        terms: Terms of the session.
     """
 
     request: SecureRequest
@@ -181,19 +181,19 @@ class Told:
         return sorted([self.victim, *self.others])
 
     def sign(self, terms: Terms) -> messages.SignedTerms:
-        """Return terms as the coordinator would have sent them."""
+        """Return terms with the coordinator's signature."""
         return messages.SignedTerms(terms=terms, signature=self.signer.sign(terms_text(terms)))
 
 
 @dataclass(frozen=True)
 class Lie:
-    """One message that is not what it should be.
+    """One message that differs from the honest one.
 
     Attributes:
-        name: In words.
-        stage: Where it is told.
+        name: What the lie is, in words.
+        stage: The stage at which it is sent.
         tell: Returns the message, its bytes, or a whole request.
-        reason: What the refusal says; the type of an error where that is all that is told.
+        reason: Part of the client's refusal; the type of an error if only that is reported.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Lie:
     reason: str = "ProtocolError"
 
     def request(self, told: Told) -> SecureRequest:
-        """Return what the victim is sent."""
+        """Return the request to send to the victim."""
         lie = self.tell(told)
         if isinstance(lie, SecureRequest):
             return lie
@@ -212,7 +212,7 @@ class Lie:
 
 @dataclass
 class Overheard:
-    """An exchange that somebody sits on; as it is, it changes nothing."""
+    """An exchange that can be listened to or tampered with; by itself it changes nothing."""
 
     exchange: Exchange
 
@@ -237,7 +237,7 @@ class Overheard:
 
 @dataclass
 class Lying(Overheard):
-    """An exchange of one stage in which the lie is told."""
+    """An exchange of one stage that replaces requests by lies and records the replies."""
 
     liar: "Liar"
     stage: Stage = Stage.ADVERTISE
@@ -255,19 +255,19 @@ class Lying(Overheard):
 
 @dataclass
 class Liar:
-    """A channel that tells one lie to one client, and notes all that passes.
+    """A channel that sends one lie to one client, and records all messages.
 
     Attributes:
-        channel: That it sits on.
-        signer: The coordinator's.
-        victim: Who is lied to.
-        directory: The identity keys of all.
-        lie: Told once; ``None``: none.
-        also: Who else is told it.
-        num_told: How often it was.
-        requests: By stage what the victim should have been sent in this session.
-        replies: By client and stage what came back in this session.
-        earlier: As ``requests``, of the session before.
+        channel: The channel underneath.
+        signer: The coordinator's signer.
+        victim: The client that is lied to.
+        directory: The identity keys of all clients.
+        lie: Sent once; ``None``: no lie.
+        also: Other clients that receive the same lie.
+        num_told: How often the lie was sent.
+        requests: By stage, the honest requests to the victim in this session.
+        replies: By client and stage, the replies in this session.
+        earlier: Like ``requests``, for the previous session.
     """
 
     channel: Channel
@@ -288,7 +288,7 @@ class Liar:
         return Lying(self.channel.open(deadline_s=deadline_s), self)
 
     def told(self, requests: Mapping[ClientId, Request]) -> tuple[Stage, dict[ClientId, Request]]:
-        """Return what is asked instead, and at which stage: what was to be, save for the lie."""
+        """Return the stage, and the requests to send: the honest ones, except for the lie."""
         stage = stage_of(next(iter(requests.values())))
         if stage is Stage.ADVERTISE:
             self.earlier, self.requests, self.replies = self.requests, {}, {}
@@ -302,7 +302,7 @@ class Liar:
         return stage, asked
 
     def ask(self, client_id: ClientId, request: SecureRequest, *, deadline_s: float) -> Reply:
-        """Send one client a request, past the coordinator; return what it says."""
+        """Send one client a request, bypassing the coordinator; return its reply."""
         (arrival,) = ask_once(self.channel, {client_id: request}, deadline_s=deadline_s)
         return arrival.reply
 
@@ -324,7 +324,7 @@ class Liar:
         return signed.terms
 
 
-#: What stands in for a client's honest reply; ``None`` leaves it.
+#: Returns a replacement for a client's honest reply; ``None`` keeps it.
 Sabotage = Callable[[ClientId, Stage, SecureReply], Reply | None]
 
 
@@ -341,9 +341,9 @@ class Stand:
     """A coordinator, a liar, a channel and a cohort.
 
     Attributes:
-        liar: Between the two.
+        liar: The liar between coordinator and channel.
         collector: The coordinator's protocol.
-        plan: What it asks.
+        plan: The plan of its sessions.
     """
 
     liar: Liar
@@ -385,13 +385,13 @@ class Stand:
         sabotage: Sabotage = no_sabotage,
         character: Callable[[SecureClient], SecureClient] = honest,
     ) -> "Stand":
-        """Return real sessions of real clients in this process, victim first.
+        """Return real sessions of real clients in this process; the victim answers first.
 
         Args:
-            victim: Who is lied to.
-            plan: What sessions ask.
-            sabotage: What clients say instead of what they would.
-            character: What becomes of a client's side of the protocol.
+            victim: The client that is lied to.
+            plan: The plan of the sessions.
+            sabotage: Replaces replies of clients.
+            character: Replaces a client's side of the protocol.
         """
         num_clients = plan.parameters.num_clients
         identities = SimulatedIdentities(num_clients, plan)
@@ -440,7 +440,7 @@ class Stand:
         return collect_from(self.collector, sorted(self.liar.available()), request)
 
     def require_exact(self, collected: Collected) -> list[int]:
-        """Check the mean against that of the survivors in the clear; return who they are.
+        """Check the mean against that of the survivors in the clear; return the survivors' ids.
 
         A sum of n values is off by at most n steps; a float32 by an ulp.
         """
@@ -460,14 +460,14 @@ class Stand:
 
 
 def reporters(collected: Collected) -> list[int]:
-    """Return who is in the sum."""
+    """Return the ids of the clients in the sum."""
     return sorted(
         row.client_id for row in collected.participations if row.status is Status.REPORTED
     )
 
 
 def require_nothing(collected: Collected) -> None:
-    """Check that a session has released nothing."""
+    """Check that a session released nothing."""
     assert reporters(collected) == []
     assert collected.aggregate is None
 

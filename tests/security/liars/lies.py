@@ -1,7 +1,7 @@
-"""Every message of a session in turn, and what a coordinator could say instead.
+"""For every message of a session, the lies that a coordinator could send instead.
 
-The liar holds the coordinator's key. The last column is what the client's refusal says; lies that
-are no message, or come out of turn, are refused before they mean anything.
+The liar holds the coordinator's key. The last column is part of the client's refusal. Lies that
+are not a message, or come out of turn, are refused before their content matters.
 """
 
 import struct
@@ -39,7 +39,7 @@ def terms_of(told: Told) -> Terms:
 
 
 def changed(**changes: Any) -> Callable[[Told], SignedTerms]:
-    """Return well-signed terms that differ in some fields; a number is added to what is there."""
+    """Return validly signed terms with some fields changed; integers are added to the old ones."""
 
     def tell(told: Told) -> SignedTerms:
         terms = terms_of(told)
@@ -53,7 +53,7 @@ def changed(**changes: Any) -> Callable[[Told], SignedTerms]:
 
 
 def lane(**changes: Any) -> Callable[[Told], SignedTerms]:
-    """Return well-signed terms whose first lane differs."""
+    """Return validly signed terms whose first lane differs."""
 
     def tell(told: Told) -> SignedTerms:
         terms = terms_of(told)
@@ -76,7 +76,7 @@ def heavier(told: Told) -> SignedTerms:
 def patched(
     old: Callable[[Terms], bytes], new: Callable[[Terms], bytes]
 ) -> Callable[[Told], bytes]:
-    """Return terms that cannot be made, only written: bytes are changed, then signed."""
+    """Return signed terms that no ``Terms`` can hold, made by replacing bytes of the encoding."""
 
     def tell(told: Told) -> bytes:
         terms = terms_of(told)
@@ -90,14 +90,14 @@ def patched(
 
 
 def numbers(terms: Terms, **changes: int) -> bytes:
-    """Return n, k, t, q and the fewest survivors as they stand in a row."""
+    """Return n, k, t, q and the fewest survivors as they follow each other in the encoding."""
     names = ("num_clients", "num_neighbours", "threshold", "quorum", "min_survivors")
     values = [changes.get(name, getattr(terms, name)) for name in names]
     return struct.pack("<5I", *values)
 
 
 def modulus(terms: Terms, bits: int) -> bytes:
-    """Return what stands around the modulus of the first lane."""
+    """Return the encoding of the first lane's modulus with its neighbouring fields."""
     first = terms.lanes[0]
     return struct.pack("<QBB", first.max_level, bits, first.weighted)
 
@@ -126,7 +126,7 @@ def of_an_earlier_round(told: Told) -> SecureRequest:
 
 
 def bare(told: Told) -> SecureRequest:
-    """Say the same in a request that carries nothing beside the message."""
+    """Send the same message in a request that carries nothing else."""
     request = told.request
     return SecureStageRequest(
         round_num=request.round_num, attempt=request.attempt, message=request.message
@@ -189,7 +189,7 @@ def earlier_roster(told: Told) -> Roster:
 
 
 def invented(advert: Advert) -> Advert:
-    """Return an advert whose keys and identity the liar has made."""
+    """Return an advert with keys and an identity that the liar has made."""
     fresh = replace(
         advert,
         packet_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
@@ -492,7 +492,7 @@ def encoded(told: Told) -> bytes:
     return messages.encode(told.message)
 
 
-#: Of no kind that a coordinator sends, whatever the stage.
+#: Of a kind that a coordinator never sends, at any stage.
 _UPWARD = messages.SurvivorSignature(signature=bytes(64))
 
 DAMAGED = [
@@ -510,7 +510,7 @@ DAMAGED = [
 
 
 def out_of_turn(kind: Stage, *, at: Stage) -> Lie:
-    """Return the message of another stage; that of an earlier session where it has not come yet."""
+    """Return the lie that sends the message of another stage, taken from the previous session."""
 
     def tell(told: Told) -> bytes:
         return told.earlier[kind].message

@@ -1,9 +1,9 @@
 """A lying coordinator that plays every client of a session but one.
 
-The victim is a real client: its own runtime, its folder, gRPC and mutual TLS. The liar signs with
-the coordinator's key and plays the other clients itself, new ones in each session. It asks the
-victim to advertise, to share and to mask, and never again: the accomplices hold enough shares to
-open the sum.
+The victim is a real client, with its own runtime and folder, over gRPC and mutual TLS. The liar
+signs with the coordinator's key and plays the other clients itself, new ones in each session. It
+asks the victim to advertise, to share and to mask, and nothing more: the accomplices hold enough
+shares to open the sum.
 """
 
 import math
@@ -39,7 +39,7 @@ from tests.security.liars.door import LONG_S, LyingDoor
 from tests.security.liars.harness import answer_of
 
 NUM_CLIENTS = 6
-#: A sum of at least four, one of whose clients may be corrupted: what the default policy accepts.
+#: Sums of at least four clients, one of them corrupted: what the default policy accepts.
 PARAMETERS: Parameters = derive(
     NUM_CLIENTS,
     assumptions=Assumptions(
@@ -64,17 +64,17 @@ _ANYTHING = TermsPolicy(
     max_releases_per_round=1 << 20,
     max_draw_factor=1e9,
 )
-#: Makes the request for the victim's vector from the packets that are addressed to it.
+#: Makes the request for the victim's vector from the encoded packets addressed to it.
 Work = Callable[[bytes], SecureRequest]
 
 
 class Refused(Exception):
-    """The victim answered with a failure; its text is the reason."""
+    """The victim answered with a failure, whose reason is the text."""
 
 
 @dataclass
 class _Accomplice:
-    """A client in the liar's hand; it adds zeros to the sum."""
+    """A client that the liar controls; it adds zeros to the sum."""
 
     secure: SecureClient
     state: ClientState
@@ -94,7 +94,7 @@ class _Accomplice:
 
 @dataclass
 class Begun:
-    """A session in which the victim has shared its secrets and not sent its vector yet."""
+    """A session in which the victim has shared its secrets but not sent its vector yet."""
 
     masking: Masking
     packets: Mapping[ClientId, messages.Packets]
@@ -104,13 +104,13 @@ class Begun:
 
 @dataclass
 class LoneVictim:
-    """The liar.
+    """The lying coordinator.
 
     Attributes:
-        site: Where the victim connects.
-        victim: Its number.
-        num_made: Accomplices so far.
-        num_asked: Requests so far.
+        site: The server that the victim connects to.
+        victim: The victim's id.
+        num_made: Number of accomplices so far.
+        num_asked: Number of requests so far.
     """
 
     site: LyingDoor
@@ -123,7 +123,7 @@ class LoneVictim:
         self._channel = self.site.door.channel()
 
     def begin(self, terms: Terms, notice: TrainingNotice | EvaluationNotice) -> Begun:
-        """Have the victim agree to signed terms and share its secrets among new accomplices."""
+        """Have the victim accept signed terms and share its secrets among new accomplices."""
         signer, coordinator_key = self.site.authority.signer, self.site.authority.coordinator_key
         victim_key = next(
             each.identity_key
@@ -209,13 +209,13 @@ class LoneVictim:
         return unmasking.close(num_threads=1).total
 
     def ask(self, request: SecureRequest, *, run_id: str | None = None) -> messages.Message:
-        """Send the victim one message of a session; return the one that it answers with."""
+        """Send the victim one message of a session; return the message in its reply."""
         answer = answer_of(self.reply(request, run_id=run_id))
         assert answer is not None
         return answer
 
     def reply(self, request: Request, *, run_id: str | None = None) -> Reply:
-        """Send the victim one request; raise :class:`Refused` where it answers with a failure."""
+        """Send the victim one request; raise :class:`Refused` if it answers with a failure."""
         self.site.wait_for(1)
         channel, usual = self._channel, self._channel.run_id
         channel.run_id = run_id or usual
@@ -230,11 +230,11 @@ class LoneVictim:
         return arrival.reply
 
     def name_run(self, run_id: str) -> None:
-        """Say of the tasks to come that they are of another run."""
+        """Label all further tasks as tasks of another run."""
         self._channel.run_id = run_id
 
     def reconnect(self, run_id: str) -> None:
-        """Close the door and open one of another run at the same addresses."""
+        """Close the server and open one for another run at the same addresses."""
         before = self.site.doors.pop()
         settings = DoorSettings(address=before.address)
         before.stop(grace_s=0.0)

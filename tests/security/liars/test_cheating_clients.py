@@ -1,8 +1,8 @@
-"""Clients that cheat an honest coordinator: each costs itself, or the session, never the sum.
+"""Clients that cheat an honest coordinator cost themselves or the session, never a wrong sum.
 
 One of six clients cheats, over the collector and real sessions. Either it is named and the sum is
-exactly that of the others, or the session ends and nothing is released. The control of each is the
-same cohort in the round before, in which it is honest.
+exactly that of the others, or the session ends and nothing is released. As a control, the same
+cohort first runs a round in which the cheat is honest.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,19 +38,19 @@ from tests.security.liars.harness import (
     spoiled,
 )
 
-#: Six clients, of whom four must be left: t = q = 4.
+#: Six clients, of which at least four must survive: t = q = 4.
 PLAN = plan_for(6, corruption=0.1, dropout=0.34)
 CHEAT, OTHER, STRANGER = ClientId(1), ClientId(4), ClientId(999)
 EVERYONE = [ClientId(each) for each in range(6)]
 OTHERS = [each for each in EVERYONE if each != CHEAT]
 HONEST, CHEATED = 3, 4  # rounds
 
-#: An honest message in, what is said instead out.
+#: Takes an honest message and returns the one to send instead.
 Change = Callable[[messages.Message], messages.Message | bytes]
 
 
 def cheating(stage: Stage, change: Change) -> Stand:
-    """Return a cohort with a cheat in it that has been through an honest round."""
+    """Return a cohort with one cheat that has completed an honest round."""
 
     def sabotage(client_id: ClientId, at: Stage, reply: SecureReply) -> Reply | None:
         if (client_id, at, reply.round_num) != (CHEAT, stage, CHEATED):
@@ -68,7 +68,7 @@ def honest_before(stand: Stand) -> Stand:
 
 
 def advert(**changes: Any) -> Change:
-    """Return an advert that differs, signed as it was."""
+    """Return a change of an advert that keeps its old signature."""
 
     def change(message: messages.Message) -> Advert:
         assert isinstance(message, Advert)
@@ -168,7 +168,7 @@ USELESS: list[tuple[str, Stage, Change, str]] = [
 def test_a_reply_that_cannot_be_used_names_its_sender(
     stage: Stage, change: Change, reason: str
 ) -> None:
-    """The others' sum is exact; the cheat is in it if its vector was true."""
+    """The others' sum is exact; it includes the cheat if its vector was sent honestly."""
     stand = cheating(stage, change)
     collected = stand.collect(round_num=CHEATED)
     has_sent = stage in (Stage.CONFIRM, Stage.UNMASK)
@@ -181,11 +181,11 @@ def test_a_reply_that_cannot_be_used_names_its_sender(
 
 @dataclass
 class Replayer:
-    """A cheat that says what it said before, relabelled as of this round.
+    """A cheat that repeats an earlier reply, relabelled for the current round.
 
     Attributes:
-        stage: Where.
-        is_lost: While the session is to end without a release: three others sign nothing.
+        stage: The stage at which it does so.
+        is_lost: Whether the session should end without a release: three others sign nothing.
     """
 
     stage: Stage
@@ -203,14 +203,14 @@ class Replayer:
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_a_reply_of_another_round_is_of_no_use(stage: Stage) -> None:
-    """Session ids and signatures hold the round."""
+    """Session ids and signatures cover the round."""
     stand = honest_before(Stand.in_memory(victim=CHEAT, plan=PLAN, sabotage=Replayer(stage)))
     require_left_out(stand, stage, round_num=CHEATED, attempt=0)
 
 
 @pytest.mark.parametrize("stage", [each for each in Stage if each is not Stage.UNMASK])
 def test_a_reply_of_another_attempt_is_of_no_use(stage: Stage) -> None:
-    """The attempt before ended with nothing released; this one has other keys."""
+    """The previous attempt released nothing; this one uses other keys."""
     replayer = Replayer(stage, is_lost=True)
     stand = Stand.in_memory(victim=CHEAT, plan=PLAN, sabotage=replayer)
     require_nothing(stand.collect(round_num=HONEST))
@@ -227,7 +227,7 @@ def require_left_out(stand: Stand, stage: Stage, *, round_num: int, attempt: int
 
 @dataclass
 class Twice:
-    """A channel on which one client's answers come twice."""
+    """A channel on which one client's answers arrive twice."""
 
     channel: Channel
 
@@ -240,7 +240,7 @@ class Twice:
 
 @dataclass
 class Repeating(Overheard):
-    """An exchange in which one client's answer comes twice."""
+    """An exchange in which one client's answers arrive twice."""
 
     again: Arrival | None = None
 
@@ -253,7 +253,7 @@ class Repeating(Overheard):
 
 
 def test_an_answer_counts_once() -> None:
-    """Said twice, at every stage: the sum has it once, and the record says so."""
+    """Answers arrive twice at every stage: the sum has them once, and the record says so."""
     stand = Stand.in_memory(victim=CHEAT, plan=PLAN)
     stand.liar.channel = Twice(stand.liar.channel)
     collected = stand.collect(round_num=CHEATED)
@@ -261,7 +261,7 @@ def test_an_answer_counts_once() -> None:
     assert "has answered this stage already" in row_of(collected, CHEAT).reason
 
 
-# --- Cheats that keep to the form -----------------------------------------------------------
+# --- Cheats whose messages are well-formed --------------------------------------------------
 
 
 def resigned(signer: keys.Signer, terms: Terms, unsigned: Advert) -> Advert:
@@ -269,7 +269,7 @@ def resigned(signer: keys.Signer, terms: Terms, unsigned: Advert) -> Advert:
 
 
 class Signer(SecureClient):
-    """Advertises in the name of another, with the signature of its own key."""
+    """Advertises under another client's id, signed with the cheat's own key."""
 
     def advertise(
         self, message: messages.SignedTerms, state: ClientState
@@ -280,7 +280,7 @@ class Signer(SecureClient):
 
 
 class Borrower(SecureClient):
-    """Advertises somebody else's key as its own, well signed: it lacks the secret."""
+    """Advertises another party's mask key as its own, validly signed, but lacks the secret."""
 
     def advertise(
         self, message: messages.SignedTerms, state: ClientState
@@ -295,7 +295,7 @@ class Borrower(SecureClient):
 
 
 class Weak(SecureClient):
-    """Advertises a key of low order: whoever agrees with it knows the mask."""
+    """Advertises a key of low order: every party can compute the mask agreed with it."""
 
     def advertise(
         self, message: messages.SignedTerms, state: ClientState
@@ -305,7 +305,7 @@ class Weak(SecureClient):
 
 
 class Dealer(SecureClient):
-    """Deals shares of another mask key than it has, well sealed."""
+    """Deals shares of another mask key than its own, properly sealed."""
 
     def share(
         self, message: Roster, state: ClientState, step: Advertised
@@ -317,7 +317,7 @@ class Dealer(SecureClient):
 
 
 class Uncommitted(SecureClient):
-    """Commits to another self-seed than it deals shares of."""
+    """Commits to another self-seed than the one whose shares it deals."""
 
     def share(
         self, message: Roster, state: ClientState, step: Advertised
@@ -345,7 +345,7 @@ def played_by(kind: type[SecureClient], *, then: Sabotage = no_sabotage) -> Stan
 def test_an_advert_that_is_not_ones_own_names_its_sender(
     kind: type[SecureClient], reason: str
 ) -> None:
-    """Well signed, too."""
+    """Even if it is validly signed."""
     stand = played_by(kind)
     collected = stand.collect(round_num=CHEATED)
     assert reason in row_of(collected, CHEAT).reason
@@ -353,7 +353,7 @@ def test_an_advert_that_is_not_ones_own_names_its_sender(
 
 
 def test_a_commitment_to_another_seed_releases_nothing() -> None:
-    """Its mask could not be told from a false one. It is named, and the next round is whole."""
+    """Its self-mask could not be verified. The client is named, and the next round is complete."""
     stand = honest_before(played_by(Uncommitted))
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
@@ -373,7 +373,7 @@ def lost_in_training(client_id: ClientId, stage: Stage, reply: SecureReply) -> R
 def test_shares_that_do_not_give_the_key_of_a_dropped_client_release_nothing(
     kind: type[SecureClient],
 ) -> None:
-    """It drops out, so that its mask key is needed: what it dealt is not the key it advertised."""
+    """Since it drops out, its mask key is needed, but its shares give another key."""
     stand = honest_before(played_by(kind, then=lost_in_training))
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
@@ -383,7 +383,7 @@ def test_shares_that_do_not_give_the_key_of_a_dropped_client_release_nothing(
 
 
 def test_a_key_without_its_secret_leaves_a_mask_in_the_sum() -> None:
-    """It stays, so its masks do not cancel: the sum is noise, and is not released."""
+    """It stays in the session, so its masks do not cancel: the sum is noise and is not released."""
     stand = honest_before(played_by(Borrower))
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
@@ -391,7 +391,7 @@ def test_a_key_without_its_secret_leaves_a_mask_in_the_sum() -> None:
 
 
 def test_packets_that_do_not_open_are_found_by_whom_they_were_sent_to() -> None:
-    """One: its recipient leaves the session and says whose it was. All: nothing is released."""
+    """With one false packet its recipient leaves and names the sender; with all, nothing opens."""
     garbage = bytes(messages.PACKET_BYTES)
     one = cheating(Stage.SHARE, shares(lambda s: replace(s, packets=(garbage, *s.packets[1:]))))
     collected = one.collect(round_num=CHEATED)
@@ -416,7 +416,7 @@ def spoiling(owners: Sequence[ClientId], *, limb: int = 0) -> Change:
 
 @pytest.mark.parametrize("owners", [EVERYONE, [OTHER]], ids=["of all", "of one"])
 def test_whoever_releases_false_shares_is_found_by_one_holder_more(owners: list[ClientId]) -> None:
-    """Four shares would do; with a false one among them a fifth tells which it is."""
+    """Four shares would be enough; if one is false, a fifth shows which."""
     stand = cheating(Stage.UNMASK, spoiling(owners))
     collected = stand.collect(round_num=CHEATED)
     assert stand.require_exact(collected) == EVERYONE
@@ -430,7 +430,7 @@ def test_whoever_releases_false_shares_is_found_by_one_holder_more(owners: list[
 
 
 def test_more_false_shares_than_can_be_told_from_true_ones_release_nothing() -> None:
-    """Three of six holders lie: no one of them is the only one."""
+    """Three of six holders lie, and leaving out any single one does not help."""
 
     def sabotage(client_id: ClientId, at: Stage, reply: SecureReply) -> Reply | None:
         if at is not Stage.UNMASK or client_id > 2 or reply.round_num != CHEATED:
@@ -448,6 +448,6 @@ def test_more_false_shares_than_can_be_told_from_true_ones_release_nothing() -> 
 
 
 def test_a_vector_of_noise_is_not_released() -> None:
-    """One within the bounds passes: masking gives no integrity."""
+    """Noise within the bounds would pass: masking gives no integrity."""
     noise = cheating(Stage.MASK, vector(lambda data: bytes(each ^ 0x55 for each in data)))
     require_nothing(noise.collect(round_num=CHEATED))

@@ -1,7 +1,7 @@
-"""What a lying coordinator gets out of one client whose policy limits it.
+"""How much a lying coordinator gets out of one client whose policy limits it.
 
-The client answers as often as its policy says. Then the liar tries every way that it has to be
-answered once more: each is one row of the table on the page about the client's floor.
+The client answers as often as its policy allows. Then the liar tries every way to get one more
+answer; each is a row of the table on the documentation page about the client's floor.
 """
 
 import math
@@ -38,14 +38,14 @@ from tests.security.liars.lone_victim import PARAMETERS, Begun, LoneVictim, Refu
 pytestmark = pytest.mark.xdist_group("liars")
 
 LOCAL = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
-#: A client's noise, relative to the largest norm of what it sends.
+#: A client's noise, relative to the largest norm of its contribution.
 SHARE = 8.0
 LEVELS = 1 << 20
 TARGET_DELTA = 1e-6
 
 
 def epsilon(distance: float) -> float:
-    """Return ε of a Gaussian of standard deviation 1 that is moved by ``distance``."""
+    """Return ε of a Gaussian of standard deviation 1 whose mean moves by ``distance``."""
 
     def normal(x: float) -> float:
         return 0.5 * math.erfc(-x / math.sqrt(2.0))
@@ -62,13 +62,13 @@ def epsilon(distance: float) -> float:
 
 
 def budget_for_two(distance: float) -> Policy:
-    """Return the policy of a client whose day has room for two releases, and not for three."""
+    """Return the policy of a client whose daily budget allows two releases, but not three."""
     two, three = (epsilon(math.sqrt(number) * distance) for number in (2, 3))
     mode: PrivacyMode = "distributed" if distance == IN_A_SUM else "local"
     return Policy(privacy=PrivacyPolicy(mode=mode, max_epsilon_per_day=(two + three) / 2))
 
 
-#: How far one client moves a release. In a sum of four, three clients' noise counts.
+#: How far one client moves a release. In a sum of four, the noise of three clients counts.
 IN_A_SUM, ALONE = 2.0 / (SHARE * math.sqrt(3)), 2.0 / SHARE
 
 
@@ -114,13 +114,13 @@ def measure_lane(*, noise: float) -> Lane:
 
 @dataclass(frozen=True)
 class Ask:
-    """What the liar asks for: one release of the client.
+    """A request of the liar for one release of the client.
 
     Attributes:
-        policy: Of a client that answers twice a day.
-        rule: By which it refuses the third.
-        request: What it is to work on in a round.
-        lanes: What is summed; none: the reply goes out by itself.
+        policy: Policy of a client that answers twice a day.
+        rule: The rule by which it refuses the third time.
+        request: Returns the client's task for a round.
+        lanes: Lanes of the sum; empty: the reply is sent in the clear.
     """
 
     policy: Policy
@@ -175,7 +175,7 @@ class Stage:
     """A victim that has answered as often as it may, and its liar.
 
     Attributes:
-        ask: What the liar asks for.
+        ask: The liar's request.
         held: A session that the victim began before that, under the name of another run.
     """
 
@@ -185,7 +185,7 @@ class Stage:
     held: Begun | None = None
 
     def release(self, round_num: int = 0, *, run: str = "lies", attempt: int = 0) -> None:
-        """Have the victim answer once; raise :class:`Refused` where it does not."""
+        """Have the victim answer once; raise :class:`Refused` if it does not."""
         if self.ask.is_summed:
             self.open(self.begin(round_num, run=run, attempt=attempt), round_num)
         else:
@@ -220,7 +220,7 @@ def victim(folder: Path, ask: Ask) -> Iterator[Stage]:
 
 
 def repeat(stage: Stage) -> None:
-    """The same signed terms with other clients, or the same task."""
+    """Send the same signed terms with other clients, or the same task."""
     stage.release()
 
 
@@ -233,7 +233,7 @@ def renumber_attempts(stage: Stage) -> None:
 
 
 def rename_run(stage: Stage) -> None:
-    """In the tasks and in the terms, within one connection."""
+    """Rename the run in the tasks and in the terms, within one connection."""
     stage.liar.name_run("another")
     try:
         stage.release(run="another")
@@ -242,7 +242,7 @@ def rename_run(stage: Stage) -> None:
 
 
 def reorder(stage: Stage) -> None:
-    """Ask for the vector of a session that the client agreed to while there was room for it."""
+    """Ask for the vector of a session that the client accepted while its budget had room for it."""
     if stage.held is None:
         stage.release()
     else:
@@ -250,7 +250,7 @@ def reorder(stage: Stage) -> None:
 
 
 def reconnect(stage: Stage) -> None:
-    """Close the connection, and serve another run."""
+    """Close the connection and serve another run."""
     stage.liar.reconnect("another-run")
     stage.release(run="another-run")
 
@@ -261,7 +261,7 @@ def restart(stage: Stage) -> None:
     stage.release(8)
 
 
-#: Connecting to another run comes last: the client then forgets the sessions of the one before.
+#: Connecting to another run comes last, because the client then forgets the sessions of this one.
 WAYS = [reorder, repeat, renumber_rounds, renumber_attempts, rename_run, restart, reconnect]
 
 
@@ -274,7 +274,7 @@ WAYS = [reorder, repeat, renumber_rounds, renumber_attempts, rename_run, restart
     ],
 )
 def test_no_way_to_ask_gets_more_than_the_policy_allows(tmp_path: Path, name: str) -> None:
-    """That the client answers twice is the control."""
+    """Control: the client answers twice."""
     with victim(tmp_path, ASKS[name]) as stage:
         if stage.ask.is_summed:
             stage.liar.name_run("held")
@@ -296,14 +296,14 @@ def test_no_way_to_ask_gets_more_than_the_policy_allows(tmp_path: Path, name: st
 def test_a_client_that_demands_noise_takes_part_in_no_evaluation(
     tmp_path: Path, noise: float
 ) -> None:
-    """Not in one whose lanes have noise, which would be the liar's to choose."""
+    """Not even in one whose lanes have noise, since the liar would choose that noise."""
     ask = Ask(budget_for_two(IN_A_SUM), "privacy.mode", evaluation, (measure_lane(noise=noise),))
     with victim(tmp_path, ask) as stage, pytest.raises(Refused, match=r"`privacy\.mode`"):
         stage.release()
 
 
 def test_a_training_is_no_evaluation_in_disguise(tmp_path: Path) -> None:
-    """Under terms that sum metrics alone its loss would be an evaluation that nobody counts."""
+    """If the terms sum only metrics, its loss would be an evaluation that is not counted."""
     losses = tuple(
         lane(name, role=LaneRole.METRIC, size=1, noise=SHARE * 2 * LEVELS)
         for name in ("loss", "has_loss")

@@ -1,8 +1,8 @@
 """A coordinator that lies in each message in turn, to real client sessions.
 
-Each lie must end the session for whom it is told to, before anything of use to the liar has left
-it, and leave the others an exact sum. The control: the same cohort, channel and coordinator
-without the lie, before and after it.
+Each lie must end the session for the client that receives it, before anything useful to the liar
+has left that client, and leave the others an exact sum. Control: the same cohort, channel and
+coordinator without the lie, before and after it.
 """
 
 from collections import defaultdict
@@ -26,26 +26,26 @@ from tests.security.liars.harness import (
 )
 from tests.security.liars.lies import LIES, SURVIVORS, changed, survivors
 
-#: Six clients, of whom four must be left: t = q = 4.
+#: Six clients, of which at least four must survive: t = q = 4.
 PLAN = plan_for(6, corruption=0.1, dropout=0.34)
 VICTIM, OTHER = ClientId(2), ClientId(4)
 EVERYONE = list(range(6))
 EVERYBODY = [ClientId(each) for each in EVERYONE]
 WITHOUT_IT = [0, 1, 3, 4, 5]
 ORDER = list(Stage)
-#: Lies of the default run, of which there are more than a hundred: every fifth.
+#: Every fifth of the more than a hundred lies.
 EXAMPLES = LIES[::5]
 
 
 def stand() -> Stand:
-    """Return a cohort that has been through an honest session: the control, and what to replay."""
+    """Return a cohort after an honest session: the control, and a source of messages to replay."""
     made = Stand.in_memory(victim=VICTIM, plan=PLAN)
     assert made.require_exact(made.collect(round_num=3)) == EVERYONE
     return made
 
 
 def test_a_coordinator_that_does_not_lie_gets_its_sums() -> None:
-    """The control of every lie, round after round."""
+    """The control of every lie, over several rounds."""
     made = stand()
     for round_num in (4, 5):
         collected = made.collect(round_num=round_num)
@@ -62,9 +62,9 @@ def test_a_coordinator_that_does_not_lie_gets_its_sums() -> None:
     ],
 )
 def test_a_lie_ends_the_session_for_whom_it_is_told_to(lie: Lie) -> None:
-    """The victim says so and says no more; the honest message comes too late for it.
+    """The victim refuses and says nothing more; even the honest message comes too late for it.
 
-    The others' sum is exact: with the victim in it if its vector had been sent before.
+    The others' sum is exact. It includes the victim if its vector had been sent before.
     """
     made = stand()
     made.liar.lie = lie
@@ -79,7 +79,7 @@ def test_a_lie_ends_the_session_for_whom_it_is_told_to(lie: Lie) -> None:
     for stage in ORDER[ORDER.index(lie.stage) :]:
         answered = made.liar.replies.get((VICTIM, stage), refusal)
         assert isinstance(answered, Failure), f"it went on at the stage `{stage}`"
-    if lie.stage is not Stage.ADVERTISE:  # whose message may always begin a session
+    if lie.stage is not Stage.ADVERTISE:  # new terms may always begin a session
         honest = made.liar.requests[lie.stage]
         assert isinstance(made.liar.ask(VICTIM, honest, deadline_s=60.0), Failure)
     assert made.require_exact(made.collect(round_num=5)) == EVERYONE, "and the next round is whole"
@@ -87,7 +87,7 @@ def test_a_lie_ends_the_session_for_whom_it_is_told_to(lie: Lie) -> None:
 
 @pytest.mark.parametrize("lie", SURVIVORS, ids=lambda lie: lie.name)
 def test_without_signatures_impossible_survivors_are_refused_all_the_same(lie: Lie) -> None:
-    """Where the coordinator is honest but curious the list is answered with shares at once."""
+    """With an honest-but-curious server, the list of survivors is answered with shares at once."""
     curious = Adversary.HONEST_BUT_CURIOUS
     plan = plan_for(6, corruption=0.1, dropout=0.34, adversary=curious)
     made = Stand.in_memory(victim=VICTIM, plan=plan)
@@ -113,7 +113,7 @@ def test_without_signatures_impossible_survivors_are_refused_all_the_same(lie: L
     ids=lambda lie: lie.name,
 )
 def test_terms_that_only_one_client_was_told_make_its_advert_useless(lie: Lie) -> None:
-    """It may agree to them; but adverts are signed under the terms, so it is alone with them."""
+    """The victim may accept them, but adverts are signed under the terms, so its own is useless."""
     made = stand()
     made.liar.lie = lie
     collected = made.collect(round_num=4)
@@ -123,9 +123,9 @@ def test_terms_that_only_one_client_was_told_make_its_advert_useless(lie: Lie) -
 
 
 def test_survivors_that_only_one_client_was_told_are_signed_in_vain() -> None:
-    """Five of six, which is possible: its signature fits nobody else's, and the sum is that of all.
+    """A list of five of six is possible, but its signature fits no other's; all are in the sum.
 
-    To be asked for shares it would need a quorum for the same five.
+    Before it is asked for shares, the victim needs a quorum for the same five.
     """
     made = stand()
     made.liar.lie = Lie(
@@ -154,11 +154,11 @@ def test_survivors_that_only_one_client_was_told_are_signed_in_vain() -> None:
 
 @pytest.mark.parametrize("adversary", Adversary)
 def test_no_order_of_questions_gets_both_secrets_of_a_client(adversary: Adversary) -> None:
-    """After an honest session the liar asks everybody again, now as if one had dropped out.
+    """After an honest session the liar asks all clients again, now as if one had dropped out.
 
-    No holder gives two shares of a client, only the same one again to the same question. And
-    against an active server nobody gives a share of the other secret at all: honest-but-curious is
-    the name of one that does not ask.
+    No holder gives two different shares of a client; it only repeats its share for the same
+    question. A client that assumes an active server gives no share of the other secret at all. If
+    it assumes an honest-but-curious server, clients that were not asked before may give one.
     """
     made = Stand.in_memory(
         victim=VICTIM,
@@ -196,7 +196,7 @@ def test_no_order_of_questions_gets_both_secrets_of_a_client(adversary: Adversar
 
 
 def test_a_lie_to_more_than_may_drop_out_releases_nothing() -> None:
-    """Three of six get no model: too few are left. Tried again without the lie, all are there."""
+    """Three of six receive no model, so too few are left. A retry without the lie has all."""
     made = stand()
     made.liar.lie = next(lie for lie in LIES if lie.name == "no model")
     made.liar.also = {ClientId(0), ClientId(1)}

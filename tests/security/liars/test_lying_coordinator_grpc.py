@@ -1,6 +1,6 @@
-"""The liar at the real door: some of each message's lies, over gRPC with mutual TLS.
+"""Lies over a real server: some lies of each message, over gRPC with mutual TLS.
 
-Nobody may be lost in these sessions, so any refusal ends them with nothing released.
+No client may drop out of these sessions, so any refusal ends them with nothing released.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ SELECTED = {
 
 @dataclass
 class Deployed:
-    """Five clients at a door, and the round that comes next."""
+    """Five clients connected to a server, and the number of the next round."""
 
     site: LyingDoor
     clients: list[ThreadedClient]
@@ -66,7 +66,7 @@ class Deployed:
     rounds: Iterator[int]
 
     def honest(self) -> None:
-        """Run a session without a lie: the control."""
+        """Run a session without a lie, as a control."""
         self.stand.liar.lie, self.stand.liar.num_told = None, 0
         collected = self.stand.collect(round_num=next(self.rounds))
         assert self.stand.require_exact(collected) == EVERYONE
@@ -85,7 +85,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 def other_key(told: Told) -> SecureRequest:
-    """Tell of a key of a neighbour's that is not the one that was pinned."""
+    """Send another identity key of a neighbour than the pinned one."""
     assert isinstance(told.request, SecureStageRequest)
     directory = {**told.request.directory, OTHER: keys.fresh_signer()[1]}
     return replace(told.request, directory=directory)
@@ -98,17 +98,17 @@ AT_THE_DOOR = [
 
 
 def test_the_selection_holds_lies_of_every_stage() -> None:
-    """Each name is that of a lie."""
+    """Each selected name is that of a lie."""
     assert len(AT_THE_DOOR) == len(SELECTED) + 1
     assert {lie.stage for lie in AT_THE_DOOR} == set(Stage)
 
 
-@pytest.mark.slow  # over memory they are told in the default run
+@pytest.mark.slow  # the same lies are told over memory as well
 @pytest.mark.parametrize("lie", AT_THE_DOOR, ids=lambda lie: lie.name)
 def test_a_lie_over_grpc_ends_the_session_and_nothing_is_released(
     deployed: Deployed, lie: Lie
 ) -> None:
-    """Before it stands an honest session: the control, and what the liar replays."""
+    """An honest session comes first: it is the control, and gives messages to replay."""
     deployed.honest()
     liar = deployed.stand.liar
     liar.lie = lie
@@ -127,9 +127,9 @@ def test_a_lie_over_grpc_ends_the_session_and_nothing_is_released(
 def test_what_was_released_is_not_released_again_by_a_client_that_was_started_again(
     deployed: Deployed,
 ) -> None:
-    """It knows from its disk: not for other survivors, nor in another session.
+    """The client remembers on disk: it answers neither other survivors nor another session.
 
-    The same question gets the same shares, which tell nothing new.
+    The same question gets the same shares, which reveal nothing new.
     """
     deployed.honest()
     liar = deployed.stand.liar
@@ -161,7 +161,7 @@ class Counting(Fixed):
 def test_a_client_that_requires_secure_aggregation_does_not_tell_its_examples(
     tmp_path: Path,
 ) -> None:
-    """Not when it connects, either. The control: one that does not require it says how many."""
+    """Not even when it connects. Control: a client that does not require it reports the number."""
     told: dict[str, int] = {}
 
     def note(client: EnrolledClient, says: Eligibility) -> bool:

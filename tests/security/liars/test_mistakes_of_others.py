@@ -1,4 +1,4 @@
-"""Mistakes of other implementations that take the whole client, or a working attack, to show.
+"""Mistakes of other implementations that take a whole client, or a working attack, to show.
 
 The others are in ``test_secagg.py``, under the same heading.
 """
@@ -28,14 +28,14 @@ from tests.security.liars.harness import (
     plan_for,
 )
 
-#: Six clients, of whom four must be left: t = q = 4.
+#: Six clients, of which at least four must survive: t = q = 4.
 PLAN = plan_for(6, corruption=0.1, dropout=0.34)
 VICTIM = ClientId(2)
 EVERYONE = [ClientId(each) for each in range(6)]
 
 
 def folded(key: bytes) -> int:
-    """Return the exclusive or of a key's eight words, as other implementations seed with it."""
+    """Return the XOR of a key's eight words, with which other implementations seed a generator."""
     return int(np.bitwise_xor.reduce(np.frombuffer(key, "<u4")))
 
 
@@ -44,9 +44,9 @@ def twister(key: bytes) -> NDArray[np.int64]:
 
 
 def test_keys_that_agree_in_a_32_bit_fold_make_other_masks() -> None:
-    """Of pairs and of a client itself: both kinds of key seed the one keystream there is.
+    """Both for pairs and for a client's own mask: the whole key seeds the keystream.
 
-    The control: a twister that is seeded with the fold gives both keys one mask.
+    Control: a Mersenne twister that is seeded with the fold gives both keys the same mask.
     """
     key = SecretBytes.generate(keys.KEY_BYTES).reveal()
     words = list(np.frombuffer(key, "<u4"))
@@ -65,10 +65,10 @@ def test_keys_that_agree_in_a_32_bit_fold_make_other_masks() -> None:
 
 @dataclass
 class Impostor:
-    """A coordinator that plays all neighbours of one client: it has made all their keys.
+    """A coordinator that plays all neighbours of one client, with keys that it made itself.
 
     Attributes:
-        terms: Of the session.
+        terms: Terms of the session.
     """
 
     terms: Terms
@@ -96,7 +96,7 @@ class Impostor:
     def update_of(
         self, client: SecureClient, signed: SignedTerms, given: Contribution
     ) -> NDArray[np.float64]:
-        """Return one client's update, read by whoever plays its neighbours.
+        """Read one client's update, as the party that plays all its neighbours can.
 
         Raises:
             AggregationAborted: The client notices.
@@ -159,9 +159,9 @@ class Impostor:
 
 
 def test_a_server_that_invents_the_neighbours_reads_an_update_unless_keys_are_pinned() -> None:
-    """The attack works, to the step of fixed point, on a client that takes keys from the server.
+    """Against a client that takes keys from the server, the attack reads the update to one step.
 
-    One that goes by its own directory notices before it has shared anything.
+    A client that uses its own directory notices before it has shared anything.
     """
     identities = SimulatedIdentities(len(EVERYONE), PLAN)
     terms = PLAN.terms(PARAMS.layout, run_id=RUN, round_num=0, attempt=0, request_hash=bytes(32))
@@ -184,7 +184,7 @@ def test_a_server_that_invents_the_neighbours_reads_an_update_unless_keys_are_pi
 
 
 def test_replies_tell_neither_examples_nor_loss() -> None:
-    """Six clients with as many examples and losses: what they say differs in no field or size."""
+    """Six clients with different examples and losses send replies of the same fields and sizes."""
     stand = Stand.in_memory(victim=VICTIM, plan=PLAN)
     collected = stand.collect(round_num=0)
     assert [each.name for each in fields(SecureReply)] == ["round_num", "message"]
