@@ -1,4 +1,4 @@
-"""A door with its authority, for all who come to it."""
+"""A server with its authority, for the tests of hostile peers."""
 
 from collections.abc import Iterator
 from pathlib import Path

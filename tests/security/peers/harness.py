@@ -1,4 +1,4 @@
-"""A door behind mutual TLS, honest clients that take part, and peers that speak what they like."""
+"""A server behind mutual TLS, honest clients, and peers that may send anything."""
 
 import asyncio
 import socket
@@ -32,23 +32,23 @@ from fedlearn.transport.content import digest_of, signed_bytes
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
-#: A net under what comes at once, however slow the machine.
+#: Longest wait for steps that are normally immediate, even on a slow machine.
 WAIT_S = 60.0
-#: Whoever is slow is waited for longer than an honest round may take: it shows if others wait too.
+#: Slow peers may take longer than an honest round may, so a round that waits for them is noticed.
 SETTINGS = replace(
     ANYWHERE,
     enrolment_address=ANYWHERE.address,  # as for clients of an earlier version
     handshake_timeout_s=30.0,
     stall_timeout_s=30.0,
 )
-#: For tests that wait until a handshake has taken too long; an honest one takes 0.05 s.
+#: For tests that wait for a handshake to time out; an honest one takes 0.05 s.
 HANDSHAKE_S = 2.0
 IMPATIENT = replace(SETTINGS, handshake_timeout_s=HANDSHAKE_S)
 HELLO = wire_pb2.Hello(protocol=wire.PROTOCOL)
 LANES = {"delta": torch.ones(4)}
 
-#: What an honest round may take while others misbehave. An unhindered one takes 0.05 s; a machine
-#: that pauses is no hindrance, to wait for a peer's handshake or for one that stalls would be.
+#: Longest time of an honest round while others misbehave. Undisturbed, it takes 0.05 s. A pause of
+#: the machine stays within this; waiting for a peer's handshake or for a stalled one does not.
 ROUND_S = 10.0
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass
 class SetClock(SystemClock):
-    """A real clock that can be set: the time of day, and how much has passed."""
+    """A real clock whose time of day and elapsed time can be shifted."""
 
     ahead_s: float = 0.0
     jump_s: float = 0.0
@@ -70,7 +70,7 @@ class SetClock(SystemClock):
 
 @dataclass
 class Peer:
-    """Somebody with keys, and perhaps a certificate."""
+    """A peer with keys, and perhaps a certificate."""
 
     name: str
     identity: Identity
@@ -79,12 +79,12 @@ class Peer:
 
 
 class Site(LocalDoor):
-    """A door, and peers that speak from a thread of their own.
+    """A server, and peers that run on their own thread.
 
     Attributes:
-        loop: Of the peers.
-        clock: May be set.
-        num_rounds: That honest clients were asked for.
+        loop: Event loop of the peers.
+        clock: The server's clock, which tests may shift.
+        num_rounds: Number of rounds that honest clients were asked to join.
     """
 
     clock: SetClock
@@ -137,7 +137,7 @@ class Site(LocalDoor):
         half_close: bool = False,
         first: Callable[[], object] = lambda: None,
     ) -> tuple[list[bytes], grpc.StatusCode]:
-        """Wait for :meth:`raw_call`."""
+        """Run :meth:`raw_call` and wait for its result."""
         return self.run(self.raw_call(method, peer, *messages, half_close=half_close, first=first))
 
     async def raw_call(
@@ -148,10 +148,10 @@ class Site(LocalDoor):
         half_close: bool = False,
         first: Callable[[], object] = lambda: None,
     ) -> tuple[list[bytes], grpc.StatusCode]:
-        """Send whatever bytes as messages of a call; return what came, and how the call ended.
+        """Send any bytes as messages of a call; return the answers, and how the call ended.
 
-        Without ``half_close`` it is the door that ends it. ``first`` happens between the call and
-        its first message.
+        Without ``half_close`` the server has to end it. ``first`` runs between the start of the
+        call and its first message.
         """
         tls = grpc.ssl_channel_credentials(
             peer.credentials.ca_pem,
@@ -164,7 +164,7 @@ class Site(LocalDoor):
                 f"/{wire.DOOR}/{method}"
             )
             call = start()
-            # From the beginning: after the end of a call nothing is read any more.
+            # Read from the beginning: after the end of a call nothing can be read any more.
             reading = asyncio.create_task(all_of(call))
             await asyncio.to_thread(first)
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -178,7 +178,7 @@ class Site(LocalDoor):
         return self.door.counters.refused[cause]
 
     def train(self, *peers: Peer, seconds: float = ROUND_S) -> None:
-        """Let honest clients finish a round in time, while whatever was begun goes on."""
+        """Let honest clients finish a round in time, while all other activity continues."""
         began_s = self.clock.now_s()
         request = request_of(self.num_rounds)
         self.num_rounds += 1
@@ -199,7 +199,7 @@ class Site(LocalDoor):
 
 
 async def all_of(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> list[bytes]:
-    """Return the messages of a call until its end."""
+    """Return all messages of a call."""
     came = list[bytes]()
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while isinstance(data := await call.read(), bytes):
@@ -223,7 +223,7 @@ def reply(round_num: int = 0) -> bytes:
 
 
 async def answer(address: str, peer: Peer) -> int:
-    """Take one task, train, and return the verdict."""
+    """Take one task, train, and return the verdict of the receipt."""
     async with (
         DoorConnection(address, peer.credentials) as connection,
         connection.session(HELLO) as session,
@@ -234,7 +234,7 @@ async def answer(address: str, peer: Peer) -> int:
 
 
 async def told(session: DoorSession, kind: str) -> wire_pb2.FromCoordinator:
-    """Return the next message of a kind."""
+    """Return the next message of a kind, skipping others."""
     while (message := await session.receive()) is not None:
         if message.WhichOneof("what") == kind:
             return message
@@ -242,7 +242,7 @@ async def told(session: DoorSession, kind: str) -> wire_pb2.FromCoordinator:
 
 
 def trained(task: wire_pb2.Task, peer: Peer) -> wire_pb2.FromClient:
-    """Return the honest answer: no change, for whatever model."""
+    """Return an honest reply with no change, for any model."""
     asked = decode(task.data)
     if isinstance(asked, TrainRequest):
         lanes = {"delta": torch.zeros(sum(asked.tensors[name].numel() for name in asked.order))}
@@ -275,7 +275,7 @@ def result(
     return wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed, data=data))
 
 
-# Peers below gRPC.
+# Peers that speak TLS and HTTP/2 without gRPC.
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -284,7 +284,7 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def tls_context(peer: Peer | None, folder: Path) -> ssl.SSLContext:
-    """Return TLS with the peer's certificate, if any, that believes every server."""
+    """Return a TLS context with the peer's certificate, if any, that trusts every server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -296,7 +296,7 @@ def tls_context(peer: Peer | None, folder: Path) -> ssl.SSLContext:
 
 
 def client_hello(context: ssl.SSLContext) -> bytes:
-    """Return the first flight of a TLS handshake."""
+    """Return the first message of a TLS handshake."""
     outgoing = ssl.MemoryBIO()
     talk = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=SERVER_NAME)
     with suppress(ssl.SSLWantReadError):
@@ -305,9 +305,9 @@ def client_hello(context: ssl.SSLContext) -> bytes:
 
 
 def is_ended(stream: socket.socket, *, timeout_s: float = WAIT_S) -> bool:
-    """Read whatever comes; return whether the other side ends the connection in time.
+    """Read everything, and return whether the other side ends the connection in time.
 
-    What is there already is read, however little time there is.
+    Data that is already there is read even if ``timeout_s`` is tiny.
     """
     clock = SystemClock()
     ends_s = clock.now_s() + timeout_s
@@ -331,12 +331,12 @@ END_STREAM, ACK, END_HEADERS = 1, 1, 4
 
 
 def frame(kind: int, *, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
-    """Return an HTTP/2 frame."""
+    """Build an HTTP/2 frame."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
 def call_headers(method: str, *, stream: int) -> bytes:
-    """Return the frame that begins a call of the door; each header a literal without index."""
+    """Build the frame that begins a call; each header is a literal without index."""
     pairs = {
         ":method": "POST",
         ":scheme": "https",
@@ -354,7 +354,7 @@ def call_headers(method: str, *, stream: int) -> bytes:
 
 @contextmanager
 def http2(address: str, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
-    """Connect, and say what HTTP/2 begins with."""
+    """Connect, and send the preface of HTTP/2."""
     with (
         socket.create_connection(address_of(address), timeout=WAIT_S) as plain,
         context.wrap_socket(plain, server_hostname=SERVER_NAME) as stream,
@@ -364,7 +364,7 @@ def http2(address: str, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
 
 
 def frames_until_refused(stream: ssl.SSLSocket) -> Counter[int]:
-    """Count what comes by kind until a stream is reset, all are, or the connection has ended."""
+    """Count frames by kind until a stream or the connection is reset, or the connection ends."""
     counts, content = Counter[int](), b""
     stream.settimeout(WAIT_S)
     while not counts[RST_STREAM] + counts[GOAWAY]:

@@ -1,6 +1,6 @@
-"""A coordinator's process under all of it at once: ten thousand half-open connections, and noise.
+"""A coordinator's process under attack: ten thousand half-open connections, and noise.
 
-The numbers that the documentation names are measured here.
+It measures the numbers that the documentation states.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ NUM_CLIENTS = 2
 NUM_HALF_OPEN = 10_000
 LONG_S = 60.0
 
-#: Of all the connections, beyond what the coordinator takes anyway.
+#: Memory that all the connections may add to the coordinator's own.
 MAX_GROWTH_BYTES = 600 << 20
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Deployment:
-    """A coordinator's process, and where it was started."""
+    """A coordinator's process, and the site that it serves."""
 
     site: Site
     process: Process
@@ -62,14 +62,14 @@ class Deployment:
         until(holds_or_ended, told=self.process.tail)
 
     def seconds_of_rounds(self, num: int) -> float:
-        """Return the seconds until so many more rounds are finished."""
+        """Return the seconds until ``num`` more rounds are finished."""
         clock, last = SystemClock(), self.metrics()["fedlearn_round"] + num
         began_s = clock.now_s()
         self.until(lambda: self.metrics()["fedlearn_round"] >= last)
         return clock.now_s() - began_s
 
     def strangers(self) -> float:
-        """Return how many connections came to nothing."""
+        """Return the number of connections that were never authenticated."""
         metrics = self.metrics()
         return metrics["fedlearn_connections_total"] - metrics["fedlearn_authenticated_total"]
 
@@ -89,7 +89,7 @@ class Deployment:
 
 
 def _without_run(sample: str) -> str:
-    """Return the name of a sample without the label of its run, which all have."""
+    """Remove the run's label, which all samples have, from the name of a sample."""
     return re.sub(r',?run="[^"]+",?', "", sample).removesuffix("{}")
 
 
@@ -118,7 +118,7 @@ def many_files() -> Iterator[None]:
 
 
 async def take_part(invitation: Invitation, joined: asyncio.Event) -> None:
-    """Enrol, and answer every task; whoever is turned away at the port tries again."""
+    """Enrol and answer every task; if the connection is refused or lost, connect again."""
     identity = Identity.create()
     certificate, client_id = await enrol(invitation.token_addresses[0], invitation, identity)
     credentials = Credentials(
@@ -130,7 +130,7 @@ async def take_part(invitation: Invitation, joined: asyncio.Event) -> None:
     while True:
         with suppress(ConnectionError):
             await answer_all(invitation.addresses[0], peer, joined)
-        await asyncio.sleep(0.2)  # a back-off, as every client has one
+        await asyncio.sleep(0.2)  # back off, as every client does
 
 
 async def answer_all(address: str, peer: Peer, joined: asyncio.Event) -> None:
@@ -149,7 +149,7 @@ async def arrival(joined: asyncio.Event) -> None:
 
 
 def wait_for(loop: LoopThread, joined: asyncio.Event, clients: Sequence[Future[None]]) -> None:
-    """Wait until a client has joined; whatever ends one of them ends the test."""
+    """Wait until a client has joined; an error of any client fails the test."""
     arrived = loop.call(arrival(joined))
     wait([arrived, *clients], timeout=LONG_S, return_when=FIRST_COMPLETED)
     for client in clients:
@@ -159,11 +159,11 @@ def wait_for(loop: LoopThread, joined: asyncio.Event, clients: Sequence[Future[N
 
 
 def half_open(stack: ExitStack, address: str, first: bytes, num: int) -> None:
-    """Connect, say what comes first or nothing, and then nothing more."""
+    """Open connections, send the first bytes if any, and then stay silent."""
     target = address_of(address)
     for _ in range(num):
         stream = stack.enter_context(socket.create_connection(target, timeout=LONG_S))
-        with suppress(OSError):  # it is full, and closes at once
+        with suppress(OSError):  # the server is full and closes at once
             stream.sendall(first)
 
 
@@ -195,11 +195,11 @@ def test_rounds_go_on_through_ten_thousand_half_open_connections(
         deployment.until(lambda: deployment.strangers() >= 0.9 * NUM_HALF_OPEN)
         growth_bytes = deployment.peak_bytes() - before_bytes
         metrics = deployment.metrics()
-    assert hindered_s < 5.0 * unhindered_s + 5.0  # in this machine's time: it was 2 to 3 times
+    assert hindered_s < 5.0 * unhindered_s + 5.0  # relative to this machine; measured 2 to 3 times
     assert growth_bytes < MAX_GROWTH_BYTES
     assert metrics['fedlearn_participations_total{status="failed"}'] == 0.0
     deployment.until(lambda: '"event": "strangers"' in deployment.log())
     assert "Traceback" not in deployment.log()
-    assert len(deployment.log().splitlines()) < 100  # none for each of them
+    assert len(deployment.log().splitlines()) < 100  # not one line per connection
     for client in clients:
         client.cancel()

@@ -1,4 +1,4 @@
-"""Hostile peers at the door: refused, counted, and the round goes on."""
+"""Hostile peers at the server: they are refused and counted, and the round continues."""
 
 import asyncio
 import socket
@@ -46,7 +46,7 @@ from tests.security.peers.harness import (
 
 
 class Round:
-    """One exchange in a thread."""
+    """One exchange that runs on a thread."""
 
     def __init__(self, door: Door, *peers: Peer, request: TrainRequest | None = None) -> None:
         self.arrived: Queue[tuple[int, Reply]] = Queue()
@@ -62,7 +62,7 @@ class Round:
                     self.arrived.put((arrival.client_id, arrival.reply))
                     if num == len(cohort):
                         break
-            except Exception as error:  # noqa: BLE001 - it is whoever's that asks for the outcome
+            except Exception as error:  # noqa: BLE001 - raised again by ``outcome.result``
                 self.outcome.set_exception(error)
             else:
                 self.outcome.set_result(num)
@@ -83,7 +83,7 @@ async def heard_receipt(session: DoorSession) -> wire_pb2.Receipt:
 
 
 async def heard(session: DoorSession, kind: str) -> wire_pb2.FromCoordinator:
-    """Return the next message, which is of that kind."""
+    """Return the next message, which must be of that kind."""
     message = await session.receive()
     assert message is not None
     assert message.WhichOneof("what") == kind
@@ -97,7 +97,7 @@ async def answer_honestly(session: DoorSession, peer: Peer) -> wire_pb2.Receipt:
 
 
 async def hang_up(session: DoorSession) -> None:
-    """Say nothing more."""
+    """Leave without another message."""
 
 
 def test_an_invited_client_enrols_connects_and_takes_part(site: Site) -> None:
@@ -137,7 +137,7 @@ def test_a_certificate_that_the_registry_does_not_know_is_refused(site: Site) ->
 
 @pytest.mark.slow
 def test_refusals_are_in_the_log_as_a_number(tmp_path: Path) -> None:
-    """A client that was revoked may call as fast as it likes: one line now and then."""
+    """A revoked client may call as often as it likes; the log has one line from time to time."""
     with structlog.testing.capture_logs() as logs, Site(tmp_path) as site:
         peer = site.enrolled("clinic-a")
         site.registry.revoke("clinic-a")
@@ -147,7 +147,7 @@ def test_refusals_are_in_the_log_as_a_number(tmp_path: Path) -> None:
             assert refuses(site, peer)
         assert site.refused("revoked") == num_calls
 
-        def lines() -> list[MutableMapping[str, Any]]:  # Any: of log lines
+        def lines() -> list[MutableMapping[str, Any]]:  # Any: values of log entries
             return [entry for entry in logs if entry.get("cause") == "revoked"]
 
         site.clock.jump_s = 60.0
@@ -157,12 +157,12 @@ def test_refusals_are_in_the_log_as_a_number(tmp_path: Path) -> None:
 
 
 def refuses(site: Site, peer: Peer) -> bool:
-    """Return whether the door refuses this client's session for good."""
+    """Return whether the server refuses this client's session permanently."""
     return site.raw("Session", peer, half_close=True)[1] == grpc.StatusCode.UNAUTHENTICATED
 
 
 class AwayRegistry(FreshRegistry):
-    """A registry whose database may be away."""
+    """A registry whose database can be made unavailable."""
 
     is_away = False
 
@@ -174,11 +174,11 @@ class AwayRegistry(FreshRegistry):
 
 @pytest.mark.slow
 def test_a_client_is_no_stranger_because_the_registry_cannot_be_read(tmp_path: Path) -> None:
-    """It is told to come back: what sounds final would make its user look for a fault."""
+    """The client is asked to retry later; a final refusal would make its user look for a fault."""
     registry = AwayRegistry(SystemClock())
     with Site(tmp_path, registry=registry) as site:
         stranger = site.enrolled("clinic-a")
-        peer = site.enrolled("clinic-a")  # with new keys: the certificate before is nobody's now
+        peer = site.enrolled("clinic-a")  # with new keys, so the first certificate is not enrolled
         registry.is_away = True
         site.open()
         for each in (peer, stranger):
@@ -189,11 +189,11 @@ def test_a_client_is_no_stranger_because_the_registry_cannot_be_read(tmp_path: P
         with pytest.raises(ConnectionRefused, match="not enrolled"):
             site.in_session(stranger, hang_up)
         registry.is_away = True
-        site.in_session(peer, hang_up)  # whom the door knows, it knows
+        site.in_session(peer, hang_up)  # the server still knows its clients
 
 
 def test_revoking_ends_the_live_session_and_refuses_the_next(site: Site) -> None:
-    """Within two seconds; a pause of the machine is not the door's, so the best of three counts."""
+    """Within two seconds; the best of three counts, since the machine may pause."""
     clock = SystemClock()
 
     def seconds_until_cut(name: str) -> float:
@@ -217,7 +217,7 @@ def test_revoking_ends_the_live_session_and_refuses_the_next(site: Site) -> None
 
 @pytest.mark.slow
 def test_a_client_that_is_revoked_between_its_call_and_its_hello_is_not_heard(site: Site) -> None:
-    """It was let in before; control: one that is not revoked meanwhile stays until it leaves."""
+    """Its call was admitted before. Control: a client that is not revoked stays until it leaves."""
     site.open(replace(SETTINGS, handshake_timeout_s=WAIT_S))
     hello = wire_pb2.FromClient(hello=HELLO).SerializeToString()
     peer = site.enrolled("clinic-a")
@@ -427,13 +427,13 @@ def test_garbage_and_giants_end_only_the_session_that_they_came_in(site: Site) -
 
 
 def test_a_client_that_does_not_read_is_dropped_and_blocks_nobody(site: Site) -> None:
-    """It would be waited for until it stalls, were it waited for: no round takes as long."""
+    """A round that waited for it until it stalls would take longer than allowed."""
     deaf, honest = site.enrolled("deaf"), site.enrolled("honest")
     tls = grpc.ssl_channel_credentials(
         deaf.credentials.ca_pem, deaf.credentials.tls_key_pem, deaf.credentials.certificate_pem
     )
     options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-    request = replace(request_of(0), tensors={"weight": torch.zeros(50_000)})  # travels in the task
+    request = replace(request_of(0), tensors={"weight": torch.zeros(50_000)})  # sent in the task
 
     async def listen_to_nothing() -> tuple[grpc.aio.Channel, object]:
         channel = grpc.aio.secure_channel(site.door.address, tls, options)
@@ -496,7 +496,7 @@ def test_a_flood_of_messages_is_slowed_down(site: Site) -> None:
     round_ = Round(site.door, peer)
 
     async def flood(session: DoorSession) -> wire_pb2.Receipt:
-        for _ in range(220):  # more than twice what is let through at once
+        for _ in range(220):  # more than twice the burst that is let through
             await session.send(wire_pb2.FromClient(progress=wire_pb2.Progress()))
         return await answer_honestly(session, peer)
 
@@ -534,7 +534,7 @@ def test_uploads_are_held_to_their_envelope(site: Site) -> None:
 def test_an_upload_is_late_when_the_round_closes_as_it_begins(
     site: Site, monkeypatch: pytest.MonkeyPatch, disk_s: float
 ) -> None:
-    """It hears so once that is durable, and is not sent away: it is there for the next round."""
+    """The client hears so once that is durable, and may stay connected for the next round."""
     peer = site.enrolled("clinic-a")
     put = GroupWriter.put
 
@@ -598,9 +598,9 @@ def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
 @pytest.mark.slow
 def test_a_client_moves_three_things_at_once_at_the_most(site: Site) -> None:
     peer = site.enrolled("clinic-a")
-    site.open(replace(SETTINGS, stall_timeout_s=4.0))  # all five are there before one has stalled
+    site.open(replace(SETTINGS, stall_timeout_s=4.0))  # all five connect before the first stalls
     first = [site.loop.call(site.raw_call("Upload", peer)) for _ in range(5)]
     codes = [each.result(WAIT_S)[1] for each in first]
     assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 2
-    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 3  # stalled: they said nothing
+    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 3  # stalled: they sent nothing
     assert site.refused("transfers") == 2

@@ -1,4 +1,4 @@
-"""Enrolled clients that misbehave: each costs itself, and the round goes on."""
+"""Enrolled clients that misbehave: each harms only itself, and the round continues."""
 
 import asyncio
 import struct
@@ -48,7 +48,7 @@ SESSION, UPLOAD, DOWNLOAD = "Session", "Upload", "Download"
 
 
 def said(**what: object) -> bytes:
-    """Return a message of a session."""
+    """Encode a message of a session."""
     message = wire_pb2.FromClient()
     for name, value in what.items():
         assert isinstance(value, wire_pb2.Hello | wire_pb2.Eligibility | wire_pb2.Progress)
@@ -57,14 +57,14 @@ def said(**what: object) -> bytes:
 
 
 async def hang_up(session: DoorSession) -> None:
-    """Say nothing more."""
+    """Leave without another message."""
 
 
 # Tokens.
 
 
 def test_one_of_many_who_redeem_a_token_at_once_is_enrolled(tmp_path: Path) -> None:
-    """With the registry of a deployment, whose threads come from everywhere."""
+    """With a deployment's registry, which is called from many threads."""
     url = sqlite_url(tmp_path / "runs.db")
     with (
         Database.open(url, runs_dir=tmp_path) as database,
@@ -86,7 +86,7 @@ def test_one_of_many_who_redeem_a_token_at_once_is_enrolled(tmp_path: Path) -> N
 
 
 def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
-    """Not another name's, not after its time, and not a revoked client's way back."""
+    """Another name, an expired token and a revoked client are refused."""
     address, identity = site.door.enrolment_address, Identity.create()
     invitation = site.invitation("clinic-a")
     for name in ("clinic-b", "Clinic-A", "clinic-a\0", "../clinic-a", "\u202eclinic-a"):
@@ -98,7 +98,7 @@ def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
         site.run(enrol(address, late, Identity.create()))
     site.clock.ahead_s = 0.0
     site.run(enrol(address, invitation, identity))
-    site.run(enrol(address, invitation, identity))  # its answer was lost: the same keys may ask
+    site.run(enrol(address, invitation, identity))  # a lost answer: the same keys may ask again
     site.registry.revoke("clinic-a")
     with pytest.raises(EnrolmentRefused):
         site.run(enrol(address, invitation, identity))
@@ -109,9 +109,9 @@ def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
 
 @pytest.mark.slow
 def test_whoever_guesses_tokens_is_slowed_down(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds' worth are looked at, the rest is turned down unread.
+    """Two seconds' worth of guesses is checked; the rest is refused unread.
 
-    At so low a rate that a slow machine guesses faster, too.
+    The rate is so low that even a slow machine guesses faster.
     """
     honest = site.enrolled("honest")
     monkeypatch.setattr(enrolment, "_MAX_PER_S", 5.0)
@@ -144,7 +144,7 @@ def test_whoever_guesses_tokens_is_slowed_down(site: Site, monkeypatch: pytest.M
 
 
 def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
-    """As it is it is the old one's, counted once; under another key it is a forgery."""
+    """Unchanged it belongs to the old round, counted once; under another key it is a forgery."""
     peer = site.enrolled("clinic-a")
     cohort = [ClientId(peer.client_id)]
 
@@ -193,7 +193,7 @@ def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
 
 
 def test_an_upload_of_a_run_is_of_no_use_in_another(site: Site) -> None:
-    """Two runs of one deployment: the same authority, the same clients, the same keys."""
+    """Two runs of one deployment have the same authority, clients and keys."""
     peer = site.enrolled("clinic-a")
     site.train(peer)
     old = wire_pb2.TaskKey(run_id=RUN_ID, kind="TrainRequest")
@@ -225,7 +225,7 @@ def test_an_upload_of_a_run_is_of_no_use_in_another(site: Site) -> None:
 
 
 def test_a_client_cannot_sign_for_another(site: Site) -> None:
-    """With its own key, under the other's number; what counts is who is connected."""
+    """It signs with its own key under the other's id, but the connection decides who it is."""
     thief, honest = site.enrolled("thief"), site.enrolled("honest")
     cohort = [ClientId(peer.client_id) for peer in (thief, honest)]
     channel = site.door.channel()
@@ -255,7 +255,7 @@ def test_a_client_cannot_sign_for_another(site: Site) -> None:
     assert site.refused("signature") == 1
 
 
-# Names and numbers that a peer may choose.
+# Names and numbers that a peer may choose freely.
 
 
 KEYS = [
@@ -270,7 +270,7 @@ KEYS = [
 
 
 def test_a_key_is_no_path(site: Site) -> None:
-    """Neither in a session, nor in an upload, nor among what a client says it holds."""
+    """Neither in a session, nor in an upload, nor among the tasks that a client says it holds."""
     peer = site.enrolled("clinic-a")
     site.train(peer)
     before = everything(site.folder)
@@ -286,7 +286,7 @@ def test_a_key_is_no_path(site: Site) -> None:
 
 
 async def speak_of(key: wire_pb2.TaskKey, address: str, peer: Peer) -> None:
-    held = [key] if len(key.kind) < 100 else []  # a hello has a bound of its own
+    held = [key] if len(key.kind) < 100 else []  # a hello has its own size limit
     hello = wire_pb2.Hello(protocol=wire.PROTOCOL, held=held)
     async with (
         DoorConnection(address, peer.credentials) as connection,
@@ -359,11 +359,11 @@ def test_numbers_at_their_ends_are_numbers(site: Site) -> None:
     site.train(peer)
 
 
-# Uploads that are cut, or too much.
+# Uploads that are cut short, or too long.
 
 
 def test_an_upload_that_ends_too_early_goes_on_later(site: Site) -> None:
-    """What is here stays; a chunk too many or an empty one is the end of it."""
+    """Bytes received before an early end are kept; too many bytes make the upload start over."""
     peer = site.enrolled("clinic-a")
     channel, data = site.door.channel(), reply(0)
     with ThreadPoolExecutor(1) as thread:
@@ -398,10 +398,10 @@ def test_an_upload_that_ends_too_early_goes_on_later(site: Site) -> None:
 
 
 def test_a_thousand_streams_on_one_connection(site: Site, tmp_path: Path) -> None:
-    """A peer that ignores the bound it was told: what is too much is reset unseen."""
+    """The peer ignores the limit it was sent; the streams beyond it are reset unseen."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     with http2(site.door.address, tls_context(peer, tmp_path)) as stream:
-        with suppress(OSError):  # it was cut off
+        with suppress(OSError):  # the server cut the connection
             for number in range(1000):
                 stream.sendall(call_headers(SESSION, stream=2 * number + 1))
         site.train(honest)
@@ -413,7 +413,7 @@ def test_a_thousand_streams_on_one_connection(site: Site, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_thousand_sessions_over_many_connections(site: Site, tmp_path: Path) -> None:
-    """Sixteen calls of a client are heard, however many connections it has."""
+    """Sixteen calls of a client are served, however many connections it has."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     context = tls_context(peer, tmp_path)
     streams = [http2(site.door.address, context) for _ in range(125)]
@@ -429,7 +429,7 @@ def test_a_thousand_sessions_over_many_connections(site: Site, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_calls_that_are_begun_and_reset_at_once(site: Site, tmp_path: Path) -> None:
-    """The rapid reset: each stream is over before the bound on streams notices."""
+    """The rapid-reset attack: each stream is over before the limit on streams applies."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     with http2(site.door.address, tls_context(peer, tmp_path)) as stream:
         try:
@@ -437,13 +437,13 @@ def test_calls_that_are_begun_and_reset_at_once(site: Site, tmp_path: Path) -> N
                 opened = call_headers(SESSION, stream=2 * number + 1)
                 reset = frame(RST_STREAM, stream=2 * number + 1, payload=struct.pack(">I", 8))
                 stream.sendall(opened + reset)
-        except OSError:  # it was cut off
+        except OSError:  # the server cut the connection
             pass
         site.train(honest)
 
 
 def test_frames_that_no_peer_may_send(site: Site, tmp_path: Path) -> None:
-    """Endless headers, a giant frame, windows that overflow, junk after the preface."""
+    """Endless headers, a giant frame, overflowing windows, garbage after the preface."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     context = tls_context(peer, tmp_path)
     continued = frame(1, stream=1, payload=b"\0\x01a\x01b") + b"".join(
@@ -463,7 +463,7 @@ def test_frames_that_no_peer_may_send(site: Site, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_session_that_comes_byte_by_byte_holds_up_nobody(site: Site, tmp_path: Path) -> None:
-    """Its hello never ends: the time for it does. Half a message later is its own affair."""
+    """A hello that never ends times out; half a message later on delays only its own session."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     site.open(IMPATIENT)
     hello = wire_pb2.FromClient(hello=HELLO).SerializeToString()
@@ -481,7 +481,7 @@ def test_a_session_that_comes_byte_by_byte_holds_up_nobody(site: Site, tmp_path:
 
 
 def test_a_flood_is_read_at_its_pace(site: Site) -> None:
-    """The rest waits in the peer's own buffers, and the window of its connection."""
+    """The rest waits in the peer's own buffers, and in its connection's flow-control window."""
     flooder, honest = site.enrolled("flooder"), site.enrolled("honest")
     big = wire_pb2.Result(envelope=wire_pb2.Envelope(), data=bytes(wire.CHUNK_BYTES))
 
@@ -501,7 +501,7 @@ def test_a_flood_is_read_at_its_pace(site: Site) -> None:
     began_s, messages = site.clock.now_s(), site.door.counters.messages
     site.train(honest)
     site.train(honest)
-    messages = site.door.counters.messages - messages  # before the time is taken
+    messages = site.door.counters.messages - messages  # counted before the time is read
     elapsed_s = site.clock.now_s() - began_s
     assert messages <= SETTINGS.max_messages_per_s * elapsed_s + 4
     assert not flooding.done()
@@ -509,7 +509,7 @@ def test_a_flood_is_read_at_its_pace(site: Site) -> None:
 
 
 def test_a_client_that_comes_and_goes_without_end_is_one_client(site: Site) -> None:
-    """Each of its sessions takes the place of the last."""
+    """Each of its sessions replaces the last one."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
 
     async def come_and_go() -> None:

@@ -1,4 +1,4 @@
-"""Whoever reaches a port without being a client: refused, counted, and the round goes on."""
+"""Peers that reach a port but are not clients: refused and counted, and the round continues."""
 
 import asyncio
 import resource
@@ -43,18 +43,18 @@ def connected(stack: ExitStack, address: str, num: int = 1) -> list[socket.socke
 
 
 async def hang_up(session: DoorSession) -> None:
-    """Say nothing more."""
+    """Leave without another message."""
 
 
 def test_an_expired_certificate_is_refused_before_anything_is_said(
     site: Site, tmp_path: Path
 ) -> None:
-    """Of our own authority, and valid once."""
+    """The certificate is of the server's own authority, and was valid once."""
     honest, identity = site.enrolled("honest"), Identity.create()
     past = Authority(tmp_path / "authority", host_names=(), now=lambda: "2020-01-01T00:00:00Z")
     assert past.ca_pem == site.authority.ca_pem
     csr = identity.csr_pem("clinic-a")
-    for days, error in ((1, ConnectionError), (36500, ConnectionRefused)):  # the second: control
+    for days, error in ((1, ConnectionError), (36500, ConnectionRefused)):  # second: the control
         certificate = past.sign(csr, name="clinic-a", client_id=1, valid_days=days)
         peer = site.peer("clinic-a", identity, certificate, client_id=1)
         with pytest.raises(error):
@@ -66,7 +66,7 @@ def test_an_expired_certificate_is_refused_before_anything_is_said(
 
 
 def test_an_invitations_certificate_opens_enrolment_and_nothing_else(site: Site) -> None:
-    """Also once the token is used; the control is the certificate that it was used for."""
+    """Also after the token was used. Control: the certificate that the token was redeemed for."""
     honest, invited = site.enrolled("honest"), site.invitation("clinic-a")
     credentials, identity = Credentials.of(invited), Identity.create()
     assert credentials is not None
@@ -90,7 +90,7 @@ def test_an_invitations_certificate_opens_enrolment_and_nothing_else(site: Site)
 
 
 def test_an_enrolment_of_any_size_is_not_read_at_the_door(site: Site) -> None:
-    """Its own port takes 16 KiB, the door takes replies."""
+    """Its own port accepts 16 KiB per message, while the clients' port accepts large replies."""
     invited = site.invitation("clinic-a")
     with pytest.raises(EnrolmentRefused, match="are no enrolment"):
         site.run(
@@ -100,7 +100,7 @@ def test_an_enrolment_of_any_size_is_not_read_at_the_door(site: Site) -> None:
 
 
 def test_a_session_ends_when_its_certificate_expires(site: Site) -> None:
-    """TLS looks at a certificate once, when the connection is made."""
+    """TLS checks a certificate only once, when the connection is made."""
     peer = site.enrolled("clinic-a")
 
     async def stay(session: DoorSession) -> object:
@@ -119,7 +119,7 @@ def test_a_session_ends_when_its_certificate_expires(site: Site) -> None:
 
 @pytest.mark.slow
 def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Path) -> None:
-    """Silent, in the middle of its first message, after it, and after TLS; on both ports."""
+    """Peers that stop before, within or after their first message, or after TLS; on both ports."""
     honest = site.enrolled("honest")
     site.open(IMPATIENT)
     context = tls_context(honest, tmp_path)
@@ -132,7 +132,7 @@ def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Pa
                 stream.sendall(first)
                 waiting.append(stream)
         (plain,) = connected(stack, site.door.address)
-        waiting.append(stack.enter_context(context.wrap_socket(plain)))  # and no HTTP/2
+        waiting.append(stack.enter_context(context.wrap_socket(plain)))  # TLS without HTTP/2
         site.train(honest)
         assert all(is_ended(stream, timeout_s=10 * HANDSHAKE_S) for stream in waiting)
     counters = site.door.counters
@@ -143,7 +143,7 @@ def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Path) -> None:
-    """The time is for all of it, not from one byte to the next."""
+    """The time limit is for the whole handshake, not for the time between two bytes."""
     hello, clock = client_hello(tls_context(None, tmp_path)), SystemClock()
     site.open(IMPATIENT)
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path) -> None:
-    """It asks for no certificate: whoever says nothing after TLS would keep its place."""
+    """The port asks for no certificate, so a peer that is silent after TLS would keep its place."""
     stays = tls_context(None, tmp_path)
     site.open(IMPATIENT)
     with http2(site.door.enrolment_address, stays) as stream:
@@ -172,13 +172,13 @@ def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path
 
 @pytest.mark.slow
 def test_only_so_many_connections_are_taken(site: Site) -> None:
-    """The others are closed at once, and cost nothing; the next ones find room again."""
+    """Further connections are closed at once at no cost; later ones find room again."""
     honest = site.enrolled("honest")
     site.open(replace(IMPATIENT, max_connected=1, max_handshakes=19))
     with ExitStack() as stack:
         streams = connected(stack, site.door.address, 200)
         opened = set(streams)
-        while len(opened) > 50:  # until most are closed
+        while len(opened) > 50:  # until most of them are closed
             ended, _, _ = select(opened, [], [], WAIT_S)
             assert ended
             opened.difference_update(ended)
@@ -190,7 +190,7 @@ def test_only_so_many_connections_are_taken(site: Site) -> None:
 
 @pytest.fixture
 def few_files() -> Iterator[int]:
-    """Let the process open 400 files while a door is opened; whoever connects needs more."""
+    """Let the process open only 400 files while the server starts; connecting needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     yield 400
@@ -198,7 +198,7 @@ def few_files() -> Iterator[int]:
 
 
 def test_both_ports_together_take_half_of_the_files(tmp_path: Path, few_files: int) -> None:
-    """The other half is the run's: its database, its spool, its checkpoints."""
+    """The other half is for the run: its database, uploads and checkpoints."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Site(tmp_path) as site, ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * few_files + 200, hard), hard))
@@ -216,7 +216,7 @@ def num_open(streams: Sequence[socket.socket]) -> int:
 
 
 def finds_room(site: Site, peer: Peer) -> bool:
-    """Return whether a peer gets in: a place is free a moment after its connection is closed."""
+    """Return whether a peer gets in: a place is free shortly after its connection is closed."""
     try:
         site.in_session(peer, hang_up)
     except ConnectionError:
@@ -254,7 +254,7 @@ def test_garbage_is_cut_off_on_both_ports(site: Site) -> None:
 
 
 def test_strangers_are_in_the_log_as_a_number(tmp_path: Path) -> None:
-    """One line now and then, however many come."""
+    """There is one line from time to time, for any number of connections."""
     with structlog.testing.capture_logs() as logs, Site(tmp_path) as site, ExitStack() as stack:
         connected(stack, site.door.address, 30)
         site.wait_until(lambda: site.door.counters.connections == 30)
@@ -267,7 +267,7 @@ def test_strangers_are_in_the_log_as_a_number(tmp_path: Path) -> None:
 # The HTTP port.
 
 
-#: Far less than what a connection may keep without a whole request.
+#: Much less time than a connection may take for a whole request.
 OLDEST_S = 5.0
 
 
@@ -306,7 +306,7 @@ def test_garbage_on_the_http_port_gets_an_answer_and_no_more(
 def test_many_who_say_nothing_on_the_http_port_make_room_for_who_does(
     telemetry: Telemetry,
 ) -> None:
-    """The oldest goes: a supervisor that hears nothing would end the coordinator."""
+    """The oldest connections are closed: a supervisor without an answer would stop the process."""
     with ExitStack() as stack:
         streams = connected(stack, telemetry.address, 300)
         for stream in streams[::2]:
