@@ -1,8 +1,8 @@
-"""A coordinator that shows signatures which it does not have, among those that nobody looks at.
+"""A coordinator that claims signatures which it does not have, hoping that no client checks them.
 
-Two hundred clients, of whom each sees its neighbours and a sample of the signatures. The liar has
-fewer real signatures than a quorum, and may choose what it commits to as often as it likes. The
-bound is tried at odds at which lies do pass: where clients grant no tries and few bits.
+Of two hundred clients, each sees its neighbours and a sample of the signatures. The liar has fewer
+real signatures than a quorum, and may commit to new ones as often as it likes. The bound is tested
+with odds at which lies do pass: clients that allow for no tries, and few bits.
 """
 
 import math
@@ -51,9 +51,9 @@ class Vote:
     """A session at the end of R3.
 
     Attributes:
-        terms: Of it.
+        terms: Terms of the session.
         signers: The clients' identities.
-        directory: Their keys.
+        directory: The clients' identity keys.
     """
 
     terms: Terms
@@ -98,7 +98,7 @@ class Vote:
         return Session.opened(self.terms, roster, directory=self.directory)
 
     def sign(self, ids: Iterable[ClientId], survivors: bytes) -> dict[ClientId, bytes]:
-        """Return true signatures."""
+        """Return the real signatures of these clients."""
         return {
             each: self.signers[each].sign(self.session.survivors_text(survivors, each))
             for each in ids
@@ -108,7 +108,7 @@ class Vote:
         return audit.show(signatures, self.session, survivors=survivors, tree=self.tree)
 
     def reason(self, shown: Signatures, survivors: bytes) -> str:
-        """Return why the client refuses; empty: it releases."""
+        """Return the reason of the client's refusal, or an empty string if it releases."""
         told = messages.decode(messages.encode(shown))
         assert isinstance(told, Signatures)
         try:
@@ -129,12 +129,12 @@ def everyone(vote: Vote) -> bytes:
 
 
 def padded(true: Mapping[ClientId, bytes], claimed: Sequence[ClientId]) -> dict[ClientId, bytes]:
-    """Return signatures of all that are claimed, garbage of those that did not sign."""
+    """Return signatures of all claimed clients, with random bytes for those that did not sign."""
     return {each: true.get(each, GARBAGE.bytes(64)) for each in claimed}
 
 
 def test_a_client_sees_a_part_of_the_signatures_and_releases(vote: Vote, everyone: bytes) -> None:
-    """The control of all lies below, at both ends: all signed, or just a quorum."""
+    """The control of all lies below, both if all clients signed and if just a quorum did."""
     for num_signed, num_opened in ((N, 83), (QUORUM + 1, 111), (QUORUM, 111)):
         shown = vote.show(vote.sign(IDS[:num_signed], everyone), everyone)
         assert len(shown.signatures) == num_opened
@@ -142,7 +142,7 @@ def test_a_client_sees_a_part_of_the_signatures_and_releases(vote: Vote, everyon
 
 
 def test_the_number_of_signatures_is_the_least_that_keeps_the_odds() -> None:
-    """Against binomials of whole numbers; and one fewer would not do."""
+    """Compared with exact binomial coefficients; one signature fewer is not enough."""
     for signed, quorum, bits in ((200, 111, 106), (10_000, 5_501, 106), (40, 21, 3), (9, 9, 50)):
         found = num_audited(signed, quorum=quorum, risk_bits=bits)
         lies, every = (
@@ -158,8 +158,8 @@ def test_the_number_of_signatures_is_the_least_that_keeps_the_odds() -> None:
 def test_half_of_the_signatures_pass_as_often_as_the_formula_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With q - 1 real ones of 200, a try has odds C(q - 1, s) / C(q', s), and no better ones."""
-    monkeypatch.setattr(parameters, "GRINDING_BITS", 0)  # clients that grant no tries
+    """With q - 1 real ones of 200, each try passes with odds C(q - 1, s) / C(q', s)."""
+    monkeypatch.setattr(parameters, "GRINDING_BITS", 0)  # clients that allow for no tries
     weak = Vote.of(sigma_bits=1)
     survivors = weak.session.bitmap(IDS)
     true = weak.sign(IDS[: QUORUM - 1], survivors)
@@ -178,10 +178,10 @@ def test_half_of_the_signatures_pass_as_often_as_the_formula_says(
 
 @pytest.mark.slow
 def test_no_number_of_garbage_signatures_gets_two_sets_opened(vote: Vote) -> None:
-    """Half of the clients is told that OTHER dropped, the others that it did not.
+    """Half of the clients are told that OTHER dropped, the other half that it did not.
 
-    Each set is claimed to be signed by all; fifty commitments are tried for each. What passed
-    above, once in nine, does not here.
+    All clients are claimed to have signed each set, with fifty commitments each. What passed once
+    in nine tries above does not pass here.
     """
     other = IDS[150]
     sets = [vote.session.bitmap(IDS), vote.session.bitmap(i for i in IDS if i != other)]
@@ -202,10 +202,10 @@ def test_no_number_of_garbage_signatures_gets_two_sets_opened(vote: Vote) -> Non
 def test_names_alone_would_not_fix_the_sample(
     monkeypatch: pytest.MonkeyPatch, vote: Vote, everyone: bytes
 ) -> None:
-    """Why there is a root: a sample known beforehand is signed by just those that are in it.
+    """Why there is a root: with a sample that is known in advance, only its clients need to sign.
 
-    The control draws it without the root. Who has only a quorum less one then names as many as it
-    takes for a sample among them, and gets all that is looked at signed.
+    The control draws the sample without the root. A liar then claims all names, and gets signatures
+    only from the sampled clients, which are fewer than a quorum.
     """
 
     def blind(
@@ -228,9 +228,9 @@ def test_names_alone_would_not_fix_the_sample(
 
 
 def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
-    """Signatures, names, survivors and session: whoever tries another has another sample.
+    """Any change of signatures, names, survivors or session gives another sample.
 
-    Names alone would else be given once it is known which of the signatures are looked at.
+    Otherwise the liar could choose the names once it knows which signatures are opened.
     """
     claimed = [GARBAGE.bytes(64) for _ in range(150)]
     sets = [vote.session.bitmap(IDS), vote.session.bitmap(IDS[:-1])]
@@ -254,7 +254,7 @@ def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
 
 
 def test_in_the_complete_graph_nobody_is_told_who_signed(vote: Vote, everyone: bytes) -> None:
-    """Each is known there; what else came with the signatures would be checked by nobody."""
+    """Clients know the signers there, and would not check any others sent with the signatures."""
     complete = replace(vote.terms, topology=Topology.COMPLETE, num_neighbours=N - 1)
     whole = Vote(complete, vote.signers, vote.directory)
     shown = whole.show(whole.sign(IDS, everyone), everyone)
@@ -275,7 +275,7 @@ def without_last(vote: Vote, shown: Signatures) -> Signatures:
 
 
 def another_sample(vote: Vote, shown: Signatures) -> Signatures:
-    """Open the first that signed, well proven, and not those that were drawn."""
+    """Open the first signatures with valid proofs, instead of the sampled ones."""
     survivors = vote.session.bitmap(IDS)
     true = vote.sign(IDS, survivors)
     committed = MerkleTree.of([leaf_of(true[each]) for each in IDS], keys=None)
@@ -332,7 +332,7 @@ def test_what_is_shown_otherwise_is_refused(
 
 
 def test_who_is_no_survivor_signs_nothing(vote: Vote) -> None:
-    """Of a smaller set, though all did sign it."""
+    """If all clients sign a smaller set, only signatures of its members count."""
     survivors = vote.session.bitmap(IDS[10:])
     shown = vote.show(vote.sign(IDS, survivors), survivors)
     assert "position 0 in the roster, no survivor" in vote.reason(shown, survivors)
@@ -341,9 +341,9 @@ def test_who_is_no_survivor_signs_nothing(vote: Vote) -> None:
 
 
 def test_a_signature_counts_for_one_client(vote: Vote, everyone: bytes) -> None:
-    """Its id is signed as well: else one key under two ids would count twice.
+    """The id is signed as well; otherwise one key under two ids would count twice.
 
-    A coordinator tells of clients by keys that it likes, where no roster of identities is pinned.
+    Without a pinned roster of identities, a coordinator may claim any keys for its clients.
     """
     twin = dict(vote.directory)
     twin[IDS[1]] = twin[IDS[0]]
@@ -352,7 +352,7 @@ def test_a_signature_counts_for_one_client(vote: Vote, everyone: bytes) -> None:
     true = told.sign(IDS[:QUORUM], everyone)
     copied = {**true, IDS[1]: true[IDS[0]]}
     assert "did not sign" in told.reason(told.show(copied, everyone), everyone)
-    owner = Vote(vote.terms, signers, twin)  # the control: who has the key may sign for both
+    owner = Vote(vote.terms, signers, twin)  # control: the holder of the key may sign for both
     assert owner.reason(owner.show(owner.sign(IDS[:QUORUM], everyone), everyone), everyone) == ""
 
 
@@ -369,7 +369,7 @@ def test_signatures_of_another_session_or_other_survivors_are_refused(
 
 
 def test_an_accomplice_that_no_roster_drew_signs_nothing(vote: Vote, everyone: bytes) -> None:
-    """As it stands in none that a client takes; only its signature would be seen of it."""
+    """Its neighbours refuse the roster, so other clients could only see it as a signer."""
     signer, _ = keys.fresh_signer()
     shown = vote.show(vote.sign(IDS, everyone), everyone)
     step = Confirmed(vote.view, {}, everyone)

@@ -1,4 +1,4 @@
-"""A coordinator that fills the cohort with its accomplices, where clients hold a roster."""
+"""A coordinator that fills the cohort with its accomplices, while clients hold a roster."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -86,7 +86,7 @@ def run(
     draw: Draw | None = DRAW,
     terms: Terms | None = None,
 ) -> Rehearsal:
-    """Run a session; accomplices ask for no draw."""
+    """Run a session in which accomplices do not check the draw."""
     own = set(accomplices)
     clients = {
         each: replace(
@@ -115,7 +115,7 @@ def test_a_cohort_that_was_drawn_goes_through() -> None:
 
 
 def test_among_accomplices_that_were_not_drawn_a_client_shares_nothing() -> None:
-    """It was drawn, five others were not. The control: without a roster it takes part."""
+    """The victim was drawn, five others were not. Control: without a roster it takes part."""
     victim, own = DRAWN[0], UNDRAWN[: NUM_ASKED - 1]
     cohort = sorted([victim, *own])
     result = run(cohort, accomplices=own)
@@ -152,11 +152,11 @@ def test_a_client_that_was_not_drawn_says_so_and_why() -> None:
     POLICY.judge_drawn(terms_for(), LISTED, draw=lax)
 
 
-# ---- The roster in a file: both sides draw alike -------------------------------------------------
+# ---- The roster in a file: both sides draw the same clients --------------------------------------
 
 
 def roster_at(path: Path, *, coordinator_key: bytes = bytes(32)) -> IdentityRoster:
-    """Return a roster of forty clients, in a file."""
+    """Save a roster of forty clients to a file."""
     entries = {
         each: KnownKey(key=CAST.clients[each].directory[each], num_rotations=0, name=f"c-{each}")
         for each in LISTED
@@ -167,7 +167,7 @@ def roster_at(path: Path, *, coordinator_key: bytes = bytes(32)) -> IdentityRost
 
 
 class Hall:
-    """A channel on which all are there."""
+    """A channel on which all clients are connected."""
 
     def available(self) -> list[ClientId]:
         return LISTED

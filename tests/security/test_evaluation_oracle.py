@@ -1,7 +1,7 @@
-"""Evaluations in the clear as an oracle: who may be asked for them, and how often.
+"""Evaluations in the clear as an oracle: the limits on who may ask for them, and how often.
 
-The coordinator chooses models and asks one client alone. It is answered as a client on Flower is:
-judged, then by the session. The client's own trainer measures.
+The coordinator chooses models and asks a single client, which answers as a client on Flower does:
+the policy judges the request, then the session answers it with the client's own trainer.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from fedlearn.training.torch_trainer import TorchTrainer
 NUM_FEATURES, COUNTS = 4, [31, 17, 9]
 LARGE, STEP = 64.0, 2e-2
 
-#: Loss and examples of a model with these weights and this bias.
+#: Returns the client's loss and number of examples for a model with these weights and this bias.
 Oracle = Callable[[Tensor, Tensor], EvaluateReply]
 
 
@@ -53,18 +53,18 @@ def oracle(policy: Policy, *, is_bound: bool = False) -> Oracle:
 
 
 def histogram(ask: Oracle) -> list[int]:
-    """Return how many examples of each class there are, of one evaluation a class."""
+    """Find the number of examples of each class, with one evaluation per class."""
     found = []
     for label in range(len(COUNTS)):
         bias = torch.zeros(len(COUNTS))
-        bias[label] = LARGE  # who is of another class loses as much
+        bias[label] = LARGE  # an example of any other class has a loss of LARGE
         reply = ask(torch.zeros(len(COUNTS), NUM_FEATURES), bias)
         found.append(round(reply.num_examples * (1.0 - reply.metrics["loss"] / LARGE)))
     return found
 
 
 def gradient(ask: Oracle, weight: Tensor) -> Tensor:
-    """Return the loss's gradient in the weights, of two evaluations a number."""
+    """Estimate the loss's gradient in the weights, with two evaluations per weight."""
     found, bias = torch.zeros_like(weight), torch.zeros(len(COUNTS))
     for at in range(weight.numel()):
         step = torch.zeros(weight.numel())
@@ -75,7 +75,7 @@ def gradient(ask: Oracle, weight: Tensor) -> Tensor:
 
 
 def test_who_answers_in_the_clear_tells_its_classes_and_its_gradient() -> None:
-    """What all the rules below are about: three evaluations, and two a weight."""
+    """What the rules below prevent: it takes three evaluations, and two per weight."""
     assert histogram(oracle(Policy())) == COUNTS
     weight = 0.1 * torch.randn(
         len(COUNTS), NUM_FEATURES, generator=torch.Generator().manual_seed(2)
@@ -116,7 +116,7 @@ def test_who_is_for_sums_alone_answers_not_once(
 
 
 def test_a_quota_ends_the_questions() -> None:
-    """Two evaluations a day give two classes of three, and no gradient."""
+    """Two evaluations a day reveal two of three classes, and no gradient."""
     ask = oracle(Policy(max_evaluations_per_day=2))
     with pytest.raises(PolicyViolation, match="max_evaluations_per_day"):
         histogram(ask)

@@ -1,4 +1,4 @@
-"""Secure aggregation on a Flower federation whose coordinator or SuperLink lies."""
+"""Secure aggregation on a Flower federation with a lying coordinator or SuperLink."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -69,7 +69,7 @@ STRAGGLERS = StragglerPolicy(
 
 
 class Trainer:
-    """Moves the model by one."""
+    """Adds one to every parameter."""
 
     honours = ("epochs", "batch_size", "learning_rate")
 
@@ -94,15 +94,15 @@ def nodes_from(first: int) -> dict[int, int]:
 
 @dataclass
 class Superlink(LocalGrid):
-    """Nodes in this process, and what lies between them and the coordinator.
+    """Nodes in this process, and the SuperLink between them and the coordinator.
 
     Attributes:
-        folder_of: By client its identity folder; whoever is absent has none.
-        tamper: What becomes of a message on its way to a client.
-        without_roster: Who is not given the roster that the configuration of the nodes names.
+        folder_of: Identity folder by client; clients that are missing have none.
+        tamper: Replaces a message on its way to a client.
+        without_roster: Clients that are not given the roster of the nodes' configuration.
         loses_contexts: Whether the process of a ClientApp dies after each reply, before it hands
             over its context.
-        seen: What was sent, by client.
+        seen: Messages that were sent, by client.
     """
 
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -115,7 +115,7 @@ class Superlink(LocalGrid):
     seen: dict[int, list[Message]] = field(default_factory=dict)
 
     def restart_nodes(self) -> None:
-        """Start all nodes anew, under other ids: what Flower kept of them is gone."""
+        """Restart all nodes under other ids: all state that Flower kept for them is lost."""
         self.nodes = nodes_from(100 + min(self.nodes))
         self.contexts.clear()
 
@@ -127,7 +127,7 @@ class Superlink(LocalGrid):
         return config
 
     def answer(self, client: int, message: Message) -> Message:
-        """Return what the node of a client makes of a message."""
+        """Return the reply of a client's node to a message."""
         (node_id,) = [each for each, partition in self.nodes.items() if partition == client]
         reply = self.app(message, self.context(node_id))
         if self.loses_contexts:
@@ -145,9 +145,9 @@ class Coordinator:
     """A coordinator of one run, and its channel.
 
     Attributes:
-        superlink: How it reaches clients.
+        superlink: Connects it with the clients.
         signer: Its identity.
-        swapped: Keys that it tells in the place of the true ones.
+        swapped: Keys that it sends instead of the true ones.
     """
 
     superlink: Superlink
@@ -193,7 +193,7 @@ class Coordinator:
             self.superlink.tamper = tamper
 
     def _swap(self, message: Message) -> Message:
-        """Tell of other keys in the place of the true ones."""
+        """Replace true keys in a message by the swapped ones."""
         record = message.content.array_records.get("fedlearn.payload")
         request = decode(record["message"].data) if record and self.swapped else None
         if record and isinstance(request, SecureStageRequest) and request.directory:
@@ -204,7 +204,7 @@ class Coordinator:
 
 
 def reasons(collected: Collected) -> dict[int, str]:
-    """Return why clients are not in the sum."""
+    """Return, for each client that is not in the sum, the reason."""
     return {
         int(each.client_id): each.reason
         for each in collected.participations
@@ -218,7 +218,7 @@ def all_refuse(collected: Collected, words: str) -> bool:
 
 
 def others_refuse(collected: Collected, words: str) -> bool:
-    """Return whether nobody is in a sum, and all but the victim gave these words as the reason."""
+    """Return whether no client is in a sum, and all but the victim gave these words as reason."""
     found = reasons(collected)
     others = [reason for client, reason in found.items() if client != VICTIM]
     return len(found) == NUM_CLIENTS and all(words in reason for reason in others)
@@ -229,7 +229,7 @@ def folders(tmp_path: Path) -> dict[int, Path]:
 
 
 def roster(path: Path, keys: Mapping[int, Path], *, coordinator: Identity) -> Path:
-    """Write a roster of the clients with these folders."""
+    """Write a roster of the clients with these identity folders."""
     clients = {
         ClientId(client): KnownKey(
             name=f"site {client}", key=Identity.at(folder).public_key, num_rotations=0
@@ -245,7 +245,7 @@ def header_of(message: Message) -> ConfigRecord:
 
 
 def sent_in(message: Message) -> object:
-    """Return the message of the protocol that a Flower message holds."""
+    """Return the secure-aggregation message inside a Flower message."""
     payload = message.content.array_records["fedlearn.payload"]["message"].data
     request, personal = decode(payload), header_of(message)["personal"]
     assert isinstance(request, SecureRequest)
@@ -257,7 +257,7 @@ def sent_in(message: Message) -> object:
 
 
 def test_a_coordinator_that_swaps_a_key_is_refused_by_every_client() -> None:
-    """After a round in which the true one was seen; the control is that round."""
+    """The true key was seen in an earlier round, which is the control."""
     coordinator = Coordinator(Superlink())
     assert not reasons(coordinator.collect(round_num=0))
     coordinator.swapped = {VICTIM: fresh_signer()[1]}
@@ -267,7 +267,7 @@ def test_a_coordinator_that_swaps_a_key_is_refused_by_every_client() -> None:
 
 
 def test_keys_in_folders_are_remembered_over_runs_and_restarts(tmp_path: Path) -> None:
-    """What Flower keeps is lost with the nodes, what lies in the folder is not."""
+    """Flower's state is lost with the nodes, but the files in the folder are not."""
     superlink, signer = Superlink(folder_of=folders(tmp_path)), Identity.create()
     assert not reasons(Coordinator(superlink, signer).collect())
     superlink.restart_nodes()
@@ -276,7 +276,7 @@ def test_keys_in_folders_are_remembered_over_runs_and_restarts(tmp_path: Path) -
 
 
 def test_without_folders_nodes_that_were_restarted_believe_anew() -> None:
-    """The control, and the limit of first use: they have forgotten whom they knew."""
+    """The control, and the limit of trust on first use: the nodes have lost the keys they knew."""
     superlink, signer = Superlink(), Identity.create()
     assert not reasons(Coordinator(superlink, signer).collect())
     superlink.restart_nodes()
@@ -286,7 +286,7 @@ def test_without_folders_nodes_that_were_restarted_believe_anew() -> None:
 
 
 def test_a_roster_refuses_a_swapped_key_at_first_sight(tmp_path: Path) -> None:
-    """The control: the same coordinator, as it tells the truth."""
+    """Control: the same coordinator when it sends the true key."""
     signer, keys = Identity.create(), folders(tmp_path)
     path = roster(tmp_path / "roster.json", keys, coordinator=signer)
     superlink = Superlink(folder_of=keys, node_config={"roster": str(path)})
@@ -296,7 +296,7 @@ def test_a_roster_refuses_a_swapped_key_at_first_sight(tmp_path: Path) -> None:
 
 
 def test_a_roster_that_has_another_key_for_this_client_is_refused(tmp_path: Path) -> None:
-    """Others with this roster would refuse it."""
+    """Other clients with this roster would refuse this client."""
     signer, keys = Identity.create(), folders(tmp_path)
     path = roster(tmp_path / "roster.json", keys, coordinator=signer)
     (keys[VICTIM] / IDENTITY_FILE).write_bytes(Identity.create().pem)
@@ -305,7 +305,7 @@ def test_a_roster_that_has_another_key_for_this_client_is_refused(tmp_path: Path
 
 
 def test_a_roster_of_another_coordinator_is_refused(tmp_path: Path) -> None:
-    """Its numbers mean other clients."""
+    """Its client ids refer to other clients."""
     keys = folders(tmp_path)
     path = roster(tmp_path / "roster.json", keys, coordinator=Identity.create())
     with pytest.raises(DeploymentError, match="another coordinator"):
@@ -313,7 +313,7 @@ def test_a_roster_of_another_coordinator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_roster_refuses_strangers(tmp_path: Path) -> None:
-    """A client that the coordinator has made up, or that came later."""
+    """A stranger is a client that the coordinator has made up, or one that joined later."""
     signer, keys = Identity.create(), folders(tmp_path)
     known = {client: folder for client, folder in keys.items() if client != VICTIM}
     path = roster(tmp_path / "roster.json", known, coordinator=signer)
@@ -326,14 +326,14 @@ def test_a_roster_refuses_strangers(tmp_path: Path) -> None:
 
 
 def test_a_second_coordinator_of_a_run_is_refused() -> None:
-    """The key that was shown first stays."""
+    """The key that was seen first stays pinned."""
     superlink = Superlink()
     assert not reasons(Coordinator(superlink).collect())
     assert all_refuse(Coordinator(superlink).collect(round_num=1), "not signed by the pinned")
 
 
 def test_a_coordinator_with_another_key_than_the_configured_one_is_refused(tmp_path: Path) -> None:
-    """From the first message on; given as text or as a file. Control: the configured one."""
+    """From the first message on, given as text or as a file. Control: the configured key."""
     signer, file = Identity.create(), tmp_path / "coordinator.key"
     file.write_text(f"{signer.public_key.hex()}\n")
     for given in (signer.public_key.hex(), str(file)):
@@ -346,7 +346,7 @@ def test_a_coordinator_with_another_key_than_the_configured_one_is_refused(tmp_p
 
 @pytest.mark.slow
 def test_a_coordinator_that_was_believed_once_is_remembered_in_the_folder(tmp_path: Path) -> None:
-    """Over restarts; without folders, who is restarted believes anew."""
+    """It is remembered after restarts. Without folders, restarted nodes trust any coordinator."""
     for superlink, remembers in (
         (Superlink(folder_of=folders(tmp_path)), True),
         (Superlink(), False),
@@ -367,9 +367,9 @@ def payload_of(reply: Message) -> bytes:
 
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: bool) -> None:
-    """Every message of a session that is over, sent once more; from the folder or with Flower.
+    """Every message of a finished session is sent again, with state in a folder or in Flower.
 
-    The last one gets the shares that it got before, which tell nothing new.
+    The last one gets the same shares as before, which reveal nothing new.
     """
     superlink = Superlink(folder_of=folders(tmp_path) if in_folder else {})
     coordinator = Coordinator(superlink)
@@ -387,7 +387,7 @@ def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: b
 
 
 def test_a_release_is_remembered_over_a_restart_of_the_node(tmp_path: Path) -> None:
-    """The same round and attempt again, under terms that are signed anew."""
+    """The same round and attempt are asked for again, under newly signed terms."""
     superlink, signer = Superlink(folder_of=folders(tmp_path)), Identity.create()
     assert not reasons(Coordinator(superlink, signer).collect(round_num=3))
     superlink.restart_nodes()
@@ -396,7 +396,7 @@ def test_a_release_is_remembered_over_a_restart_of_the_node(tmp_path: Path) -> N
 
 
 def test_in_a_folder_the_state_is_kept_before_the_reply_leaves(tmp_path: Path) -> None:
-    """A process that dies between reply and context loses nothing; control: without, a session."""
+    """A process may die before it hands over its context. Control: without a folder it fails."""
     kept = Superlink(folder_of=folders(tmp_path), loses_contexts=True)
     assert not reasons(Coordinator(kept).collect())
     (state,) = (tmp_path / f"client-{VICTIM}" / "state").iterdir()
@@ -405,11 +405,11 @@ def test_in_a_folder_the_state_is_kept_before_the_reply_leaves(tmp_path: Path) -
     assert len(reasons(Coordinator(lost).collect())) == NUM_CLIENTS
 
 
-# ---- On the way ---------------------------------------------------------------------------
+# ---- In transit ---------------------------------------------------------------------------
 
 
 def flipped(client: int, message: Message) -> Message:
-    """Change one bit in the packets for one client."""
+    """Flip one bit in the packets for the victim."""
     personal = header_of(message)["personal"]
     if client == VICTIM and isinstance(personal, bytes) and personal:
         header_of(message)["personal"] = personal[:-1] + bytes([personal[-1] ^ 1])
@@ -417,7 +417,7 @@ def flipped(client: int, message: Message) -> Message:
 
 
 def test_a_client_whose_packets_were_altered_leaves_the_session() -> None:
-    """The others' sum is released without it."""
+    """The others' sum is released without the victim."""
     collected = Coordinator(Superlink(tamper=flipped)).collect()
     assert reasons(collected).keys() == {VICTIM}
     assert "altered" in reasons(collected)[VICTIM]
@@ -425,7 +425,7 @@ def test_a_client_whose_packets_were_altered_leaves_the_session() -> None:
 
 
 def test_a_roster_without_a_folder_is_refused(tmp_path: Path) -> None:
-    """The client's own key would be new in every run, and in nobody's roster."""
+    """Without one, the client's own key would be new in every run, and never in a roster."""
     path = roster(tmp_path / "roster.json", folders(tmp_path), coordinator=Identity.create())
     superlink = Superlink(node_config={"roster": str(path)})
     with pytest.raises(DeploymentError, match="no folder"):
@@ -434,13 +434,13 @@ def test_a_roster_without_a_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["12", "zz" * 32, "no/such/file"])
 def test_a_coordinator_key_that_is_none_keeps_the_node_away(key: str) -> None:
-    """It is told at the introduction, and not when a round fails."""
+    """The error is raised when the node is introduced, not when a round fails."""
     with pytest.raises(DeploymentError, match="coordinator-key"):
         Coordinator(Superlink(node_config={"coordinator-key": key})).collect()
 
 
 def test_nodes_are_real() -> None:
-    """The control of this file: the sum of honest clients is that of their updates."""
+    """The control of this file: the sum of honest clients is the sum of their updates."""
     collected = Coordinator(Superlink()).collect()
     assert collected.aggregate is not None
     mean = collected.aggregate.lanes["delta"]

@@ -1,4 +1,4 @@
-"""Nothing that a client sends stops a round or reaches arithmetic unchecked."""
+"""No reply of a client can stop a round or reach arithmetic unchecked."""
 
 import json
 import re
@@ -43,7 +43,7 @@ from fedlearn.transport.base import reply_in
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 HOSTILE, NUM_CLIENTS = ClientId(2), 4
-#: What a client says itself.
+#: A failure that a client reports itself.
 OWN_FAILURE = encode(Failure("battery low"))
 #: The update of a linear layer with two weights and a bias.
 ZERO = {"delta": torch.zeros(3)}
@@ -92,10 +92,10 @@ def says_that_it_failed(answer: bytes) -> bool:
 def one_round(
     answer: bytes | Handler, *, strategy: Strategy = FEDAVG
 ) -> tuple[Params, dict[ClientId, Participation]]:
-    """Run a round in which one client answers so; all that the others contribute is ones.
+    """Run a round in which one client sends this answer and the others contribute ones.
 
-    Whoever is not in the mean, and does not say itself that it failed, hears the reason that is on
-    record.
+    Checks that a client that is not in the mean, and did not report a failure itself, hears the
+    recorded reason.
     """
     ones = reply({lane.name: torch.ones(3) for lane in strategy.lanes})
 
@@ -196,7 +196,7 @@ HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", list(HOSTILE_REPLIES))
 def test_the_round_goes_on_without_a_hostile_client(name: str) -> None:
-    """It is named with the reason, and the model is that of the others to the last bit."""
+    """It is recorded with the reason, and the model is that of the others, bit for bit."""
     answer, reason = HOSTILE_REPLIES[name]
     params, participations = one_round(answer)
     hostile = participations.pop(HOSTILE)
@@ -218,7 +218,7 @@ HOSTILE_CONTROLS: dict[str, tuple[Mapping[str, Tensor], str]] = {
 
 @pytest.mark.parametrize("name", list(HOSTILE_CONTROLS))
 def test_a_lane_beside_the_delta_is_checked_as_the_delta_is(name: str) -> None:
-    """Whatever its delta; the control is a reply whose other lane is as the algorithm's."""
+    """Even if its delta is valid. Control: a reply whose other lane is valid as well."""
     strategy = Scaffold(
         LocalSgd(epochs=1, batch_size=1, learning_rate=0.1),
         num_clients=NUM_CLIENTS,
@@ -244,7 +244,7 @@ def test_a_lane_beside_the_delta_is_checked_as_the_delta_is(name: str) -> None:
     ],
 )
 def test_a_reply_at_the_limits_is_accepted(answer: bytes) -> None:
-    """The control: what is honest, however unusual, counts."""
+    """Control: unusual but honest replies count."""
     params, participations = one_round(answer)
     assert participations[HOSTILE].status is Status.REPORTED
     assert bool((params.vector < 1.0).all()), "its zero delta is in the mean"
@@ -264,7 +264,7 @@ def test_bounds_of_ones_own_are_kept_to_the_last_example(
 
 
 def test_a_reason_is_cut_to_a_length_that_can_be_stored() -> None:
-    """A peer chooses it: ten megabytes would otherwise stand in every record."""
+    """A peer chooses the reason, so ten megabytes could otherwise end up in every record."""
     for answer in (
         encode(Failure("x" * 10_000_000)),
         raw({"kind": "y" * 10_000_000, "fields": {}}, safetensors.torch.save({})),
@@ -275,7 +275,7 @@ def test_a_reason_is_cut_to_a_length_that_can_be_stored() -> None:
 
 
 class Leaking:
-    """User code whose error quotes an example."""
+    """User code whose error message quotes an example."""
 
     honours = ("epochs", "batch_size", "learning_rate")
 
@@ -287,9 +287,9 @@ class Leaking:
 
 
 def test_a_handler_that_raises_is_a_failure_without_its_message() -> None:
-    """Its message may quote data or parameters; only the error's type travels.
+    """The message may quote data or parameters, so only the error's type is sent.
 
-    The client's own log is where the rest stands.
+    The full error is in the client's own log.
     """
     with structlog.testing.capture_logs() as logs:
         params, participations = one_round(ClientSession(HOSTILE, Leaking()).handle)
@@ -310,13 +310,13 @@ class Diverging(Leaking):
 
 
 def test_a_diverged_client_is_quarantined() -> None:
-    """By way of a real session, not of bytes made by hand."""
+    """In a real session, not with hand-made bytes."""
     params, participations = one_round(ClientSession(HOSTILE, Diverging()).handle)
     assert participations[HOSTILE].reason == unsound("delta")
     assert params.vector.tolist() == [1.0, 1.0, 1.0]
 
 
-#: Evaluations that count for nothing, and are as they should be.
+#: Answers that are valid, but have no measure to count.
 COUNTED = (
     encode(EvaluateReply(round_num=1, num_examples=1, metrics={"loss": float("nan")})),
     OWN_FAILURE,
@@ -340,7 +340,7 @@ COUNTED = (
     ],
 )
 def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
-    """The spread is that of the others."""
+    """Mean and worst decile are those of the others."""
     honest = encode(EvaluateReply(round_num=1, num_examples=1, metrics={"loss": 2.0}))
     clients = [ClientId(i) for i in range(NUM_CLIENTS)]
     handlers: dict[ClientId, Handler] = dict.fromkeys(clients, lambda _, state: (honest, state))

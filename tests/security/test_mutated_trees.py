@@ -1,7 +1,7 @@
-"""Rosters and signatures with anything changed in them: refused in words, in little memory.
+"""Rosters and signatures with random mutations are refused with an error, in little memory.
 
-One encoding a message: what is read at all is what was sent, and what is not refused is the honest
-message itself.
+Each message has one encoding: a decoded message is exactly what was sent, and any message that is
+not refused is the honest one.
 """
 
 import tracemalloc
@@ -17,12 +17,12 @@ from tests.security.test_audit import IDS, VICTIM, Vote
 from tests.security.test_rosters import INVITED, Lie, advertised
 from tests.security.test_sparse_graph import SMALL
 
-#: How many are tried; each of the second kind costs up to 83 signatures.
+#: Number of mutations; each of the second kind verifies up to 83 signatures.
 NUM_ROSTERS, NUM_SIGNATURES = 5_000, 1_000
 
 
 def mutated(data: bytes, drawn: np.random.Generator) -> bytes:
-    """Return bytes that differ: flipped, cut, repeated, or a length that is a lie."""
+    """Return mutated bytes: flipped, cut, repeated, replaced, or with a false length."""
     at, size = int(drawn.integers(6, len(data))), int(drawn.integers(1, 64))
     match int(drawn.integers(6)):
         case 0:
@@ -41,7 +41,7 @@ def mutated(data: bytes, drawn: np.random.Generator) -> bytes:
 
 
 def all_are_refused(honest: bytes, take: Callable[[messages.Message], object], *, num: int) -> int:
-    """Return how many mutations were read as messages, all of which were refused."""
+    """Check that all mutations are refused; return how many of them could be decoded."""
     drawn, num_read = np.random.default_rng(7), 0
     for _ in range(num):
         data = mutated(honest, drawn)
@@ -59,7 +59,7 @@ def all_are_refused(honest: bytes, take: Callable[[messages.Message], object], *
 
 
 def peak_of(honest: bytes, take: Callable[[messages.Message], object]) -> int:
-    """Return the most memory that one of some mutations takes, in bytes."""
+    """Return the peak memory, in bytes, over some mutations."""
     drawn, most = np.random.default_rng(8), 0
     tracemalloc.start()
     try:
@@ -87,7 +87,7 @@ def test_mutated_rosters_are_refused() -> None:
             raise ProtocolError("another kind")
         return lie.cohort.tell(victim, message)
 
-    take(messages.decode(honest))  # the control
+    take(messages.decode(honest))  # control
     assert all_are_refused(honest, take, num=NUM_ROSTERS) > NUM_ROSTERS // 10
     assert peak_of(honest, take) < 400_000 + 100 * len(honest)
 
@@ -105,6 +105,6 @@ def test_mutated_signatures_are_refused() -> None:
         audit.check(message, vote.view, survivors=survivors, directory=vote.directory)
         return None
 
-    take(messages.decode(honest))  # the control
+    take(messages.decode(honest))  # control
     assert all_are_refused(honest, take, num=NUM_SIGNATURES) > NUM_SIGNATURES // 10
     assert peak_of(honest, take) < 400_000 + 100 * len(honest)

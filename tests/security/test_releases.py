@@ -1,7 +1,7 @@
-"""Two sums of one round whose cohorts differ by one client: refused by whoever was in the first.
+"""Two sums of one round over cohorts that differ by one client: clients in the first refuse.
 
-Real clients over a channel, each with a folder for its history; the coordinator is the product's
-own, told to do what a curious or a lying one would.
+Real clients over a channel, each with a history in a folder. The coordinator is the product's own,
+used as a curious or lying one would use it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,9 +59,9 @@ PLAN = plan_for(N, corruption=1 / 6, dropout=2 / 6)
 EVERYONE = [ClientId(each) for each in range(N)]
 VICTIM = EVERYONE[-1]
 OTHERS = EVERYONE[:-1]
-#: By whose shares a sum is open.
+#: The client whose share completes a sum.
 LAST_NEEDED = EVERYONE[PLAN.parameters.threshold - 1]
-#: Twelve on a ring, each with two neighbours on either side.
+#: Twelve clients on a ring, with two neighbours on either side each.
 SPARSE = replace(
     PLAN,
     parameters=Parameters(
@@ -80,7 +80,7 @@ SPARSE = replace(
 
 @dataclass
 class Counting(Fixed):
-    """Counts its trainings, and measures what follows from its number."""
+    """Counts its evaluations, with measures that follow from its client's id."""
 
     client_id: ClientId
     num_evaluations: int = 0
@@ -99,17 +99,17 @@ def loss_of(client_id: ClientId) -> float:
 
 @dataclass
 class Federation:
-    """Clients that outlive runs: with their keys and, in a folder each, their history.
+    """Clients that outlive runs, with their keys and, in a folder each, their history.
 
     Attributes:
-        folder: Of their folders; ``None``: they remember a run for as long as it is the last.
-        asked: At which stages clients were asked.
-        dies_at: At which stage the coordinator's process ends, all but one share short of the end.
-        dies_with: When this client is asked.
-        silent: Who does not get through with training.
-        plan: What sessions ask.
-        tells: Whether clients know nobody's key but their own, and are told of others.
-        replaced: Clients that have replaced their key since, by the new one and its lineage.
+        folder: Parent of their folders; ``None``: clients only remember the most recent run.
+        asked: The stage of each request, in order.
+        dies_at: The stage at which the coordinator's process ends.
+        dies_with: The client at whose request that happens.
+        silent: Clients that fail in training.
+        plan: The plan of the sessions.
+        tells: Whether clients know only their own key, and are sent those of others.
+        replaced: New signer and lineage of the clients that have replaced their key.
     """
 
     folder: Path | None
@@ -129,7 +129,7 @@ class Federation:
         return list(self.identities)
 
     def channel(self) -> MemoryChannel:
-        """Return a channel to clients that have forgotten their state of other runs."""
+        """Return a channel to clients that have lost their state of other runs."""
 
         def latency(asked: Sequence[ClientId], _: Request) -> NDArray[np.float64]:
             return np.array([float(each) for each in asked])
@@ -158,7 +158,7 @@ class Federation:
         )
 
     def directory(self) -> dict[ClientId, bytes]:
-        """Return the keys of all clients as they are now, each as a lineage."""
+        """Return the current keys of all clients, each as a lineage."""
         replaced = {each: lineage for each, (_, lineage) in self.replaced.items()}
         return {**self.identities, **replaced}
 
@@ -170,7 +170,7 @@ class Federation:
         self.replaced[client_id] = new, lineage.to_bytes()
 
     def pins(self, client_id: ClientId) -> PinFile:
-        """Return where a client keeps the keys that it is told of."""
+        """Return the file in which a client stores the keys that it is sent."""
         assert self.folder is not None
         path = self.folder / f"{client_id}.pins.json"
         return PinFile(path=path, coordinator_key=self.identities.coordinator[1])
@@ -208,7 +208,7 @@ class Federation:
 
 
 class Crash(BaseException):
-    """The end of the coordinator's process, on whatever thread."""
+    """The end of the coordinator's process, on any thread."""
 
 
 def request(*, attempt: int = 0, round_num: int = 0, params: Params = PARAMS) -> RoundRequest:
@@ -223,7 +223,7 @@ def request(*, attempt: int = 0, round_num: int = 0, params: Params = PARAMS) ->
 
 
 def sum_of(collected: Collected) -> Tensor:
-    """Return the weighted sum, of a cohort whose weights are one more than their numbers."""
+    """Return the weighted sum of a cohort in which a client's weight is its id plus one."""
     assert collected.aggregate is not None
     weight = sum(each + 1 for each in reporters(collected))
     return collected.aggregate.lanes[DELTA.name].double() * weight
@@ -236,7 +236,7 @@ def reasons(collected: Collected) -> set[str]:
 def test_without_a_memory_two_sums_of_a_round_give_the_client_away_that_differs(
     tmp_path: Path,
 ) -> None:
-    """What the mend prevents: such clients forget a run as soon as another is named."""
+    """The attack that the history prevents: these clients remember only the most recent run."""
     forgetful = Federation(None)
     with_victim = collect_from(forgetful.collector(forgetful.channel()), EVERYONE, request())
     without = collect_from(forgetful.collector(forgetful.channel()), OTHERS, request())
@@ -245,7 +245,7 @@ def test_without_a_memory_two_sums_of_a_round_give_the_client_away_that_differs(
 
 
 def test_a_second_sum_of_a_round_over_other_clients_is_refused(tmp_path: Path) -> None:
-    """By all that were in the first, before they train."""
+    """All clients of the first sum refuse before they train."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
     assert reporters(collect_from(collector, EVERYONE, request())) == EVERYONE
@@ -257,7 +257,7 @@ def test_a_second_sum_of_a_round_over_other_clients_is_refused(tmp_path: Path) -
 
 
 def test_a_second_sum_over_the_same_clients_is_opened(tmp_path: Path) -> None:
-    """The control: it tells what the first one told."""
+    """Control: it reveals only what the first one did."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
     first = collect_from(collector, EVERYONE, request())
@@ -268,7 +268,7 @@ def test_a_second_sum_over_the_same_clients_is_opened(tmp_path: Path) -> None:
 
 
 def test_a_client_that_drops_out_of_the_second_sum_keeps_it_closed(tmp_path: Path) -> None:
-    """Who was invited is the same; who survives is not, and that is what counts."""
+    """The same clients are invited, but not all survive, and that is what counts."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
     collect_from(collector, EVERYONE, request())
@@ -280,7 +280,7 @@ def test_a_client_that_drops_out_of_the_second_sum_keeps_it_closed(tmp_path: Pat
 
 @pytest.mark.slow
 def test_naming_another_run_in_between_makes_nothing_forgotten(tmp_path: Path) -> None:
-    """Clients drop what they keep of a run when another is named, but not their history."""
+    """Clients drop their state of a run when another is named, but not their history."""
     federation = Federation(tmp_path)
     collect_from(federation.collector(federation.channel()), EVERYONE, request())
     other = federation.collector(federation.channel(), run_id=b"o" * 16)
@@ -300,7 +300,7 @@ def test_two_sums_of_a_round_that_are_begun_side_by_side_are_not_both_opened(
 ) -> None:
     """A liar leads two sessions at once, as if of two runs, and opens one after the other.
 
-    Until the last message, no client has opened anything that would forbid the other sum.
+    Before the last message, no client has opened a sum that would forbid the other.
     """
     federation = Federation(tmp_path, plan=plan, dies_at=Stage.UNMASK, dies_with=ClientId(0))
     *others, _ = everyone = federation.everyone
@@ -322,7 +322,7 @@ def test_two_sums_of_a_round_that_are_begun_side_by_side_are_not_both_opened(
 
 
 def test_the_next_round_is_open_to_any_cohort(tmp_path: Path) -> None:
-    """The control of all the above: another round has another model."""
+    """Control of all tests above: another round has another model."""
     federation = Federation(tmp_path)
     collector = federation.collector(federation.channel())
     collect_from(collector, EVERYONE, request())
@@ -331,7 +331,7 @@ def test_the_next_round_is_open_to_any_cohort(tmp_path: Path) -> None:
 
 @dataclass
 class Kept:
-    """A store in memory, which outlives the coordinator's process."""
+    """A store in memory that outlives the coordinator's process."""
 
     data: bytes = b""
 
@@ -347,7 +347,7 @@ class Kept:
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> tuple[Federation, MemoryChannel, Kept]:
-    """Return a federation whose coordinator crashed when nearly all had given their shares."""
+    """Return a federation whose coordinator crashed when nearly all shares were released."""
     federation, kept = Federation(tmp_path, dies_at=Stage.UNMASK), Kept()
     channel = federation.channel()
     with pytest.raises(Crash):
@@ -360,7 +360,7 @@ def crashed(tmp_path: Path) -> tuple[Federation, MemoryChannel, Kept]:
 def test_a_coordinator_that_crashed_before_its_commit_opens_the_same_sum(
     crashed: tuple[Federation, MemoryChannel, Kept],
 ) -> None:
-    """In another attempt, for which others were drawn: nobody trains again, nothing is new."""
+    """A new attempt with another cohort resumes the sum: no client trains again."""
     federation, channel, kept = crashed
     collected = collect_from(
         federation.collector(channel, masked_sum=kept), OTHERS, request(attempt=1)
@@ -374,7 +374,7 @@ def test_a_coordinator_that_crashed_before_its_commit_opens_the_same_sum(
 def test_without_the_kept_sum_those_that_gave_their_shares_refuse_another(
     crashed: tuple[Federation, MemoryChannel, Kept],
 ) -> None:
-    """The control: so a coordinator that lost it goes on with the same clients, or a new round."""
+    """Control: without it, only the same clients, or a new round, can have a sum."""
     federation, channel, _ = crashed
     refused = collect_from(federation.collector(channel), OTHERS, request(attempt=1))
     assert refused.aggregate is None
@@ -408,10 +408,10 @@ def test_a_kept_sum_of_no_use_is_not_gone_on_with(
 
 @pytest.mark.slow
 def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path: Path) -> None:
-    """Not even over the same clients: whoever sees its neighbours alone cannot tell.
+    """Not even over the same clients: a client that sees only its neighbours cannot tell.
 
-    All that gave shares refuse before they share keys, in each attempt that a policy would grant,
-    so that the round ends with the reason; the next one goes on.
+    All clients that released shares refuse before they share keys, in each attempt that a policy
+    would allow. So the round ends with that reason, and the next one continues.
     """
     federation = Federation(tmp_path, plan=SPARSE)
     collector, everyone = federation.collector(federation.channel()), federation.everyone
@@ -431,7 +431,7 @@ def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path:
 
 @pytest.mark.slow
 def test_without_that_memory_two_sums_of_a_sparse_graph_give_a_client_away() -> None:
-    """The control: clients that forget a run as soon as another is named open both."""
+    """Control: clients that only remember the most recent run open both sums."""
     forgetful = Federation(None, plan=SPARSE)
     *others, victim = everyone = forgetful.everyone
     with_victim = collect_from(forgetful.collector(forgetful.channel()), everyone, request())
@@ -442,7 +442,7 @@ def test_without_that_memory_two_sums_of_a_sparse_graph_give_a_client_away() -> 
 
 @pytest.mark.parametrize(("first", "second"), [(PLAN, SPARSE), (SPARSE, PLAN), (SPARSE, SPARSE)])
 def test_changing_the_graph_gets_around_no_rule(first: SecurePlan, second: SecurePlan) -> None:
-    """Of one of two sums in a round at the least a client does not know who is in it."""
+    """For at least one of two sums in a round, a client does not know the clients in it."""
 
     def terms(plan: SecurePlan, attempt: int, round_num: int = 0) -> Terms:
         return plan.terms(
@@ -459,7 +459,7 @@ def test_changing_the_graph_gets_around_no_rule(first: SecurePlan, second: Secur
         past.require_open(terms(second, 1), most=9)
     past.require_open(terms(second, 0, round_num=1), most=9)
     complete = PastReleases().after(terms(PLAN, 0), EVERYONE, session=bytes(32), most=9)
-    complete.require_open(terms(PLAN, 1), most=9)  # the control: who is in it will be known
+    complete.require_open(terms(PLAN, 1), most=9)  # control: both sets will be known
 
 
 @pytest.mark.slow
@@ -467,7 +467,7 @@ def test_changing_the_graph_gets_around_no_rule(first: SecurePlan, second: Secur
 def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
     tmp_path: Path, *, is_kept: bool
 ) -> None:
-    """Clients that gave their shares give the same again; without it the round is lost to them."""
+    """Clients release the same shares again. Control: without the stored sum the round is lost."""
     kept = Kept()
     federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=ClientId(6), plan=SPARSE)
     channel, everyone = federation.channel(), federation.everyone
@@ -492,7 +492,7 @@ def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
 def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
     tmp_path: Path,
 ) -> None:
-    """Their neighbours', and those of the signers that are shown; told again after a crash."""
+    """Those of neighbours, and of the signers that are shown; they are sent again after a crash."""
     kept, dies = Kept(), ClientId(6)
     federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=dies, plan=SPARSE, tells=True)
     channel, everyone = federation.channel(), federation.everyone
@@ -524,10 +524,10 @@ def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
 def test_keys_that_are_replaced_between_a_crash_and_the_resumption_keep_no_sum_closed(
     tmp_path: Path, plan: SecurePlan, dies: ClientId, num_replaced: int
 ) -> None:
-    """Everybody signed with the key of before, and clients go on with whom they began with.
+    """All clients signed with their old keys, and the session continues with these.
 
-    Those that replace theirs are asked for their shares once more, or for the first time. In the
-    next round their new keys count.
+    Clients with a new key are asked for their shares again, or for the first time. In the next
+    round their new keys count.
     """
     kept = Kept()
     federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=dies, plan=plan, tells=True)
@@ -563,7 +563,7 @@ def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvalu
 
 
 def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) -> None:
-    """Of those that measure it; no client's own value leaves it but masked."""
+    """Over the clients that compute the measure; values leave a client only masked."""
     found = evaluator(Federation(tmp_path), EVERYONE).evaluate(PARAMS, round_num=1)
     plain = MemoryChannel(
         {i: ClientSession(i, Counting(i)).handle for i in EVERYONE},
@@ -581,7 +581,7 @@ def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) 
 
 
 def test_evaluations_over_cohorts_that_differ_by_one_client_are_refused(tmp_path: Path) -> None:
-    """An evaluation of one round is opened once; its difference would be that client's loss."""
+    """Evaluations of a round are opened once; the difference of two would be a client's loss."""
     federation = Federation(tmp_path)
     assert evaluator(federation, EVERYONE).evaluate(PARAMS, round_num=1)
     assert evaluator(federation, OTHERS).evaluate(PARAMS, round_num=1) == {}

@@ -1,8 +1,8 @@
-"""A coordinator that lies about a roster of which each client sees little.
+"""A coordinator that lies about a roster of which each client sees only a small part.
 
-It holds trees of its own making; what a client is told of them is checked by the client alone.
-Beside each lie stands its control. The tree is built here a second time, from its definition and
-without a line of the product's, with splits that a liar may choose.
+It builds its own trees, and each client alone checks the part that it receives. Each lie has its
+control next to it. The tests build the tree a second time, from its definition and without the
+product's code, with splits that a liar may choose.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from tests.rehearsal import Cast
 from tests.security.test_sparse_graph import POLICY, RUN, SMALL, contribution, small_terms
 
 TERMS = small_terms(Adversary.ACTIVE_SERVER, threshold=4)
-#: Some of those that were invited are missing.
+#: Some of the invited clients are missing.
 INVITED = replace(TERMS, num_clients=len(SMALL) + 4, quorum=15)
 
 
@@ -38,11 +38,11 @@ INVITED = replace(TERMS, num_clients=len(SMALL) + 4, quorum=15)
 
 @dataclass(frozen=True)
 class Tree:
-    """Any tree of this shape: leaves that need be nobody's, splits that need not be true.
+    """Any tree of this shape; its leaves may belong to no client, and its splits may be false.
 
     Attributes:
-        leaves: Their hashes.
-        splits: By the first and the last but one place below a node.
+        leaves: Hashes of the leaves.
+        splits: Split of each node, by the first place below it and the end of its places.
     """
 
     leaves: Sequence[bytes]
@@ -58,7 +58,7 @@ class Tree:
 
     @staticmethod
     def middle(first: int, end: int) -> int:
-        """Return where the right half begins: RFC 6962, the largest power of two below the size."""
+        """Return the start of the right half: RFC 6962, the largest power of two below the size."""
         return first + (1 << (end - first - 1).bit_length() - 1)
 
     @property
@@ -66,7 +66,7 @@ class Tree:
         return self.hash(0, len(self.leaves))
 
     def way(self, place: int) -> list[tuple[int, int]]:
-        """Return the nodes above a leaf, from below."""
+        """Return the nodes above a leaf, starting with the lowest."""
         found, first, end = list[tuple[int, int]](), 0, len(self.leaves)
         while end - first > 1:
             found.insert(0, (first, end))
@@ -75,7 +75,7 @@ class Tree:
         return found
 
     def proof(self, place: int) -> Proof:
-        """Return what leads from one leaf to the root."""
+        """Return the proof that leads from one leaf to the root."""
         hashes, splits = [], []
         for first, end in self.way(place):
             middle = self.middle(first, end)
@@ -99,7 +99,7 @@ def true_tree(leaves: Sequence[bytes], ids: Sequence[int]) -> Tree:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 24, 33])
 def test_two_ways_to_build_the_tree_agree(size: int) -> None:
-    """Root and proof of each place, byte for byte; and many places lead to the same root."""
+    """Root and proofs agree byte for byte, and several opened places lead to the same root."""
     leaves = [leaf_of(bytes([each])) for each in range(size)]
     ids = [7 * each + 3 for each in range(size)]
     ours, other = MerkleTree.of(leaves, keys=ids), true_tree(leaves, ids)
@@ -115,7 +115,7 @@ def test_two_ways_to_build_the_tree_agree(size: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_key_opens_at_two_places_whatever_the_splits(data: st.DataObject) -> None:
-    """One identity at many ranks would be many corrupted ones for the price of one."""
+    """Otherwise one corrupted identity could count as many clients."""
     size = data.draw(st.integers(2, 17))
     splits = {node: data.draw(st.integers(0, 8)) for node in nodes(0, size)}
     leaves, key = [leaf_of(b"an accomplice")] * size, data.draw(st.integers(0, 8))
@@ -133,7 +133,7 @@ def test_no_key_opens_at_two_places_whatever_the_splits(data: st.DataObject) -> 
 
 
 def test_no_entry_stands_for_a_node_of_the_tree() -> None:
-    """What a client's leaf is made of is as long as what a node is, and an id may be any."""
+    """The inputs of leaf and node hashes may be equal except for the prefix byte."""
     left, right = leaf_of(b"one"), leaf_of(b"other")
     for ids, split in (([3, 5], (5).to_bytes(8, "little")), (None, b"")):
         tree = MerkleTree.of([left, right], keys=ids)
@@ -145,7 +145,7 @@ def test_no_entry_stands_for_a_node_of_the_tree() -> None:
 def test_of_several_on_one_side_of_a_split_the_nearest_counts(
     places: list[int], split: int
 ) -> None:
-    """Else the other side could open the same key to somebody else: 30 on its right, 50 left."""
+    """Otherwise the other side could open the same key to another party: 30 right or 50 left."""
     leaves, ids = [leaf_of(bytes([each])) for each in range(8)], [10 * each for each in range(8)]
     tree = MerkleTree.of(leaves, keys=ids)
     opened, told = {at: leaves[at] for at in places}, [ids[at] for at in places]
@@ -158,7 +158,7 @@ def test_of_several_on_one_side_of_a_split_the_nearest_counts(
 
 @pytest.mark.parametrize("field", ["hashes", "splits"])
 def test_a_proof_has_one_encoding(field: str) -> None:
-    """Nothing may be missing or be added; the control: as it is made."""
+    """Nothing may be missing or added. Control: the proof as it was built."""
     size, places = 24, [3, 11, 20]
     leaves, ids = [leaf_of(bytes([each])) for each in range(size)], range(size)
     tree = MerkleTree.of(leaves, keys=ids)
@@ -178,22 +178,22 @@ def test_a_proof_has_one_encoding(field: str) -> None:
             found(longer)
     for at in range(0, len(whole), unit):
         bent = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-        with suppress(ProtocolError):  # an id no longer stands where the tree says
+        with suppress(ProtocolError):  # an id may now be on the wrong side of a split
             assert found(bent) != tree.root
 
 
-# --- What a client is told ------------------------------------------------------------------
+# --- The roster that a client receives ------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Clients that have advertised, and a coordinator that tells them what it likes.
+    """Clients that have advertised, and a coordinator that may send them anything.
 
     Attributes:
-        terms: Of the session.
-        cast: They.
-        adverts: Theirs, in the order of ids.
-        states: Theirs.
+        terms: Terms of the session.
+        cast: The clients.
+        adverts: Their adverts, in the order of ids.
+        states: Their states.
     """
 
     terms: Terms
@@ -209,7 +209,7 @@ class Cohort:
         return leaf(member_of(advert), self.directory[advert.client_id])
 
     def tell(self, client_id: ClientId, roster: Roster) -> messages.Up:
-        """Return what a client answers to a roster, as it travels."""
+        """Send a client a roster over the wire format and return its answer."""
         told = messages.decode(messages.encode(roster))
         reply, _ = self.cast.clients[client_id].handle(
             told, self.states[client_id], contribute=lambda _: contribution(client_id)
@@ -238,13 +238,13 @@ def cohort(request: pytest.FixtureRequest) -> Cohort:
 
 @dataclass(frozen=True)
 class Lie:
-    """A roster as the liar has it: what stands at each place, and what it says does.
+    """A liar's roster: the leaf at each place, and the adverts that it shows for them.
 
     Attributes:
-        cohort: Whom it lies to.
-        leaves: At each place.
-        adverts: Whom it tells of at each place; ``None``: of nobody.
-        ids: What the splits are made of.
+        cohort: The clients it lies to.
+        leaves: The leaf at each place.
+        adverts: The advert shown for each place; ``None``: there is none.
+        ids: The keys that the splits are made of.
     """
 
     cohort: Cohort
@@ -263,14 +263,14 @@ class Lie:
         )
 
     def at(self, place: int, advert: Advert, *, key: int | None = None) -> "Lie":
-        """Return the lie with another advert at a place."""
+        """Return a lie with another advert at this place."""
         leaves, adverts, ids = list(self.leaves), list(self.adverts), list(self.ids)
         leaves[place], adverts[place] = self.cohort.leaf(advert), advert
         ids[place] = advert.client_id if key is None else key
         return replace(self, leaves=leaves, adverts=adverts, ids=ids)
 
     def near(self, rank: int) -> list[int]:
-        """Return whom a client at a place sees: the ring follows from what was committed to."""
+        """Return the places that a client sees; the ring follows from the committed roster."""
         terms, size = self.cohort.terms, len(self.leaves).to_bytes(4, "little")
         session = keys.digest(b"session", terms.session, self.tree.root, size)
         ring = Ring.drawn(
@@ -285,7 +285,7 @@ class Lie:
         return MerkleTree.of(self.leaves, keys=self.ids)
 
     def told(self, client_id: ClientId) -> Roster:
-        """Return what a client is told; of whom nothing is there, somebody else's advert."""
+        """Return a client's view; a place without an advert shows another client's."""
         rank = SMALL.index(client_id)
         seen, tree = self.near(rank), self.tree
         return Roster(
@@ -297,7 +297,7 @@ class Lie:
         )
 
     def reason(self, client_id: ClientId, roster: Roster | None = None) -> str:
-        """Return why a client refuses; empty: it shares its keys."""
+        """Return the reason of a client's refusal, or an empty string if it shares its keys."""
         try:
             self.cohort.tell(client_id, roster or self.told(client_id))
         except (AggregationAborted, ProtocolError) as error:
@@ -306,7 +306,7 @@ class Lie:
 
 
 def test_an_honest_roster_is_taken(cohort: Cohort) -> None:
-    """The control of all lies below; its ring is the one that clients find."""
+    """Control of all lies below: the ring computed here is the one that clients compute."""
     honest = Lie.honest(cohort)
     assert {honest.reason(each) for each in SMALL} == {""}
 
@@ -314,7 +314,7 @@ def test_an_honest_roster_is_taken(cohort: Cohort) -> None:
 def test_an_accomplice_that_stands_at_many_places_is_accepted_at_one_of_them_at_most(
     cohort: Cohort,
 ) -> None:
-    """With its id at each of them, or with ids that fit the order."""
+    """Under its id at each place, or under keys that fit the order."""
     accomplice, places = cohort.adverts[10], [4, 5, 6, 7, 8, 9, 11, 12, 13]
     lie = Lie.honest(cohort)
     for place in places:
@@ -342,7 +342,7 @@ def test_clients_out_of_order_are_refused_by_who_sees_them(cohort: Cohort) -> No
 
 
 def test_a_leaf_that_nobody_stands_behind_is_of_no_use(cohort: Cohort) -> None:
-    """Whoever neighbours it is shown no advert that it believes, and says so before it shares."""
+    """Its neighbours receive no valid advert for it, and refuse before they share."""
     honest, place = Lie.honest(cohort), 9
     lie = replace(
         honest,
@@ -363,7 +363,7 @@ def test_a_leaf_that_nobody_stands_behind_is_of_no_use(cohort: Cohort) -> None:
 
 
 def test_another_size_is_another_session(cohort: Cohort) -> None:
-    """The positions, and hence the ring, follow from what is claimed."""
+    """The positions, and hence the ring, depend on the claimed size."""
     honest, victim = Lie.honest(cohort), SMALL[11]
     told = honest.told(victim)
     for size in (len(SMALL) - 1, len(SMALL) + 1):
@@ -374,7 +374,7 @@ def test_another_size_is_another_session(cohort: Cohort) -> None:
 
 
 def test_a_roster_that_is_padded_with_garbage_only_ends_sessions() -> None:
-    """M is claimed to be larger: whoever neighbours garbage refuses, the others go on."""
+    """If m is claimed to be larger, neighbours of the garbage refuse and the others continue."""
     honest, padding = Lie.honest(advertised(INVITED)), 3
     lie = replace(
         honest,
@@ -391,7 +391,7 @@ def test_a_roster_that_is_padded_with_garbage_only_ends_sessions() -> None:
 
 
 def test_a_root_of_another_roster_is_refused(cohort: Cohort) -> None:
-    """With its own proof too: the session, and so the ring, is that of the root."""
+    """Even with its own proof: session and ring follow from the root."""
     honest, victim = Lie.honest(cohort), SMALL[5]
     other = honest.at(20, replace(cohort.adverts[20], nonce=bytes(16)))
     mixed = replace(honest.told(victim), root=other.tree.root)
@@ -400,7 +400,7 @@ def test_a_root_of_another_roster_is_refused(cohort: Cohort) -> None:
 
 
 def test_neighbours_are_those_of_the_ring(cohort: Cohort) -> None:
-    """All of the roster, well proven; but the ring has others beside this client."""
+    """Members of the roster with valid proofs are refused if the ring has other neighbours."""
     honest, victim = Lie.honest(cohort), SMALL[5]
     rank = SMALL.index(victim)
     seen = honest.near(rank)
@@ -422,9 +422,9 @@ def test_a_roster_for_one_client_is_none_for_another(cohort: Cohort) -> None:
 
 
 def test_two_clients_are_not_told_two_keys_of_one(cohort: Cohort) -> None:
-    """The identity key is in the leaf: who has pinned another one finds another root.
+    """The identity key is in the leaf, so a client that pinned another key gets another root.
 
-    So is the control, that the advert itself would be believed with the key that was told.
+    Control: by itself, the advert would be accepted with the key that was sent.
     """
     place = 14
     signer, public = keys.fresh_signer()

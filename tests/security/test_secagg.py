@@ -1,8 +1,8 @@
 """A coordinator that lies in each message in turn, and clients that cheat.
 
-The liar holds the coordinator's own key, so what it says is well signed. Each lie must end the
-session for the client that is lied to, before anything of use to the liar has left it; next to
-each lie stands its control, the same session without it.
+The liar holds the coordinator's own key, so its messages are validly signed. Each lie must end the
+session for the client that receives it, before anything useful to the liar has left that client.
+Each lie has its control next to it: the same session without it.
 """
 
 import struct
@@ -43,7 +43,7 @@ from tests.rehearsal import Cast, Post, Rehearsal, Way, deliver, rehearse
 from tests.rosters import roster_for, signatures_in, signatures_of, survivors_of
 from tests.security.liars.harness import spoiled
 
-# Any: the message of the stage that is lied about.
+# Any: the honest message of the stage at which the lie is told.
 Lie = Callable[[Any], Message | bytes]
 
 RUN, REQUEST = b"r" * 16, b"q" * 32
@@ -78,14 +78,14 @@ def lanes(
             size=size,
             bound=bound,
             modulus_bits=32,
-            num_clients=21,  # the most that any terms here invite
+            num_clients=21,  # the most that any terms in this file invite
             weighted=True,
         ),
     )
 
 
 def make_terms(adversary: Adversary = ACTIVE) -> Terms:
-    """Return terms for seven clients, one corrupted, two lost: t = q = 5, at least 5 survive."""
+    """Return terms for seven clients, one corrupted, two dropped: t = q = 5, at least 5 survive."""
     assumptions = Assumptions(
         adversary=adversary,
         topology=Topology.COMPLETE,
@@ -132,7 +132,7 @@ def run(
 
 
 def mean_of(result: Rehearsal, terms: Terms = TERMS) -> float:
-    """Return how far the mean is from that of the survivors in the clear."""
+    """Return the distance of the mean from that of the survivors in the clear."""
     given = [contribution(client_id) for client_id in result.outcome.survivors]
     weights = np.array([one.weight for one in given], np.float64)
     wanted = np.average([one.values["delta"] for one in given], axis=0, weights=weights)
@@ -147,7 +147,7 @@ def sign(terms: Terms) -> SignedTerms:
 
 @dataclass
 class Liar:
-    """A post that replaces one client's message at one stage, and notes all that passes."""
+    """A post that replaces one client's message at one stage, and records all messages."""
 
     stage: Stage
     way: Way
@@ -169,9 +169,9 @@ class Liar:
 
 
 def refused(stage: Stage, lie: Lie, *, terms: Terms = TERMS) -> FedlearnError:
-    """Tell the victim a lie; return why it refused, having checked that it said nothing more.
+    """Send the victim a lie; check that it refuses and says nothing more, and return its error.
 
-    The others go on, and with them the sum: of the victim too, if its vector was in already.
+    The others continue to a correct sum, which includes the victim if its vector was in already.
     """
     liar = Liar(stage, Way.DOWN, lie)
     result = run(liar, terms=terms)
@@ -221,7 +221,7 @@ def curious_cast() -> Cast:
 def test_terms_that_the_client_does_not_accept_are_refused(
     rule: str, changes: dict[str, Any]
 ) -> None:
-    """Signed by the coordinator itself; the refusal names the rule of the client's policy."""
+    """The coordinator itself signed them; the refusal names the rule of the client's policy."""
     made = replace(TERMS, **changes)
     error = refused(Stage.ADVERTISE, lambda _: sign(made))
     assert isinstance(error, PolicyViolation)
@@ -230,7 +230,7 @@ def test_terms_that_the_client_does_not_accept_are_refused(
 
 
 def patched(old: bytes, new: bytes) -> Lie:
-    """Return a lie that changes the bytes of terms and signs what came of it."""
+    """Return a lie that replaces bytes of the terms and signs the result."""
 
     def lie(message: Message) -> bytes:
         assert isinstance(message, SignedTerms)
@@ -248,7 +248,7 @@ def numbers(*values: int) -> bytes:
 
 
 def test_a_threshold_of_one_cannot_be_said() -> None:
-    """One share would be the secret: n, k, t, q and the fewest survivors stand in a row."""
+    """One share would reveal a secret. n, k, t, q and min_survivors follow each other in bytes."""
     before = numbers(N, N - 1, 5, 5, 5)
     error = refused(Stage.ADVERTISE, patched(before, numbers(N, N - 1, 1, 5, 5)))
     assert isinstance(error, ProtocolError)
@@ -259,7 +259,7 @@ def test_a_threshold_of_one_cannot_be_said() -> None:
 
 @pytest.mark.parametrize("modulus_bits", [1, 2, 16])
 def test_a_modulus_too_small_for_the_sum_cannot_be_said(modulus_bits: int) -> None:
-    """Modulo 2 a sum of large numbers is a parity; modulo 2**16 the levels overflow."""
+    """Modulo 2 a sum of large numbers is only a parity; modulo 2**16 the levels overflow."""
     lane = TERMS.lanes[1]
     before = struct.pack("<QBB", lane.max_level, lane.modulus_bits, 1)
     after = struct.pack("<QBB", lane.max_level, modulus_bits, 1)
@@ -292,13 +292,13 @@ def test_terms_of_anybody_else_are_refused(lie: Lie, reason: str) -> None:
 
 
 def test_clients_that_are_told_different_terms_do_not_understand_each_other() -> None:
-    """The victim agrees to other terms, which its policy allows; nobody takes its advert."""
+    """The victim accepts other terms, which its policy allows, but its advert is then useless."""
     other = sign(replace(TERMS, attempt=1))
     liar = Liar(Stage.ADVERTISE, Way.DOWN, lambda _: other)
     result = run(liar)
     assert "not signed by it for this session" in str(result.refusals[VICTIM])
     assert VICTIM not in result.outcome.survivors
-    # A coordinator that takes it all the same is found out by the others.
+    # If the coordinator accepts it all the same, the other clients notice.
     adverts = adverts_of({i: other if i == VICTIM else sign(TERMS) for i in IDS}, cast=CAST)
     for client_id, (advert, state) in adverts.items():
         assert advert.client_id == client_id
@@ -385,7 +385,7 @@ def crowd(message: Message) -> Message:
     ],
 )
 def test_a_roster_with_invented_neighbours_is_refused(lie: Lie, reason: str) -> None:
-    """Else the liar agrees on masks with the victim itself, and takes them off again."""
+    """Otherwise the liar could agree on masks with the victim itself, and remove them."""
     error = refused(Stage.SHARE, lie)
     assert isinstance(error, AggregationAborted)
     assert reason in error.reason
@@ -408,7 +408,7 @@ def test_a_client_that_stands_twice_in_a_roster_is_no_message() -> None:
 
 
 def test_adverts_of_an_earlier_session_are_refused() -> None:
-    """Also of the same round: an attempt later the terms have another hash."""
+    """Even adverts of the same round: with another attempt the terms have another hash."""
     earlier = adverts_of(dict.fromkeys(IDS, sign(replace(TERMS, attempt=1))), cast=CAST)
 
     def lie(message: Message) -> Message:
@@ -422,7 +422,7 @@ def test_adverts_of_an_earlier_session_are_refused() -> None:
 
 
 def test_clients_that_are_shown_different_rosters_do_not_understand_each_other() -> None:
-    """Both rosters are genuine, one lacks a client: sessions, and hence packet keys, differ."""
+    """Both rosters are real, but one lacks a client, so sessions and hence packet keys differ."""
     paused = until(Stage.SHARE)
     whole = paused.down[VICTIM]
     assert isinstance(whole, Roster)
@@ -503,7 +503,7 @@ def test_packets_of_another_session_do_not_open() -> None:
 
 
 def test_masks_are_only_made_for_the_request_that_the_terms_name() -> None:
-    """A coordinator cannot have an update for one model summed as one for another."""
+    """A coordinator cannot have an update for one model summed as an update for another."""
 
     def other(client_id: ClientId) -> Contribution:
         return replace(contribution(client_id), request_hash=bytes(32))
@@ -544,9 +544,9 @@ def test_survivors_that_cannot_be_the_honest_ones_are_not_signed(lie: Lie, reaso
 
 
 def test_survivors_among_whom_the_victim_stands_alone_are_not_signed() -> None:
-    """On a sparse graph the liar declares all but one of the victim's neighbours dropped.
+    """In a sparse graph the liar claims that all but one of the victim's neighbours dropped.
 
-    There are survivors enough, but far away: the victim's value would be in a sum of two.
+    There are enough survivors, but far away: the victim's value would be in a sum of two.
     """
     terms = replace(
         TERMS,
@@ -576,7 +576,7 @@ def test_survivors_among_whom_the_victim_stands_alone_are_not_signed() -> None:
 
 
 def test_a_survivor_whose_packet_was_withheld_is_found() -> None:
-    """It would be masked with the victim, who is not masked with it."""
+    """It masks with the victim, but the victim does not mask with it."""
     liar = Liar(Stage.MASK, Way.DOWN, change_packets(lambda p: p.pop(OTHER)))
     with pytest.raises(AggregationAborted) as caught:
         run(liar)
@@ -586,7 +586,7 @@ def test_a_survivor_whose_packet_was_withheld_is_found() -> None:
 
 
 def test_a_client_signs_one_set_of_survivors_in_a_session() -> None:
-    """The second list is refused, whatever it holds; so is the first one again."""
+    """A second list is refused, whatever it contains; so is the first one when it is sent again."""
     client, state = CAST.clients[VICTIM], until(Stage.CONFIRM).states[VICTIM]
     honest = survivors_of(IDS, IDS)
     _, signed = client.handle(honest, state, contribute=lambda _: contribution(VICTIM))
@@ -598,7 +598,7 @@ def test_a_client_signs_one_set_of_survivors_in_a_session() -> None:
 
 @dataclass
 class Paused:
-    """An honest session before one stage: what it waits for, what to send, the states."""
+    """An honest session before one stage: the server's stage, its messages, the clients' states."""
 
     server: Any
     down: Mapping[ClientId, Message]
@@ -681,9 +681,9 @@ def test_nothing_is_released_without_a_quorum_of_true_signatures(
 
 
 def test_two_sets_of_survivors_never_both_get_a_quorum() -> None:
-    """The liar tells three clients that OTHER dropped, the rest that it did not.
+    """The liar tells three clients that OTHER dropped, and the rest that it did not.
 
-    Of either set it has too few signatures, so it gets neither of OTHER's secrets.
+    Neither set gets enough signatures, so the liar gets neither of OTHER's secrets.
     """
     paused = until(Stage.CONFIRM)
     without = survivors_of([i for i in IDS if i != OTHER], IDS)
@@ -701,7 +701,7 @@ def test_two_sets_of_survivors_never_both_get_a_quorum() -> None:
 
 
 def test_shares_are_released_once_in_a_session() -> None:
-    """The same request gets the same shares again; a session begun anew gets none."""
+    """The same request gets the same shares again; a session that is started again gets none."""
     paused = until(Stage.UNMASK)
     said, after = answer(VICTIM, paused.down[VICTIM], paused.states[VICTIM])
     again, unchanged = answer(VICTIM, paused.down[VICTIM], after)
@@ -733,7 +733,7 @@ def test_an_attempt_that_released_nothing_may_be_tried_again() -> None:
 def test_a_share_of_one_secret_is_released_of_each_owner_never_of_both(
     adversary: Adversary,
 ) -> None:
-    """No list of the protocol could ask for both: only survivors are ever named."""
+    """No message of the protocol could ask for both: only survivors are ever named."""
     terms = make_terms(adversary)
     cast = CAST if adversary is ACTIVE else curious_cast()
     dropped = IDS[0]
@@ -754,7 +754,7 @@ def test_a_share_of_one_secret_is_released_of_each_owner_never_of_both(
 
 
 def test_a_vector_that_comes_late_stays_masked() -> None:
-    """The liar keeps it and gets the mask key, as of one that dropped: the self-mask stays."""
+    """A liar with the mask key of the client, as if it had dropped, still lacks the self-mask."""
     late: dict[ClientId, bytes] = {}
 
     def keep(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
@@ -779,13 +779,13 @@ def test_a_vector_that_comes_late_stays_masked() -> None:
         from_words(TERMS, words, num_clients=1)
     own = keys.self_mask_key(step.seed, session=step.session.id, client_id=VICTIM)
     masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)
-    total = from_words(TERMS, words, num_clients=1)  # control: it was the self-mask that hid it
+    total = from_words(TERMS, words, num_clients=1)  # control: the self-mask was what hid it
     assert total.weight == contribution(VICTIM).weight
 
 
 @pytest.mark.parametrize("stage", Stage)
 def test_a_message_out_of_turn_is_not_answered(stage: Stage) -> None:
-    """Every message but the one that follows; new terms alone may always begin anew."""
+    """All messages but the next one are refused; only new terms may start again at any time."""
     state = until(stage).states[VICTIM]
     for other in Stage:
         if other in (stage, Stage.ADVERTISE):
@@ -814,7 +814,7 @@ def test_the_self_seed_has_256_bits() -> None:
 
 
 def test_every_pair_has_its_own_key() -> None:
-    """No key is shared by all: whoever colludes with the liar knows its own pairs only."""
+    """No two pairs share a key, so a client that colludes with the liar knows only its own."""
     step = {i: state.step for i, state in until(Stage.MASK).states.items()}
     found = []
     for one, other in combinations(IDS, 2):
@@ -838,21 +838,21 @@ def upload(client_id: ClientId, paused: Paused) -> tuple[Words, ...]:
 
 
 def test_no_mask_is_used_again_when_a_round_is_retried() -> None:
-    """Under the same terms too: adverts carry fresh keys, so the session is another one."""
+    """Even under the same terms: adverts have fresh keys, so the session differs."""
     first, again = until(Stage.MASK), until(Stage.MASK)
     retried = until(Stage.MASK, terms=replace(TERMS, attempt=1))
     vectors = [upload(VICTIM, paused) for paused in (first, again, retried)]
     for one, other in combinations(vectors, 2):
         assert len(np.unique((one[1] - other[1]) // 4)) == SIZE
         assert abs(int(one[0][0]) - int(other[0][0])) > 1 << 20
-    # Control: one session, its state kept, gives the same masks, and only rounding differs.
+    # Control: the same state of one session gives the same masks, and only rounding differs.
     same = upload(VICTIM, first)
     assert np.abs((same[1] - vectors[0][1]).astype(np.int32)).max() <= 1
     assert same[0][0] == vectors[0][0]
 
 
 def test_weights_and_metrics_travel_inside_the_sum() -> None:
-    """No field of any message up holds a number of the client's; its weight is masked."""
+    """No message from a client has a field with its values in the clear; its weight is masked."""
     named = {kind.__name__: [f.name for f in fields(kind)] for kind in (Shares, MaskedVector)}
     assert named == {
         "Shares": ["session", "commitment", "packets"],
@@ -864,7 +864,7 @@ def test_weights_and_metrics_travel_inside_the_sum() -> None:
 
 
 def test_an_upload_is_no_larger_than_its_packed_vector() -> None:
-    """Others send int64 for every number. At 100,000 numbers the rest is below one percent."""
+    """Other implementations send int64 per number. For 100,000 numbers the rest is below 4 %."""
     size = 100_000
     lane = vector_lane(
         "delta",
@@ -901,7 +901,7 @@ def test_an_upload_is_no_larger_than_its_packed_vector() -> None:
 
 @pytest.mark.parametrize("lost", [Stage.ADVERTISE, Stage.SHARE])
 def test_a_client_that_is_lost_in_set_up_is_no_dropped_one_later(lost: Stage) -> None:
-    """Nobody masks with it, so nobody is asked for its key and no mask of it is left."""
+    """No client masks with it, so its key is not needed and no mask of it is left."""
 
     def lose(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
         return None if (stage, client_id) == (lost, OTHER) and way is Way.UP else data
@@ -945,7 +945,7 @@ def cheating(stage: Stage, lie: Lie) -> Rehearsal:
 def test_a_reply_that_cannot_be_used_is_that_clients_failure(
     stage: Stage, lie: Lie, reason: str
 ) -> None:
-    """The others go on to an exact sum."""
+    """The others continue to an exact sum."""
     result = cheating(stage, lie)
     assert isinstance(result.refusals[OTHER], ProtocolError)
     assert reason in str(result.refusals[OTHER])
@@ -958,7 +958,7 @@ def test_a_well_signed_advert_with_a_weak_key_is_refused() -> None:
         advert, _ = answer(client_id, paused.down[client_id], paused.states[client_id])
         assert isinstance(advert, Advert)
         if client_id == VICTIM:
-            paused.server.receive(client_id, advert)  # the control
+            paused.server.receive(client_id, advert)  # control
             continue
         weak = replace(advert, mask_key=bytes(32))
         text = keys.signed(b"advert", TERMS.session, weak.unsigned())
@@ -969,7 +969,7 @@ def test_a_well_signed_advert_with_a_weak_key_is_refused() -> None:
 
 @pytest.mark.parametrize("stage", Stage)
 def test_a_reply_counts_once(stage: Stage) -> None:
-    """And from nobody that does not take part."""
+    """Replies from clients outside the stage do not count at all."""
     paused = until(stage)
     reply, _ = answer(VICTIM, paused.down[VICTIM], paused.states[VICTIM])
     paused.server.receive(VICTIM, reply)
@@ -999,7 +999,7 @@ def test_a_false_share_of_one_owner_is_found_as_well() -> None:
 
 
 def test_too_many_false_shares_abort() -> None:
-    """Two of the five that are used, and two spare: no single one to leave out."""
+    """Two of seven lie, with t = 5: leaving out any single holder does not help."""
 
     def spoil_two(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes:
         if stage is not Stage.UNMASK or way is not Way.UP or client_id not in IDS[:2]:
@@ -1017,7 +1017,7 @@ def test_too_many_false_shares_abort() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_liars", [2, 6])
 def test_half_of_the_spare_holders_may_lie_and_are_named(num_liars: int) -> None:
-    """Of 30 with t = 17 six, each about every client in a way of its own; two broke it before."""
+    """Six of 30 with t = 17, each lying about every client; this once failed with two."""
     ids = [ClientId(each) for each in range(1, 31)]
     cast = Cast.of(ids, policy=replace(POLICY, max_cohort=30, corruption=0.1), num_threads=1)
     terms = propose(
@@ -1068,7 +1068,7 @@ def test_half_of_the_spare_holders_may_lie_and_are_named(num_liars: int) -> None
 
 
 def test_shares_that_are_none_of_the_field_are_refused_by_name() -> None:
-    """One encoding a share: p is 0 by another name."""
+    """Each share has one encoding: p would be a second one of 0."""
     other = (shamir.PRIME).to_bytes(4, "little") * shamir.NUM_LIMBS
     result = cheating(
         Stage.UNMASK,
@@ -1079,13 +1079,13 @@ def test_shares_that_are_none_of_the_field_are_refused_by_name() -> None:
 
 
 def test_a_commitment_to_another_seed_aborts() -> None:
-    """Its self-mask cannot be told from a false one, so nothing is released."""
+    """Its self-mask could not be verified, so nothing is released."""
     with pytest.raises(AggregationAborted, match=f"shares of client {OTHER} do not give"):
         cheating(Stage.SHARE, lambda s: replace(s, commitment=bytes(32)))
 
 
 def test_shares_of_another_secret_abort() -> None:
-    """A dealer that seals well, but shares of something else than it committed to."""
+    """The shares are properly sealed, but of another secret than the advertised key's."""
     paused = until(Stage.SHARE)
     state = paused.states[OTHER]
     assert isinstance(state.step, Advertised)
@@ -1100,7 +1100,7 @@ def test_shares_of_another_secret_abort() -> None:
     packets, server = paused.server.close()
     for i in IDS:
         if i == OTHER:
-            continue  # it drops, so that its mask key is asked for
+            continue  # it drops out, so its mask key is needed
         reply, paused.states[i] = answer(i, packets[i], paused.states[i])
         server.receive(i, reply)
     told, server = server.close()
@@ -1128,7 +1128,7 @@ def test_a_garbage_packet_stops_those_it_was_sent_to() -> None:
 
 
 def test_an_unmasked_sum_that_nobody_can_reach_is_not_released() -> None:
-    """A vector of noise is found; one within bounds is not: masking gives no integrity."""
+    """A vector of noise is noticed; one within bounds is not, as masking gives no integrity."""
     noise = bytes(np.random.default_rng(0).integers(0, 256, TERMS.num_bytes, np.uint8))
     with pytest.raises(AggregationAborted, match="a mask is left in it"):
         cheating(Stage.MASK, lambda v: replace(v, packed=noise))

@@ -1,7 +1,7 @@
-"""The sparse graph against a coordinator that lies: a shrunk roster, few neighbours, a cut ring.
+"""The sparse graph against a lying coordinator: a small roster, few neighbours, a cut ring.
 
-Each attack is run by a coordinator with accomplices; beside it stands its control, in which clients
-that guard against less are attacked alike and lose.
+A coordinator with accomplices runs each attack. Next to it is its control, in which clients that
+guard against less are attacked in the same way and lose.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ POLICY = TermsPolicy(
     max_releases_per_round=1,
     max_draw_factor=2.0,
 )
-#: Who takes the coordinator's word that it keeps to the protocol.
+#: The policy of clients that trust the coordinator to follow the protocol.
 CREDULOUS = replace(POLICY, adversary=CURIOUS)
 
 
@@ -84,12 +84,12 @@ def contribution(client_id: ClientId) -> Contribution:
 
 @dataclass
 class Conspiracy:
-    """A coordinator that invites a thousand, of whom a hundred are its own, and lists few others.
+    """A coordinator that invites 1,000 clients, 100 of them accomplices, but lists few others.
 
     Attributes:
-        cast: Those that it lists, the victim first.
-        victim: Whose update it wants.
-        accomplices: Whose states it reads.
+        cast: The listed clients, the victim first.
+        victim: The client whose update it wants.
+        accomplices: Clients whose states it reads.
     """
 
     cast: Cast
@@ -103,7 +103,7 @@ class Conspiracy:
         return cls(Cast.of(ids, policy=policy, num_threads=1), ids[0], own)
 
     def update(self, terms: Terms) -> NDArray[np.float64]:
-        """Return the victim's update, from its masked vector and the shares of accomplices."""
+        """Recover the victim's update, from its masked vector and the shares of accomplices."""
         states = dict.fromkeys(self.cast.clients, ClientState.fresh(RUN))
 
         def told(client_id: ClientId, message: messages.Message) -> messages.Up:
@@ -152,7 +152,7 @@ def _unmasked(
     masked: MaskedVector,
     pairs: list[tuple[int, bytes]],
 ) -> NDArray[np.float64]:
-    """Take all masks off one client's vector, by t shares of both its secrets."""
+    """Remove all masks from one client's vector, with t shares of both its secrets."""
     half, at = shamir.SHARE_BYTES, np.array([[point for point, _ in pairs]])
     seed, mask_secret = (
         shamir.combine(at, np.stack([shamir.from_bytes(data[part]) for _, data in pairs])[None])[0]
@@ -170,14 +170,14 @@ def _unmasked(
     return from_words(session.terms, sums, num_clients=1).sums["delta"]
 
 
-#: As they were derived when nothing was feared but n and drop-outs at random.
+#: Parameters that were derived only for the full roster and random dropouts.
 def weak(terms: Terms) -> Terms:
     return replace(terms, num_neighbours=114, threshold=78)
 
 
 @pytest.mark.slow
 def test_a_shrunk_roster_gives_a_credulous_client_away() -> None:
-    """The control: 116 of 1,000 are listed, 100 of them accomplices, and 78 shares are enough."""
+    """Control: 116 of 1,000 are listed, 100 of them accomplices, and 78 shares are enough."""
     terms = replace(weak(terms_for(1000)), adversary=CURIOUS, min_survivors=3)
     attack = Conspiracy.of(CREDULOUS, num_listed=116, num_corrupted=100)
     found = attack.update(terms)
@@ -186,7 +186,7 @@ def test_a_shrunk_roster_gives_a_credulous_client_away() -> None:
 
 @pytest.mark.parametrize("is_weak", [False, True])
 def test_a_roster_of_less_than_a_quorum_is_refused(*, is_weak: bool) -> None:
-    """Before anything is shared, and whatever the fewest survivors may be."""
+    """Before anything is shared, for any ``min_survivors``."""
     terms = replace(terms_for(1000), min_survivors=3)
     terms, policy = (weak(terms), replace(POLICY, corruption=0.0)) if is_weak else (terms, POLICY)
     num_listed = terms.num_neighbours + 2
@@ -196,7 +196,7 @@ def test_a_roster_of_less_than_a_quorum_is_refused(*, is_weak: bool) -> None:
 
 
 def test_a_threshold_is_judged_again_by_the_roster_that_is_there() -> None:
-    """Those invited may drop out, as many as were foreseen; a roster of a quorum is too small."""
+    """As many invited clients may drop out as were planned for, but a bare quorum is too few."""
     terms = terms_for(1000)
     POLICY.judge(terms)
     for size in range(terms.min_survivors, terms.num_clients + 1):
@@ -206,7 +206,7 @@ def test_a_threshold_is_judged_again_by_the_roster_that_is_there() -> None:
 
 
 def test_a_client_refuses_a_roster_in_which_its_terms_are_not_safe() -> None:
-    """The state machine asks its policy: 560 of 1,000 are listed, which is more than a quorum."""
+    """The state machine asks the policy: 560 of 1,000 are listed, more than a quorum."""
     terms = replace(terms_for(1000), min_survivors=3)
     attack = Conspiracy.of(POLICY, num_listed=560, num_corrupted=100)
     with pytest.raises(PolicyViolation, match=r"threshold.*127, with 560 of 1000"):
@@ -217,14 +217,14 @@ def test_a_client_refuses_a_roster_in_which_its_terms_are_not_safe() -> None:
     ("k", "t", "rule"),
     [
         (2, 2, "num_neighbours"),
-        (16, 16, "num_neighbours"),  # accepted once: 17 accomplices were enough
+        (16, 16, "num_neighbours"),  # once accepted, although 17 accomplices were enough
         (36, 36, "num_neighbours"),
         (40, 39, "threshold"),
         (114, 78, "threshold"),
     ],
 )
 def test_a_client_bounds_the_neighbours_from_below(k: int, t: int, rule: str) -> None:
-    """With 36 of them no t is safe among 1,000, whatever the coordinator says."""
+    """With 36 neighbours among 1,000 no t is safe, whatever the coordinator claims."""
     terms = terms_for(1000)
     with pytest.raises(PolicyViolation, match=f"`{rule}`"):
         POLICY.judge(replace(terms, num_neighbours=k, threshold=t))
@@ -232,13 +232,13 @@ def test_a_client_bounds_the_neighbours_from_below(k: int, t: int, rule: str) ->
         POLICY.judge(safe)
 
 
-#: One ring in some five thousand: found by trying seeds from 0 on.
+#: One ring in about five thousand can be cut; found by trying seeds from 0.
 NUM_INVITED, NUM_LISTED, NUM_CORRUPTED, CUT = 2000, 1387, 200, 5492
 OLD_K, OLD_T = 370, 227
 
 
 def windows(seed: int, *, k: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the order of a ring, and how many corrupted are in the k/2 places from each on."""
+    """Return the order of a ring, and the number of corrupted in the k/2 places from each on."""
     drawn = hashlib.shake_256(seed.to_bytes(4, "little")).digest(8 * NUM_LISTED)
     order = np.argsort(np.frombuffer(drawn, "<u8"), kind="stable")
     half = k // 2
@@ -248,7 +248,7 @@ def windows(seed: int, *, k: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def cut(seed: int, *, k: int, threshold: int) -> set[int]:
-    """Return whom to call dropped so that the ring falls apart; nobody: it cannot be cut so."""
+    """Return the clients to call dropped so that the ring falls apart; empty if it cannot."""
     order, counts = windows(seed, k=k)
     half = k // 2
     enough = np.flatnonzero(counts >= threshold - half)
@@ -262,7 +262,7 @@ def cut(seed: int, *, k: int, threshold: int) -> set[int]:
 
 
 def parts(neighbours: NDArray[np.int64], honest: set[int]) -> list[int]:
-    """Return how many honest survivors are in each part that shares no mask with the others."""
+    """Return the number of honest survivors in each part that shares no mask with the others."""
     sizes, left = [], set(honest)
     while left:
         reached, todo = set[int](), [left.pop()]
@@ -276,7 +276,7 @@ def parts(neighbours: NDArray[np.int64], honest: set[int]) -> list[int]:
 
 
 def test_a_ring_is_cut_by_whoever_chooses_the_drop_outs_and_its_terms_are_refused() -> None:
-    """A coordinator of old parameters learns two sums; each survivor finds t holders alive."""
+    """With old parameters a coordinator learns two sums; each survivor sees t living holders."""
     seed = CUT.to_bytes(4, "little")
     ring = Ring.drawn(NUM_LISTED, num_neighbours=OLD_K, seed=seed)
     neighbours = np.array([ring.near(each) for each in range(NUM_LISTED)])
@@ -299,7 +299,7 @@ def test_a_ring_is_cut_by_whoever_chooses_the_drop_outs_and_its_terms_are_refuse
 
 
 def test_no_ring_can_be_cut_with_the_threshold_that_clients_ask_for() -> None:
-    """Nor is any of a thousand near it; with the old threshold it was one in some five thousand."""
+    """Nor is any of a thousand rings close to it; with the old threshold one in 5,000 was cut."""
     least = lowest_threshold(NUM_INVITED, OLD_K, roster_size=NUM_LISTED, assumptions=assumed(0.3))
     assert least > OLD_T
     assert cut(CUT, k=OLD_K, threshold=OLD_T)
@@ -313,7 +313,7 @@ SMALL = [ClientId(each) for each in range(1, 25)]
 
 @dataclass
 class Cutter:
-    """A post that loses the vectors of two gaps on the ring, and notes what passes."""
+    """A post that loses the vectors of two gaps on the ring, and records all messages."""
 
     terms: Terms
     directory: Mapping[ClientId, bytes]
@@ -337,7 +337,7 @@ class Cutter:
         return data
 
     def _arcs(self) -> list[list[ClientId]]:
-        """Return two runs of clients with a gap of k/2 after each, by walking along the ring."""
+        """Return two runs of clients along the ring, each followed by a gap of k/2 places."""
         drawn = hashlib.shake_256(keys.digest(b"graph", self.session.id)).digest(8 * len(SMALL))
         order = np.argsort(np.frombuffer(drawn, "<u8"), kind="stable")
         half, gap = len(SMALL) // 2, self.terms.num_neighbours // 2
@@ -360,7 +360,7 @@ def small_terms(adversary: Adversary, threshold: int) -> Terms:
 
 
 def test_a_ring_that_is_cut_gives_two_partial_sums() -> None:
-    """The control of the bound on gaps: clients that fear no lies help to unmask both arcs."""
+    """Control of the bound on gaps: clients that trust the server help to unmask both arcs."""
     terms = small_terms(CURIOUS, threshold=3)
     cast = Cast.of(SMALL, policy=replace(CREDULOUS, corruption=0.0, sigma_bits=1), num_threads=1)
     post = Cutter(terms, cast.clients[SMALL[0]].directory)
@@ -397,7 +397,7 @@ def test_a_ring_that_is_cut_gives_two_partial_sums() -> None:
 
 
 def test_the_same_gaps_end_a_session_whose_threshold_is_that_of_the_active_mode() -> None:
-    """The client at the edge of a gap has three holders left, and there must be four."""
+    """A client at the edge of a gap has three holders left, and four are required."""
     terms = small_terms(ACTIVE, threshold=4)
     cast = Cast.of(SMALL, policy=replace(POLICY, corruption=0.0), num_threads=1)
     with pytest.raises(AggregationAborted, match="3 holders of the shares of client"):

@@ -1,4 +1,4 @@
-"""Two sums whose cohorts differ by one client: what secure aggregation alone gives away."""
+"""What secure aggregation alone gives away: two sums whose cohorts differ by one client."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.rounds.round import RoundPlan
 
-#: The victim, and a client of the attacker's that takes its place: who joins twice can do that.
+#: The victim, and a second client of the attacker, which takes the victim's place.
 VICTIM, ATTACKER, OTHERS = 0, 6, (1, 2, 3, 4, 5)
 CLIP = 0.5
 
@@ -36,7 +36,7 @@ NOISY = (
 
 
 def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
-    """Return rounds of real sessions with all seven clients' data, and what is asked in one."""
+    """Return rounds of real sessions with all seven clients' data, and the request of one round."""
     config = load(
         None,
         overrides=[
@@ -46,7 +46,7 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
             "stragglers.over_selection=1",
             "devices.kind=ideal",
             "engine.transport=memory",
-            "client.batch_size=all",  # the same update in whatever round
+            "client.batch_size=all",  # so that the update is the same in every round
         ],
     )
     pieces = assembly.simulation(config, data_dir=Path())
@@ -66,7 +66,7 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
 
 
 def sum_of(plan: RoundPlan, request: RoundRequest, *cohort: int) -> Tensor:
-    """Return the sum of a cohort's updates as the coordinator learns it."""
+    """Return the sum of a cohort's updates that the coordinator learns."""
     collected = collect_from(plan.collector, [ClientId(each) for each in cohort], request)
     aggregate, expected = collected.aggregate, len(cohort)
     assert aggregate is not None
@@ -83,7 +83,7 @@ def sum_of(plan: RoundPlan, request: RoundRequest, *cohort: int) -> Tensor:
 
 
 def found_out(*overrides: str) -> Tensor:
-    """Return what the attacker takes for the victim's update."""
+    """Return the attacker's estimate of the victim's update."""
     plan, request = rounds(*overrides)
     with_victim = sum_of(plan, request, VICTIM, *OTHERS)
     without = sum_of(plan, replace(request, round_num=1), *OTHERS, ATTACKER)
@@ -102,14 +102,14 @@ def likeness(found: Tensor) -> float:
 
 
 def test_two_sums_give_a_client_away() -> None:
-    """Its update to five digits, though the coordinator has seen sums of six alone."""
+    """They reveal its update to five digits, although both sums are over six clients."""
     found = found_out(*SECURE)
     assert likeness(found) > 0.99999
 
 
 @pytest.mark.slow
 def test_with_noise_of_the_clients_they_do_not() -> None:
-    """What is found is noise; a tenth of a likeness would be seven deviations."""
+    """The estimate is noise; a similarity of a tenth would be seven standard deviations."""
     found = found_out(*NOISY)
     assert abs(likeness(found)) < 0.1
     assert float(found.norm()) > 10 * CLIP
