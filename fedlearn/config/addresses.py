@@ -46,6 +46,7 @@ def resolve_addresses(
     """
     given = environ.get("FEDLEARN_STORE_URL") or None
     url = config.store.url
+    # The tree must not hold a password, so the environment may give the same URL with one.
     if url is None or (given is not None and without_password(given) == url):
         url = given
     runs = config.store.runs_dir or environ.get("FEDLEARN_RUNS_DIR") or "runs"

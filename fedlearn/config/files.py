@@ -118,6 +118,7 @@ def _override(text: str) -> Override:
 
 def _applied(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of ``raw`` with the value of ``override`` set."""
+    # Paths in an override are relative to the working directory, not to the file.
     alone = _with_absolute_paths(with_value({}, override.path, override.value), Path.cwd())
     return with_value(raw, override.path, value_at(alone, override.path))
 

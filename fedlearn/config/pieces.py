@@ -112,6 +112,7 @@ def kinds(
     tables = []
     for names, about, makes, defaults in members:
         make, own, pieces = makes[0], base, makes
+        # A kind with its own keys or checks is a section itself, which comes first.
         if inspect.isclass(make) and issubclass(make, base):
             own, pieces = make, makes[1:]
         fields = _fields(own, pieces, given, defaults)
@@ -166,6 +167,7 @@ def _fields(
                 continue
             default = defaults.get(name, parameter.default)
             is_needed = default is parameter.empty
+            # TOML has no null: a key whose default is None is simply left out.
             hint = hints[name] | None if default is None else hints[name]
             described = Field(... if is_needed else default, description=_meaning(hints[name]))
             fields[name] = (_as_toml(hint), described)

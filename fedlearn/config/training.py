@@ -345,6 +345,7 @@ class Client(DeclaredSection):
         if self.model_dump()["gradient_clip_norm"] is not None:
             local = built(ClippedGradients, self, inner=local)
         scheduled = built(ScheduledRate, self, inner=local)
+        # A schedule with only default values changes nothing, so it is left out.
         return local if scheduled == ScheduledRate(inner=local) else scheduled
 
     def settings_by_round(self) -> RoundSettings | None:

@@ -537,6 +537,7 @@ class Config(Section):
     @property
     def _num_asked(self) -> int:
         stragglers, wanted = self.stragglers, self._num_wanted
+        # Deadline and fewest reports are placeholders: they do not change how many are asked.
         return built(
             StragglerPolicy, stragglers, num_wanted=wanted, deadline_s=math.inf, min_reports=1
         ).num_asked
@@ -592,6 +593,7 @@ class Config(Section):
         tree = self.model_dump(mode="json")
         most = math.inf if num_clients is None else num_clients
         if self.cohort.num_wanted == "auto":
+            # Over-selected clients must fit into the population as well.
             fitting = min(USUAL_WANTED, most / tree["stragglers"]["over_selection"])
             tree["cohort"]["num_wanted"] = max(1, math.floor(fitting))
         if self.evaluation.clients == "auto":
