@@ -109,8 +109,8 @@ def _require_model(
             f"{who}.step returned a model of shape {tuple(vector.shape)}, {vector.dtype}; it is "
             f"{tuple(before.shape)}, {before.dtype}, as the one before"
         )
-    # A sum can be finite only if all its terms are, and is cheaper. It can overflow although they
-    # are all finite, so only then look at each.
+    # If the sum is finite, all values are, and a sum is cheaper than a test of each value. A sum of
+    # finite values may overflow, so test each one only if the sum is not finite.
     if not (torch.isfinite(vector.sum()) or torch.isfinite(vector).all()):
         sound = all(torch.isfinite(lane).all() for lane in aggregate.lanes.values())
         cause = f"{who}.step" if sound else f"the aggregation {rule}"

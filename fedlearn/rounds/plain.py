@@ -371,7 +371,7 @@ class _PlayedRound:
         if self.collection.is_undone:
             self.held[task.client_id] = arrived
         else:
-            self.held.clear()  # enough for a step: no further attempt will need these updates
+            self.held.clear()  # no later attempt will count these updates
 
     def _give_up(self, tasks: Iterable[PendingTask]) -> None:
         """Stop waiting for the clients of these tasks."""

@@ -85,7 +85,7 @@ class Fold:
             self._waiting.clear()
 
     def _block(self) -> Updates:
-        """Return the queued updates as one block, without copying those on the right device."""
+        """Return the queued updates as one block; those on the model's device are not copied."""
         client_ids, updates, factors = zip(*self._waiting, strict=True)
         lanes = {
             name: [update.lanes[name].to(self._device) for update in updates]

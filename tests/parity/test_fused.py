@@ -1,4 +1,4 @@
-"""The fused executor equals the sequential reference, and recognises the models it can train."""
+"""The fused executor equals the sequential reference, and recognizes the models it can train."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Recognises models that are a plain chain of layers, and explains why another one is not.
+"""Recognizes models that are a plain chain of layers, and explains why another one is not.
 
 A chain can be trained without autograd: each layer takes the output of the previous one, and each
 parameter belongs to one layer. The model's ``forward`` is traced with ``torch.fx``, so a
-user-defined module that calls layers and functions in turn is recognised as well as
+user-defined module that calls layers and functions in turn is recognized as well as
 ``nn.Sequential``.
 """
 
