@@ -118,7 +118,7 @@ def test_operators_commands_import_neither_torch_nor_numpy() -> None:
 
 @pytest.mark.usefixtures("_deployed_run")
 def test_commands_about_runs_and_keys_import_little() -> None:
-    """Participations need numpy, and a client's key files need protobuf."""
+    """Participations need numpy, and what a client keeps in its folder needs protobuf."""
     found = imported_by(*OF_RUNS, *OF_CLIENTS)
     assert found["runs"] == found["runs --json"] == [], "rounds are summed up by the database"
     of_runs = {name for command in OF_RUNS for name in found[command]}
