@@ -284,6 +284,7 @@ class _PlayedRound:
 
     def _prepare(self, tasks: Sequence[PendingTask]) -> None:
         """Build each client's message; clients with equal messages share one object."""
+        # `groupby` joins neighbours only: pending tasks of a resumed run are sorted by this key.
         for (based_on, attempt), group in groupby(tasks, key=lambda e: (e.based_on, e.attempt)):
             request = replace(self.requests[based_on], attempt=attempt)
             self._messages |= request.messages([each.client_id for each in group])
@@ -349,6 +350,7 @@ class _PlayedRound:
             is_own = update is arrival.reply  # the client itself reported a failure: no update sent
             self.collection.fail(task, row, sent_nothing=is_own)
             return
+        # The client may have begun ahead of time, on an older model than the one it was asked for.
         task = task._replace(based_on=update.round_num)
         if staleness is not None and self.collection.age(task) > staleness.max_staleness:
             arrival.refuse(f"it is based on round {task.based_on}, which is too old")

@@ -206,6 +206,7 @@ def run_round(
         round_num=state.round_num,
         draw=_leave_out(without, plan.draw) if without else plan.draw,
     )
+    # Keep the strategy's state only if the clients' work depends on it, since it can be large.
     newest = Version(
         params=request.params,
         told=request.told,
@@ -213,6 +214,7 @@ def run_round(
         counted=request.counted or {},
     )
     sent_in = {**state.versions, state.round_num: newest}
+    # Keep the broadcasts of pending tasks only, so that memory is bounded by the staleness.
     versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.flight})}
     state = replace(state, flight=collected.flight, versions=versions)
     return _stepped(state, plan, collected, request, strategy=strategy)

@@ -233,6 +233,8 @@ def train(
     """
     if checkpoint is None:
         state = RunState(server=plan.round.init(params))
+        # Commit the initial model, so that a run that is killed in its first round resumes from
+        # the same one.
         store.commit(_checkpoint(state))
     else:
         expected = plan.round.strategy.init(params)
@@ -270,6 +272,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
         server = replace(server, flight=plan.resumed.rejoin(server.flight))
     ran, attempt, duration_s = _attempts(server, plan.round, first=first)
     server, collected = ran.state, ran.collected
+    # Only a step of the server raises the round number, so a skipped round has not raised it.
     moved = server.round_num > state.server.round_num
     metrics = {**server.begun, **ran.metrics, **_counts(collected)}
     server = replace(server, round_num=state.server.round_num + 1, begun={})

@@ -58,6 +58,8 @@ class Fold:
         if self._clip_norm is not None:
             trained = update.lanes[DELTA.name][: self._num_trained]
             self._num_clipped += is_clipped(trained, clip_norm=self._clip_norm)
+        # Running statistics are averaged as values. The client's delta is relative to the model
+        # that it was sent, so make it relative to the current one.
         if len(self._current_S):
             delta = update.lanes[DELTA.name]
             delta = rebase_statistics(delta, sent_S=sent_S, current_S=self._current_S)

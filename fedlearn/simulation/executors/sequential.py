@@ -116,7 +116,7 @@ def _gathered(tensor: Tensor, rows_NB: Tensor, sizes_N: NDArray[np.int64]) -> Se
     rows = F.pad(rows_NB, (0, width - rows_NB.shape[1]))[is_taken_NB]
     ends = np.stack([sizes_N, units_N * unit - sizes_N], axis=1).flatten().tolist()
     pieces: Sequence[Tensor] = tensor.index_select(0, rows).split(ends)
-    return pieces[::2]
+    return pieces[::2]  # every second piece is padding
 
 
 def _row_bytes(tensor: Tensor) -> int:

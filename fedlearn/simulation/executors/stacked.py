@@ -341,6 +341,7 @@ class StackedExecutor:
                 products=list(outcome.factors.values()),
             )
             found = dict(zip([*outcome.grads, *outcome.factors], clipped, strict=True))
+            # Add up the partial sums in float64: see `noised_gradients.TOGETHER`.
             sums = {n: sums[n].double() + found[n] for n in sums} if sums else found
             run.means_TK[step, :active] += outcome.losses
         rule.noised_step(

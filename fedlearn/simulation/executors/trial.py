@@ -73,7 +73,7 @@ class Round:
                 return f"{name} of another shape"
             error, size = _largest(found[name] - value), _largest(value)
             tolerance = self._share * size + 16 * self.rounding[name] + least
-            if not error <= tolerance:
+            if not error <= tolerance:  # `not` makes a NaN a difference
                 return f"{name} differently, by {error:.1e}"
         return None
 

@@ -265,6 +265,7 @@ class _Linear:
         return torch.bmm(d, self._weight, out=self._dx)
 
     def update(self, x: Tensor, d: Tensor, rule: Affine) -> None:
+        # w <- keep * w + scale * d^T x: the gradient and the step in one product.
         self._weight_target.baddbmm_(d.transpose(1, 2), x, beta=rule.keep, alpha=rule.scale)
         if self._bias_target is not None:
             _add(self._bias_target, d.sum(1), rule)

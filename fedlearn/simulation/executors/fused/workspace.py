@@ -124,6 +124,7 @@ class Program:
         )
         for index in range(len(self.operators) - 1, self.num_fixed, -1):
             operator, x = self.operators[index], values[index]
+            # First the gradient of the input: the update may change the weights that it reads.
             below = operator.input_gradient(x, values[index + 1], d)
             operator.update(x, d, rule)
             d = below
