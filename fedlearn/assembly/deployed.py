@@ -23,9 +23,9 @@ from fedlearn.config.data import NoData
 from fedlearn.config.pieces import built
 from fedlearn.config.tree import Config
 from fedlearn.core.distribution import split
-from fedlearn.door.eligibility import Requirements
-from fedlearn.door.meanings import MEANINGS
 from fedlearn.errors import ConfigError
+from fedlearn.gateway.eligibility import Requirements
+from fedlearn.gateway.meanings import MEANINGS
 
 #: Suffixes that Prometheus adds to a metric's name in the names of its series.
 _OF_A_SERIES = re.compile(r"_(total|bucket|count|sum)$")

@@ -19,8 +19,8 @@ from fedlearn.config.tree import Config, EarlyStoppingSection
 from fedlearn.core.distribution import NUM_CLIENTS, Direction, split
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.randomness import Seed
-from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
+from fedlearn.gateway.eligibility import Requirements
 from fedlearn.privacy.plan import PrivacyPlan
 from fedlearn.rounds.run import EarlyStopping, RoundCallback
 from fedlearn.secagg.draw import Draw

@@ -34,7 +34,7 @@ from fedlearn.session.secure import after_failure
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.addresses import announced_addresses, join_addresses
 from fedlearn.transport.content import TaskKey
-from fedlearn.transport.grpc_client import ComeBackLater, DoorSession, enrol
+from fedlearn.transport.grpc_client import ComeBackLater, GatewaySession, enrol
 
 #: A session that lasted this long worked, so the back-off starts over; without this, the back-off
 #: would grow with every restart of the coordinator. Shorter sessions do not count: two processes
@@ -288,7 +288,7 @@ class Connector:
         else:
             _log.info("addresses_kept", addresses=addresses)
 
-    async def _receive(self, session: DoorSession) -> None:
+    async def _receive(self, session: GatewaySession) -> None:
         while (message := await session.receive()) is not None:
             match message.WhichOneof("what"):
                 case "task":

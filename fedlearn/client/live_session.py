@@ -10,7 +10,7 @@ from fedlearn.client.keyring import Enrolment
 from fedlearn.errors import ConnectionRefused
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey, digest_of, signed_bytes
-from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession
+from fedlearn.transport.grpc_client import Credentials, GatewayConnection, GatewaySession
 
 
 @dataclass(eq=False)
@@ -23,8 +23,8 @@ class LiveSession:
         delivered: Keys of the replies that were sent in this session.
     """
 
-    connection: DoorConnection
-    session: DoorSession
+    connection: GatewayConnection
+    session: GatewaySession
     enrolment: Enrolment
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     jobs: set["asyncio.Task[None]"] = field(default_factory=set)
@@ -94,11 +94,11 @@ async def session_at(
     """Hold a session with the coordinator at ``address`` while the block runs.
 
     Without a certificate authority, this works on loopback only, without TLS. Raises as
-    :class:`~fedlearn.transport.grpc_client.DoorConnection` and its session do.
+    :class:`~fedlearn.transport.grpc_client.GatewayConnection` and its session do.
     """
     credentials, name = credentials_of(enrolment), enrolment.invitation.name
     async with (
-        DoorConnection(address, credentials, name=name) as connection,
+        GatewayConnection(address, credentials, name=name) as connection,
         connection.session(hello) as session,
     ):
         yield LiveSession(connection, session, enrolment)

@@ -9,8 +9,8 @@ from fedlearn.config.pieces import declared_by
 from fedlearn.config.section import PathText, Problem, Section, told_as
 from fedlearn.config.toml import shown
 from fedlearn.core.ranges import NotNegative, Positive, Whole
-from fedlearn.door.eligibility import Requirements
-from fedlearn.door.settings import DoorSettings
+from fedlearn.gateway.eligibility import Requirements
+from fedlearn.gateway.settings import GatewaySettings
 from fedlearn.transport.addresses import ADDRESS_PATTERN, MAX_PORT
 
 Address: TypeAlias = Annotated[
@@ -46,7 +46,7 @@ class EligibilitySection(Section):
 
 
 @declared_by(
-    DoorSettings,
+    GatewaySettings,
     given=("max_handshakes", "handshake_timeout_s", "max_messages_per_s"),
     max_connected=2000,
 )

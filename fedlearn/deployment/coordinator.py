@@ -36,14 +36,14 @@ from fedlearn.deployment.opening import waited_on
 from fedlearn.deployment.places import Places, host_of, require_coordinator_system, spool_of
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.deployment.versions import reason_for_newest
-from fedlearn.door.authority import Authority
-from fedlearn.door.open_files import raise_max_open_files
-from fedlearn.door.server import Door, DoorChannel, DoorSettings
-from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.experiment.summary import summarize
+from fedlearn.gateway.authority import Authority
+from fedlearn.gateway.open_files import raise_max_open_files
+from fedlearn.gateway.server import Gateway, GatewayChannel, GatewaySettings
+from fedlearn.gateway.telemetry import Snapshot, Telemetry
 from fedlearn.identity.registry import Registry
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.records import RunStatus
@@ -202,9 +202,9 @@ class Coordinator:
         )
         self.live_status, self._patiently = self._leader.live_status, self._leader.patiently
         self._lease: Lease | None = None
-        self._door: Door | None = None
+        self._gateway: Gateway | None = None
         self._authority: Authority | None = None
-        self._door_lock = threading.Lock()  # no thread may query a gRPC server that is closing
+        self._gateway_lock = threading.Lock()  # no thread may query a gRPC server that is closing
         self._log = structlog.get_logger(__name__)
 
     # ---- The process ----------------------------------------------------------------------
@@ -253,13 +253,13 @@ class Coordinator:
             self.live_status.num_finished = record.num_rounds
             self.live_status.phase = Phase.DONE
             self._remove_spool(run_id)  # the process that finished the run may have died before
-        with self._serving(database, lease, run_id) as door:
+        with self._serving(database, lease, run_id) as gateway:
             if record.status is not RunStatus.DONE:
                 # After these errors the run is not recorded as failed: its round can resume with
                 # the updates it has, later or once the model's file is put back.
                 resumable = (Parked, StoreError, ConfigError)
                 with outcome_told(stored, self.progress, resumable=resumable):
-                    self._leader.run(self._clients(database, door), stored, record, lease)
+                    self._leader.run(self._clients(database, gateway), stored, record, lease)
             else:
                 self.progress.start(record, stored.path, (_ANOTHER_RUN,))
                 self.progress.end(summarize(record, stored.rounds()))
@@ -284,13 +284,13 @@ class Coordinator:
         shutil.rmtree(spool_of(self.places.folder, run_id), ignore_errors=True)
 
     @contextmanager
-    def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Door]:
+    def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Gateway]:
         """Serve clients over gRPC inside the block."""
         section = self.places.config.coordinator
         if not self.insecure:
             self._authority = self.places.authority()
-        door = Door(
-            built(DoorSettings, section),
+        gateway = Gateway(
+            built(GatewaySettings, section),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
             spool_dir=spool_of(self.places.folder, run_id),
@@ -302,29 +302,29 @@ class Coordinator:
             needs_newest=reason_for_newest(self.pieces),
             public_addresses=section.public_addresses,
         )
-        door.start()
-        door.when_blind(self.interruption.give)
-        self._door = door
-        addresses = {"address": door.address, "enrolment": door.enrolment_address}
+        gateway.start()
+        gateway.when_blind(self.interruption.give)
+        self._gateway = gateway
+        addresses = {"address": gateway.address, "enrolment": gateway.enrolment_address}
         self._log.info("serving", insecure=self.insecure, **addresses)
         try:
-            yield door
+            yield gateway
         finally:
             is_done = self.live_status.phase is Phase.DONE
             if not is_done:
                 self.live_status.phase = Phase.STOPPING
-            with self._door_lock:
-                self._door = None
+            with self._gateway_lock:
+                self._gateway = None
             reason = "the run is done" if is_done else "the coordinator is stopping"
-            door.stop(grace_s=section.shutdown_grace_s, reason=reason)
+            gateway.stop(grace_s=section.shutdown_grace_s, reason=reason)
 
     # ---- The run --------------------------------------------------------------------------
 
-    def _clients(self, database: Database, door: Door) -> ReachableClients:
-        channel = door.channel(
+    def _clients(self, database: Database, gateway: Gateway) -> ReachableClients:
+        channel = gateway.channel(
             check=self.interruption.check, waiting=self.live_status.round_times.waiting
         )
-        door.want(self._num_in_work)
+        gateway.want(self._num_in_work)
         return ReachableClients(
             reach=Reach(
                 channel=channel,
@@ -333,18 +333,18 @@ class Coordinator:
                 congestion=self._congestion(channel),
             ),
             run_id=deployment(database, self.places.run_name).run_id,
-            notes=(f"clients are served at {door.address}",),
+            notes=(f"clients are served at {gateway.address}",),
             is_asked_anew=False,  # the upload store has the replies to the earlier process
             num_needed=self.pieces.num_needed,
             patience_s=self.places.config.coordinator.patience_s,
             too_few=waited_on,
-            names=door.names,
+            names=gateway.names,
             set_aside=channel.set_aside,
             num_set_aside=channel.num_set_aside,
             forget=channel.forget,
         )
 
-    def _congestion(self, channel: DoorChannel) -> InFlightLimit | None:
+    def _congestion(self, channel: GatewayChannel) -> InFlightLimit | None:
         """Build the limit on clients in flight of an asynchronous run; ``None`` for others."""
         if (asynchrony := self.pieces.asynchrony) is None:
             return None
@@ -383,19 +383,19 @@ class Coordinator:
     def status(self) -> dict[str, object]:
         """Return the status for operators, as JSON values."""
         own = self.live_status.values() | {"process": os.getpid()}
-        return own | self._door_status()
+        return own | self._gateway_status()
 
     def snapshot(self) -> Snapshot:
         """Return the metrics for monitors."""
-        lease, door = self._lease, self._door
+        lease, gateway = self._lease, self._gateway
         counters, gauges = self.live_status.counters(), self.live_status.gauges()
         gauges |= self._surroundings()
         gauges["lease_held"] = float(lease is not None and lease.is_held())
         histograms = self.live_status.histograms()
-        if door is not None:
-            counters |= door.counters.values()
-            histograms |= door.counters.histograms()
-        for name, value in self._door_status().items():
+        if gateway is not None:
+            counters |= gateway.counters.values()
+            histograms |= gateway.counters.histograms()
+        for name, value in self._gateway_status().items():
             if isinstance(value, int | float):
                 gauges[name] = float(value)
         return Snapshot(
@@ -417,8 +417,8 @@ class Coordinator:
             if folder.is_dir()
         }
         ends = {} if self._authority is None else self._authority.ends()
-        with self._door_lock:
-            first = None if self._door is None or not ends else self._door.client_ends()
+        with self._gateway_lock:
+            first = None if self._gateway is None or not ends else self._gateway.client_ends()
         ends |= {} if first is None else {"client": first}
         now_s = SystemClock().unix_s()
         days = {
@@ -427,9 +427,9 @@ class Coordinator:
         }
         return {f"build_info{{{labels}}}": 1.0} | free | days
 
-    def _door_status(self) -> dict[str, object]:
-        with self._door_lock:
-            return {} if self._door is None else self._door.status()
+    def _gateway_status(self) -> dict[str, object]:
+        with self._gateway_lock:
+            return {} if self._gateway is None else self._gateway.status()
 
     def _not_ready(self) -> str:
         lease = self._lease
@@ -437,4 +437,4 @@ class Coordinator:
             return f"this coordinator does not hold the lease: it is {self.live_status.phase}"
         if not lease.is_held():
             return "the lease could not be renewed in time"
-        return "" if self._door is not None else "the door is not open"
+        return "" if self._gateway is not None else "the gateway is not open"

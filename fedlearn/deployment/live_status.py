@@ -10,7 +10,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.json_values import json_values
 from fedlearn.deployment.round_times import RoundTimes
-from fedlearn.door.counters import Histogram
+from fedlearn.gateway.counters import Histogram
 from fedlearn.rounds.records import RoundRecord
 
 if TYPE_CHECKING:  # `fedlearn why` reads this module and must not wait for torch to import

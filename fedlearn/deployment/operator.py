@@ -62,10 +62,10 @@ class Operator:
         if path.exists():
             raise DeploymentError(f"{path} is there already; name another file with --output")
         section = self.places.config.coordinator
-        doors = section.public_addresses or (section.address,)
+        gateways = section.public_addresses or (section.address,)
         listening = () if section.enrolment_address is None else (section.enrolment_address,)
         enrolment = section.public_enrolment_addresses or listening
-        for address in (*doors, *enrolment):
+        for address in (*gateways, *enrolment):
             _require_reachable(address)
         for tag in tags:
             if not re.fullmatch(TAG_PATTERN, tag):
@@ -77,7 +77,7 @@ class Operator:
             certificate_pem, tls_key_pem = authority.certify_invitation(name, valid_s=valid_s)
         draft = Invitation(
             name=name,
-            addresses=tuple(doors),
+            addresses=tuple(gateways),
             enrolment_addresses=tuple(enrolment),
             ca_pem=b"" if authority is None else authority.ca_pem,
             token=b"",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fedlearn.config.addresses import Addresses, resolve_addresses
 from fedlearn.config.served import Deployed
-from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError
 from fedlearn.experiment.site import open_database
+from fedlearn.gateway.authority import Authority
 from fedlearn.store.runs import Database
 
 #: Name of a deployed run if the configuration does not set one.

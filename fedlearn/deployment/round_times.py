@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fedlearn.core.clock import Clock
-from fedlearn.door.counters import Histogram
+from fedlearn.gateway.counters import Histogram
 
 #: Bucket bounds in seconds: from a small tabular model to one that takes an hour to evaluate.
 _WORK_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)

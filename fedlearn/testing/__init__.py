@@ -11,6 +11,6 @@ from fedlearn.transport.grpc_environment import prepare_for_grpc
 prepare_for_grpc(os.environ, verbosity=None)
 
 from fedlearn.testing.fake_coordinator import FakeCoordinator, SecureSum  # noqa: E402 - see above
-from fedlearn.testing.local_door import LocalDoor  # noqa: E402 - see above
+from fedlearn.testing.local_gateway import LocalGateway  # noqa: E402 - see above
 
-__all__ = ["FakeCoordinator", "LocalDoor", "SecureSum"]
+__all__ = ["FakeCoordinator", "LocalGateway", "SecureSum"]

@@ -27,15 +27,15 @@ from fedlearn.core.messages import (
     TrainReply,
 )
 from fedlearn.core.secret_bytes import SecretBytes
-from fedlearn.door.eligibility import Requirements
-from fedlearn.door.server import DoorSettings
 from fedlearn.errors import DeploymentError
+from fedlearn.gateway.eligibility import Requirements
+from fedlearn.gateway.server import GatewaySettings
 from fedlearn.rounds.evaluation import measured
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.rounds.updates import judged
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.testing.asking import Model, params_of, round_of
-from fedlearn.testing.local_door import LocalDoor
+from fedlearn.testing.local_gateway import LocalGateway
 from fedlearn.testing.stand_ins import Idle, taking_part
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import Channel, ask_once
@@ -63,7 +63,7 @@ class SecureSum:
     lost: Mapping[str, str]
 
 
-class FakeCoordinator(LocalDoor):
+class FakeCoordinator(LocalGateway):
     """A coordinator in the test's process: real TLS and gRPC, but no round loop.
 
     The test sends each request and inspects the replies. A reply that a real round would reject is
@@ -71,8 +71,8 @@ class FakeCoordinator(LocalDoor):
     folder, which is removed when the context exits.
 
     Args:
-        run_id: As for :class:`~fedlearn.testing.local_door.LocalDoor`; to clients, a second fake
-            with the same id continues the same run.
+        run_id: As for :class:`~fedlearn.testing.local_gateway.LocalGateway`; to clients, a second
+            fake with the same id continues the same run.
         requirements: Which clients are eligible.
 
     Example:
@@ -101,7 +101,7 @@ class FakeCoordinator(LocalDoor):
     def __enter__(self) -> Self:
         """Start the server on a free port."""
         super().__enter__()
-        self._channel = self.door.channel()
+        self._channel = self.gateway.channel()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,11 +112,11 @@ class FakeCoordinator(LocalDoor):
     @property
     def address(self) -> str:
         """The address that clients connect to, ``host:port``."""
-        return self.door.address
+        return self.gateway.address
 
     def counters(self) -> Mapping[str, float]:
         """Return the server's counters: sessions, messages, refusals by cause."""
-        return self.door.counters.values()
+        return self.gateway.counters.values()
 
     def invite(self, name: str, *, tags: Sequence[str] = ()) -> Path:
         """Write a single-use invitation file for ``name``; raises as :meth:`invitation`."""
@@ -137,9 +137,9 @@ class FakeCoordinator(LocalDoor):
     @contextmanager
     def away(self) -> Iterator[None]:
         """Stop the server while the block runs, then restart it with the same address and run."""
-        door, self._channel = self.doors.pop(), None
-        back = DoorSettings(address=door.address)
-        door.stop(grace_s=0.0)
+        gateway, self._channel = self.gateways.pop(), None
+        back = GatewaySettings(address=gateway.address)
+        gateway.stop(grace_s=0.0)
         try:
             yield
         finally:

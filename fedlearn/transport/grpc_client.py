@@ -119,7 +119,7 @@ class ComeBackLater(ConnectionError):
         self.after_s = after_s
 
 
-class DoorSession:
+class GatewaySession:
     """The stream of one connected client, after the coordinator's welcome.
 
     Several tasks may send, and one may receive at a time.
@@ -179,7 +179,7 @@ class _Life:
     num_ticks: int = 0
 
 
-class DoorConnection:
+class GatewayConnection:
     """One connection to one address of the server; created and used inside one event loop.
 
     Several calls may run over it at once. Leaving the context closes them all.
@@ -217,7 +217,7 @@ class DoorConnection:
         await self._channel.close()
 
     @asynccontextmanager
-    async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
+    async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[GatewaySession]:
         """Say hello, and yield the session once the coordinator has answered with a welcome.
 
         The hello names the newest protocol first. If the coordinator refuses it because it was not
@@ -238,7 +238,7 @@ class DoorConnection:
                 except OtherProtocol as error:
                     refusal = refusal or error
                     continue
-                yield DoorSession(call, welcome=welcome, life=self._life)
+                yield GatewaySession(call, welcome=welcome, life=self._life)
                 return
         assert refusal is not None  # there is a protocol
         raise refusal
@@ -358,7 +358,7 @@ class DoorConnection:
                     stream.flush()  # inside `_local`, so that a full disk is reported as such
 
     @contextmanager
-    def _call(self, method: str, *, service: str = wire.DOOR) -> Iterator["_Call"]:
+    def _call(self, method: str, *, service: str = wire.GATEWAY) -> Iterator["_Call"]:
         call = _Call(
             self._channel,
             f"/{service}/{method}",
@@ -428,7 +428,7 @@ async def enrol(
     )
     credentials = credentials or Credentials.of(invitation)
     try:
-        async with DoorConnection(address, credentials) as connection:
+        async with GatewayConnection(address, credentials) as connection:
             reply = await connection.enrol(request)
     except ConnectionRefused as error:
         raise EnrolmentRefused(str(error)) from error
@@ -449,7 +449,7 @@ async def look(address: str, invitation: Invitation) -> None:
         DeploymentError: There is no certificate authority, and the address is another machine's.
     """
     request = wire_pb2.LookRequest(name=invitation.name, token=invitation.token)
-    async with DoorConnection(address, Credentials.of(invitation)) as connection:
+    async with GatewayConnection(address, Credentials.of(invitation)) as connection:
         await connection.look(request)
 
 

@@ -44,7 +44,7 @@ MISSED_BEATS = 3
 SLOWEST_BYTES_PER_S = 16 << 10
 
 #: Full names of the services' methods.
-DOOR = "fedlearn.v1.Door"
+GATEWAY = "fedlearn.v1.Door"
 ENROLMENT = "fedlearn.v1.Enrolment"
 
 

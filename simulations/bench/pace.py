@@ -3,9 +3,9 @@
     python simulations/bench/pace.py
 
 All clients connect at once, and again when the coordinator tells them to; only a few may stay. The
-coordinator is a separate process with the real door behind mutual TLS. The clients are another
+coordinator is a separate process with the real gateway behind mutual TLS. The clients are another
 process (``parts/pace_clients.py``) and cost so little that the coordinator is the bottleneck; two
-cores must be free. Meanwhile this process calls the door as a client that stays would. Without
+cores must be free. Meanwhile this process calls the gateway as a client that stays would. Without
 steering, all clients are admitted, and come back within 0.5 to 1.5 times ``--come-back-s``.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Process, Row, options, parse, part, raise_file_limit, report, started
-from parts.door_clients import Client, enrol
+from parts.gateway_clients import Client, enrol
 from parts.pace_clients import NO_DOWNLOAD, Plan, connect, tls
 from parts.watch import cpu_s
 
@@ -41,7 +41,7 @@ def write_keys(clients: Sequence[Client], folder: Path) -> None:
 
 
 async def calls(plan: Plan, number: int) -> list[float]:
-    """Call the door repeatedly until cancelled; return the seconds of each call."""
+    """Call the gateway repeatedly until cancelled; return the seconds of each call."""
     loop, took_s, stream = asyncio.get_running_loop(), list[float](), 1
     connection = await connect(plan.address, b"", tls(plan.keys, number))
     with suppress(asyncio.CancelledError):
@@ -74,7 +74,7 @@ def measure(kind: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
     words = [f"--folder={folder}", f"--stay={arguments.stay}", f"--share={arguments.share}"]
     words += [f"--come-back-s={arguments.come_back_s}"]
     words += ["--unsteered"] if kind == "unsteered" else []
-    with started(part("door_coordinator", *words)) as coordinator:
+    with started(part("gateway_coordinator", *words)) as coordinator:
         plan = Plan(
             address=coordinator.hear()["address"],
             clients=arguments.clients,
@@ -93,7 +93,7 @@ def measure(kind: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
     yield Row(kind, "  in the worst second", max(per_s))
     for name in ("check_ins", "paced"):
         rate = (last[name] - first[name]) / passed_s
-        yield Row(kind, f"{name.replace('_', '-')} a second, as the door counts", rate)
+        yield Row(kind, f"{name.replace('_', '-')} a second, as the gateway counts", rate)
     yield Row(kind, "lowest rate that it took", min(each["check_in_rate"] for each in steady))
     yield Row(kind, "CPU of one check-in, ms", 1e3 * last["check_in_seconds"])
     yield Row(kind, "cores that it took", (last["cpu_s"] - first["cpu_s"]) / passed_s)

@@ -20,7 +20,7 @@ VIOLATIONS = [
     ("Floors", "rounds/round.py", "import fedlearn.simulation.engine"),
     ("Floors", "simulation/engine.py", "import fedlearn.rounds.round"),
     ("Floors", "rounds/run.py", "import fedlearn.config"),
-    ("Floors", "door/server.py", "import fedlearn.store.runs"),
+    ("Floors", "gateway/server.py", "import fedlearn.store.runs"),
     ("Floors", "rounds/records.py", "import fedlearn.store.runs"),
     ("Floors", "identity/lineage.py", "import fedlearn.transport.base"),
     ("Floors", "stray.py", ""),
@@ -37,19 +37,19 @@ VIOLATIONS = [
     ),
     (
         "The coordinator knows clients by their messages only",
-        "door/tasks.py",
+        "gateway/tasks.py",
         "import fedlearn.training.trainer",
     ),
-    ("Only the door and its client know gRPC", "session/session.py", "import grpc"),
+    ("Only the gateway and its client know gRPC", "session/session.py", "import grpc"),
     ("Keys are made where it is stated", "core/codec.py", "import cryptography"),
-    ("Digests are made in one place", "door/spool.py", "import blake3"),
+    ("Digests are made in one place", "gateway/spool.py", "import blake3"),
     ("Only one package knows Flower", "rounds/run.py", "import flwr"),
     ("Only telemetry speaks HTTP", "session/session.py", "import aiohttp"),
     ("A simulation needs torch and little else", "simulation/engine.py", "import grpc"),
     ("A simulation needs torch and little else", "core/params.py", "import flwr"),
 ]
 
-#: A module, and what it must not import: each has one door.
+#: A module, and what it must not import: each is used in one place.
 BANNED = [
     ("simulation/behaviour.py", "import time"),
     ("rounds/run.py", "from time import perf_counter"),
@@ -127,14 +127,14 @@ def test_every_contract_has_a_negative_control() -> None:
     assert {contract["name"] for contract in rules["contracts"]} == {v[0] for v in VIOLATIONS}
 
 
-def test_time_randomness_and_processes_have_one_door_each() -> None:
+def test_time_randomness_and_processes_have_one_place_each() -> None:
     """No module but theirs imports time, random, secrets or torch.distributed."""
     found = ruff(ROOT)
     assert found.returncode == 0, found.stdout
 
 
 def test_a_banned_import_is_noticed(copy: Path) -> None:
-    """The negative controls of the doors."""
+    """The negative controls of the gateways."""
     for module, line in BANNED:
         violate(copy, module, line)
     found = ruff(copy, "--output-format=concise")
@@ -144,7 +144,7 @@ def test_a_banned_import_is_noticed(copy: Path) -> None:
 
 
 def test_no_rule_is_waived_without_being_listed() -> None:
-    """The doors are where the rules say, and nowhere else."""
+    """The gateways are where the rules say, and nowhere else."""
     waived = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "fedlearn").rglob("*.py")

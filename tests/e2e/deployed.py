@@ -153,7 +153,7 @@ class Site:
     def serving(
         self, *options: str, crash: Crash | None = None, changes: Sequence[Change] = ()
     ) -> Process:
-        """Start a coordinator and return when its door is open."""
+        """Start a coordinator and return when its gateway is open."""
         process = self.coordinator(*options, crash=crash, changes=changes)
         until_said(process, "serving")
         return process
@@ -267,9 +267,9 @@ class Site:
 
 def own_coordinator() -> dict[str, object]:
     """Return settings of a test's coordinator: free addresses, and enough patience."""
-    door, http = free_addresses(2)
+    gateway, http = free_addresses(2)
     return {
-        "address": door,
+        "address": gateway,
         "http_address": http,
         "patience_s": LONG_S,  # so that clients that are still starting are not left out
     }

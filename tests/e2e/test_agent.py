@@ -1,4 +1,4 @@
-"""Applications with an agent, its training process and a real door."""
+"""Applications with an agent, its training process and a real gateway."""
 
 import asyncio
 import math
@@ -28,11 +28,11 @@ from fedlearn.client.options import Resources
 from fedlearn.client.policy import Policy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Failure, TrainReply
-from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import DeploymentError
+from fedlearn.gateway.eligibility import Requirements
 from fedlearn.identity.identity import Invitation
 from fedlearn.testing import FakeCoordinator
-from fedlearn.testing.local_door import ANYWHERE
+from fedlearn.testing.local_gateway import ANYWHERE
 from fedlearn.transport.grpc_client import enrol
 
 WAIT_S = 120.0

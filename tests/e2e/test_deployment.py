@@ -161,11 +161,11 @@ def test_who_keeps_failing_is_known_to_the_next_coordinator(site: Site) -> None:
 
 def test_a_second_coordinator_takes_over(site: Site) -> None:
     """It is live but not ready while the first one leads; the clients find it by themselves."""
-    door, http = free_addresses(2)
-    both = [site.config.coordinator.address, door]
+    gateway, http = free_addresses(2)
+    both = [site.config.coordinator.address, gateway]
     site.change(f"coordinator.public_addresses={both}", "coordinator.lease_ttl_s=6.0")
     first = site.serving()
-    own = {"address": door, "http_address": http}
+    own = {"address": gateway, "http_address": http}
     options = [f"--set=coordinator.{key}={value}" for key, value in own.items()]
     second = site.coordinator(*options)
     until(lambda: asked(http, "/livez") == OK)

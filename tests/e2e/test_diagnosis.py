@@ -1,4 +1,4 @@
-"""`join --check` against a real door: which problems it finds."""
+"""`join --check` against a real gateway: which problems it finds."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ from fedlearn.client.diagnosis import Finding, Verdict, diagnose, explain
 from fedlearn.client.home import Home
 from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
-from fedlearn.door import server
+from fedlearn.gateway import server
 from fedlearn.identity.identity import Invitation, expires_unix_s
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
+from fedlearn.transport.grpc_client import GatewayConnection, GatewaySession, enrol
 from tests.processes import until
 
 SOURCE = """
@@ -121,16 +121,16 @@ def test_a_look_changes_nothing(
     there = sorted(home.folder.iterdir())
     seen: list[list[str]] = []
 
-    class Watched(DoorConnection):
+    class Watched(GatewayConnection):
         """A connection that records the connected clients during its session."""
 
         @asynccontextmanager
-        async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
+        async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[GatewaySession]:
             async with super().session(hello) as session:
                 seen.append(await asyncio.to_thread(coordinator.connected))
                 yield session
 
-    monkeypatch.setattr(live_session, "DoorConnection", Watched)
+    monkeypatch.setattr(live_session, "GatewayConnection", Watched)
     assert found(invitation, tmp_path)["session"].is_fine
     assert seen == [[]]
     assert stat.S_IMODE(home.folder.stat().st_mode) == 0o755
@@ -156,7 +156,7 @@ def test_a_look_is_no_strangers(
         enrolled(invitation, tmp_path)
         assert found(invitation, tmp_path)["session"].is_fine
         until(lambda: num_strangers(coordinator) == 0)
-        coordinator.revoke("laptop")  # returns once the door has checked its connections
+        coordinator.revoke("laptop")  # returns once the gateway has checked its connections
         assert [each for each in logs if each["event"] == "strangers"] == []
     other = changed(coordinator.invite("desktop"), certificate_pem="", tls_key_pem="")
     with capture_logs() as logs:
@@ -190,10 +190,10 @@ def through_a_proxy(
             head = client.recv(1 << 16)
             client.sendall(b"HTTP/1.1 " + status + b"\r\n\r\n")
             if status.startswith(b"200"):
-                door = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
+                gateway = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
                 back = stack.enter_context(ThreadPoolExecutor(1))
-                back.submit(pump, door, client)
-                pump(client, door)
+                back.submit(pump, gateway, client)
+                pump(client, gateway)
             else:
                 client.shutdown(socket.SHUT_WR)
             return head
@@ -263,8 +263,10 @@ def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path)
     coordinator.revoke("laptop")
     clock = SystemClock()
     until_s = clock.now_s() + 60.0
-    while (finding := found(invitation, tmp_path)["session"]).is_fine:  # the door polls each second
-        assert clock.now_s() < until_s, "the door still lets it in"
+    while (
+        finding := found(invitation, tmp_path)["session"]
+    ).is_fine:  # the gateway polls each second
+        assert clock.now_s() < until_s, "the gateway still lets it in"
     assert "revoked" in finding.message
 
 

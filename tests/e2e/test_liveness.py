@@ -13,7 +13,7 @@ import pytest
 
 from fedlearn.deployment import part
 from fedlearn.deployment.opening import DurableOpening
-from fedlearn.door.meanings import MEANINGS
+from fedlearn.gateway.meanings import MEANINGS
 from tests.e2e.deployed import OK, UNAVAILABLE, Site, asked, site_in, until_said
 from tests.processes import Change, Function, Launcher, until
 

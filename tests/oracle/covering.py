@@ -160,7 +160,7 @@ def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield is_deployed and own == "trainer", {"augmented": False}
     # In real time, a deadline of less than a second would be a matter of chance.
     yield c.place == "grpc" and c.stragglers != "oversample", {"stragglers": "wait"}
-    yield c.place == "grpc", {"interrupted": "no"}  # its door would have to be another process
+    yield c.place == "grpc", {"interrupted": "no"}  # its gateway would have to be another process
     # A simulation keeps no journal of attempts, as a deployment does. It would ask nodes for a sum
     # of the same attempt again, and a node releases one.
     yield c.place == "flower" and c.secure == "protocol", {"interrupted": "no"}

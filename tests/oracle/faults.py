@@ -660,7 +660,7 @@ FAULTS: tuple[Fault, ...] = (
         lambda c: c.place == "flower" and _keeps(c),
     ),
     Fault(
-        "a client of a door forgets what it keeps",
+        "a client of a gateway forgets what it keeps",
         Home,
         "state",
         _constant(lambda *_: b""),

@@ -1,7 +1,7 @@
 """Clients that are reached over a transport, in the place of sessions in memory.
 
 The run is a simulation whose sessions are those of deployed clients: Flower's nodes with
-fedlearn's ClientApp, or clients of a gRPC door on the loopback, each on a thread of its own. A
+fedlearn's ClientApp, or clients of a gRPC gateway on the loopback, each on a thread of its own. A
 coordinator that is stopped leaves them running, with what they keep.
 """
 
@@ -33,7 +33,7 @@ from fedlearn.deployment.coordinator import enrolled_keys
 from fedlearn.identity.identity import Identity
 from fedlearn.simulation.sessions import SessionCollector, SessionsKept
 from fedlearn.store.patience import Patience
-from fedlearn.testing.local_door import LocalDoor
+from fedlearn.testing.local_gateway import LocalGateway
 from fedlearn.training.trainer import (
     LocalEvaluation,
     LocalResult,
@@ -118,14 +118,14 @@ class Nodes:
 
 @dataclass
 class Members:
-    """Clients of a gRPC door, each a runtime on a thread of its own."""
+    """Clients of a gRPC gateway, each a runtime on a thread of its own."""
 
-    local: LocalDoor
+    local: LocalGateway
     homes: Sequence[Home]
 
     def sessions(self, simulation: Any, *_: object) -> tuple[Channel, Collector]:
         """Return a channel to them, and what collects: as :func:`simulated_plan._sessions` does."""
-        channel = self.local.door.channel()
+        channel = self.local.gateway.channel()
         patiently = Patience(
             clock=SystemClock(), give_up_s=LONG_S, log=structlog.get_logger(__name__)
         )
@@ -144,8 +144,8 @@ class Members:
 
 @contextmanager
 def members(make_trainer: MakeTrainer, folder: Path) -> Iterator[Members]:
-    """Open a door, and have all clients join it in order, so that their ids are their numbers."""
-    with LocalDoor(folder) as local, ExitStack() as stack:
+    """Open a gateway and let all clients join it in order, so that their ids are their numbers."""
+    with LocalGateway(folder) as local, ExitStack() as stack:
         homes = [Home(folder / f"home-{number}") for number in range(NUM_CLIENTS)]
         for number, home in enumerate(homes):
             home.set_consent(granted=True)

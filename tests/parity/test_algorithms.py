@@ -151,7 +151,7 @@ def test_what_an_algorithm_does_can_be_seen(name: str) -> None:
 
 @pytest.mark.slow
 @every_algorithm
-def test_the_door_gives_the_same_model_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_the_gateway_gives_the_same_model_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Real sessions: broadcasts, lanes and client state pass through them.
 
     Without over-selection, since a client that is late over a network has trained, and keeps its

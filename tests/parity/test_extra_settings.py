@@ -132,7 +132,7 @@ def over_grpc(policy: Policy, folder: Path) -> Iterator[Channel]:
         thread.start()
         try:
             coordinator.wait_for(1)
-            yield coordinator.door.channel()
+            yield coordinator.gateway.channel()
         finally:
             ((runtime, loop),) = running
             loop.call_soon_threadsafe(runtime.stop)

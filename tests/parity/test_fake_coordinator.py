@@ -36,10 +36,10 @@ from fedlearn.errors import ConnectionRefused, EnrolmentRefused, OtherProtocol
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.testing import FakeCoordinator, LocalDoor
+from fedlearn.testing import FakeCoordinator, LocalGateway
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes
-from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
+from fedlearn.transport.grpc_client import Credentials, GatewayConnection, enrol
 from tests.security.peers.harness import HELLO, Peer, envelope, result, told
 
 WAIT_S = 60.0
@@ -62,10 +62,10 @@ class Side(Protocol):
 class Rounds:
     """A coordinator that runs rounds."""
 
-    door: LocalDoor
+    gateway: LocalGateway
 
     def train(self) -> str:
-        channel = self.door.door.channel()
+        channel = self.gateway.gateway.channel()
         policy = StragglerPolicy(
             num_wanted=1,
             over_selection=1.0,
@@ -87,7 +87,7 @@ class Rounds:
         return "" if row.status is Status.REPORTED else row.reason
 
     def evaluate(self) -> bool:
-        channel = self.door.door.channel()
+        channel = self.gateway.gateway.channel()
         evaluator = ChannelEvaluator(
             channel=channel,
             cohort=lambda _: channel.available(),
@@ -101,34 +101,34 @@ class Rounds:
 class Fake:
     """A fake coordinator."""
 
-    door: FakeCoordinator
+    gateway: FakeCoordinator
 
     def train(self) -> str:
-        (reply,) = self.door.train(MODEL, STRATEGY, deadline_s=WAIT_S).values()
+        (reply,) = self.gateway.train(MODEL, STRATEGY, deadline_s=WAIT_S).values()
         return reply.reason if isinstance(reply, Failure) else ""
 
     def evaluate(self) -> bool:
-        (reply,) = self.door.evaluate(MODEL, deadline_s=WAIT_S).values()
+        (reply,) = self.gateway.evaluate(MODEL, deadline_s=WAIT_S).values()
         return isinstance(reply, EvaluateReply)
 
 
-def real(folder: Path) -> AbstractContextManager[LocalDoor]:
-    return LocalDoor(folder)
+def real(folder: Path) -> AbstractContextManager[LocalGateway]:
+    return LocalGateway(folder)
 
 
-def fake(_: Path) -> AbstractContextManager[LocalDoor]:
+def fake(_: Path) -> AbstractContextManager[LocalGateway]:
     return FakeCoordinator()
 
 
-def side_of(door: LocalDoor) -> Side:
-    return Fake(door) if isinstance(door, FakeCoordinator) else Rounds(door)
+def side_of(gateway: LocalGateway) -> Side:
+    return Fake(gateway) if isinstance(gateway, FakeCoordinator) else Rounds(gateway)
 
 
-async def enrolled(door: LocalDoor, name: str) -> Peer:
-    identity, invitation = Identity.create(), door.invitation(name)
-    certificate, client_id = await enrol(door.door.address, invitation, identity)
+async def enrolled(gateway: LocalGateway, name: str) -> Peer:
+    identity, invitation = Identity.create(), gateway.invitation(name)
+    certificate, client_id = await enrol(gateway.gateway.address, invitation, identity)
     credentials = Credentials(
-        ca_pem=door.authority.ca_pem,
+        ca_pem=gateway.authority.ca_pem,
         certificate_pem=certificate,
         tls_key_pem=identity.tls_key_pem,
     )
@@ -324,16 +324,16 @@ class Heard:
     made_of_it: str
 
 
-def outcome(door: LocalDoor, tells: Sequence[Tell], ask: Callable[[], T]) -> tuple[Any, T]:
+def outcome(gateway: LocalGateway, tells: Sequence[Tell], ask: Callable[[], T]) -> tuple[Any, T]:
     """Send answers to one question in order; return the receipts, and the coordinator's result."""
 
     async def lied() -> tuple[list[tuple[str, str]], T]:
-        peer = await enrolled(door, "clinic-a")
+        peer = await enrolled(gateway, "clinic-a")
         async with (
-            DoorConnection(door.door.address, peer.credentials) as connection,
+            GatewayConnection(gateway.gateway.address, peer.credentials) as connection,
             connection.session(HELLO) as session,
         ):
-            await asyncio.to_thread(door.wait_for, 1)
+            await asyncio.to_thread(gateway.wait_for, 1)
             with ThreadPoolExecutor(1) as thread:
                 asked = asyncio.get_running_loop().run_in_executor(thread, ask)
                 task, receipts = (await told(session, "task")).task, []
@@ -354,9 +354,9 @@ def test_a_lie_in_a_training_is_refused_by_both_alike(lie: Lie, tmp_path: Path) 
     """The client gets the reason; it has failed, or may still answer honestly."""
     heard = []
     for opened in (real(tmp_path), fake(tmp_path)):
-        with opened as door:
+        with opened as gateway:
             tells = [lie.tell] if lie.is_answer else [lie.tell, honest]
-            receipts, made_of_it = outcome(door, tells, side_of(door).train)
+            receipts, made_of_it = outcome(gateway, tells, side_of(gateway).train)
         heard.append(Heard(receipts, made_of_it))
     assert heard[0] == heard[1]
     (verdict, reason), *after = heard[0].verdicts
@@ -373,25 +373,25 @@ def test_a_lie_in_a_training_is_refused_by_both_alike(lie: Lie, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("opened", [real, fake])
 def test_a_reply_of_another_version_ends_the_session(
-    opened: Callable[[Path], AbstractContextManager[LocalDoor]], tmp_path: Path
+    opened: Callable[[Path], AbstractContextManager[LocalGateway]], tmp_path: Path
 ) -> None:
     """Its client's next reply could not be understood either."""
     other = saying(lambda task: garbled(encode(honest_reply(task)), 2))
     with (
-        opened(tmp_path) as door,
+        opened(tmp_path) as gateway,
         pytest.raises(OtherProtocol, match="message version 251, this side speaks"),
     ):
-        outcome(door, [other], side_of(door).train)
+        outcome(gateway, [other], side_of(gateway).train)
 
 
 @pytest.mark.parametrize("opened", [real, fake])
 def test_the_truth_is_accepted_by_both_and_a_second_upload_changes_nothing(
-    opened: Callable[[Path], AbstractContextManager[LocalDoor]], tmp_path: Path
+    opened: Callable[[Path], AbstractContextManager[LocalGateway]], tmp_path: Path
 ) -> None:
     """The control of the table. A second upload counts only once."""
-    with opened(tmp_path) as door:
+    with opened(tmp_path) as gateway:
         other = changed(num_examples=7)
-        receipts, made_of_it = outcome(door, [honest, other], side_of(door).train)
+        receipts, made_of_it = outcome(gateway, [honest, other], side_of(gateway).train)
     assert receipts == [("ACCEPTED", "")] * 2
     assert made_of_it == ""
 
@@ -412,25 +412,25 @@ def test_the_truth_is_accepted_by_both_and_a_second_upload_changes_nothing(
     ],
 )
 def test_a_lie_in_an_evaluation_is_refused_by_both(
-    opened: Callable[[Path], AbstractContextManager[LocalDoor]],
+    opened: Callable[[Path], AbstractContextManager[LocalGateway]],
     make: Callable[[wire_pb2.Task], Reply | bytes],
     reason: str,
     tmp_path: Path,
 ) -> None:
     """It is not an evaluation of that round."""
-    with opened(tmp_path) as door:
-        receipts, counts = outcome(door, [saying(make)], side_of(door).evaluate)
+    with opened(tmp_path) as gateway:
+        receipts, counts = outcome(gateway, [saying(make)], side_of(gateway).evaluate)
     ((verdict, words),) = receipts
     assert verdict == "REFUSED"
     assert reason in words
     assert not counts
 
 
-async def said_to(door: LocalDoor, credentials: Credentials, hello: wire_pb2.Hello) -> str:
+async def said_to(gateway: LocalGateway, credentials: Credentials, hello: wire_pb2.Hello) -> str:
     """Return the error that a client gets if it is not let in."""
     try:
         async with (
-            DoorConnection(door.door.address, credentials) as connection,
+            GatewayConnection(gateway.gateway.address, credentials) as connection,
             connection.session(hello) as session,
         ):
             await session.receive()
@@ -439,29 +439,31 @@ async def said_to(door: LocalDoor, credentials: Credentials, hello: wire_pb2.Hel
     return ""
 
 
-async def revoked(door: LocalDoor, _: Path) -> str:
-    peer = await enrolled(door, "clinic-a")
-    door.registry.revoke("clinic-a")
-    return await said_to(door, peer.credentials, HELLO)
+async def revoked(gateway: LocalGateway, _: Path) -> str:
+    peer = await enrolled(gateway, "clinic-a")
+    gateway.registry.revoke("clinic-a")
+    return await said_to(gateway, peer.credentials, HELLO)
 
 
-async def of_another_authority(door: LocalDoor, folder: Path) -> str:
-    peer = await enrolled(door, "clinic-a")
-    with LocalDoor(folder / "other") as other:
+async def of_another_authority(gateway: LocalGateway, folder: Path) -> str:
+    peer = await enrolled(gateway, "clinic-a")
+    with LocalGateway(folder / "other") as other:
         foreign = await enrolled(other, "clinic-a")
-    return await said_to(door, replace(foreign.credentials, ca_pem=peer.credentials.ca_pem), HELLO)
+    return await said_to(
+        gateway, replace(foreign.credentials, ca_pem=peer.credentials.ca_pem), HELLO
+    )
 
 
-async def of_another_version(door: LocalDoor, _: Path) -> str:
-    peer = await enrolled(door, "clinic-a")
-    async with DoorConnection(door.door.address, peer.credentials) as connection:
+async def of_another_version(gateway: LocalGateway, _: Path) -> str:
+    peer = await enrolled(gateway, "clinic-a")
+    async with GatewayConnection(gateway.gateway.address, peer.credentials) as connection:
         with connection._call("Session") as call, pytest.raises(OtherProtocol) as refused:  # noqa: SLF001 - a client only ever sends its own protocol version
             await connection._greet(call, HELLO, 1)  # noqa: SLF001
     return str(refused.value)
 
 
-async def twice_with_one_invitation(door: LocalDoor, _: Path) -> str:
-    invitation, address = door.invitation("clinic-a"), door.door.address
+async def twice_with_one_invitation(gateway: LocalGateway, _: Path) -> str:
+    invitation, address = gateway.invitation("clinic-a"), gateway.gateway.address
     await enrol(address, invitation, Identity.create())
     with pytest.raises(EnrolmentRefused) as refused:
         await enrol(address, invitation, Identity.create())
@@ -479,14 +481,14 @@ async def twice_with_one_invitation(door: LocalDoor, _: Path) -> str:
     ],
 )
 def test_strangers_are_not_let_in_by_either(
-    opened: Callable[[Path], AbstractContextManager[LocalDoor]],
-    stranger: Callable[[LocalDoor, Path], Any],
+    opened: Callable[[Path], AbstractContextManager[LocalGateway]],
+    stranger: Callable[[LocalGateway, Path], Any],
     words: str,
     tmp_path: Path,
 ) -> None:
     """Revoked, certified by another authority, of another version, or with a used invitation."""
-    with opened(tmp_path) as door:
-        assert words in asyncio.run(asyncio.wait_for(stranger(door, tmp_path), WAIT_S))
+    with opened(tmp_path) as gateway:
+        assert words in asyncio.run(asyncio.wait_for(stranger(gateway, tmp_path), WAIT_S))
 
 
 def test_settings_say_which_lanes_a_reply_has() -> None:

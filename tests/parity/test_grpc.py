@@ -38,10 +38,10 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.door.authority import Authority
-from fedlearn.door.channel import DoorChannel
-from fedlearn.door.eligibility import Requirements
-from fedlearn.door.server import Door, DoorSettings
+from fedlearn.gateway.authority import Authority
+from fedlearn.gateway.channel import GatewayChannel
+from fedlearn.gateway.eligibility import Requirements
+from fedlearn.gateway.server import Gateway, GatewaySettings
 from fedlearn.identity.identity import Invitation
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -124,12 +124,12 @@ class Replayed:
 
 
 @contextmanager
-def door(folder: Path) -> Iterator[tuple[Door, FreshRegistry, Authority]]:
+def gateway(folder: Path) -> Iterator[tuple[Gateway, FreshRegistry, Authority]]:
     clock = SystemClock()
     registry = FreshRegistry(clock)
     authority = Authority(folder / "authority", host_names=())
-    opened = Door(
-        DoorSettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
+    opened = Gateway(
+        GatewaySettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
         registry=registry,
         run_id="parity",
         spool_dir=folder / "spool",
@@ -149,7 +149,7 @@ def door(folder: Path) -> Iterator[tuple[Door, FreshRegistry, Authority]]:
 def client(
     number: int,
     folder: Path,
-    opened: Door,
+    opened: Gateway,
     registry: FreshRegistry,
     authority: Authority,
     *,
@@ -197,10 +197,10 @@ def client(
 @contextmanager
 def over_grpc(
     folder: Path, make_model: Callable[[], nn.Module] = make_model
-) -> Iterator[tuple[DoorChannel, Door]]:
+) -> Iterator[tuple[GatewayChannel, Gateway]]:
     """Open a channel to one real client per part of the population, in the order of their ids."""
     with ExitStack() as stack:
-        opened, registry, authority = stack.enter_context(door(folder))
+        opened, registry, authority = stack.enter_context(gateway(folder))
         for number in range(len(SIZES)):
             stack.enter_context(
                 client(number, folder, opened, registry, authority, make_model=make_model)
@@ -259,7 +259,7 @@ def _one_thread() -> None:
     ],
     ids=["fedavg", "fedadam"],
 )
-def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: Strategy) -> None:
+def test_the_gateway_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: Strategy) -> None:
     """With dropout layers and over-selection: real sessions, TLS, signatures and uploads."""
     with over_grpc(tmp_path) as (channel, _):
         found, orders, told = run(algorithm, channel)

@@ -9,9 +9,9 @@ from torch import nn
 from fedlearn.assembly import Deployment, deployment, simulation
 from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
-from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.privacy import skip_lost_turns
+from fedlearn.gateway.eligibility import Requirements
 from fedlearn.privacy.plan import BandedPlan
 
 _USER_FILE = """

@@ -164,14 +164,14 @@ def test_plaintext_stays_on_this_machine(capsys: pytest.CaptureFixture[str]) -> 
 def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
     """Return the options with which a coordinator finds its run done, on ports that are free."""
     typed(capsys, "init")
-    door, http = free_addresses(2)
+    gateway, http = free_addresses(2)
     config = load(Path("coordinator.toml"), overrides=())
     places = Places.of(config, environ={})
     with places.database() as database:
         pieces = deployment(config, data_dir=Path())
         ensure_deployed(database, pieces, name="federation", clock=SystemClock())
         database.run("federation").finish(RunStatus.DONE, error="")
-    addresses = {"address": door, "http_address": http}
+    addresses = {"address": gateway, "http_address": http}
     return tuple(
         word
         for key, address in addresses.items()

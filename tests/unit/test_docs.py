@@ -31,10 +31,10 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.deployment.live_status import LiveStatus
-from fedlearn.door.counters import DoorCounters
-from fedlearn.door.meanings import MEANINGS
-from fedlearn.door.pace import Pace
 from fedlearn.errors import ConfigError
+from fedlearn.gateway.counters import GatewayCounters
+from fedlearn.gateway.meanings import MEANINGS
+from fedlearn.gateway.pace import Pace
 from fedlearn.parallel.task import Progress
 from fedlearn.secagg.draw import tolerated
 from fedlearn.secagg.fixed_point import Lane
@@ -163,7 +163,7 @@ def written(page: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_an_application_passes_its_own_test(tmp_path: Path) -> None:
-    """Trainer, agent and tests of the guide, as files: an agent trains for a real door."""
+    """Trainer, agent and tests of the guide, as files: an agent trains for a real gateway."""
     written(GUIDES / "embed-the-client.md", tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q"],
@@ -207,10 +207,10 @@ def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
 def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_path: Path) -> None:
     """Configuration, trainer and commands of the guide, two clients, on ports that are free."""
     written(GUIDES / "deploy-a-coordinator.md", tmp_path)
-    door, http = free_addresses(2)
+    gateway, http = free_addresses(2)
     file = tmp_path / "coordinator.toml"
     file.write_text(
-        f'{file.read_text()}\n[coordinator]\naddress = "{door}"\nhttp_address = "{http}"\n'
+        f'{file.read_text()}\n[coordinator]\naddress = "{gateway}"\nhttp_address = "{http}"\n'
     )
 
     def type_in(name: str, *arguments: str, **variables: str) -> Process:
@@ -487,7 +487,7 @@ def _derived(
 
 
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
-    """The names of status, door and coordinator; the guides name no others."""
+    """The names of status, gateway and coordinator; the guides name no others."""
     measured = dict.fromkeys(MEASURED, 0.5)
     live_status = LiveStatus(metrics=measured, epsilon=1.0, staleness={0: 1}, in_flight_limit=4)
     live_status.trained(
@@ -505,11 +505,11 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     of_coordinator = {"build_info", "certificate_days", "disk_free_bytes", "lease_held", "ready"}
     pace = Pace(VirtualClock(), share=0.5)
     pace.measured(cpu_s=0.1, num_check_ins=10)
-    of_door = {"connected", "eligible", "set_aside", *pace.values()}
+    of_gateway = {"connected", "eligible", "set_aside", *pace.values()}
     kinds = {
-        "gauge": {*live_status.gauges(), *of_coordinator, *of_door},
-        "counter": {*live_status.counters(), *DoorCounters().values(), "refused"},
-        "histogram": {*live_status.histograms(), *DoorCounters().histograms()},
+        "gauge": {*live_status.gauges(), *of_coordinator, *of_gateway},
+        "counter": {*live_status.counters(), *GatewayCounters().values(), "refused"},
+        "histogram": {*live_status.histograms(), *GatewayCounters().histograms()},
     }
     said = {_metric(name): kind for kind, names in kinds.items() for name in names}
     assert said == {name: meaning.kind for name, meaning in MEANINGS.items()}

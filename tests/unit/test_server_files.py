@@ -29,9 +29,9 @@ from fedlearn.config.called import user_call
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.pieces import built
 from fedlearn.core.params import Params
-from fedlearn.door.settings import DoorSettings
-from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, DataError, FedlearnError, StoreError
+from fedlearn.gateway.settings import GatewaySettings
+from fedlearn.gateway.telemetry import Snapshot, Telemetry
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.training.trainer import UNATTENDED
 
@@ -220,7 +220,7 @@ def unit_problems(text: str, section: CoordinatorSection) -> list[str]:
     problems = [key for key, value in wanted.items() if service.get(key) != value]
     if float(service.get("TimeoutStopSec", "0")) <= 2 * section.shutdown_grace_s:
         problems.append("TimeoutStopSec")
-    if int(service.get("LimitNOFILE", "0")) < 4 * built(DoorSettings, section).max_connected:
+    if int(service.get("LimitNOFILE", "0")) < 4 * built(GatewaySettings, section).max_connected:
         problems.append("LimitNOFILE")
     if "MemoryDenyWriteExecute" in service:
         problems.append("MemoryDenyWriteExecute")
@@ -669,7 +669,7 @@ def test_the_manifests_follow_the_api(version: str) -> None:
         ("networkpolicy", "podSelector:", "podSelectors:"),
         ("persistentvolumeclaim", "accessModes: [ReadWriteMany]", "accessModes: ReadWriteMany"),
         ("poddisruptionbudget", "IfHealthyBudget", "[IfHealthyBudget]"),
-        ("service", "port: 9440", "port: door"),
+        ("service", "port: 9440", "port: gateway"),
         ("examples/secret", "stringData:", "stringDate:"),
     ],
 )

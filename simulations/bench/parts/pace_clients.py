@@ -43,10 +43,10 @@ def _literal(name: str, value: str) -> bytes:
 
 
 def call(method: str, message: bytes, *, stream: int, ends: bool) -> bytes:
-    """Return the HTTP/2 frames of a call to the door with its first message.
+    """Return the HTTP/2 frames of a call to the gateway with its first message.
 
     Args:
-        method: The method of the door's gRPC service.
+        method: The method of the gateway's gRPC service.
         message: The serialised message.
         stream: Id of the stream: odd, and higher than the connection's last one.
         ends: Whether no further message follows.

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-from parts.door_coordinator import AUTHORITY
+from parts.gateway_coordinator import AUTHORITY
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.door.authority import Authority
+from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import SERVER_NAME
 from fedlearn.transport import wire
 
@@ -21,7 +21,7 @@ _METHOD = "/bench.Plain/Upload"
 
 
 async def upload(address: str, *, ca_pem: bytes, num_bytes: int) -> float:
-    """Send ``num_bytes`` in chunks like the door's; return the seconds until all have arrived."""
+    """Send ``num_bytes`` in the gateway's chunks; return the seconds until all have arrived."""
     clock, chunk = SystemClock(), bytes(wire.CHUNK_BYTES)
     num_chunks = num_bytes // wire.CHUNK_BYTES
 

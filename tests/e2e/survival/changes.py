@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.door import spool
-from fedlearn.door.channel import DoorChannel, DoorExchange
+from fedlearn.gateway import spool
+from fedlearn.gateway.channel import GatewayChannel, GatewayExchange
 from fedlearn.rounds.updates import Fold
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.server import Advertising
@@ -82,7 +82,7 @@ def expire(next_reply: Function) -> Function:
 
 
 def linger(load: Function) -> Function:
-    """Load the run two seconds after the door has opened."""
+    """Load the run two seconds after the gateway has opened."""
 
     def late(self: Any) -> Any:
         SystemClock().sleep(2.0)
@@ -128,11 +128,11 @@ def send_large_chunks(_: Function) -> Function:
 
 # ruff: noqa: SLF001 (what is changed is within)
 FORGET_REPLIES = Change(spool._recovered, forget_replies)
-COUNT_TWICE = Change(DoorExchange.next, count_twice)
+COUNT_TWICE = Change(GatewayExchange.next, count_twice)
 ADD_TWICE = Change(Fold.add, add_twice)
 SHARE_LOG = Change(spool._make_own, share_log)
-DAWDLE = Change(DoorChannel._remaining_s, dawdle)
-EXPIRE = Change(DoorExchange.next, expire)
+DAWDLE = Change(GatewayChannel._remaining_s, dawdle)
+EXPIRE = Change(GatewayExchange.next, expire)
 LINGER = Change(StoredRun.load, linger)
 SEND_LARGE_CHUNKS = Change(wire.download_chunk_bytes, send_large_chunks)
 NOTE_ADVERTS = Change(Advertising.receive, note_adverts)

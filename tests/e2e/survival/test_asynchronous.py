@@ -15,8 +15,8 @@ from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.client.home import Home
 from fedlearn.core.collecting import Status
-from fedlearn.door.spool import PartialUpload, ReplyLog, forget_exchanges
-from fedlearn.door.tasks import Exchanges
+from fedlearn.gateway.spool import PartialUpload, ReplyLog, forget_exchanges
+from fedlearn.gateway.tasks import Exchanges
 from fedlearn.rounds import updates
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store import checkpoints

@@ -20,7 +20,7 @@ _MODEL_BYTES = 4 * _BALLAST
 _BYTES_PER_S = 6e6
 #: Several times the duration of a round in which no client is slow.
 _DEADLINE_S = 6.0
-#: Less than the keepalive after which the door would notice a dead client.
+#: Less than the keepalive after which the gateway would notice a dead client.
 _LEAVES_S = 20.0
 
 
@@ -87,7 +87,7 @@ def test_a_client_that_is_killed_before_its_receipt_brings_the_same_reply(site: 
 def test_a_reply_that_comes_before_its_round_is_opened_again_is_heard(
     site: VotingSite, ballast: int
 ) -> None:
-    """After a restart the door opens before the round, and clients send their replies at once."""
+    """After a restart the gateway opens before the round; clients send their replies at once."""
     site.configure(num_rounds=1, num_clients=1, ballast=ballast)
     first = site.serving()
     with site.holding():

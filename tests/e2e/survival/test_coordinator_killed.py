@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.door.spool import PartialUpload, ReplyLog, forget_exchanges
-from fedlearn.door.tasks import Exchanges
-from fedlearn.door.transfers import Transfers
+from fedlearn.gateway.spool import PartialUpload, ReplyLog, forget_exchanges
+from fedlearn.gateway.tasks import Exchanges
+from fedlearn.gateway.transfers import Transfers
 from fedlearn.rounds import updates
 from fedlearn.simulation.evaluation import CentralEvaluator
 from fedlearn.store import checkpoints

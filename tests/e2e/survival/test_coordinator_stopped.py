@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.door.authority import Authority
+from fedlearn.gateway.authority import Authority
 from fedlearn.store import runs
 from fedlearn.store.lease import Lease, deploy
 from fedlearn.store.runs import Database, StoredRun
@@ -93,8 +93,8 @@ _FIRST_STEPS = [
     Crash("run made, not deployed", Database.create, "after"),
     Crash("deployed, no lease", deploy, "after"),
     Crash("lease taken, no keys", Lease.try_acquire, "after"),
-    Crash("keys made, no door", Authority.__init__, "after"),
-    Crash("door open, no checkpoint", StoredRun.commit, "before"),
+    Crash("keys made, no gateway", Authority.__init__, "after"),
+    Crash("gateway open, no checkpoint", StoredRun.commit, "before"),
 ]
 
 

@@ -52,7 +52,7 @@ def filled_while_clients_train(site: VotingSite, disk: Path) -> Iterator[None]:
 
 def test_uploads_are_put_off_while_the_disk_is_full(site: VotingSite, small_disk: Path) -> None:
     """The clients keep their replies and send them again, without training twice."""
-    site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(small_disk / "door"))
+    site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(small_disk / "gateway"))
     coordinator = site.serving()
     with filled_while_clients_train(site, small_disk):
         refused = ("upload_not_stored", "reply_not_stored")
@@ -67,7 +67,7 @@ def test_uploads_are_put_off_while_the_disk_is_full(site: VotingSite, small_disk
 def test_a_commit_waits_for_space(site: VotingSite, small_disk: Path) -> None:
     """All replies were acknowledged, so the round must not be lost because the disk is full."""
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
-    site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(site.folder / "door"))
+    site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(site.folder / "gateway"))
     coordinator = site.serving()
     with filled_while_clients_train(site, small_disk):
         until(lambda: all(site.told(number, "accepted") == {0} for number in range(3)))
@@ -83,7 +83,7 @@ def test_a_coordinator_that_is_killed_while_it_waits_for_space_goes_on(
 ) -> None:
     """The replies are in the spool, where the next coordinator finds them."""
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
-    site.configure(num_rounds=1, runs_dir=small_disk / "runs", folder=str(site.folder / "door"))
+    site.configure(num_rounds=1, runs_dir=small_disk / "runs", folder=str(site.folder / "gateway"))
     coordinator = site.serving()
     with filled_while_clients_train(site, small_disk):
         until(lambda: all(site.told(number, "accepted") == {0} for number in range(3)))

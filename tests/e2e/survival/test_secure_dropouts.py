@@ -42,8 +42,8 @@ from tests.e2e.survival.changes import EXPIRE, NOTE_ADVERTS, NOTE_RELEASES
 from tests.e2e.survival.harness import HERE, RUN, VotingSite, reporters
 from tests.processes import LONG_S, Crash, Function, Launcher, Process, until
 from tests.security.liars import harness as liars
-from tests.security.liars.door import NUM_CLIENTS as NUM_AT_DOOR
-from tests.security.liars.door import LyingDoor
+from tests.security.liars.gateway import NUM_CLIENTS as NUM_AT_DOOR
+from tests.security.liars.gateway import LyingGateway
 
 pytestmark = pytest.mark.slow
 
@@ -420,7 +420,7 @@ def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_surv
     victim, task = ClientId(1), f"{Path(liars.__file__)}:{liars.Fixed.__name__}"
     environ = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
 
-    def start(site: LyingDoor, number: int, life: int = 0) -> Process:
+    def start(site: LyingGateway, number: int, life: int = 0) -> Process:
         return launcher.launch(
             tmp_path / f"joined-{number}.{life}.log",
             *("join", str(site.folder / f"client-{number}.invitation")),
@@ -429,7 +429,7 @@ def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_surv
             changes=[HURRY],
         )
 
-    with LyingDoor(tmp_path) as site, ExitStack() as stack:
+    with LyingGateway(tmp_path) as site, ExitStack() as stack:
         clients: list[Process] = []
         for number in range(NUM_AT_DOOR):
             site.invite(number)

@@ -17,7 +17,7 @@ import structlog
 from atheris.import_hook import instrument_imports
 
 #: Packages that read untrusted bytes. Only these are instrumented: ten modules take a second.
-_READERS = ("core", "door", "identity", "store", "testing", "transport")
+_READERS = ("core", "gateway", "identity", "store", "testing", "transport")
 _ROOT = Path(__file__).parents[3]
 
 

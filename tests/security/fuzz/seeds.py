@@ -26,7 +26,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.door import spool
+from fedlearn.gateway import spool
 from fedlearn.identity.identity import Invitation
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes

@@ -17,19 +17,19 @@ from google.protobuf.message import DecodeError
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode
 from fedlearn.core.messages import ClientId
-from fedlearn.door import server as service
-from fedlearn.door import spool
-from fedlearn.door.authority import Authority
-from fedlearn.door.connections import Ended, ServerSession, Sessions
-from fedlearn.door.counters import DoorCounters
-from fedlearn.door.eligibility import Requirements
-from fedlearn.door.enrolled import EnrolledClients
-from fedlearn.door.enrolment import Enrolments
-from fedlearn.door.exchange import ExchangeHistory, QuestionState
-from fedlearn.door.pace import Pace
-from fedlearn.door.settings import DoorSettings
-from fedlearn.door.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError, StoreError
+from fedlearn.gateway import server as service
+from fedlearn.gateway import spool
+from fedlearn.gateway.authority import Authority
+from fedlearn.gateway.connections import Ended, ServerSession, Sessions
+from fedlearn.gateway.counters import GatewayCounters
+from fedlearn.gateway.eligibility import Requirements
+from fedlearn.gateway.enrolled import EnrolledClients
+from fedlearn.gateway.enrolment import Enrolments
+from fedlearn.gateway.exchange import ExchangeHistory, QuestionState
+from fedlearn.gateway.pace import Pace
+from fedlearn.gateway.settings import GatewaySettings
+from fedlearn.gateway.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
@@ -39,7 +39,7 @@ from fedlearn.transport.content import TaskKey, enrolment_bytes
 Target = Callable[[bytes], None]
 
 RUN_ID = "r"
-SETTINGS = DoorSettings(address="", max_connected=2, come_back_s=1.0)
+SETTINGS = GatewaySettings(address="", max_connected=2, come_back_s=1.0)
 KEY = TaskKey(RUN_ID, "TrainRequest", 1, 0, 0)
 CLIENT = ClientId(3)
 
@@ -145,7 +145,7 @@ class _Open:
     """A server's exchanges, one of them open and awaiting one client."""
 
     def __init__(self, log: spool.ReplyLog, writer: spool.GroupWriter) -> None:
-        clock, counters = VirtualClock(), DoorCounters()
+        clock, counters = VirtualClock(), GatewayCounters()
         self.client = EnrolledClient(
             client_id=CLIENT,
             name="clinic-a",
@@ -239,7 +239,7 @@ def _enrolling() -> tuple[Enrolments, bytes]:
         enrolled=EnrolledClients(registry, lambda: None, clock),
         authority=Authority(_PLACE / "ca", host_names=()),
         settings=SETTINGS,
-        counters=DoorCounters(),
+        counters=GatewayCounters(),
         clock=clock,
     )
     return enrolments, registry.invite("clinic-a", tags=(), valid_s=1e9)

@@ -24,8 +24,8 @@ from fedlearn.core.messages import (
     SecureTermsRequest,
     TrainingNotice,
 )
-from fedlearn.door.channel import DoorChannel
-from fedlearn.door.server import DoorSettings
+from fedlearn.gateway.channel import GatewayChannel
+from fedlearn.gateway.server import GatewaySettings
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import ClientState
@@ -35,7 +35,7 @@ from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, Assumptions, Para
 from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.server import Confirming, Masking, open_session
 from fedlearn.secagg.terms import Contribution, Terms, Total
-from tests.security.liars.door import LONG_S, LyingDoor
+from tests.security.liars.gateway import LONG_S, LyingGateway
 from tests.security.liars.harness import answer_of
 
 NUM_CLIENTS = 6
@@ -113,14 +113,14 @@ class LoneVictim:
         num_asked: Number of requests so far.
     """
 
-    site: LyingDoor
+    site: LyingGateway
     victim: ClientId
     num_made: int = 0
     num_asked: int = 0
-    _channel: DoorChannel = field(init=False)
+    _channel: GatewayChannel = field(init=False)
 
     def __post_init__(self) -> None:
-        self._channel = self.site.door.channel()
+        self._channel = self.site.gateway.channel()
 
     def begin(self, terms: Terms, notice: TrainingNotice | EvaluationNotice) -> Begun:
         """Have the victim accept signed terms and share its secrets among new accomplices."""
@@ -235,7 +235,7 @@ class LoneVictim:
 
     def reconnect(self, run_id: str) -> None:
         """Close the server and open one for another run at the same addresses."""
-        before = self.site.doors.pop()
-        settings = DoorSettings(address=before.address)
+        before = self.site.gateways.pop()
+        settings = GatewaySettings(address=before.address)
         before.stop(grace_s=0.0)
         self._channel = self.site.open(settings, run_id=run_id).channel()

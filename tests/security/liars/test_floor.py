@@ -31,7 +31,7 @@ from fedlearn.secagg.fixed_point import Lane, LaneRole
 from fedlearn.secagg.plan import PARAMETERS as DELTA_LANE
 from fedlearn.secagg.plan import notice_of, noticed_hash
 from fedlearn.secagg.terms import Terms, propose
-from tests.security.liars.door import LyingDoor, ThreadedClient
+from tests.security.liars.gateway import LyingGateway, ThreadedClient
 from tests.security.liars.harness import PARAMS
 from tests.security.liars.lone_victim import PARAMETERS, Begun, LoneVictim, Refused
 
@@ -211,11 +211,11 @@ class Stage:
 @contextmanager
 def victim(folder: Path, ask: Ask) -> Iterator[Stage]:
     with ExitStack() as stack:
-        site = stack.enter_context(LyingDoor(folder))
+        site = stack.enter_context(LyingGateway(folder))
         client = ThreadedClient(site.home(0), site.invite(0), policy=ask.policy)
         stack.callback(client.stop)
         site.wait_for(1)
-        (number,) = site.door.channel().available()
+        (number,) = site.gateway.channel().available()
         yield Stage(LoneVictim(site, number), client, ask)
 
 

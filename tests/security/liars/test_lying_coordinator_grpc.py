@@ -18,10 +18,10 @@ from fedlearn.secagg import keys, messages
 from fedlearn.secagg.session import Stage
 from fedlearn.transport.wire_pb2 import Eligibility
 from tests.rosters import survivors_of
-from tests.security.liars.door import (
+from tests.security.liars.gateway import (
     LONG_S,
     NUM_CLIENTS,
-    LyingDoor,
+    LyingGateway,
     ThreadedClient,
 )
 from tests.security.liars.harness import (
@@ -60,7 +60,7 @@ SELECTED = {
 class Deployed:
     """Five clients connected to a server, and the number of the next round."""
 
-    site: LyingDoor
+    site: LyingGateway
     clients: list[ThreadedClient]
     stand: Stand
     rounds: Iterator[int]
@@ -75,7 +75,7 @@ class Deployed:
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     with ExitStack() as stack:
-        site = stack.enter_context(LyingDoor(tmp_path_factory.mktemp("door")))
+        site = stack.enter_context(LyingGateway(tmp_path_factory.mktemp("gateway")))
         clients = []
         for number in EVERYONE:
             clients.append(ThreadedClient(site.home(number), site.invite(number)))
@@ -169,10 +169,10 @@ def test_a_client_that_requires_secure_aggregation_does_not_tell_its_examples(
         return True
 
     strict = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
-    with LyingDoor(tmp_path, eligible=note) as site, ExitStack() as stack:
+    with LyingGateway(tmp_path, eligible=note) as site, ExitStack() as stack:
         for number, policy in enumerate((Policy(), strict)):
             home, invitation = site.home(number), site.invite(number)
             client = ThreadedClient(home, invitation, trainer=Counting(), policy=policy)
             stack.callback(client.stop)
-        assert len(site.door.channel().available()) == 2
+        assert len(site.gateway.channel().available()) == 2
     assert told == {"client-0": 120, "client-1": 0}

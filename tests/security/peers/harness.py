@@ -22,14 +22,14 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.door.loop import LoopThread
+from fedlearn.gateway.loop import LoopThread
 from fedlearn.identity.identity import SERVER_NAME, Identity
 from fedlearn.identity.registry import Registry
-from fedlearn.testing.local_door import ANYWHERE, LocalDoor
+from fedlearn.testing.local_gateway import ANYWHERE, LocalGateway
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
 from fedlearn.transport.content import digest_of, signed_bytes
-from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
+from fedlearn.transport.grpc_client import Credentials, GatewayConnection, GatewaySession, enrol
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 #: Longest wait for steps that are normally immediate, even on a slow machine.
@@ -78,7 +78,7 @@ class Peer:
     credentials: Credentials
 
 
-class Site(LocalDoor):
+class Site(LocalGateway):
     """A server, and peers that run on their own thread.
 
     Attributes:
@@ -102,7 +102,9 @@ class Site(LocalDoor):
 
     def enrolled(self, name: str) -> Peer:
         identity, invitation = Identity.create(), self.invitation(name)
-        certificate, client_id = self.run(enrol(self.door.enrolment_address, invitation, identity))
+        certificate, client_id = self.run(
+            enrol(self.gateway.enrolment_address, invitation, identity)
+        )
         return self.peer(name, identity, certificate, client_id=client_id)
 
     def peer(self, name: str, identity: Identity, certificate: bytes, *, client_id: int) -> Peer:
@@ -119,10 +121,10 @@ class Site(LocalDoor):
 
         return self.loop.call(awaited()).result(WAIT_S)
 
-    def in_session(self, peer: Peer, call: Callable[[DoorSession], Awaitable[T]]) -> T:
+    def in_session(self, peer: Peer, call: Callable[[GatewaySession], Awaitable[T]]) -> T:
         async def said() -> T:
             async with (
-                DoorConnection(self.door.address, peer.credentials) as connection,
+                GatewayConnection(self.gateway.address, peer.credentials) as connection,
                 connection.session(HELLO) as session,
             ):
                 return await call(session)
@@ -159,9 +161,9 @@ class Site(LocalDoor):
             peer.credentials.certificate_pem or None,
         )
         options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-        async with grpc.aio.secure_channel(self.door.address, tls, options) as channel:
+        async with grpc.aio.secure_channel(self.gateway.address, tls, options) as channel:
             start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
-                f"/{wire.DOOR}/{method}"
+                f"/{wire.GATEWAY}/{method}"
             )
             call = start()
             # Read from the beginning: after the end of a call nothing can be read any more.
@@ -175,16 +177,16 @@ class Site(LocalDoor):
             return await reading, await call.code()
 
     def refused(self, cause: str) -> int:
-        return self.door.counters.refused[cause]
+        return self.gateway.counters.refused[cause]
 
     def train(self, *peers: Peer, seconds: float = ROUND_S) -> None:
         """Let honest clients finish a round in time, while all other activity continues."""
         began_s = self.clock.now_s()
         request = request_of(self.num_rounds)
         self.num_rounds += 1
-        honest = [self.loop.call(answer(self.door.address, peer)) for peer in peers]
+        honest = [self.loop.call(answer(self.gateway.address, peer)) for peer in peers]
         cohort = [ClientId(peer.client_id) for peer in peers]
-        channel = self.door.channel()
+        channel = self.gateway.channel()
         arrivals = ask_once(channel, dict.fromkeys(cohort, request), deadline_s=WAIT_S)
         assert {arrival.client_id for arrival in arrivals} == set(cohort)
         for each in honest:
@@ -225,7 +227,7 @@ def reply(round_num: int = 0) -> bytes:
 async def answer(address: str, peer: Peer) -> int:
     """Take one task, train, and return the verdict of the receipt."""
     async with (
-        DoorConnection(address, peer.credentials) as connection,
+        GatewayConnection(address, peer.credentials) as connection,
         connection.session(HELLO) as session,
     ):
         task = await told(session, "task")
@@ -233,7 +235,7 @@ async def answer(address: str, peer: Peer) -> int:
         return (await told(session, "receipt")).receipt.verdict
 
 
-async def told(session: DoorSession, kind: str) -> wire_pb2.FromCoordinator:
+async def told(session: GatewaySession, kind: str) -> wire_pb2.FromCoordinator:
     """Return the next message of a kind, skipping others."""
     while (message := await session.receive()) is not None:
         if message.WhichOneof("what") == kind:
@@ -340,7 +342,7 @@ def call_headers(method: str, *, stream: int) -> bytes:
     pairs = {
         ":method": "POST",
         ":scheme": "https",
-        ":path": f"/{wire.DOOR}/{method}",
+        ":path": f"/{wire.GATEWAY}/{method}",
         ":authority": SERVER_NAME,
         "te": "trailers",
         "content-type": "application/grpc",

@@ -18,9 +18,9 @@ import pytest
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
-from fedlearn.door.loop import LoopThread
+from fedlearn.gateway.loop import LoopThread
 from fedlearn.identity.identity import Identity, Invitation
-from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
+from fedlearn.transport.grpc_client import Credentials, GatewayConnection, enrol
 from tests.e2e.deployed import Site, site_in
 from tests.processes import Launcher, Process, until
 from tests.security.peers.harness import (
@@ -135,7 +135,7 @@ async def take_part(invitation: Invitation, joined: asyncio.Event) -> None:
 
 async def answer_all(address: str, peer: Peer, joined: asyncio.Event) -> None:
     async with (
-        DoorConnection(address, peer.credentials) as connection,
+        GatewayConnection(address, peer.credentials) as connection,
         connection.session(HELLO) as session,
     ):
         joined.set()
@@ -178,14 +178,14 @@ def test_rounds_go_on_through_ten_thousand_half_open_connections(
     newcomer, joined = deployment.invite("newcomer"), asyncio.Event()
     deployment.seconds_of_rounds(5)
     unhindered_s, before_bytes = deployment.seconds_of_rounds(20), deployment.peak_bytes()
-    door = newcomer.addresses[0]
+    gateway = newcomer.addresses[0]
     hello, noise = (
         client_hello(tls_context(None, deployment.site.folder)),
         Seed(0).numpy().bytes(5000),
     )
     with ExitStack() as stack:
         for first in (b"", hello[:100], hello, noise):
-            half_open(stack, door, first, NUM_HALF_OPEN // 4)
+            half_open(stack, gateway, first, NUM_HALF_OPEN // 4)
         for first in (b"", noise):
             half_open(stack, deployment.http, first, 20)
         hindered_s = deployment.seconds_of_rounds(20)

@@ -12,14 +12,14 @@ import pytest
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.door import enrolment
 from fedlearn.errors import EnrolmentRefused
+from fedlearn.gateway import enrolment
 from fedlearn.identity.identity import Identity
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
-from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
+from fedlearn.transport.grpc_client import GatewayConnection, GatewaySession, enrol
 from tests.security.peers.harness import (
     DATA,
     END_STREAM,
@@ -56,7 +56,7 @@ def said(**what: object) -> bytes:
     return message.SerializeToString()
 
 
-async def hang_up(session: DoorSession) -> None:
+async def hang_up(session: GatewaySession) -> None:
     """Leave without another message."""
 
 
@@ -75,7 +75,7 @@ def test_one_of_many_who_redeem_a_token_at_once_is_enrolled(tmp_path: Path) -> N
 
         def redeem(_: int) -> bool:
             try:
-                site.run(enrol(site.door.enrolment_address, invitation, Identity.create()))
+                site.run(enrol(site.gateway.enrolment_address, invitation, Identity.create()))
             except EnrolmentRefused:
                 return False
             return True
@@ -87,7 +87,7 @@ def test_one_of_many_who_redeem_a_token_at_once_is_enrolled(tmp_path: Path) -> N
 
 def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
     """Another name, an expired token and a revoked client are refused."""
-    address, identity = site.door.enrolment_address, Identity.create()
+    address, identity = site.gateway.enrolment_address, Identity.create()
     invitation = site.invitation("clinic-a")
     for name in ("clinic-b", "Clinic-A", "clinic-a\0", "../clinic-a", "\u202eclinic-a"):
         with pytest.raises(EnrolmentRefused):
@@ -120,7 +120,7 @@ def test_whoever_guesses_tokens_is_slowed_down(site: Site, monkeypatch: pytest.M
 
     async def guess() -> type[Exception]:
         try:
-            await enrol(site.door.enrolment_address, stolen, Identity.create())
+            await enrol(site.gateway.enrolment_address, stolen, Identity.create())
         except (EnrolmentRefused, ConnectionError) as error:
             return type(error)
         raise AssertionError("guessed")
@@ -148,13 +148,13 @@ def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
     peer = site.enrolled("clinic-a")
     cohort = [ClientId(peer.client_id)]
 
-    async def first(session: DoorSession) -> wire_pb2.Task:
+    async def first(session: GatewaySession) -> wire_pb2.Task:
         task = (await told(session, "task")).task
         await session.send(result(task.key, reply(0), peer))
         assert (await told(session, "receipt")).receipt.verdict == wire_pb2.Receipt.ACCEPTED
         return task
 
-    channel = site.door.channel()
+    channel = site.gateway.channel()
     with ThreadPoolExecutor(1) as thread:
 
         def collect(round_num: int) -> int:
@@ -168,7 +168,7 @@ def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
         old_envelope = envelope(old, reply(0), peer)
         round_1 = thread.submit(collect, 1)
 
-        async def replay(session: DoorSession) -> list[int]:
+        async def replay(session: GatewaySession) -> list[int]:
             new = (await told(session, "task")).task.key
             relabelled = wire_pb2.Envelope(
                 key=new,
@@ -189,7 +189,7 @@ def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
     accepted, refused = wire_pb2.Receipt.ACCEPTED, wire_pb2.Receipt.REFUSED
     assert verdicts == [accepted, refused, accepted]
     assert site.refused("signature") == 1
-    assert site.door.counters.replies_logged == site.door.counters.replies_accepted == 2
+    assert site.gateway.counters.replies_logged == site.gateway.counters.replies_accepted == 2
 
 
 def test_an_upload_of_a_run_is_of_no_use_in_another(site: Site) -> None:
@@ -198,12 +198,12 @@ def test_an_upload_of_a_run_is_of_no_use_in_another(site: Site) -> None:
     site.train(peer)
     old = wire_pb2.TaskKey(run_id=RUN_ID, kind="TrainRequest")
     site.open(run_id="f" * 32)
-    channel = site.door.channel()
+    channel = site.gateway.channel()
     with ThreadPoolExecutor(1) as thread:
         requests = {ClientId(peer.client_id): request_of(0)}
         collected = thread.submit(lambda: len(list(ask_once(channel, requests, deadline_s=WAIT_S))))
 
-        async def replay(session: DoorSession) -> list[str]:
+        async def replay(session: GatewaySession) -> list[str]:
             task = (await told(session, "task")).task
             stolen = envelope(old, reply(0), peer)
             relabelled = wire_pb2.Envelope.FromString(stolen.SerializeToString())
@@ -228,14 +228,14 @@ def test_a_client_cannot_sign_for_another(site: Site) -> None:
     """It signs with its own key under the other's id, but the connection decides who it is."""
     thief, honest = site.enrolled("thief"), site.enrolled("honest")
     cohort = [ClientId(peer.client_id) for peer in (thief, honest)]
-    channel = site.door.channel()
+    channel = site.gateway.channel()
     with ThreadPoolExecutor(1) as thread:
         requests = dict.fromkeys(cohort, request_of(0))
         collected = thread.submit(
             lambda: [each.client_id for each in ask_once(channel, requests, deadline_s=WAIT_S)]
         )
 
-        async def forge(session: DoorSession) -> tuple[int, int]:
+        async def forge(session: GatewaySession) -> tuple[int, int]:
             key = (await told(session, "task")).task.key
             await session.send(result(key, reply(0), thief, client_id=honest.client_id))
             forged = (await told(session, "receipt")).receipt.verdict
@@ -244,7 +244,7 @@ def test_a_client_cannot_sign_for_another(site: Site) -> None:
 
         verdicts = site.in_session(thief, forge)
 
-        async def take_part(session: DoorSession) -> None:
+        async def take_part(session: GatewaySession) -> None:
             key = (await told(session, "task")).task.key
             await session.send(result(key, reply(0), honest))
             await told(session, "receipt")
@@ -276,7 +276,7 @@ def test_a_key_is_no_path(site: Site) -> None:
     before = everything(site.folder)
     for key in KEYS:
         key.run_id = key.run_id or RUN_ID
-        site.run(speak_of(key, site.door.address, peer))
+        site.run(speak_of(key, site.gateway.address, peer))
         signed = wire_pb2.UploadPart(envelope=envelope(key, b"data", peer)).SerializeToString()
         came, code = site.raw(UPLOAD, peer, signed)
         receipts = [wire_pb2.UploadStatus.FromString(each).receipt.verdict for each in came]
@@ -289,7 +289,7 @@ async def speak_of(key: wire_pb2.TaskKey, address: str, peer: Peer) -> None:
     held = [key] if len(key.kind) < 100 else []  # a hello has its own size limit
     hello = wire_pb2.Hello(protocol=wire.PROTOCOL, held=held)
     async with (
-        DoorConnection(address, peer.credentials) as connection,
+        GatewayConnection(address, peer.credentials) as connection,
         connection.session(hello) as session,
     ):
         await session.send(result(key, b"data", peer))
@@ -337,7 +337,7 @@ def test_a_message_beyond_the_bound_is_not_even_read(site: Site) -> None:
     for method in (SESSION, UPLOAD, DOWNLOAD):
         _, code = site.raw(method, peer, bytes(wire.MAX_MESSAGE_BYTES + 1))
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert site.door.counters.bytes_in == 0
+    assert site.gateway.counters.bytes_in == 0
     site.train(honest)
 
 
@@ -347,7 +347,7 @@ def test_numbers_at_their_ends_are_numbers(site: Site) -> None:
     eligibility = wire_pb2.Eligibility(num_examples=most, device="\0" * 1000)
     key = wire_pb2.TaskKey(round_num=most, attempt=2**32 - 1, exchange=2**32 - 1)
 
-    async def speak(session: DoorSession) -> None:
+    async def speak(session: GatewaySession) -> None:
         await session.send(wire_pb2.FromClient(eligibility=eligibility))
         progress = wire_pb2.Progress(key=key)
         await session.send(wire_pb2.FromClient(progress=progress))
@@ -365,12 +365,12 @@ def test_numbers_at_their_ends_are_numbers(site: Site) -> None:
 def test_an_upload_that_ends_too_early_goes_on_later(site: Site) -> None:
     """Bytes received before an early end are kept; too many bytes make the upload start over."""
     peer = site.enrolled("clinic-a")
-    channel, data = site.door.channel(), reply(0)
+    channel, data = site.gateway.channel(), reply(0)
     with ThreadPoolExecutor(1) as thread:
         requests = {ClientId(peer.client_id): request_of(0)}
         collected = thread.submit(lambda: len(list(ask_once(channel, requests, deadline_s=WAIT_S))))
 
-        async def heard(session: DoorSession) -> wire_pb2.TaskKey:
+        async def heard(session: GatewaySession) -> wire_pb2.TaskKey:
             return (await told(session, "task")).task.key
 
         key = site.in_session(peer, heard)
@@ -400,7 +400,7 @@ def test_an_upload_that_ends_too_early_goes_on_later(site: Site) -> None:
 def test_a_thousand_streams_on_one_connection(site: Site, tmp_path: Path) -> None:
     """The peer ignores the limit it was sent; the streams beyond it are reset unseen."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
-    with http2(site.door.address, tls_context(peer, tmp_path)) as stream:
+    with http2(site.gateway.address, tls_context(peer, tmp_path)) as stream:
         with suppress(OSError):  # the server cut the connection
             for number in range(1000):
                 stream.sendall(call_headers(SESSION, stream=2 * number + 1))
@@ -408,7 +408,7 @@ def test_a_thousand_streams_on_one_connection(site: Site, tmp_path: Path) -> Non
         counts = frames_until_refused(stream)
         assert counts[RST_STREAM] + counts[GOAWAY] > 0
     assert site.refused("handshake") <= 16
-    assert site.door.counters.sessions == 1
+    assert site.gateway.counters.sessions == 1
 
 
 @pytest.mark.slow
@@ -416,13 +416,13 @@ def test_a_thousand_sessions_over_many_connections(site: Site, tmp_path: Path) -
     """Sixteen calls of a client are served, however many connections it has."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     context = tls_context(peer, tmp_path)
-    streams = [http2(site.door.address, context) for _ in range(125)]
+    streams = [http2(site.gateway.address, context) for _ in range(125)]
     opened = [each.__enter__() for each in streams]
     for stream in opened:
         stream.sendall(b"".join(call_headers(SESSION, stream=2 * n + 1) for n in range(8)))
     site.wait_until(lambda: site.refused("calls") >= 1000 - 16)
     site.train(honest)
-    assert site.door.counters.sessions == 1
+    assert site.gateway.counters.sessions == 1
     for each in streams:
         each.__exit__(None, None, None)
 
@@ -431,7 +431,7 @@ def test_a_thousand_sessions_over_many_connections(site: Site, tmp_path: Path) -
 def test_calls_that_are_begun_and_reset_at_once(site: Site, tmp_path: Path) -> None:
     """The rapid-reset attack: each stream is over before the limit on streams applies."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
-    with http2(site.door.address, tls_context(peer, tmp_path)) as stream:
+    with http2(site.gateway.address, tls_context(peer, tmp_path)) as stream:
         try:
             for number in range(20_000):
                 opened = call_headers(SESSION, stream=2 * number + 1)
@@ -452,7 +452,7 @@ def test_frames_that_no_peer_may_send(site: Site, tmp_path: Path) -> None:
     windows = frame(8, payload=struct.pack(">I", 2**31 - 1)) * 2
     settings = frame(4, payload=struct.pack(">HI", 1, 0xFFFFFFFF)) * 5000
     for content in (continued, b"\xff\xff\xff\x00" + bytes(5), windows, settings, bytes(50_000)):
-        with http2(site.door.address, context) as stream:
+        with http2(site.gateway.address, context) as stream:
             try:
                 stream.sendall(content)
                 stream.sendall(frame(DATA, flags=END_STREAM, stream=7))
@@ -468,16 +468,16 @@ def test_a_session_that_comes_byte_by_byte_holds_up_nobody(site: Site, tmp_path:
     site.open(IMPATIENT)
     hello = wire_pb2.FromClient(hello=HELLO).SerializeToString()
     message = b"\0" + struct.pack(">I", len(hello)) + hello
-    with http2(site.door.address, tls_context(peer, tmp_path)) as stream:
+    with http2(site.gateway.address, tls_context(peer, tmp_path)) as stream:
         stream.sendall(call_headers(SESSION, stream=1))
         for byte in message[:-1]:
             stream.sendall(frame(DATA, stream=1, payload=bytes([byte])))
         site.wait_until(lambda: site.refused("handshake") == 1)
         stream.sendall(call_headers(SESSION, stream=3))
         stream.sendall(frame(DATA, stream=3, payload=message + b"\0\0\0\x10"))
-        site.wait_until(lambda: site.door.counters.sessions == 1)
+        site.wait_until(lambda: site.gateway.counters.sessions == 1)
         site.train(honest)
-    assert site.door.counters.sessions == 2
+    assert site.gateway.counters.sessions == 2
 
 
 def test_a_flood_is_read_at_its_pace(site: Site) -> None:
@@ -485,23 +485,23 @@ def test_a_flood_is_read_at_its_pace(site: Site) -> None:
     flooder, honest = site.enrolled("flooder"), site.enrolled("honest")
     big = wire_pb2.Result(envelope=wire_pb2.Envelope(), data=bytes(wire.CHUNK_BYTES))
 
-    async def flood(session: DoorSession) -> None:
+    async def flood(session: GatewaySession) -> None:
         for _ in range(1000):
             await session.send(wire_pb2.FromClient(result=big))
 
     async def run() -> None:
         async with (
-            DoorConnection(site.door.address, flooder.credentials) as connection,
+            GatewayConnection(site.gateway.address, flooder.credentials) as connection,
             connection.session(HELLO) as session,
         ):
             await flood(session)
 
     flooding = site.loop.call(run())
-    site.wait_until(lambda: site.door.counters.throttled > 0)
-    began_s, messages = site.clock.now_s(), site.door.counters.messages
+    site.wait_until(lambda: site.gateway.counters.throttled > 0)
+    began_s, messages = site.clock.now_s(), site.gateway.counters.messages
     site.train(honest)
     site.train(honest)
-    messages = site.door.counters.messages - messages  # counted before the time is read
+    messages = site.gateway.counters.messages - messages  # counted before the time is read
     elapsed_s = site.clock.now_s() - began_s
     assert messages <= SETTINGS.max_messages_per_s * elapsed_s + 4
     assert not flooding.done()
@@ -513,13 +513,13 @@ def test_a_client_that_comes_and_goes_without_end_is_one_client(site: Site) -> N
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
 
     async def come_and_go() -> None:
-        async with DoorConnection(site.door.address, peer.credentials) as connection:
+        async with GatewayConnection(site.gateway.address, peer.credentials) as connection:
             while True:
                 async with connection.session(HELLO):
                     pass
 
     coming = site.loop.call(come_and_go())
-    site.wait_until(lambda: site.door.counters.sessions > 50)
+    site.wait_until(lambda: site.gateway.counters.sessions > 50)
     site.train(honest)
     coming.cancel()
-    site.wait_until(lambda: site.door.status()["connected"] in (0, 1))
+    site.wait_until(lambda: site.gateway.status()["connected"] in (0, 1))

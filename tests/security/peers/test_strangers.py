@@ -15,12 +15,12 @@ import structlog
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
-from fedlearn.door.authority import Authority
-from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused
+from fedlearn.gateway.authority import Authority
+from fedlearn.gateway.telemetry import Snapshot, Telemetry
 from fedlearn.identity.identity import Identity
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.grpc_client import Credentials, DoorSession, enrol
+from fedlearn.transport.grpc_client import Credentials, GatewaySession, enrol
 from tests.security.peers.harness import (
     HANDSHAKE_S,
     HELLO,
@@ -42,7 +42,7 @@ def connected(stack: ExitStack, address: str, num: int = 1) -> list[socket.socke
     return [stack.enter_context(socket.create_connection(target)) for _ in range(num)]
 
 
-async def hang_up(session: DoorSession) -> None:
+async def hang_up(session: GatewaySession) -> None:
     """Leave without another message."""
 
 
@@ -61,7 +61,7 @@ def test_an_expired_certificate_is_refused_before_anything_is_said(
             site.in_session(peer, hang_up)
         site.train(honest)
     assert site.refused("unknown") == 1
-    counters = site.door.counters
+    counters = site.gateway.counters
     assert counters.connections > counters.authenticated == counters.sessions == 2
 
 
@@ -78,23 +78,23 @@ def test_an_invitations_certificate_opens_enrolment_and_nothing_else(site: Site)
         return {status for _, status in await asyncio.gather(*calls)}
 
     with pytest.raises(EnrolmentRefused, match="no invitation"):
-        site.run(enrol(site.door.address, replace(invited, token=b"guess"), identity))
+        site.run(enrol(site.gateway.address, replace(invited, token=b"guess"), identity))
     with pytest.raises(EnrolmentRefused, match="chain of identity keys"):
-        site.run(enrol(site.door.address, replace(invited, token=b""), identity))
-    certificate, number = site.run(enrol(site.door.address, invited, identity))
+        site.run(enrol(site.gateway.address, replace(invited, token=b""), identity))
+    certificate, number = site.run(enrol(site.gateway.address, invited, identity))
     assert site.run(ask()) == {grpc.StatusCode.UNAUTHENTICATED}
     with pytest.raises(EnrolmentRefused, match="has been used"):
-        site.run(enrol(site.door.address, invited, Identity.create()))
+        site.run(enrol(site.gateway.address, invited, Identity.create()))
     site.in_session(site.peer("clinic-a", identity, certificate, client_id=number), hang_up)
     site.train(honest)
 
 
-def test_an_enrolment_of_any_size_is_not_read_at_the_door(site: Site) -> None:
+def test_an_enrolment_of_any_size_is_not_read_at_the_gateway(site: Site) -> None:
     """Its own port accepts 16 KiB per message, while the clients' port accepts large replies."""
     invited = site.invitation("clinic-a")
     with pytest.raises(EnrolmentRefused, match="are no enrolment"):
         site.run(
-            enrol(site.door.address, replace(invited, token=bytes(1 << 15)), Identity.create())
+            enrol(site.gateway.address, replace(invited, token=bytes(1 << 15)), Identity.create())
         )
     assert site.refused("malformed") == 1
 
@@ -103,7 +103,7 @@ def test_a_session_ends_when_its_certificate_expires(site: Site) -> None:
     """TLS checks a certificate only once, when the connection is made."""
     peer = site.enrolled("clinic-a")
 
-    async def stay(session: DoorSession) -> object:
+    async def stay(session: GatewaySession) -> object:
         site.clock.ahead_s = 400 * 86400.0
         return await session.receive()
 
@@ -126,16 +126,16 @@ def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Pa
     hello = client_hello(context)
     with ExitStack() as stack:
         waiting = []
-        for address in (site.door.address, site.door.enrolment_address):
+        for address in (site.gateway.address, site.gateway.enrolment_address):
             for first in (b"", hello[:1], hello[:100], hello):
                 (stream,) = connected(stack, address)
                 stream.sendall(first)
                 waiting.append(stream)
-        (plain,) = connected(stack, site.door.address)
+        (plain,) = connected(stack, site.gateway.address)
         waiting.append(stack.enter_context(context.wrap_socket(plain)))  # TLS without HTTP/2
         site.train(honest)
         assert all(is_ended(stream, timeout_s=10 * HANDSHAKE_S) for stream in waiting)
-    counters = site.door.counters
+    counters = site.gateway.counters
     site.wait_until(lambda: counters.connections == 4 + 1 + 1)
     assert counters.enrolment_connections == 4
     assert counters.authenticated == counters.sessions == 1
@@ -147,7 +147,7 @@ def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Pa
     hello, clock = client_hello(tls_context(None, tmp_path)), SystemClock()
     site.open(IMPATIENT)
     with ExitStack() as stack:
-        (stream,) = connected(stack, site.door.address)
+        (stream,) = connected(stack, site.gateway.address)
         began_s, num_sent = clock.now_s(), 0
         try:
             for num_sent in range(len(hello)):
@@ -165,7 +165,7 @@ def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path
     """The port asks for no certificate, so a peer that is silent after TLS would keep its place."""
     stays = tls_context(None, tmp_path)
     site.open(IMPATIENT)
-    with http2(site.door.enrolment_address, stays) as stream:
+    with http2(site.gateway.enrolment_address, stays) as stream:
         assert is_ended(stream, timeout_s=10 * HANDSHAKE_S)
     site.enrolled("honest")
 
@@ -176,13 +176,13 @@ def test_only_so_many_connections_are_taken(site: Site) -> None:
     honest = site.enrolled("honest")
     site.open(replace(IMPATIENT, max_connected=1, max_handshakes=19))
     with ExitStack() as stack:
-        streams = connected(stack, site.door.address, 200)
+        streams = connected(stack, site.gateway.address, 200)
         opened = set(streams)
         while len(opened) > 50:  # until most of them are closed
             ended, _, _ = select(opened, [], [], WAIT_S)
             assert ended
             opened.difference_update(ended)
-        assert site.door.counters.connections <= 20
+        assert site.gateway.counters.connections <= 20
         assert all(is_ended(stream) for stream in streams)
         site.wait_until(lambda: finds_room(site, honest))
         site.train(honest)
@@ -203,10 +203,10 @@ def test_both_ports_together_take_half_of_the_files(tmp_path: Path, few_files: i
     with Site(tmp_path) as site, ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * few_files + 200, hard), hard))
         streams = []
-        for address in (site.door.address, site.door.enrolment_address):
+        for address in (site.gateway.address, site.gateway.enrolment_address):
             streams += connected(stack, address, few_files // 2 + 50)
         site.wait_until(lambda: num_open(streams) <= few_files // 2)
-        counters = site.door.counters
+        counters = site.gateway.counters
         assert 0 < counters.enrolment_connections < counters.connections
         assert counters.connections + counters.enrolment_connections <= few_files // 2
 
@@ -241,23 +241,23 @@ def test_garbage_is_cut_off_on_both_ports(site: Site) -> None:
     site.open(IMPATIENT)
     with ExitStack() as stack:
         streams = []
-        for address in (site.door.address, site.door.enrolment_address):
+        for address in (site.gateway.address, site.gateway.enrolment_address):
             for content in GARBAGE.values():
                 for stream in connected(stack, address, 10):
                     stream.sendall(content)
                     streams.append(stream)
         site.train(honest)
         assert all(is_ended(stream, timeout_s=10 * HANDSHAKE_S) for stream in streams)
-    assert site.door.counters.connections == num_streams + 1
-    assert site.door.counters.enrolment_connections == num_streams
-    assert site.door.counters.sessions == 1
+    assert site.gateway.counters.connections == num_streams + 1
+    assert site.gateway.counters.enrolment_connections == num_streams
+    assert site.gateway.counters.sessions == 1
 
 
 def test_strangers_are_in_the_log_as_a_number(tmp_path: Path) -> None:
     """There is one line from time to time, for any number of connections."""
     with structlog.testing.capture_logs() as logs, Site(tmp_path) as site, ExitStack() as stack:
-        connected(stack, site.door.address, 30)
-        site.wait_until(lambda: site.door.counters.connections == 30)
+        connected(stack, site.gateway.address, 30)
+        site.wait_until(lambda: site.gateway.counters.connections == 30)
         site.clock.jump_s = 60.0
         site.wait_until(lambda: any(entry["event"] == "strangers" for entry in logs))
     (line,) = [entry for entry in logs if entry["event"] == "strangers"]

@@ -6,7 +6,7 @@ import pytest
 
 from fedlearn.client.keyring import Enrolment
 from fedlearn.core.messages import ClientId
-from fedlearn.door.authority import Authority
+from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import Identity, Invitation, expires_unix_s, validity_unix_s
 from fedlearn.identity.lineage import Lineage
 

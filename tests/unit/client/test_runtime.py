@@ -47,8 +47,8 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.secret_bytes import SecretBytes
-from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError
+from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client_state import ClientState, Masked
@@ -72,7 +72,7 @@ HONOURED = ("epochs", "batch_size", "learning_rate")
 EVALUATE = EvaluateRequest(round_num=0, tensors={"weight": torch.zeros(3)})
 
 
-class ScriptedDoor:
+class ScriptedGateway:
     """Answers one client as the test scripts it; listens on its own loopback port."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class ScriptedDoor:
         )
         self._server.add_generic_rpc_handlers(
             (
-                grpc.method_handlers_generic_handler(wire.DOOR, handlers),
+                grpc.method_handlers_generic_handler(wire.GATEWAY, handlers),
                 grpc.method_handlers_generic_handler(wire.ENROLMENT, {"Enrol": enrol}),
             )
         )
@@ -376,27 +376,27 @@ def client(home: Home, trainer: Any, **options: Any) -> Iterator[Client]:  # Any
 
 
 @pytest.fixture
-def door() -> Iterator[ScriptedDoor]:
-    door = ScriptedDoor()
-    yield door
-    door.close()
+def gateway() -> Iterator[ScriptedGateway]:
+    gateway = ScriptedGateway()
+    yield gateway
+    gateway.close()
 
 
 @pytest.fixture
-def home(tmp_path: Path, door: ScriptedDoor) -> Home:
+def home(tmp_path: Path, gateway: ScriptedGateway) -> Home:
     """The folder of an enrolled client that has given consent."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
     home.keys.coming_identity()
-    home.keys.enrol(invitation_to(door), certificate_pem=b"", client_id=ClientId(3))
+    home.keys.enrol(invitation_to(gateway), certificate_pem=b"", client_id=ClientId(3))
     return home
 
 
-def invitation_to(door: ScriptedDoor) -> Invitation:
+def invitation_to(gateway: ScriptedGateway) -> Invitation:
     return Invitation(
         name="laptop",
-        addresses=(door.address,),
-        enrolment_addresses=(door.address,),
+        addresses=(gateway.address,),
+        enrolment_addresses=(gateway.address,),
         ca_pem=b"",
         token=b"token",
         expires_utc="2030-01-01T00:00:00Z",
@@ -409,13 +409,13 @@ def finished(home: Home) -> int:
     return int(load(state)["finished"]) if state else 0
 
 
-def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -> None:
+def test_a_task_is_answered_signed_and_settled(home: Home, gateway: ScriptedGateway) -> None:
     """The reply is signed and bound to its task; a receipt settles it."""
     request = train_request()
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request)
-        result = door.hear("result")
+        gateway.offer(request)
+        result = gateway.hear("result")
         reply = decode(result.data)
         assert isinstance(reply, TrainReply)
         envelope = result.envelope
@@ -426,7 +426,7 @@ def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -
         signed = signed_bytes(envelope.key, client_id=3, digest=envelope.digest)
         assert verify(identity.identity.public_key, envelope.signature, signed)
         assert not verify(Identity.create().public_key, envelope.signature, signed)
-        door.settle(request)
+        gateway.settle(request)
         assert running.wait_for(EventKind.ACCEPTED).round_num == 0
     assert finished(home) == 1
     assert home.recover() is None
@@ -434,7 +434,7 @@ def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -
 
 @pytest.mark.parametrize("verdict", ["ACCEPTED", "LATE", "REFUSED"])
 def test_a_receipt_that_comes_twice_is_told_once(
-    home: Home, door: ScriptedDoor, verdict: str
+    home: Home, gateway: ScriptedGateway, verdict: str
 ) -> None:
     """As after a lost connection: the coordinator answers both the held and the sent reply.
 
@@ -444,72 +444,74 @@ def test_a_receipt_that_comes_twice_is_told_once(
     with structlog.testing.capture_logs() as logs, client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         for round_num in range(2):
-            door.offer(request, round_num=round_num)
-            door.hear("result")
+            gateway.offer(request, round_num=round_num)
+            gateway.hear("result")
             for _ in range(2):
-                door.push(receipt=wire_pb2.Receipt(key=key(request, round_num), verdict=verdict))
+                gateway.push(receipt=wire_pb2.Receipt(key=key(request, round_num), verdict=verdict))
             assert running.wait_for(EventKind[verdict]).round_num == round_num
-        door.offer(request, round_num=2)  # its reply shows that all before was received
-        door.hear("result")
+        gateway.offer(request, round_num=2)  # its reply shows that all before was received
+        gateway.hear("result")
     assert [event.kind for event in running.others()].count(EventKind[verdict]) == 0
     assert [line["round_num"] for line in logs if line["event"] == "reply_settled"] == [0, 1]
 
 
-def test_a_large_task_is_downloaded_and_its_reply_uploaded(home: Home, door: ScriptedDoor) -> None:
+def test_a_large_task_is_downloaded_and_its_reply_uploaded(
+    home: Home, gateway: ScriptedGateway
+) -> None:
     """In separate calls next to the session, in chunks."""
     request = train_request(size=100_000)
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        digest = door.offer(request, inline=False)
-        envelope, data = door.uploads.get(timeout=WAIT_S)
+        digest = gateway.offer(request, inline=False)
+        envelope, data = gateway.uploads.get(timeout=WAIT_S)
         assert envelope.digest == digest_of(data)
         assert isinstance(decode(data), TrainReply)
         running.wait_for(EventKind.ACCEPTED)
-    assert door.offsets == [0]
-    assert digest in door.blobs
+    assert gateway.offsets == [0]
+    assert digest in gateway.blobs
 
 
-def test_a_cut_download_goes_on_where_it_stopped(home: Home, door: ScriptedDoor) -> None:
+def test_a_cut_download_goes_on_where_it_stopped(home: Home, gateway: ScriptedGateway) -> None:
     """In the next session, where the coordinator offers the task again."""
     request = train_request(size=10_000)
-    door.cut_downloads_after = 5000
+    gateway.cut_downloads_after = 5000
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request, inline=False)
+        gateway.offer(request, inline=False)
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request, inline=False)
-        assert isinstance(decode(door.hear("result").data), TrainReply)
-    assert door.offsets == [0, 5000]
+        gateway.offer(request, inline=False)
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
+    assert gateway.offsets == [0, 5000]
 
 
-def test_an_evaluation_leaves_the_state_alone(home: Home, door: ScriptedDoor) -> None:
+def test_an_evaluation_leaves_the_state_alone(home: Home, gateway: ScriptedGateway) -> None:
     """An evaluation is a task like any other, but does not change the state."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(EVALUATE)
-        assert isinstance(decode(door.hear("result").data), EvaluateReply)
+        gateway.offer(EVALUATE)
+        assert isinstance(decode(gateway.hear("result").data), EvaluateReply)
     assert home.state("run") == b""
 
 
 def test_an_evaluation_is_told_as_one_of_the_round_before_it(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """The model after the fifth round has index 4; before the first round there is no index."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(EVALUATE, round_num=5)
+        gateway.offer(EVALUATE, round_num=5)
         assert running.wait_for(EventKind.EVALUATING).round_num == 4
         assert running.wait_for(EventKind.UPLOADING).round_num == 4
-        door.settle(EVALUATE, round_num=5)
+        gateway.settle(EVALUATE, round_num=5)
         assert running.wait_for(EventKind.ACCEPTED).round_num == 4
-        door.offer(EVALUATE, round_num=0)
+        gateway.offer(EVALUATE, round_num=0)
         assert running.wait_for(EventKind.EVALUATING).round_num is None
         assert EventKind.TRAINING not in {event.kind for event in running.others()}
 
 
 @pytest.mark.parametrize("breaks", ["trainer", "policy", "size"])
 def test_a_failure_is_told_with_its_round_and_counts_for_nothing(
-    home: Home, door: ScriptedDoor, breaks: str
+    home: Home, gateway: ScriptedGateway, breaks: str
 ) -> None:
     """The coordinator accepts it like a result. Control: the evaluation after it counts."""
     request = train_request(epochs=9)
@@ -517,18 +519,18 @@ def test_a_failure_is_told_with_its_round_and_counts_for_nothing(
     policy = Policy(max_epochs=1 if breaks == "policy" else 9)
     with client(home, trainer, policy=policy) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request, round_num=2, max_reply_bytes=10 if breaks == "size" else 1 << 24)
+        gateway.offer(request, round_num=2, max_reply_bytes=10 if breaks == "size" else 1 << 24)
         kind = EventKind.POLICY if breaks == "policy" else EventKind.FAILED
         told = running.wait_for(kind)
         assert told.round_num == 2
         if breaks == "trainer":
             assert told.message.startswith(f"{__file__}:")
             assert told.message.endswith("in train: KeyError: '0.weight'")
-        assert isinstance(decode(door.hear("result").data), Failure)
-        door.settle(request, round_num=2)
-        door.offer(EVALUATE, round_num=9)
-        door.hear("result")
-        door.settle(EVALUATE, round_num=9)
+        assert isinstance(decode(gateway.hear("result").data), Failure)
+        gateway.settle(request, round_num=2)
+        gateway.offer(EVALUATE, round_num=9)
+        gateway.hear("result")
+        gateway.settle(EVALUATE, round_num=9)
         assert running.wait_for(EventKind.ACCEPTED).round_num == 8, "the first that counts"
     replies = {EventKind.UPLOADING, EventKind.ACCEPTED}
     passed = [event for event in running.others() if event.kind in replies]
@@ -536,20 +538,20 @@ def test_a_failure_is_told_with_its_round_and_counts_for_nothing(
 
 
 def test_a_reply_waits_for_the_coordinator_and_for_a_restart(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """The same bytes are sent again, and the task is not trained twice."""
     request, trainer = train_request(), Quick()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request)
-        first = door.hear("result")
+        gateway.offer(request)
+        first = gateway.hear("result")
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
-        assert door.hear("hello").held == [key(request, 0)]
-        door.offer(request)
-        assert door.hear("result") == first
-        door.settle(request)
+        assert gateway.hear("hello").held == [key(request, 0)]
+        gateway.offer(request)
+        assert gateway.hear("result") == first
+        gateway.settle(request)
         running.wait_for(EventKind.ACCEPTED)
     assert finished(home) == 1
 
@@ -580,65 +582,65 @@ def wait_for(condition: Callable[[], bool]) -> None:
         clock.sleep(0.01)
 
 
-def begin(door: ScriptedDoor, trainer: Turns, running: Client) -> None:
+def begin(gateway: ScriptedGateway, trainer: Turns, running: Client) -> None:
     """Let a client start on the model of round 0 and wait until ``trainer`` is released."""
     running.wait_for(EventKind.CONNECTED)
-    door.offer(in_round(0))
+    gateway.offer(in_round(0))
     assert trainer.begun.get(timeout=WAIT_S) == 0
 
 
-def overlapped(home: Home, door: ScriptedDoor, trainer: Turns, running: Client) -> None:
+def overlapped(home: Home, gateway: ScriptedGateway, trainer: Turns, running: Client) -> None:
     """Let a client finish round 0 and start on the prefetched model of round 1."""
-    begin(door, trainer, running)
-    door.send_ahead(in_round(1, size=5000), round_num=1)
-    wait_for(lambda: door.offsets == [0])  # while round 0 is in training
+    begin(gateway, trainer, running)
+    gateway.send_ahead(in_round(1, size=5000), round_num=1)
+    wait_for(lambda: gateway.offsets == [0])  # while round 0 is in training
     assert finished(home) == 0
     trainer.go.release()
     assert trainer.begun.get(timeout=WAIT_S) == 1
     assert finished(home) == 1
-    assert door.hear("result").envelope.key.round_num == 0
-    door.settle(in_round(0))
+    assert gateway.hear("result").envelope.key.round_num == 0
+    gateway.settle(in_round(0))
     running.wait_for(EventKind.ACCEPTED)
 
 
 def test_the_next_model_is_fetched_in_training_and_begun_before_it_is_asked(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """The next task gets the result of the older model, and the reply names that model's round."""
     trainer = Turns()
     with client(home, trainer) as running:
-        overlapped(home, door, trainer, running)
-        door.offer(in_round(2, size=5000), round_num=2, inline=False)
-        while (progress := door.hear("progress")).key.round_num != 2:
+        overlapped(home, gateway, trainer, running)
+        gateway.offer(in_round(2, size=5000), round_num=2, inline=False)
+        while (progress := gateway.hear("progress")).key.round_num != 2:
             pass
         assert progress.phase == wire_pb2.Progress.TRAINING
         trainer.go.release()
-        result = door.hear("result")
-        door.settle(in_round(2), round_num=2)
+        result = gateway.hear("result")
+        gateway.settle(in_round(2), round_num=2)
         running.wait_for(EventKind.ACCEPTED)
     reply = decode(result.data)
     assert isinstance(reply, TrainReply)
     assert (result.envelope.key.round_num, reply.round_num) == (2, 1)
-    assert door.offsets == [0]  # the model of round 2 was never fetched
+    assert gateway.offsets == [0]  # the model of round 2 was never fetched
     assert finished(home) == 2
     assert home.num_tasks_today(SystemClock().unix_s()) == 2
 
 
 def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_own_model(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """It was not acknowledged; no model is trained twice."""
     trainer = Turns()
     with client(home, trainer) as running:
-        overlapped(home, door, trainer, running)
+        overlapped(home, gateway, trainer, running)
     assert (home.folder / "task").exists()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
         assert not (home.folder / "task").exists()
-        door.offer(in_round(2), round_num=2)
+        gateway.offer(in_round(2), round_num=2)
         assert trainer.begun.get(timeout=WAIT_S) == 2
         trainer.go.release()
-        result = door.hear("result")
+        result = gateway.hear("result")
     reply = decode(result.data)
     assert isinstance(reply, TrainReply)
     assert reply.round_num == 2
@@ -646,131 +648,133 @@ def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_
 
 
 def test_a_model_that_was_fetched_ahead_is_not_fetched_again_for_its_question(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """Here the task comes during the download, while no training runs."""
     trainer = Turns()
     with client(home, trainer) as running:
-        begin(door, trainer, running)
-        door.cut_downloads_after = 3000
-        door.send_ahead(in_round(1, size=5000), round_num=1)
-        wait_for(lambda: door.cut_downloads_after is None)
+        begin(gateway, trainer, running)
+        gateway.cut_downloads_after = 3000
+        gateway.send_ahead(in_round(1, size=5000), round_num=1)
+        wait_for(lambda: gateway.cut_downloads_after is None)
         trainer.go.release()
-        door.hear("result")
-        door.settle(in_round(0))
-        door.offer(in_round(1, size=5000), round_num=1, inline=False)
+        gateway.hear("result")
+        gateway.settle(in_round(0))
+        gateway.offer(in_round(1, size=5000), round_num=1, inline=False)
         assert trainer.begun.get(timeout=WAIT_S) == 1
         trainer.go.release()
         running.wait_for(EventKind.UPLOADING)
-    assert door.offsets[0] == 0
-    assert door.offsets[1] == 3000
+    assert gateway.offsets[0] == 0
+    assert gateway.offsets[1] == 3000
 
 
 def test_a_newer_model_that_is_told_of_costs_no_second_fetch_of_the_one_that_is_here(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """Training starts on the model already fetched, before the next one replaces it."""
     trainer = Turns()
     with client(home, trainer) as running:
-        begin(door, trainer, running)
-        door.send_ahead(in_round(1, size=5000), round_num=1)
-        wait_for(lambda: len(door.fetched) == 1)
-        door.send_ahead(in_round(2, size=5000), round_num=2)
-        door.push(receipt=wire_pb2.Receipt(key=key(in_round(9), 9), verdict=wire_pb2.Receipt.LATE))
+        begin(gateway, trainer, running)
+        gateway.send_ahead(in_round(1, size=5000), round_num=1)
+        wait_for(lambda: len(gateway.fetched) == 1)
+        gateway.send_ahead(in_round(2, size=5000), round_num=2)
+        gateway.push(
+            receipt=wire_pb2.Receipt(key=key(in_round(9), 9), verdict=wire_pb2.Receipt.LATE)
+        )
         running.wait_for(EventKind.LATE)  # so it has received round 2 as well
         trainer.go.release()
         assert trainer.begun.get(timeout=WAIT_S) == 1
-        assert door.fetched.count(digest_of(encode(in_round(1, size=5000)))) == 1
+        assert gateway.fetched.count(digest_of(encode(in_round(1, size=5000)))) == 1
 
 
 @pytest.mark.parametrize(
     "policy", [Policy(train_ahead=False), Policy(max_tasks_per_day=0), Policy(max_tasks_per_day=1)]
 )
 def test_what_the_policy_does_not_allow_is_not_begun_ahead(
-    home: Home, door: ScriptedDoor, policy: Policy
+    home: Home, gateway: ScriptedGateway, policy: Policy
 ) -> None:
     """It is not reported as a refusal either, since there was no task."""
     trainer = Turns()
     trainer.go.release()
     with client(home, trainer, policy=policy) as running:
         running.wait_for(EventKind.CONNECTED)
-        assert door.hear("hello").eligibility.takes_ahead == policy.train_ahead
-        door.offer(in_round(0))
-        door.hear("result")
-        door.send_ahead(in_round(1), round_num=1)
-        door.offer(EVALUATE, round_num=1)  # sent later, and answered
-        door.hear("result")
+        assert gateway.hear("hello").eligibility.takes_ahead == policy.train_ahead
+        gateway.offer(in_round(0))
+        gateway.hear("result")
+        gateway.send_ahead(in_round(1), round_num=1)
+        gateway.offer(EVALUATE, round_num=1)  # sent later, and answered
+        gateway.hear("result")
     refusals = [each for each in running.others() if each.kind is EventKind.POLICY]
     assert len(refusals) == (policy.max_tasks_per_day == 0)
     assert trainer.begun.qsize() == (policy.max_tasks_per_day != 0)
 
 
-def test_a_failure_of_work_ahead_is_no_answer(home: Home, door: ScriptedDoor) -> None:
+def test_a_failure_of_work_ahead_is_no_answer(home: Home, gateway: ScriptedGateway) -> None:
     """Without a task there is no reply; the later task itself is answered with a failure."""
     with client(home, Broken()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.send_ahead(in_round(1), round_num=1)
+        gateway.send_ahead(in_round(1), round_num=1)
         assert running.wait_for(EventKind.FAILED).round_num == 1
-        door.offer(in_round(2), round_num=2)
-        result = door.hear("result")
+        gateway.offer(in_round(2), round_num=2)
+        result = gateway.hear("result")
     assert result.envelope.key.round_num == 2
     assert isinstance(decode(result.data), Failure)
 
 
-def test_training_goes_on_without_a_connection(home: Home, door: ScriptedDoor) -> None:
+def test_training_goes_on_without_a_connection(home: Home, gateway: ScriptedGateway) -> None:
     """The reply is delivered in the next session."""
     trainer = Stepper()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         trainer.begun.get(timeout=WAIT_S)
-        door.end_session()
+        gateway.end_session()
         running.wait_for(EventKind.CONNECTED)
         trainer.num_steps = 1
         trainer.is_free.set()
-        assert isinstance(decode(door.hear("result").data), TrainReply)
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
         assert trainer.begun.empty()
 
 
-def test_a_cancelled_task_ends_within_a_batch(home: Home, door: ScriptedDoor) -> None:
+def test_a_cancelled_task_ends_within_a_batch(home: Home, gateway: ScriptedGateway) -> None:
     """It leaves nothing behind, and the next task is accepted."""
     trainer = Stepper()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         assert trainer.begun.get(timeout=WAIT_S) == 0
-        door.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="round closed"))
+        gateway.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="round closed"))
         assert running.wait_for(EventKind.CANCELLED).message == "round closed"
         trainer.num_steps = 1
         trainer.is_free.set()
-        door.offer(train_request(), round_num=1)
-        result = door.hear("result")
+        gateway.offer(train_request(), round_num=1)
+        result = gateway.hear("result")
         assert result.envelope.key.round_num == 1
     assert finished(home) == 1
 
 
 def test_stopping_keeps_the_checkpoint_and_the_next_start_goes_on(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """Training resumes after the last step in the checkpoint."""
     trainer = Stepper()
     trainer.is_free.set()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         assert trainer.begun.get(timeout=WAIT_S) == 0
         running.wait_for(EventKind.PROGRESS)
     trainer.is_free.set()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         assert trainer.begun.get(timeout=WAIT_S) == 1
-        assert isinstance(decode(door.hear("result").data), TrainReply)
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
     assert finished(home) == 1
 
 
 def test_a_condition_that_breaks_ends_the_batch_and_one_that_holds_resumes(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """In between, the client is disconnected."""
     trainer = Stepper()
@@ -779,7 +783,7 @@ def test_a_condition_that_breaks_ends_the_batch_and_one_that_holds_resumes(
     with client(home, trainer, conditions=conditions) as running:
         running.tell(Facts(on_power=True))
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         assert trainer.begun.get(timeout=WAIT_S) == 0
         running.wait_for(EventKind.PROGRESS)
         running.tell(Facts(on_power=False))
@@ -788,13 +792,13 @@ def test_a_condition_that_breaks_ends_the_batch_and_one_that_holds_resumes(
         trainer.is_free.set()
         running.tell(Facts(on_power=True))
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         assert trainer.begun.get(timeout=WAIT_S) == 1
-        assert isinstance(decode(door.hear("result").data), TrainReply)
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
 
 
 def test_a_required_condition_that_is_unknown_does_not_hold(
-    home: Home, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
+    home: Home, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client does not connect, and the event names the condition."""
     monkeypatch.setenv("PATH", "")  # no program to ask the system
@@ -802,7 +806,7 @@ def test_a_required_condition_that_is_unknown_does_not_hold(
         assert running.wait_for(EventKind.WAITING).message == "unmetered (unknown)"
         running.tell(Facts(unmetered=True))
         running.wait_for(EventKind.CONNECTED)
-        assert door.hear("hello").eligibility.unmetered
+        assert gateway.hear("hello").eligibility.unmetered
 
 
 SIGNER, COORDINATOR_KEY = keys.identity_of(
@@ -1110,12 +1114,12 @@ RULES = [
 
 
 @pytest.fixture
-def secure_home(tmp_path: Path, door: ScriptedDoor) -> Home:
+def secure_home(tmp_path: Path, gateway: ScriptedGateway) -> Home:
     """Like ``home``, with the coordinator's key in the invitation."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
     home.keys.coming_identity()
-    invitation = replace(invitation_to(door), coordinator_key=COORDINATOR_KEY)
+    invitation = replace(invitation_to(gateway), coordinator_key=COORDINATOR_KEY)
     home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
     return home
 
@@ -1128,7 +1132,7 @@ def refused(logs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:  # An
     "rule", RULES, ids=[f"{type(each.request).__name__}-{each.name}" for each in RULES]
 )
 def test_what_is_below_the_floor_is_refused_by_name(
-    secure_home: Home, door: ScriptedDoor, rule: Rule
+    secure_home: Home, gateway: ScriptedGateway, rule: Rule
 ) -> None:
     """The rule appears in the client's log, and the application and the coordinator receive it."""
     with (
@@ -1136,9 +1140,9 @@ def test_what_is_below_the_floor_is_refused_by_name(
         client(secure_home, Quick(), policy=rule.strict) as running,
     ):
         running.wait_for(EventKind.CONNECTED)
-        door.offer(rule.request, round_num=7)
+        gateway.offer(rule.request, round_num=7)
         told = running.wait_for(EventKind.POLICY)
-        reply = decode(door.hear("result").data)
+        reply = decode(gateway.hear("result").data)
     (line,) = refused(logs)
     assert (line["log_level"], line["round_num"]) == ("warning", 7)
     assert (line["rule"], line["asked"], line["limit"]) == (rule.name, rule.asked, rule.limit)
@@ -1154,7 +1158,7 @@ def test_what_is_below_the_floor_is_refused_by_name(
     "rule", RULES, ids=[f"{type(each.request).__name__}-{each.name}" for each in RULES]
 )
 def test_the_same_is_taken_where_the_rule_allows_it(
-    secure_home: Home, door: ScriptedDoor, rule: Rule
+    secure_home: Home, gateway: ScriptedGateway, rule: Rule
 ) -> None:
     """Control for the test above."""
     with (
@@ -1162,8 +1166,8 @@ def test_the_same_is_taken_where_the_rule_allows_it(
         client(secure_home, Quick(), policy=rule.relaxed) as running,
     ):
         running.wait_for(EventKind.CONNECTED)
-        door.offer(rule.request, round_num=7)
-        assert not isinstance(decode(door.hear("result").data), Failure)
+        gateway.offer(rule.request, round_num=7)
+        assert not isinstance(decode(gateway.hear("result").data), Failure)
     assert refused(logs) == []
 
 
@@ -1180,7 +1184,7 @@ def test_the_same_is_taken_where_the_rule_allows_it(
 def test_who_has_sent_masked_updates_sends_no_readable_ones(
     *,
     secure_home: Home,
-    door: ScriptedDoor,
+    gateway: ScriptedGateway,
     key: bytes,
     policy: Policy,
     is_refused: bool,
@@ -1195,21 +1199,21 @@ def test_who_has_sent_masked_updates_sends_no_readable_ones(
         client(secure_home, Quick(), policy=policy) as running,
     ):
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request_)
-        reply = decode(door.hear("result").data)
+        gateway.offer(request_)
+        reply = decode(gateway.hear("result").data)
     assert isinstance(reply, Failure) == is_refused
     rules = [each["rule"] for each in refused(logs)]
     assert rules == ["secure_aggregation.stays_required"] * is_refused
 
 
-def test_evaluations_are_counted_by_the_day(home: Home, door: ScriptedDoor) -> None:
+def test_evaluations_are_counted_by_the_day(home: Home, gateway: ScriptedGateway) -> None:
     with client(home, Quick(), policy=Policy(max_evaluations_per_day=2)) as running:
         running.wait_for(EventKind.CONNECTED)
         replies = []
         for number in range(3):
-            door.offer(EVALUATION, round_num=number)
-            replies.append(decode(door.hear("result").data))
-            door.settle(EVALUATION, round_num=number)
+            gateway.offer(EVALUATION, round_num=number)
+            replies.append(decode(gateway.hear("result").data))
+            gateway.settle(EVALUATION, round_num=number)
     *taken, last = replies
     assert not any(isinstance(reply, Failure) for reply in taken)
     assert isinstance(last, Failure)
@@ -1219,7 +1223,7 @@ def test_evaluations_are_counted_by_the_day(home: Home, door: ScriptedDoor) -> N
 @pytest.mark.parametrize(("age_s", "is_kept"), [(90_000.0, False), (80_000.0, True)])
 def test_what_is_held_of_an_abandoned_session_is_erased_after_a_day(
     secure_home: Home,
-    door: ScriptedDoor,
+    gateway: ScriptedGateway,
     age_s: float,
     is_kept: bool,  # noqa: FBT001 - a case
 ) -> None:
@@ -1242,7 +1246,7 @@ def test_what_is_held_of_an_abandoned_session_is_erased_after_a_day(
 @pytest.mark.parametrize(("limit", "is_refused"), [(1, True), (2, False)])
 def test_a_second_release_in_a_round_is_as_the_policy_says(
     secure_home: Home,
-    door: ScriptedDoor,
+    gateway: ScriptedGateway,
     limit: int,
     is_refused: bool,  # noqa: FBT001 - a case
 ) -> None:
@@ -1266,24 +1270,24 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
         client(secure_home, Quick(), policy=policy) as running,
     ):
         running.wait_for(EventKind.CONNECTED)
-        door.offer(advert(attempt=1))
-        assert isinstance(decode(door.hear("result").data), Failure) == is_refused
+        gateway.offer(advert(attempt=1))
+        assert isinstance(decode(gateway.hear("result").data), Failure) == is_refused
     assert [each["rule"] for each in refused(logs)] == ["max_releases_per_round"] * is_refused
 
 
 def test_a_notice_of_another_training_than_the_terms_name_is_refused(
-    secure_home: Home, door: ScriptedDoor
+    secure_home: Home, gateway: ScriptedGateway
 ) -> None:
     """The announced settings must be those of the training. Control: the tests above."""
     told, other = advert(epochs=3), advert(epochs=2)
     with client(secure_home, Quick(), policy=secure(adversary=CURIOUS)) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(replace(told, notice=other.notice))
-        assert decode(door.hear("result").data) == Failure("ProtocolError")
+        gateway.offer(replace(told, notice=other.notice))
+        assert decode(gateway.hear("result").data) == Failure("ProtocolError")
 
 
 def test_what_is_announced_as_another_kind_is_judged_as_what_it_is(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """It is also counted as such, or a coordinator could declare trainings as evaluations."""
     key_ = key(EVALUATION, 0)
@@ -1298,29 +1302,29 @@ def test_what_is_announced_as_another_kind_is_judged_as_what_it_is(
                 data=data,
                 max_inline_bytes=wire.MAX_INLINE_BYTES,
             )
-            door.push(task=task)
-            assert isinstance(decode(door.hear("result").data), expected)
+            gateway.push(task=task)
+            assert isinstance(decode(gateway.hear("result").data), expected)
 
 
 def test_without_the_coordinators_key_the_remedy_is_said_to_both(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """Both the user and the operator see it. Control: without secure aggregation it trains."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(SecureStageRequest(round_num=0, attempt=0, message=b"terms"))
-        failure = decode(door.hear("result").data)
+        gateway.offer(SecureStageRequest(round_num=0, attempt=0, message=b"terms"))
+        failure = decode(gateway.hear("result").data)
         assert isinstance(failure, Failure)
         assert "was enrolled without the coordinator's key" in failure.reason
         assert "invite it anew" in failure.reason
         assert failure.reason in running.wait_for(EventKind.FAILED).message
-        door.offer(train_request(), round_num=1)
-        assert isinstance(decode(door.hear("result").data), TrainReply)
+        gateway.offer(train_request(), round_num=1)
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
 
 
-def test_a_run_whose_id_is_no_files_name_is_refused(home: Home, door: ScriptedDoor) -> None:
+def test_a_run_whose_id_is_no_files_name_is_refused(home: Home, gateway: ScriptedGateway) -> None:
     """The id becomes a file name on this device. Control: any other test."""
-    door.run_id = "../identity"
+    gateway.run_id = "../identity"
     with client(home, Quick()) as running:
         assert "'../identity'" in running.wait_for(EventKind.REFUSED).message
         assert not [each for each in running.others() if each.kind is EventKind.CONNECTED]
@@ -1332,12 +1336,14 @@ class Sized(Quick):
     num_examples = 7
 
 
-def test_who_may_be_read_in_a_sum_alone_keeps_its_size(home: Home, door: ScriptedDoor) -> None:
+def test_who_may_be_read_in_a_sum_alone_keeps_its_size(
+    home: Home, gateway: ScriptedGateway
+) -> None:
     """If only sums may be read, it does not report it either; by default it does."""
     for policy, told in ((Policy(), 7), (secure(required=True), 0), (noised(), 0), (local(), 0)):
         with client(home, Sized(), policy=policy) as running:
             running.wait_for(EventKind.CONNECTED)
-            assert door.hear("hello").eligibility.num_examples == told
+            assert gateway.hear("hello").eligibility.num_examples == told
 
 
 def test_the_whole_policy_is_logged_once_at_the_start(home: Home) -> None:
@@ -1354,49 +1360,49 @@ def test_the_whole_policy_is_logged_once_at_the_start(home: Home) -> None:
     assert line["conditions"]["on_power"]
 
 
-def test_trainings_beyond_the_days_number_are_refused(home: Home, door: ScriptedDoor) -> None:
+def test_trainings_beyond_the_days_number_are_refused(home: Home, gateway: ScriptedGateway) -> None:
     """Control: the first one is accepted."""
     with client(home, Quick(), policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
-        assert isinstance(decode(door.hear("result").data), TrainReply)
-        door.offer(train_request(), round_num=1)
-        assert isinstance(decode(door.hear("result").data), Failure)
+        gateway.offer(train_request())
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
+        gateway.offer(train_request(), round_num=1)
+        assert isinstance(decode(gateway.hear("result").data), Failure)
 
 
-def test_a_training_that_is_withdrawn_counts(home: Home, door: ScriptedDoor) -> None:
+def test_a_training_that_is_withdrawn_counts(home: Home, gateway: ScriptedGateway) -> None:
     """Otherwise a coordinator that withdraws late could keep the device working all day."""
     trainer = Stepper()
     with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         trainer.begun.get(timeout=WAIT_S)
-        door.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="round closed"))
+        gateway.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="round closed"))
         running.wait_for(EventKind.CANCELLED)
-        door.offer(train_request(), round_num=1)
+        gateway.offer(train_request(), round_num=1)
         assert "`max_tasks_per_day`" in running.wait_for(EventKind.POLICY).message
 
 
 def test_a_training_that_goes_on_is_not_refused_for_having_begun(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """It counts once. Control: the next one is refused."""
     trainer = Stepper()
     with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         trainer.begun.get(timeout=WAIT_S)
     trainer.num_steps = 1
     trainer.is_free.set()
     with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
-        assert isinstance(decode(door.hear("result").data), TrainReply)
-        door.offer(train_request(), round_num=1)
-        assert isinstance(decode(door.hear("result").data), Failure)
+        gateway.offer(train_request())
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
+        gateway.offer(train_request(), round_num=1)
+        assert isinstance(decode(gateway.hear("result").data), Failure)
 
 
-def test_the_days_privacy_of_updates_adds_up(home: Home, door: ScriptedDoor) -> None:
+def test_the_days_privacy_of_updates_adds_up(home: Home, gateway: ScriptedGateway) -> None:
     """An interrupted training counts once.
 
     Two updates with a noise multiplier of 3 spend ε = 4.6 at δ = 1e-6.
@@ -1405,33 +1411,35 @@ def test_the_days_privacy_of_updates_adds_up(home: Home, door: ScriptedDoor) -> 
     policy = local(max_epsilon_per_day=4.7)
     with client(home, trainer, policy=policy) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request)
+        gateway.offer(request)
         trainer.begun.get(timeout=WAIT_S)
     with client(home, Quick(), policy=policy) as running:
         running.wait_for(EventKind.CONNECTED)
         for round_num in range(2):
-            door.offer(request, round_num=round_num)
-            assert isinstance(decode(door.hear("result").data), TrainReply)
-        door.offer(request, round_num=2)
+            gateway.offer(request, round_num=round_num)
+            assert isinstance(decode(gateway.hear("result").data), TrainReply)
+        gateway.offer(request, round_num=2)
         assert "`privacy.max_epsilon_per_day`" in running.wait_for(EventKind.POLICY).message
 
 
-def test_what_is_remembered_of_a_run_goes_with_the_next_run(home: Home, door: ScriptedDoor) -> None:
+def test_what_is_remembered_of_a_run_goes_with_the_next_run(
+    home: Home, gateway: ScriptedGateway
+) -> None:
     """The state may contain user data. Control: it is kept within the same run."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
-        door.hear("result")
-        door.end_session()
+        gateway.offer(train_request())
+        gateway.hear("result")
+        gateway.end_session()
         running.wait_for(EventKind.CONNECTED)
         assert finished(home) == 1
-        door.run_id = "next"
-        door.end_session()
+        gateway.run_id = "next"
+        gateway.end_session()
         running.wait_for(EventKind.CONNECTED)
         assert home.state("run") == b""
 
 
-def test_a_reply_that_is_too_large_is_a_failure(home: Home, door: ScriptedDoor) -> None:
+def test_a_reply_that_is_too_large_is_a_failure(home: Home, gateway: ScriptedGateway) -> None:
     """It is not sent, and the state is unchanged."""
     data = encode(train_request())
     task = wire_pb2.Task(
@@ -1444,15 +1452,15 @@ def test_a_reply_that_is_too_large_is_a_failure(home: Home, door: ScriptedDoor) 
     )
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.push(task=task)
-        reply = decode(door.hear("result").data)
+        gateway.push(task=task)
+        reply = decode(gateway.hear("result").data)
         assert isinstance(reply, Failure)
         assert "at most 10" in reply.reason
     assert home.state("run") == b""
 
 
 def test_a_request_with_other_bytes_than_announced_is_a_failure(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     data = encode(train_request())
     task = wire_pb2.Task(
@@ -1464,34 +1472,36 @@ def test_a_request_with_other_bytes_than_announced_is_a_failure(
     )
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.push(task=task)
-        assert decode(door.hear("result").data) == Failure("ProtocolError")
+        gateway.push(task=task)
+        assert decode(gateway.hear("result").data) == Failure("ProtocolError")
 
 
-def test_a_request_that_would_fill_the_disk_is_a_failure(home: Home, door: ScriptedDoor) -> None:
+def test_a_request_that_would_fill_the_disk_is_a_failure(
+    home: Home, gateway: ScriptedGateway
+) -> None:
     """It is not downloaded at all."""
     task = wire_pb2.Task(
         key=key(train_request(), 0), digest=bytes(32), num_bytes=1 << 60, max_inline_bytes=1000
     )
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.push(task=task)
+        gateway.push(task=task)
         assert "free some space" in running.wait_for(EventKind.FAILED).message
-        assert decode(door.hear("result").data) == Failure("DeploymentError")
-    assert door.offsets == []
+        assert decode(gateway.hear("result").data) == Failure("DeploymentError")
+    assert gateway.offsets == []
 
 
-def test_a_run_id_that_is_a_path_ends_the_session(home: Home, door: ScriptedDoor) -> None:
+def test_a_run_id_that_is_a_path_ends_the_session(home: Home, gateway: ScriptedGateway) -> None:
     """The id would become a path."""
     task = wire_pb2.Task(key=wire_pb2.TaskKey(run_id="../../etc", kind="TrainRequest"))
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.push(task=task)
+        gateway.push(task=task)
         assert "run id" in running.wait_for(EventKind.REFUSED).message
 
 
 def test_a_reply_that_cannot_be_read_is_dropped_and_its_task_answered_anew(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """Otherwise the coordinator would wait for a reply that the client claims to hold."""
     request = train_request()
@@ -1504,12 +1514,12 @@ def test_a_reply_that_cannot_be_read_is_dropped_and_its_task_answered_anew(
         while held.path.parent.exists():
             assert SystemClock().now_s() < until_s
             SystemClock().sleep(0.01)
-        door.offer(request)
-        assert isinstance(decode(door.hear("result").data), TrainReply)
+        gateway.offer(request)
+        assert isinstance(decode(gateway.hear("result").data), TrainReply)
 
 
 def test_a_reply_that_is_withdrawn_as_it_is_sent_is_no_error(
-    home: Home, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
+    home: Home, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The round had enough replies at the moment when this one was stored."""
     hold, is_heard = Home.hold, threading.Event()
@@ -1517,70 +1527,70 @@ def test_a_reply_that_is_withdrawn_as_it_is_sent_is_no_error(
     def withdrawn(self: Home, task: OpenTask, *, reply: bytes, state: bytes | None) -> HeldReply:
         held = hold(self, task, reply=reply, state=state)
         if task.key.round_num == 0:
-            door.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="enough"))
+            gateway.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="enough"))
             # Once this receipt is reported, the client has received the cancellation too.
             late = wire_pb2.Receipt(key=key(train_request(), 7), verdict=wire_pb2.Receipt.LATE)
-            door.push(receipt=late)
+            gateway.push(receipt=late)
             assert is_heard.wait(WAIT_S)
         return held
 
     monkeypatch.setattr(Home, "hold", withdrawn)
     with capture_logs() as logs, client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(train_request())
+        gateway.offer(train_request())
         running.wait_for(EventKind.LATE)
         is_heard.set()
         running.wait_for(EventKind.UPLOADING)
-        door.offer(train_request(), round_num=1)
-        assert door.hear("result").envelope.key.round_num == 1
+        gateway.offer(train_request(), round_num=1)
+        assert gateway.hear("result").envelope.key.round_num == 1
     events = [each["event"] for each in logs]
     assert "reply_dropped" in events
     assert "reply_unreadable" not in events
 
 
-def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoor) -> None:
+def test_a_task_that_kills_the_process_is_given_up(home: Home, gateway: ScriptedGateway) -> None:
     """After three crashes, so that the device can continue with the next round."""
     request = train_request()
     data = encode(request)
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.push(cancel=wire_pb2.Cancel(key=key(request, 0), reason="not yet"))
+        gateway.push(cancel=wire_pb2.Cancel(key=key(request, 0), reason="not yet"))
         task = wire_pb2.Task(key=key(request, 0), digest=digest_of(data), num_bytes=len(data))
         home.open_task(OpenTask.of(task, now_unix_s=0.0))
         for _ in range(3):
             home.begin_work()
-        door.offer(request)
-        reply = decode(door.hear("result").data)
+        gateway.offer(request)
+        reply = decode(gateway.hear("result").data)
         assert isinstance(reply, Failure)
         assert "crashed 3 times" in reply.reason
         assert running.wait_for(EventKind.FAILED).message == reply.reason
 
 
-def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -> None:
+def test_a_client_that_is_sent_away_stays_away(home: Home, gateway: ScriptedGateway) -> None:
     """For the requested time; the user sees the reason."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         begin_s = SystemClock().now_s()
-        door.push(come_back=wire_pb2.ComeBack(after_s=1.5, reason="the run is done"))
+        gateway.push(come_back=wire_pb2.ComeBack(after_s=1.5, reason="the run is done"))
         assert running.wait_for(EventKind.DISCONNECTED).message == "the run is done"
         running.wait_for(EventKind.CONNECTED)
         assert SystemClock().now_s() - begin_s >= 1.4
 
 
-def test_no_coordinator_sends_a_client_away_for_ever(home: Home, door: ScriptedDoor) -> None:
+def test_no_coordinator_sends_a_client_away_for_ever(home: Home, gateway: ScriptedGateway) -> None:
     """The client has its own limit."""
     connection = Connection(reconnection=Reconnection(max_absence_s=0.6))
     with client(home, Quick(), connection=connection) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.push(come_back=wire_pb2.ComeBack(after_s=1e9))
+        gateway.push(come_back=wire_pb2.ComeBack(after_s=1e9))
         running.wait_for(EventKind.CONNECTED)
 
 
 def test_a_coordinator_that_serves_nobody_now_says_when_to_come_back(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """The client waits as long as asked, up to its own limit."""
-    door.come_back_s = [0.7, 1e9]
+    gateway.come_back_s = [0.7, 1e9]
     connection = Connection(reconnection=Reconnection(max_absence_s=0.9))
     with capture_logs() as logs, client(home, Quick(), connection=connection) as running:
         running.wait_for(EventKind.OFFLINE)
@@ -1590,45 +1600,45 @@ def test_a_coordinator_that_serves_nobody_now_says_when_to_come_back(
 
 
 def test_waking_a_client_ends_an_absence_and_the_next_one_is_as_long_as_asked(
-    home: Home, door: ScriptedDoor
+    home: Home, gateway: ScriptedGateway
 ) -> None:
     """Waking a connected client has no effect on a later absence."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.push(come_back=wire_pb2.ComeBack(after_s=3000.0))
+        gateway.push(come_back=wire_pb2.ComeBack(after_s=3000.0))
         running.wait_for(EventKind.DISCONNECTED)
         running.call(running.runtime.wake)
         running.wait_for(EventKind.CONNECTED)
         running.call(running.runtime.wake)
         begin_s = SystemClock().now_s()
-        door.push(come_back=wire_pb2.ComeBack(after_s=1.0))
+        gateway.push(come_back=wire_pb2.ComeBack(after_s=1.0))
         running.wait_for(EventKind.CONNECTED)
         assert SystemClock().now_s() - begin_s >= 0.9
 
 
 def test_waking_a_client_ends_an_attempt_that_nobody_answers(
-    tmp_path: Path, door: ScriptedDoor
+    tmp_path: Path, gateway: ScriptedGateway
 ) -> None:
     """As after a change of network: the next address is tried at once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
-        addresses = (f"{host}:{port}", door.address)
+        addresses = (f"{host}:{port}", gateway.address)
         home = Home(tmp_path / "client")
         home.set_consent(granted=True)
         home.keys.coming_identity()
-        invitation = replace(invitation_to(door), addresses=addresses)
+        invitation = replace(invitation_to(gateway), addresses=addresses)
         home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
         with client(home, Quick()) as running:
             stream, _ = silent.accept()  # the server never answers
             with stream:
                 begin_s = SystemClock().now_s()
                 running.call(running.runtime.wake)
-                assert running.wait_for(EventKind.CONNECTED).message == door.address
+                assert running.wait_for(EventKind.CONNECTED).message == gateway.address
                 assert SystemClock().now_s() - begin_s < 15.0  # gRPC itself waits 20 s
 
 
 def test_an_address_that_refuses_costs_no_pause_where_there_is_another(
-    tmp_path: Path, door: ScriptedDoor
+    tmp_path: Path, gateway: ScriptedGateway
 ) -> None:
     """As when the first of two coordinators is a standby."""
     closed = socket.create_server(("127.0.0.1", 0))
@@ -1637,12 +1647,12 @@ def test_an_address_that_refuses_costs_no_pause_where_there_is_another(
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
     home.keys.coming_identity()
-    invitation = replace(invitation_to(door), addresses=(f"{host}:{port}", door.address))
+    invitation = replace(invitation_to(gateway), addresses=(f"{host}:{port}", gateway.address))
     home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
     with capture_logs() as logs, client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         assert not [each for each in logs if each["event"] == "pause"]
-        door.end_session()
+        gateway.end_session()
         running.wait_for(EventKind.DISCONNECTED)
         running.wait_for(EventKind.CONNECTED)
         assert len([each for each in logs if each["event"] == "pause"]) == 1
@@ -1650,13 +1660,13 @@ def test_an_address_that_refuses_costs_no_pause_where_there_is_another(
 
 @pytest.mark.parametrize("request_", [train_request(), EVALUATE], ids=["training", "evaluation"])
 def test_revoking_consent_ends_the_runtime_and_erases_its_state(
-    home: Home, door: ScriptedDoor, request_: Request
+    home: Home, gateway: ScriptedGateway, request_: Request
 ) -> None:
     """Within one batch and one second, during training or evaluation."""
     trainer = Stepper()
     running = Client(home, trainer)
     running.wait_for(EventKind.CONNECTED)
-    door.offer(request_)
+    gateway.offer(request_)
     trainer.begun.get(timeout=WAIT_S)
     home.set_consent(granted=False)
     assert running.future.result(timeout=WAIT_S)
@@ -1671,11 +1681,11 @@ def test_nothing_runs_without_consent(home: Home) -> None:
         running.future.result(timeout=WAIT_S)
 
 
-def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
+def test_a_new_invitation_enrols(tmp_path: Path, gateway: ScriptedGateway) -> None:
     """Only once; at the next start the client is enrolled already."""
     home, file = Home(tmp_path / "client"), tmp_path / "laptop.invitation"
     home.set_consent(granted=True)
-    invitation_to(door).save(file)
+    invitation_to(gateway).save(file)
     with client(home, Quick(), invitation=file) as running:
         running.wait_for(EventKind.ENROLLED)
         running.wait_for(EventKind.CONNECTED)
@@ -1688,41 +1698,41 @@ def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
 
 @pytest.mark.parametrize(("end", "is_told"), [("2020", True), ("2030", False)])
 def test_an_invitation_that_is_over_is_told_where_nobody_answers(
-    tmp_path: Path, door: ScriptedDoor, end: str, *, is_told: bool
+    tmp_path: Path, gateway: ScriptedGateway, end: str, *, is_told: bool
 ) -> None:
     """If its certificate has expired too, TLS fails without giving a reason."""
     home, file = Home(tmp_path / "client"), tmp_path / "laptop.invitation"
     home.set_consent(granted=True)
-    replace(invitation_to(door), expires_utc=f"{end}-01-01T00:00:00Z").save(file)
-    door.close()
+    replace(invitation_to(gateway), expires_utc=f"{end}-01-01T00:00:00Z").save(file)
+    gateway.close()
     with client(home, Quick(), invitation=file) as running:
         message = running.wait_for(EventKind.OFFLINE).message
     assert ("ask the operator for a new one" in message) is is_told
 
 
-def test_a_client_follows_a_coordinator_that_moves(home: Home, door: ScriptedDoor) -> None:
+def test_a_client_follows_a_coordinator_that_moves(home: Home, gateway: ScriptedGateway) -> None:
     """To an announced address, next to invalid and unreachable ones, and also after a restart."""
-    new = ScriptedDoor()
-    door.announced = ["nonsense", "fl.example.org:443", new.address]
+    new = ScriptedGateway()
+    gateway.announced = ["nonsense", "fl.example.org:443", new.address]
     with client(home, Quick()) as running:
-        assert running.wait_for(EventKind.CONNECTED).message == door.address
-        door.end_session()
+        assert running.wait_for(EventKind.CONNECTED).message == gateway.address
+        gateway.end_session()
         while running.wait_for(EventKind.CONNECTED).message != new.address:
-            door.end_session()
-    door.close()
-    assert known_addresses(home) == (new.address, door.address)
+            gateway.end_session()
+    gateway.close()
+    assert known_addresses(home) == (new.address, gateway.address)
     with client(home, Quick()) as running:
         assert running.wait_for(EventKind.CONNECTED).message == new.address
     new.close()
 
 
-def test_a_client_takes_an_address_from_its_user(home: Home, door: ScriptedDoor) -> None:
+def test_a_client_takes_an_address_from_its_user(home: Home, gateway: ScriptedGateway) -> None:
     """It is tried before the known ones, and kept together with them for the next start."""
-    moved = ScriptedDoor()
-    door.close()
+    moved = ScriptedGateway()
+    gateway.close()
     with client(home, Quick(), connection=Connection(addresses=(moved.address,))) as running:
         assert running.wait_for(EventKind.CONNECTED).message == moved.address
-    assert known_addresses(home) == (moved.address, door.address)
+    assert known_addresses(home) == (moved.address, gateway.address)
     with client(home, Quick()) as running:
         assert running.wait_for(EventKind.CONNECTED).message == moved.address
     moved.close()
@@ -1742,7 +1752,7 @@ class Mute(Device):
 
 
 def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
-    tmp_path: Path, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, although it is checked every second. Control: a certificate with months left."""
     monkeypatch.setattr(runtime, "Device", Mute)
@@ -1753,12 +1763,14 @@ def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
         home.set_consent(granted=True)
         csr_pem = home.keys.coming_identity().csr_pem("laptop")
         certificate_pem = authority.sign(csr_pem, name="laptop", client_id=3, valid_days=days)
-        home.keys.enrol(invitation_to(door), certificate_pem=certificate_pem, client_id=ClientId(3))
+        home.keys.enrol(
+            invitation_to(gateway), certificate_pem=certificate_pem, client_id=ClientId(3)
+        )
         with client(home, Stepper()) as running:
             running.wait_for(EventKind.CONNECTED)
             for on_power in (True, False):  # each is reported after a check
                 running.tell(Facts(on_power=on_power))
-                while door.hear("eligibility").on_power is not on_power:
+                while gateway.hear("eligibility").on_power is not on_power:
                     pass
         advice = [each.message for each in running.others() if each.kind is EventKind.EXPIRING]
         assert len(advice) == (days == 310)

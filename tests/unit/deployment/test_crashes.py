@@ -155,7 +155,7 @@ class World:
 
 
 @dataclass
-class Door:
+class Gateway:
     """One process's channel to the clients."""
 
     world: World
@@ -171,8 +171,8 @@ class Door:
 class Exchange:
     """Like the server's: logged replies come first, and the next call accepts the last reply."""
 
-    def __init__(self, door: Door, deadline_s: float) -> None:
-        self.door, self.world, self.deadline_s = door, door.world, deadline_s
+    def __init__(self, gateway: Gateway, deadline_s: float) -> None:
+        self.gateway, self.world, self.deadline_s = gateway, gateway.world, deadline_s
         self.began_s = self.ends_s = math.nan
         self.awaited = dict[ClientId, tuple[Key, TrainRequest]]()
         self.found = list[tuple[Key, Reply]]()
@@ -186,8 +186,8 @@ class Exchange:
         first = next(iter(requests.values()))
         assert isinstance(first, TrainRequest)
         if number is None:
-            number = self.door.asked.get((first.round_num, first.attempt), 0)
-            self.door.asked[first.round_num, first.attempt] = number + 1
+            number = self.gateway.asked.get((first.round_num, first.attempt), 0)
+            self.gateway.asked[first.round_num, first.attempt] = number + 1
         key = Key(first.round_num, first.attempt, number)
         is_resumed = key in world.questions
         question = world.questions.setdefault(key, Question(now_s))
@@ -328,14 +328,14 @@ class Nobody:
 def live(world: World, kind: Kind) -> None:
     """Run a coordinator until the run is done or it is killed."""
     world.is_dead = False
-    door, opening = Door(world), Opening(world)
+    gateway, opening = Gateway(world), Opening(world)
     policy = PATIENT if kind == "synchronous" else POLICY
-    collector: ChannelCollector = PlainCollector(channel=door, policy=policy, slab_bytes=0)
+    collector: ChannelCollector = PlainCollector(channel=gateway, policy=policy, slab_bytes=0)
     if kind == "semi-synchronous":
-        collector = PlainCollector(channel=door, policy=policy, staleness=LATE, slab_bytes=0)
+        collector = PlainCollector(channel=gateway, policy=policy, staleness=LATE, slab_bytes=0)
     if kind == "buffered":
         policy = replace(POLICY, num_wanted=BUFFER.buffer_size, min_reports=1, deadline_s=9.0)
-        collector = PlainCollector(channel=door, policy=policy, staleness=BUFFER, slab_bytes=0)
+        collector = PlainCollector(channel=gateway, policy=policy, staleness=BUFFER, slab_bytes=0)
     del world.records[world.commits[-1][1] if world.commits else 0 :]
     params = Params.of(nn.Linear(len(CLIENTS) * ROUNDS, 1, bias=False))
     plan = RunPlan(

@@ -225,7 +225,7 @@ def test_a_name_is_one_that_a_certificate_and_a_file_can_have(name: str) -> None
 def test_the_revision_grows_with_every_change_of_a_client(
     registry: Registry, authority: Authority
 ) -> None:
-    """And with nothing else: a door reads all clients again when it does."""
+    """And with nothing else: a gateway reads all clients again when it does."""
     seen = [registry.revision()]
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     seen.append(registry.revision())
@@ -266,7 +266,7 @@ def test_an_invitation_is_open_until_it_is_used_or_withdrawn(
 
 
 def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database) -> None:
-    """Each over connections of its own, as several doors would."""
+    """Each over connections of its own, as several gateways would."""
     registry = StoredRegistry(database, SystemClock())
     names = [f"clinic-{number}" for number in range(8)]
     tokens = {name: registry.invite(name, tags=[], valid_s=60.0) for name in names}
@@ -310,7 +310,7 @@ def chain(*places: int, client_id: int = 0) -> Lineage:
 def test_a_key_that_follows_replaces_the_one_before(
     registry: Registry, authority: Authority
 ) -> None:
-    """The client stays the same, its certificate is new, and doors are told."""
+    """The client stays the same, its certificate is new, and gateways are told."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     (before,) = registry.clients()
     assert before.lineage == before.identity_key

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_names, settings_of
 from fedlearn.core.messages import ClientId, EvaluateReply, Failure, TrainReply
-from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConnectionRefused, DeploymentError
+from fedlearn.gateway.eligibility import Requirements
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.session.session import ClientSession
 from fedlearn.testing import FakeCoordinator
@@ -30,7 +30,7 @@ from fedlearn.training.trainer import (
 )
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes
-from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
+from fedlearn.transport.grpc_client import Credentials, GatewayConnection, GatewaySession, enrol
 
 SETTINGS = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
 NUM_EXAMPLES = 20
@@ -46,7 +46,7 @@ def standard_trainer() -> TorchTrainer:
 
 
 @asynccontextmanager
-async def joined(path: Path) -> AsyncIterator[tuple[DoorSession, Identity, int]]:
+async def joined(path: Path) -> AsyncIterator[tuple[GatewaySession, Identity, int]]:
     """A client that has enrolled and is connected."""
     invitation, identity = Invitation.load(path), Identity.create()
     address = invitation.token_addresses[0]
@@ -61,14 +61,14 @@ async def joined(path: Path) -> AsyncIterator[tuple[DoorSession, Identity, int]]
         eligibility=wire_pb2.Eligibility(num_examples=NUM_EXAMPLES, device="cpu"),
     )
     async with (
-        DoorConnection(invitation.addresses[0], credentials) as connection,
+        GatewayConnection(invitation.addresses[0], credentials) as connection,
         connection.session(hello) as session,
     ):
         yield session, identity, client_id
 
 
 async def answer_one(
-    session: DoorSession, identity: Identity, client_id: int, trainer: LocalTrainer
+    session: GatewaySession, identity: Identity, client_id: int, trainer: LocalTrainer
 ) -> None:
     """Do one task, as the runtime would."""
     message = await session.receive()
@@ -164,7 +164,7 @@ def test_an_evaluation_of_nothing_is_refused() -> None:
 
 
 def test_a_client_evaluates() -> None:
-    """The same door, another request."""
+    """The same gateway, another request."""
     with FakeCoordinator() as coordinator:
         replies = asyncio.run(one_exchange(coordinator, network(), evaluate=True))
     reply = replies["clinic-a"]

@@ -1,4 +1,4 @@
-"""The client's end of the door, against a small door of its own: plaintext and mutual TLS."""
+"""The client's end of the gateway, against a small gateway of its own: plaintext and mutual TLS."""
 
 import asyncio
 import threading
@@ -14,13 +14,13 @@ import pytest
 from blake3 import blake3
 from google.protobuf.message import Message
 
-from fedlearn.door.authority import Authority
 from fedlearn.errors import (
     ConnectionRefused,
     DeploymentError,
     EnrolmentRefused,
     ProtocolError,
 )
+from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import Identity, Invitation, certificate_fingerprint
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import grpc_client, wire
@@ -28,8 +28,8 @@ from fedlearn.transport.content import digest_of, enrolment_bytes
 from fedlearn.transport.grpc_client import (
     NAME_METADATA,
     Credentials,
-    DoorConnection,
-    DoorSession,
+    GatewayConnection,
+    GatewaySession,
     enrol,
 )
 from fedlearn.transport.wire_pb2 import (
@@ -62,12 +62,12 @@ DIGEST = digest_of(CONTENT)
 ENVELOPE = Envelope(key=KEY, digest=DIGEST, num_bytes=len(CONTENT), signature=bytes(64))
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Handler = Callable[["Door", Context], Awaitable[None]]
+Handler = Callable[["Gateway", Context], Awaitable[None]]
 
 
 @dataclass
-class Door:
-    """A door that does what a test says, one handler for each method."""
+class Gateway:
+    """A gateway that does what a test says, one handler for each method."""
 
     session: Handler | None = None
     download: Handler | None = None
@@ -84,9 +84,9 @@ class Door:
         await asyncio.Event().wait()
 
     def handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        door = {"Session": self.session, "Download": self.download, "Upload": self.upload}
+        gateway = {"Session": self.session, "Download": self.download, "Upload": self.upload}
         return (
-            grpc.method_handlers_generic_handler(wire.DOOR, self._methods(door)),
+            grpc.method_handlers_generic_handler(wire.GATEWAY, self._methods(gateway)),
             grpc.method_handlers_generic_handler(
                 wire.ENROLMENT, self._methods({"Enrol": self.enrol})
             ),
@@ -128,9 +128,9 @@ async def parts(context: Context) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def serving(
-    door: Door, *, authority: Authority | None = None, client_certificates: bool = True
+    gateway: Gateway, *, authority: Authority | None = None, client_certificates: bool = True
 ) -> AsyncIterator[str]:
-    server = grpc.aio.server(handlers=door.handlers())
+    server = grpc.aio.server(handlers=gateway.handlers())
     if authority is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:
@@ -155,8 +155,8 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def connecting(address: str, *, stall_timeout_s: float = 60.0) -> DoorConnection:
-    return DoorConnection(address, None, name="hospital-a", stall_timeout_s=stall_timeout_s)
+def connecting(address: str, *, stall_timeout_s: float = 60.0) -> GatewayConnection:
+    return GatewayConnection(address, None, name="hospital-a", stall_timeout_s=stall_timeout_s)
 
 
 def joined(authority: Authority, identity: Identity) -> Credentials:
@@ -171,25 +171,25 @@ def joined(authority: Authority, identity: Identity) -> Credentials:
 # --- the session
 
 
-async def _welcomes(door: Door, context: Context) -> None:
-    door.received.append(dict(context.invocation_metadata() or ()).get(NAME_METADATA))
-    door.received.append(FromClient.FromString(await context.read()))
+async def _welcomes(gateway: Gateway, context: Context) -> None:
+    gateway.received.append(dict(context.invocation_metadata() or ()).get(NAME_METADATA))
+    gateway.received.append(FromClient.FromString(await context.read()))
     await tell(context, WELCOME)
 
 
-async def _echoes_phases(door: Door, context: Context) -> None:
-    await _welcomes(door, context)
+async def _echoes_phases(gateway: Gateway, context: Context) -> None:
+    await _welcomes(gateway, context)
     for phase in (Progress.DOWNLOADING, Progress.TRAINING):
-        door.received.append(FromClient.FromString(await context.read()))
+        gateway.received.append(FromClient.FromString(await context.read()))
         reason = Progress.Phase.Name(phase)
         await tell(context, FromCoordinator(cancel=Cancel(reason=reason)))
 
 
 def test_a_session_says_hello_and_then_messages_go_both_ways() -> None:
     async def test() -> None:
-        door = Door(session=_echoes_phases)
+        gateway = Gateway(session=_echoes_phases)
         async with (
-            serving(door) as address,
+            serving(gateway) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
@@ -201,29 +201,29 @@ def test_a_session_says_hello_and_then_messages_go_both_ways() -> None:
                 assert message.cancel.reason == Progress.Phase.Name(phase)
             assert await session.receive() is None
             assert await session.receive() is None
-        assert door.received[:2] == ["hospital-a", FromClient(hello=HELLO)]
-        assert len(door.received) == 4
+        assert gateway.received[:2] == ["hospital-a", FromClient(hello=HELLO)]
+        assert len(gateway.received) == 4
 
     run(test)
 
 
 def test_several_tasks_may_send_at_once() -> None:
-    async def takes_100(door: Door, context: Context) -> None:
-        await _welcomes(door, context)
+    async def takes_100(gateway: Gateway, context: Context) -> None:
+        await _welcomes(gateway, context)
         for _ in range(100):
-            door.received.append(FromClient.FromString(await context.read()))
+            gateway.received.append(FromClient.FromString(await context.read()))
 
     async def test() -> None:
-        door = Door(session=takes_100)
+        gateway = Gateway(session=takes_100)
         async with (
-            serving(door) as address,
+            serving(gateway) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
             messages = [FromClient(progress=Progress(key=TaskKey(round_num=n))) for n in range(100)]
             await asyncio.gather(*(session.send(message) for message in messages))
             assert await session.receive() is None
-        assert door.received[2:] == messages
+        assert gateway.received[2:] == messages
 
     run(test)
 
@@ -232,19 +232,19 @@ def test_what_was_sent_before_the_end_is_received_after_it() -> None:
     last = [FromCoordinator(cancel=Cancel(reason=str(n))) for n in range(20)]
     last.append(FromCoordinator(come_back=ComeBack(after_s=3.0)))
 
-    async def ends(door: Door, context: Context) -> None:
-        await _welcomes(door, context)
+    async def ends(gateway: Gateway, context: Context) -> None:
+        await _welcomes(gateway, context)
         await tell(context, *last)
-        door.waiting.set()
+        gateway.waiting.set()
 
     async def test() -> None:
-        door = Door(session=ends)
+        gateway = Gateway(session=ends)
         async with (
-            serving(door) as address,
+            serving(gateway) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
-            await door.waiting.wait()  # all is written before the first is read
+            await gateway.waiting.wait()  # all is written before the first is read
             assert [await session.receive() for _ in last] == last
             assert await session.receive() is None
             with pytest.raises(ConnectionError, match="has ended the call"):
@@ -260,8 +260,8 @@ LEGIBLE = "\ufffd[2J" + "x" * 496
 def test_a_reason_is_short_and_steers_no_terminal(tmp_path: Path) -> None:
     """It ends up in logs, in an application's dialog and on the screen of `fedlearn join`."""
 
-    async def explains(door: Door, context: Context) -> None:
-        await _welcomes(door, context)
+    async def explains(gateway: Gateway, context: Context) -> None:
+        await _welcomes(gateway, context)
         await tell(
             context,
             FromCoordinator(cancel=Cancel(reason=HOSTILE)),
@@ -269,15 +269,15 @@ def test_a_reason_is_short_and_steers_no_terminal(tmp_path: Path) -> None:
             FromCoordinator(come_back=ComeBack(reason=HOSTILE)),
         )
 
-    async def refuses(door: Door, context: Context) -> None:
+    async def refuses(gateway: Gateway, context: Context) -> None:
         await context.read()  # else a write may still be under way when the call ends
         await tell(context, UploadStatus(receipt=Receipt(reason=HOSTILE)))
 
     async def test() -> None:
         (tmp_path / "reply").write_bytes(CONTENT)
-        door = Door(session=explains, upload=refuses)
+        gateway = Gateway(session=explains, upload=refuses)
         async with (
-            serving(door) as address,
+            serving(gateway) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
@@ -308,7 +308,7 @@ FAILURES = [
 
 
 def _aborting(code: grpc.StatusCode) -> Handler:
-    async def abort(door: Door, context: Context) -> None:
+    async def abort(gateway: Gateway, context: Context) -> None:
         await context.abort(code, "hospital-a is revoked " + "x" * 2000)
 
     return abort
@@ -323,8 +323,8 @@ def test_a_status_becomes_a_refusal_or_a_failure_with_the_coordinators_words(
 
     async def test() -> None:
         abort = _aborting(code)
-        door = Door(session=abort, download=abort, upload=abort)
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(session=abort, download=abort, upload=abort)
+        async with serving(gateway) as address, connecting(address) as connection:
             with pytest.raises(expected, match="hospital-a is revoked") as caught:
                 async with connection.session(HELLO):
                     pass
@@ -352,12 +352,12 @@ def test_a_status_becomes_a_refusal_or_a_failure_with_the_coordinators_words(
 def test_when_to_come_back_is_heard_if_it_is_a_time(
     told: str | None, after_s: float | None
 ) -> None:
-    async def aborts(door: Door, context: Context) -> None:
+    async def aborts(gateway: Gateway, context: Context) -> None:
         metadata = () if told is None else ((wire.COME_BACK_METADATA, told),)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "not now", metadata)
 
     async def test() -> None:
-        async with serving(Door(session=aborts)) as address, connecting(address) as connection:
+        async with serving(Gateway(session=aborts)) as address, connecting(address) as connection:
             with pytest.raises(ConnectionError, match="not now") as caught:
                 async with connection.session(HELLO):
                     pass
@@ -368,8 +368,8 @@ def test_when_to_come_back_is_heard_if_it_is_a_time(
 
 def test_a_refusal_is_heard_even_where_it_races_with_what_the_client_sends() -> None:
     async def test() -> None:
-        door = Door(session=_aborting(grpc.StatusCode.PERMISSION_DENIED))
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(session=_aborting(grpc.StatusCode.PERMISSION_DENIED))
+        async with serving(gateway) as address, connecting(address) as connection:
             for _ in range(100):
                 with pytest.raises(ConnectionRefused, match="hospital-a is revoked"):
                     async with connection.session(HELLO) as session:
@@ -383,22 +383,22 @@ def test_a_refusal_is_heard_where_a_write_fails_before_it_comes() -> None:
     address: Future[str] = Future()
     ends = threading.Event()
 
-    async def refuses_at_the_second_message(door: Door, context: Context) -> None:
-        await _welcomes(door, context)
+    async def refuses_at_the_second_message(gateway: Gateway, context: Context) -> None:
+        await _welcomes(gateway, context)
         await context.read()
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, "hospital-a is revoked")
 
     async def serve() -> None:
-        async with serving(Door(session=refuses_at_the_second_message)) as here:
+        async with serving(Gateway(session=refuses_at_the_second_message)) as here:
             address.set_result(here)
             await asyncio.to_thread(ends.wait, TIMEOUT_S)
 
-    async def talk(connection: DoorConnection) -> None:
+    async def talk(connection: GatewayConnection) -> None:
         async with connection.session(HELLO) as session:
             while True:
                 await session.send(FromClient())
 
-    async def hear(connection: DoorConnection) -> None:
+    async def hear(connection: GatewayConnection) -> None:
         with pytest.raises(ConnectionRefused, match="hospital-a is revoked"):
             await talk(connection)
 
@@ -418,7 +418,7 @@ def test_a_refusal_is_heard_where_a_write_fails_before_it_comes() -> None:
 
 def test_a_method_that_the_coordinator_does_not_have_is_a_refusal() -> None:
     async def test() -> None:
-        async with serving(Door()) as address, connecting(address) as connection:
+        async with serving(Gateway()) as address, connecting(address) as connection:
             with pytest.raises(ConnectionRefused):
                 async with connection.session(HELLO):
                     pass
@@ -428,7 +428,7 @@ def test_a_method_that_the_coordinator_does_not_have_is_a_refusal() -> None:
 
 def test_a_coordinator_that_is_not_there_is_a_connection_error(tmp_path: Path) -> None:
     async def test() -> None:
-        async with serving(Door()) as address:
+        async with serving(Gateway()) as address:
             pass
         async with connecting(address) as connection:
             with pytest.raises(ConnectionError, match=address):
@@ -441,12 +441,12 @@ def test_a_coordinator_that_is_not_there_is_a_connection_error(tmp_path: Path) -
 
 
 def test_a_coordinator_that_stops_cuts_the_session() -> None:
-    async def stays(door: Door, context: Context) -> None:
-        await _welcomes(door, context)
-        await door.for_ever()
+    async def stays(gateway: Gateway, context: Context) -> None:
+        await _welcomes(gateway, context)
+        await gateway.for_ever()
 
     async def test() -> None:
-        server = serving(Door(session=stays))
+        server = serving(Gateway(session=stays))
         address = await server.__aenter__()
         async with connecting(address) as connection, connection.session(HELLO) as session:
             await server.__aexit__(None, None, None)
@@ -458,17 +458,17 @@ def test_a_coordinator_that_stops_cuts_the_session() -> None:
     run(test)
 
 
-async def _silent(door: Door, context: Context) -> None:
-    await door.for_ever()
+async def _silent(gateway: Gateway, context: Context) -> None:
+    await gateway.for_ever()
 
 
 def test_a_coordinator_that_is_silent_is_a_connection_error(tmp_path: Path) -> None:
     (tmp_path / "reply").write_bytes(CONTENT)
 
     async def test() -> None:
-        door = Door(session=_silent, download=_silent, upload=_silent)
+        gateway = Gateway(session=_silent, download=_silent, upload=_silent)
         async with (
-            serving(door) as address,
+            serving(gateway) as address,
             connecting(address, stall_timeout_s=0.2) as connection,
         ):
             with pytest.raises(ConnectionError, match=r"silent for 0\.2 s"):
@@ -495,14 +495,14 @@ def test_a_coordinator_that_is_silent_is_a_connection_error(tmp_path: Path) -> N
 def test_another_answer_than_a_welcome_opens_no_session(
     answer: FromCoordinator | bytes | None, error: type[Exception]
 ) -> None:
-    async def answers(door: Door, context: Context) -> None:
+    async def answers(gateway: Gateway, context: Context) -> None:
         await context.read()
         if answer is not None:
             data = answer if isinstance(answer, bytes) else answer.SerializeToString()
             await context.write(data)
 
     async def test() -> None:
-        async with serving(Door(session=answers)) as address, connecting(address) as connection:
+        async with serving(Gateway(session=answers)) as address, connecting(address) as connection:
             with pytest.raises(error):
                 async with connection.session(HELLO):
                     pass
@@ -511,14 +511,14 @@ def test_another_answer_than_a_welcome_opens_no_session(
 
 
 def test_a_message_above_the_bound_is_not_taken() -> None:
-    async def floods(door: Door, context: Context) -> None:
-        await _welcomes(door, context)
+    async def floods(gateway: Gateway, context: Context) -> None:
+        await _welcomes(gateway, context)
         reason = "x" * (wire.MAX_MESSAGE_BYTES + 1)
         await tell(context, FromCoordinator(cancel=Cancel(reason=reason)))
 
     async def test() -> None:
         async with (
-            serving(Door(session=floods)) as address,
+            serving(Gateway(session=floods)) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
@@ -528,44 +528,44 @@ def test_a_message_above_the_bound_is_not_taken() -> None:
     run(test)
 
 
-async def _stays(door: Door, context: Context) -> None:
-    await _welcomes(door, context)
-    await door.for_ever()
+async def _stays(gateway: Gateway, context: Context) -> None:
+    await _welcomes(gateway, context)
+    await gateway.for_ever()
 
 
 def test_leaving_the_session_ends_it_at_the_coordinator() -> None:
     async def test() -> None:
-        door = Door(session=_stays)
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(session=_stays)
+        async with serving(gateway) as address, connecting(address) as connection:
             async with connection.session(HELLO):
-                assert not door.cancelled.is_set()
-            await door.cancelled.wait()
+                assert not gateway.cancelled.is_set()
+            await gateway.cancelled.wait()
 
     run(test)
 
 
 def test_cancelling_a_task_closes_its_call_and_is_not_swallowed() -> None:
     async def test() -> None:
-        door = Door(session=_stays)
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(session=_stays)
+        async with serving(gateway) as address, connecting(address) as connection:
 
             async def listen() -> None:
                 async with connection.session(HELLO) as session:
                     await session.receive()
 
             task = asyncio.create_task(listen())
-            await door.waiting.wait()
+            await gateway.waiting.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await door.cancelled.wait()
+            await gateway.cancelled.wait()
 
     run(test)
 
 
 def test_who_waits_when_another_task_closes_the_session_hears_a_connection_error() -> None:
     async def test() -> None:
-        async with serving(Door(session=_stays)) as address, connecting(address) as connection:
+        async with serving(Gateway(session=_stays)) as address, connecting(address) as connection:
             async with connection.session(HELLO) as session:
                 waiting = asyncio.create_task(_receive(session))
                 await asyncio.sleep(0)
@@ -575,7 +575,7 @@ def test_who_waits_when_another_task_closes_the_session_hears_a_connection_error
     run(test)
 
 
-async def _receive(session: DoorSession) -> FromCoordinator | None:
+async def _receive(session: GatewaySession) -> FromCoordinator | None:
     return await session.receive()
 
 
@@ -585,9 +585,9 @@ async def _receive(session: DoorSession) -> FromCoordinator | None:
 def _sends(content: bytes, *, until: int | None = None) -> Handler:
     """Serve ``content`` in chunks; with ``until``, cut the call there."""
 
-    async def send(door: Door, context: Context) -> None:
+    async def send(gateway: Gateway, context: Context) -> None:
         request = DownloadRequest.FromString(await context.read())
-        door.received.append((request.digest, request.offset))
+        gateway.received.append((request.digest, request.offset))
         for start in range(request.offset, until or len(content), 100_000):
             await tell(context, Chunk(data=content[start : start + 100_000]))
         if until is not None:
@@ -600,14 +600,14 @@ def test_a_download_is_whole_or_resumed_or_already_there(tmp_path: Path) -> None
     path = tmp_path / "request"
 
     async def test() -> None:
-        door = Door(download=_sends(CONTENT))
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(download=_sends(CONTENT))
+        async with serving(gateway) as address, connecting(address) as connection:
             for there in (None, b"", CONTENT[:1], CONTENT[:1_234_567], CONTENT[:-1], CONTENT):
                 if there is not None:
                     path.write_bytes(there)
                 await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
                 assert path.read_bytes() == CONTENT
-        assert door.received == [(DIGEST, n) for n in (0, 0, 1, 1_234_567, len(CONTENT) - 1)]
+        assert gateway.received == [(DIGEST, n) for n in (0, 0, 1, 1_234_567, len(CONTENT) - 1)]
 
     run(test)
 
@@ -616,16 +616,16 @@ def test_a_download_that_was_cut_goes_on_where_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "request"
 
     async def test() -> None:
-        door = Door(download=_sends(CONTENT, until=1_000_000))
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(download=_sends(CONTENT, until=1_000_000))
+        async with serving(gateway) as address, connecting(address) as connection:
             with pytest.raises(ConnectionError, match="cut"):
                 await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
         there = path.stat().st_size
         assert 0 < there <= 1_000_000
-        door = Door(download=_sends(CONTENT))
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(download=_sends(CONTENT))
+        async with serving(gateway) as address, connecting(address) as connection:
             await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
-        assert door.received == [(DIGEST, there)]
+        assert gateway.received == [(DIGEST, there)]
         assert path.read_bytes() == CONTENT
 
     run(test)
@@ -637,7 +637,7 @@ def test_a_file_that_is_too_long_is_of_something_else_and_begun_anew(tmp_path: P
 
     async def test() -> None:
         async with (
-            serving(Door(download=_sends(CONTENT))) as address,
+            serving(Gateway(download=_sends(CONTENT))) as address,
             connecting(address) as connection,
         ):
             await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
@@ -649,7 +649,7 @@ def test_a_file_that_is_too_long_is_of_something_else_and_begun_anew(tmp_path: P
 def test_an_empty_download_makes_an_empty_file(tmp_path: Path) -> None:
     async def test() -> None:
         async with (
-            serving(Door(download=_sends(b""))) as address,
+            serving(Gateway(download=_sends(b""))) as address,
             connecting(address) as connection,
         ):
             nothing = digest_of(b"")
@@ -659,12 +659,12 @@ def test_an_empty_download_makes_an_empty_file(tmp_path: Path) -> None:
     assert (tmp_path / "request").read_bytes() == b""
 
 
-async def _empty_chunk(door: Door, context: Context) -> None:
+async def _empty_chunk(gateway: Gateway, context: Context) -> None:
     await context.read()
     await tell(context, Chunk())
 
 
-async def _no_chunk(door: Door, context: Context) -> None:
+async def _no_chunk(gateway: Gateway, context: Context) -> None:
     await context.read()
     await context.write(b"\xff\xff\xff")
 
@@ -688,7 +688,7 @@ def test_other_bytes_than_asked_for_are_refused_and_removed(
     path.write_bytes(there)
 
     async def test() -> None:
-        async with serving(Door(download=send)) as address, connecting(address) as connection:
+        async with serving(Gateway(download=send)) as address, connecting(address) as connection:
             with pytest.raises(ProtocolError):
                 await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
 
@@ -706,7 +706,7 @@ def test_a_damaged_beginning_is_found_at_the_end_and_all_is_got_anew(
 
     async def test() -> None:
         async with (
-            serving(Door(download=_sends(CONTENT))) as address,
+            serving(Gateway(download=_sends(CONTENT))) as address,
             connecting(address) as connection,
         ):
             await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
@@ -718,7 +718,7 @@ def test_a_damaged_beginning_is_found_at_the_end_and_all_is_got_anew(
 def test_a_download_that_cannot_be_written_is_not_the_networks_fault(tmp_path: Path) -> None:
     async def test() -> None:
         async with (
-            serving(Door(download=_sends(CONTENT))) as address,
+            serving(Gateway(download=_sends(CONTENT))) as address,
             connecting(address) as connection,
         ):
             path = tmp_path / "missing" / "request"
@@ -735,22 +735,22 @@ def _has_bytes(path: Path) -> bool:
 def test_a_cancelled_download_closes_the_call_and_keeps_the_bytes(tmp_path: Path) -> None:
     path = tmp_path / "request"
 
-    async def begins(door: Door, context: Context) -> None:
+    async def begins(gateway: Gateway, context: Context) -> None:
         await tell(context, Chunk(data=CONTENT[:1000]))
-        await door.for_ever()
+        await gateway.for_ever()
 
     async def test() -> None:
-        door = Door(download=begins)
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(download=begins)
+        async with serving(gateway) as address, connecting(address) as connection:
             download = connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
             task = asyncio.create_task(download)
-            await door.waiting.wait()
+            await gateway.waiting.wait()
             while not _has_bytes(path):
                 await asyncio.wait([task], timeout=0.001)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await door.cancelled.wait()
+            await gateway.cancelled.wait()
 
     run(test)
     assert path.read_bytes() == CONTENT[:1000]
@@ -763,11 +763,11 @@ def test_memory_does_not_grow_with_what_is_moved(tmp_path: Path) -> None:
         digest.update(chunk)
     num_bytes = num_chunks * len(chunk)
 
-    async def sends(door: Door, context: Context) -> None:
+    async def sends(gateway: Gateway, context: Context) -> None:
         for _ in range(num_chunks):
             await tell(context, Chunk(data=chunk))
 
-    async def takes(door: Door, context: Context) -> None:
+    async def takes(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, UploadStatus(offset=0))
         async for _ in parts(context):
@@ -778,7 +778,7 @@ def test_memory_does_not_grow_with_what_is_moved(tmp_path: Path) -> None:
         path = tmp_path / "content"
         envelope = Envelope(digest=digest.digest(), num_bytes=num_bytes)
         async with (
-            serving(Door(download=sends, upload=takes)) as address,
+            serving(Gateway(download=sends, upload=takes)) as address,
             connecting(address) as connection,
         ):
             await connection.download(digest.digest(), num_bytes=num_bytes, path=path)
@@ -797,13 +797,13 @@ def test_memory_does_not_grow_with_what_is_moved(tmp_path: Path) -> None:
 
 
 def _takes_from(offset: int) -> Handler:
-    async def take(door: Door, context: Context) -> None:
-        door.received.append(UploadPart.FromString(await context.read()).envelope)
+    async def take(gateway: Gateway, context: Context) -> None:
+        gateway.received.append(UploadPart.FromString(await context.read()).envelope)
         await tell(context, UploadStatus(offset=offset))
         data = bytearray()
         async for part in parts(context):
             data += UploadPart.FromString(part).data
-        door.received.append(bytes(data))
+        gateway.received.append(bytes(data))
         await tell(context, ACCEPTED)
 
     return take
@@ -815,21 +815,21 @@ def test_an_upload_sends_what_the_coordinator_does_not_have(tmp_path: Path, offs
     path.write_bytes(CONTENT)
 
     async def test() -> None:
-        door = Door(upload=_takes_from(offset))
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(upload=_takes_from(offset))
+        async with serving(gateway) as address, connecting(address) as connection:
             assert await connection.upload(ENVELOPE, path) == ACCEPTED.receipt
-        assert door.received == [ENVELOPE, CONTENT[offset:]]
+        assert gateway.received == [ENVELOPE, CONTENT[offset:]]
 
     run(test)
 
 
 def test_a_reply_that_was_settled_before_is_not_sent_again(tmp_path: Path) -> None:
-    async def settled(door: Door, context: Context) -> None:
+    async def settled(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, ACCEPTED)
 
     async def test() -> None:
-        async with serving(Door(upload=settled)) as address, connecting(address) as connection:
+        async with serving(Gateway(upload=settled)) as address, connecting(address) as connection:
             receipt = await connection.upload(ENVELOPE, tmp_path / "need not even be there")
             assert receipt == ACCEPTED.receipt
 
@@ -842,14 +842,14 @@ def test_a_round_that_closes_meanwhile_ends_the_upload_with_its_receipt(tmp_path
         stream.truncate(64 << 20)  # more than is in flight
     late = UploadStatus(receipt=Receipt(key=KEY, verdict=Receipt.LATE))
 
-    async def closes(door: Door, context: Context) -> None:
+    async def closes(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, UploadStatus(offset=0))
         await context.read()
         await tell(context, late)
 
     async def test() -> None:
-        async with serving(Door(upload=closes)) as address, connecting(address) as connection:
+        async with serving(Gateway(upload=closes)) as address, connecting(address) as connection:
             envelope = Envelope(key=KEY, num_bytes=64 << 20)
             assert await connection.upload(envelope, path) == late.receipt
 
@@ -861,14 +861,14 @@ def test_a_refusal_in_the_middle_of_an_upload_is_heard(tmp_path: Path) -> None:
     with path.open("wb") as stream:
         stream.truncate(64 << 20)
 
-    async def refuses(door: Door, context: Context) -> None:
+    async def refuses(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, UploadStatus(offset=0))
         await context.read()
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, "revoked just now")
 
     async def test() -> None:
-        async with serving(Door(upload=refuses)) as address, connecting(address) as connection:
+        async with serving(Gateway(upload=refuses)) as address, connecting(address) as connection:
             with pytest.raises(ConnectionRefused, match="revoked just now"):
                 await connection.upload(Envelope(key=KEY, num_bytes=64 << 20), path)
 
@@ -880,14 +880,14 @@ def test_a_coordinator_that_stops_reading_is_a_connection_error(tmp_path: Path) 
     with path.open("wb") as stream:
         stream.truncate(64 << 20)
 
-    async def stalls(door: Door, context: Context) -> None:
+    async def stalls(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, UploadStatus(offset=0))
-        await door.for_ever()
+        await gateway.for_ever()
 
     async def test() -> None:
         async with (
-            serving(Door(upload=stalls)) as address,
+            serving(Gateway(upload=stalls)) as address,
             connecting(address, stall_timeout_s=0.3) as connection,
         ):
             with pytest.raises(ConnectionError):
@@ -912,12 +912,12 @@ def test_an_upload_without_a_receipt_has_failed(
     path = tmp_path / "reply"
     path.write_bytes(CONTENT)
 
-    async def answers(door: Door, context: Context) -> None:
+    async def answers(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, *statuses)
 
     async def test() -> None:
-        async with serving(Door(upload=answers)) as address, connecting(address) as connection:
+        async with serving(Gateway(upload=answers)) as address, connecting(address) as connection:
             with pytest.raises(error):
                 await connection.upload(ENVELOPE, path)
 
@@ -927,7 +927,7 @@ def test_an_upload_without_a_receipt_has_failed(
 def test_a_reply_that_cannot_be_read_is_not_the_networks_fault(tmp_path: Path) -> None:
     async def test() -> None:
         async with (
-            serving(Door(upload=_takes_from(0))) as address,
+            serving(Gateway(upload=_takes_from(0))) as address,
             connecting(address) as connection,
         ):
             with pytest.raises(DeploymentError, match="missing"):
@@ -940,22 +940,22 @@ def test_a_cancelled_upload_closes_the_call(tmp_path: Path) -> None:
     path = tmp_path / "reply"
     path.write_bytes(CONTENT)
 
-    async def waits(door: Door, context: Context) -> None:
+    async def waits(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, UploadStatus(offset=0))
         async for _ in parts(context):
             pass
-        await door.for_ever()  # the receipt comes at the end of the round
+        await gateway.for_ever()  # the receipt comes at the end of the round
 
     async def test() -> None:
-        door = Door(upload=waits)
-        async with serving(door) as address, connecting(address) as connection:
+        gateway = Gateway(upload=waits)
+        async with serving(gateway) as address, connecting(address) as connection:
             task = asyncio.create_task(connection.upload(ENVELOPE, path))
-            await door.waiting.wait()
+            await gateway.waiting.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await door.cancelled.wait()
+            await gateway.cancelled.wait()
 
     run(test)
 
@@ -977,7 +977,7 @@ def test_credentials_print_no_key() -> None:
     assert repr(credentials) == "Credentials()"
 
 
-async def _shows_certificate(door: Door, context: Context) -> None:
+async def _shows_certificate(gateway: Gateway, context: Context) -> None:
     await context.read()
     (certificate,) = context.auth_context()["x509_pem_cert"]
     await tell(
@@ -993,11 +993,11 @@ def test_mutual_tls_shows_the_coordinator_which_certificate_calls(tmp_path: Path
     credentials = joined(authority, Identity.create())
 
     async def test() -> None:
-        async with serving(Door(session=_shows_certificate), authority=authority) as address:
+        async with serving(Gateway(session=_shows_certificate), authority=authority) as address:
             port = address.rpartition(":")[2]
             for host in ("127.0.0.1", "localhost"):
                 async with (
-                    DoorConnection(f"{host}:{port}", credentials) as connection,
+                    GatewayConnection(f"{host}:{port}", credentials) as connection,
                     connection.session(HELLO) as session,
                 ):
                     assert session.welcome.run_id == certificate_fingerprint(
@@ -1019,13 +1019,13 @@ def test_without_a_certificate_of_the_authority_there_is_no_connection(tmp_path:
     ]
 
     async def test() -> None:
-        door = Door(session=_shows_certificate)
-        async with serving(door, authority=authority) as address:
+        gateway = Gateway(session=_shows_certificate)
+        async with serving(gateway, authority=authority) as address:
             for credentials in bad:
                 await _is_refused(address, credentials)
-            assert door.num_calls == 0
-            async with DoorConnection(address, good) as connection, connection.session(HELLO):
-                assert door.num_calls == 1
+            assert gateway.num_calls == 0
+            async with GatewayConnection(address, good) as connection, connection.session(HELLO):
+                assert gateway.num_calls == 1
 
     run(test)
 
@@ -1037,27 +1037,27 @@ def test_a_coordinator_of_another_name_is_not_believed(
     good = joined(authority, Identity.create())
 
     async def test() -> None:
-        door = Door(session=_shows_certificate)
-        async with serving(door, authority=authority) as address:
+        gateway = Gateway(session=_shows_certificate)
+        async with serving(gateway, authority=authority) as address:
             monkeypatch.setattr(grpc_client, "SERVER_NAME", "fl.example.org")
             await _is_refused(address, good)
-            assert door.num_calls == 0
+            assert gateway.num_calls == 0
             monkeypatch.undo()
-            async with DoorConnection(address, good) as connection, connection.session(HELLO):
-                assert door.num_calls == 1
+            async with GatewayConnection(address, good) as connection, connection.session(HELLO):
+                assert gateway.num_calls == 1
 
     run(test)
 
 
 async def _is_refused(address: str, credentials: Credentials) -> None:
-    async with DoorConnection(address, credentials) as connection:
+    async with GatewayConnection(address, credentials) as connection:
         with pytest.raises(ConnectionError):
             async with connection.session(HELLO):
                 pass
 
 
 def _enrols(authority: Authority, subject: Identity | None = None) -> Handler:
-    async def handle(door: Door, context: Context) -> None:
+    async def handle(gateway: Gateway, context: Context) -> None:
         request = EnrolRequest.FromString(await context.read())
         signed = enrolment_bytes(request.token, request.csr_pem)
         if not verify(request.identity_key, request.identity_signature, signed):
@@ -1082,12 +1082,12 @@ def invited(address: str, authority: Authority) -> Invitation:
     )
 
 
-def test_an_invitation_is_redeemed_for_a_certificate_that_opens_the_door(tmp_path: Path) -> None:
+def test_an_invitation_is_redeemed_for_a_certificate_that_opens_the_gateway(tmp_path: Path) -> None:
     authority, identity = Authority(tmp_path, host_names=()), Identity.create()
 
     async def test() -> None:
-        door = Door(enrol=_enrols(authority))
-        async with serving(door, authority=authority, client_certificates=False) as address:
+        gateway = Gateway(enrol=_enrols(authority))
+        async with serving(gateway, authority=authority, client_certificates=False) as address:
             certificate_pem, client_id = await enrol(address, invited(address, authority), identity)
         assert client_id == 7
         credentials = Credentials(
@@ -1096,8 +1096,8 @@ def test_an_invitation_is_redeemed_for_a_certificate_that_opens_the_door(tmp_pat
             tls_key_pem=identity.tls_key_pem,
         )
         async with (
-            serving(Door(session=_shows_certificate), authority=authority) as address,
-            DoorConnection(address, credentials) as connection,
+            serving(Gateway(session=_shows_certificate), authority=authority) as address,
+            GatewayConnection(address, credentials) as connection,
             connection.session(HELLO) as session,
         ):
             assert session.welcome.run_id == certificate_fingerprint(certificate_pem)
@@ -1111,18 +1111,18 @@ def test_an_enrolment_that_is_refused_or_wrong_or_unheard_is_told_apart(tmp_path
     identity = Identity.create()
 
     async def test() -> None:
-        door = Door(enrol=_enrols(authority))
-        async with serving(door, authority=authority, client_certificates=False) as address:
+        gateway = Gateway(enrol=_enrols(authority))
+        async with serving(gateway, authority=authority, client_certificates=False) as address:
             invitation = invited(address, authority)
             with pytest.raises(EnrolmentRefused, match="the invitation was used"):
                 await enrol(address, replace(invitation, token=b"other"), identity)
             with pytest.raises(ConnectionError):  # another's coordinator never sees the token
                 await enrol(address, replace(invitation, ca_pem=foreign.ca_pem), identity)
-            assert door.num_calls == 1
+            assert gateway.num_calls == 1
         with pytest.raises(ConnectionError):
             await enrol(address, invitation, identity)
-        door = Door(enrol=_enrols(authority, subject=Identity.create()))
-        async with serving(door, authority=authority, client_certificates=False) as address:
+        gateway = Gateway(enrol=_enrols(authority, subject=Identity.create()))
+        async with serving(gateway, authority=authority, client_certificates=False) as address:
             with pytest.raises(ProtocolError, match="not for this client's key"):
                 await enrol(address, invitation, identity)
         with pytest.raises(DeploymentError, match="without TLS"):
@@ -1132,11 +1132,11 @@ def test_an_enrolment_that_is_refused_or_wrong_or_unheard_is_told_apart(tmp_path
 
 
 def test_an_enrolment_without_an_answer_is_a_connection_error() -> None:
-    async def nothing(door: Door, context: Context) -> None:
+    async def nothing(gateway: Gateway, context: Context) -> None:
         await context.read()
 
     async def test() -> None:
-        async with serving(Door(enrol=nothing)) as address:
+        async with serving(Gateway(enrol=nothing)) as address:
             invitation = Invitation(
                 name="a",
                 addresses=(address,),
@@ -1159,18 +1159,18 @@ def test_a_coordinator_that_misses_its_beats_is_given_up() -> None:
     welcome = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, beat_s=0.02))
     num_beats = 10 * wire.MISSED_BEATS
 
-    async def beats(door: Door, context: Context) -> None:
+    async def beats(gateway: Gateway, context: Context) -> None:
         await context.read()
         await context.write(welcome.SerializeToString())
         for _ in range(num_beats):
             await context.write(FromCoordinator(beat=Beat()).SerializeToString())
             await asyncio.sleep(0.02)
         await context.write(FromCoordinator(cancel=Cancel(reason="now")).SerializeToString())
-        await door.for_ever()
+        await gateway.for_ever()
 
     async def test() -> None:
         async with (
-            serving(Door(session=beats)) as address,
+            serving(Gateway(session=beats)) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
@@ -1186,7 +1186,7 @@ def test_a_coordinator_that_misses_its_beats_is_given_up() -> None:
 _BEAT_S = 0.05
 
 
-async def _promises_beats(door: Door, context: Context) -> None:
+async def _promises_beats(gateway: Gateway, context: Context) -> None:
     """Welcome a client, and say no more."""
     await context.read()
     welcome = Welcome(protocol=wire.PROTOCOL, beat_s=_BEAT_S)
@@ -1197,7 +1197,7 @@ async def _promises_beats(door: Door, context: Context) -> None:
 def test_a_coordinator_that_promises_no_beats_may_be_silent() -> None:
     async def test() -> None:
         async with (
-            serving(Door(session=_welcomes)) as address,
+            serving(Gateway(session=_welcomes)) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
@@ -1207,15 +1207,15 @@ def test_a_coordinator_that_promises_no_beats_may_be_silent() -> None:
     run(test)
 
 
-async def _stops_sending(door: Door, context: Context) -> None:
+async def _stops_sending(gateway: Gateway, context: Context) -> None:
     await tell(context, Chunk(data=CONTENT[:1000]))
-    await door.for_ever()
+    await gateway.for_ever()
 
 
-async def _stops_reading(door: Door, context: Context) -> None:
+async def _stops_reading(gateway: Gateway, context: Context) -> None:
     await context.read()
     await tell(context, UploadStatus(offset=0))
-    await door.for_ever()
+    await gateway.for_ever()
 
 
 @pytest.mark.parametrize("way", ["download", "upload"])
@@ -1229,9 +1229,9 @@ def test_a_coordinator_that_falls_silent_in_a_transfer_is_given_up_as_soon(
             stream.truncate(num_bytes)
 
     async def test() -> None:
-        door = Door(session=_promises_beats, download=_stops_sending, upload=_stops_reading)
+        gateway = Gateway(session=_promises_beats, download=_stops_sending, upload=_stops_reading)
         async with (
-            serving(door) as address,
+            serving(gateway) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
@@ -1240,7 +1240,7 @@ def test_a_coordinator_that_falls_silent_in_a_transfer_is_given_up_as_soon(
                 if way == "download"
                 else connection.upload(Envelope(digest=DIGEST, num_bytes=num_bytes), path)
             )
-            await door.waiting.wait()
+            await gateway.waiting.wait()
             with pytest.raises(ConnectionError, match=r"silent for 0\.15 s"):
                 await asyncio.wait_for(session.watch(), 5.0)
             assert not transfer.done()
@@ -1255,7 +1255,7 @@ def test_chunks_that_come_in_place_of_beats_show_that_a_coordinator_lives(tmp_pa
     num_chunks, chunk = 4 * wire.MISSED_BEATS, CONTENT[:1000]
     content = num_chunks * chunk
 
-    async def sends_slowly(door: Door, context: Context) -> None:
+    async def sends_slowly(gateway: Gateway, context: Context) -> None:
         for _ in range(num_chunks):
             await asyncio.sleep(_BEAT_S)
             await tell(context, Chunk(data=chunk))
@@ -1263,7 +1263,7 @@ def test_chunks_that_come_in_place_of_beats_show_that_a_coordinator_lives(tmp_pa
     async def test() -> None:
         path = tmp_path / "content"
         async with (
-            serving(Door(session=_promises_beats, download=sends_slowly)) as address,
+            serving(Gateway(session=_promises_beats, download=sends_slowly)) as address,
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):

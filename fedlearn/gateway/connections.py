@@ -1,0 +1,360 @@
+"""The sessions of connected clients, and which clients are asked to come back later.
+
+A client that does not read only harms its own session: each session has a queue of at most a few
+messages, and a session whose queue overflows is dropped.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId
+from fedlearn.gateway.counters import GatewayCounters
+from fedlearn.gateway.pace import Pace
+from fedlearn.gateway.settings import GatewaySettings
+from fedlearn.gateway.versions import MAX_SOFTWARE, Versions
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.transport import wire, wire_pb2
+
+_MAX_WAITING = 32  # messages that a client has not read
+_MAX_HELD = 64  # unsettled replies that a client may ask about when it connects
+
+_ENOUGH = "the coordinator has enough clients for now"
+
+_log = structlog.get_logger(__name__)
+
+_BEAT = wire_pb2.FromCoordinator(beat=wire_pb2.Beat()).SerializeToString()
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class Ending(NamedTuple):
+    """The status with which a call ends.
+
+    Attributes:
+        code: OK for a regular end.
+        reason: For the client to log.
+        cause: One word to count it by if the call, or a message in it, is refused.
+    """
+
+    code: grpc.StatusCode
+    reason: str
+    cause: str = ""
+
+
+class Ended(Exception):
+    """A call ends early; its peer, a client if it is known, receives the reason."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        cause: str = "",
+        *,
+        client: EnrolledClient | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.ending = Ending(code, reason, cause)
+        self.client = client
+
+
+async def read(context: Context) -> bytes | None:
+    """Return the next message of a call; ``None`` at its end."""
+    data: object = await context.read()
+    return data if isinstance(data, bytes) else None
+
+
+async def read_first(context: Context, *, timeout_s: float) -> bytes:
+    """Return the first message of a call, empty at its end.
+
+    Raises:
+        Ended: It did not come within ``timeout_s``.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await read(context) or b""
+    except TimeoutError as error:
+        reason = f"nothing came within {timeout_s:g} s"
+        raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED, reason, "handshake") from error
+
+
+def parsed(kind: type[MessageT], data: bytes) -> MessageT:
+    """Parse ``data`` as a message of this kind; raise :class:`Ended` if it is malformed."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        reason = f"{len(data)} bytes are no {kind.__name__}"
+        raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed") from error
+
+
+@contextmanager
+def counted(
+    running: Counter[ClientId], client_id: ClientId, *, at_most: int, what: str
+) -> Iterator[None]:
+    """Count a call while it runs; raise :class:`Ended` if the client has too many."""
+    if running[client_id] >= at_most:
+        reason = f"{at_most} {what} of this client have not ended; wait, or close its connections"
+        raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, what)
+    running[client_id] += 1
+    try:
+        yield
+    finally:
+        running[client_id] -= 1
+        if not running[client_id]:
+            del running[client_id]
+
+
+class ServerSession:
+    """One connected client.
+
+    Attributes:
+        protocol: The protocol version that it speaks.
+        software: The software that it runs, as it reports.
+        is_eligible: Whether it may be sent tasks.
+        only_looks: Whether it disconnects after the welcome, so it must not be sent tasks.
+        is_set_aside: Whether it is sent no tasks while it is connected, because it keeps failing.
+        since_s: When it connected, on the server's clock.
+        held: Replies for which the client still waits for a receipt.
+        ending: Why the session has ended; ``None`` while it is open.
+        is_cut: Set once the session has ended without sending its queued messages.
+    """
+
+    def __init__(self, client: EnrolledClient, hello: wire_pb2.Hello, *, since_s: float) -> None:
+        self.client = client
+        self.protocol = hello.protocol
+        self.software = hello.software[:MAX_SOFTWARE]
+        self.eligibility = hello.eligibility
+        self.is_eligible = False
+        self.only_looks = hello.only_looks
+        self.is_set_aside = False
+        self.since_s = since_s
+        self.held = tuple(hello.held[:_MAX_HELD])
+        self.ending: Ending | None = None
+        self._waiting: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self.is_cut = asyncio.Event()
+
+    def push(self, message: bytes) -> bool:
+        """Queue a message to the client; return False if its queue is full."""
+        if self.ending is not None:
+            return True
+        if len(self._waiting) >= _MAX_WAITING:
+            self.cut(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "this client does not read"))
+            return False
+        self._waiting.append(message)
+        self._wake.set()
+        return True
+
+    def finish(self, ending: Ending) -> None:
+        """End the session once its queue has been sent."""
+        self.ending = self.ending or ending
+        self._wake.set()
+
+    def cut(self, ending: Ending) -> None:
+        """End the session at once."""
+        self.ending = self.ending or ending
+        self._waiting.clear()
+        self._wake.set()
+        self.is_cut.set()
+
+    async def write(
+        self, context: Context, *, timeout_s: float, beat_s: float, counters: GatewayCounters
+    ) -> None:
+        """Send queued messages until the session finishes or its client stops reading.
+
+        While the queue is empty, a beat is sent every ``beat_s`` seconds to show that this
+        coordinator is alive; 0 disables beats.
+        """
+        while True:
+            while self._waiting:
+                message = self._waiting.popleft()
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await context.write(message)
+                except TimeoutError:
+                    reason = f"this client has not read for {timeout_s:g} s"
+                    self.cut(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
+                    counters.sessions_dropped += 1
+                    return
+                counters.bytes_out += len(message)
+            if self.ending is not None:
+                return
+            try:
+                async with asyncio.timeout(beat_s or None):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._waiting.append(_BEAT)
+            self._wake.clear()
+
+
+@dataclass(kw_only=True, eq=False)
+class Sessions:
+    """All sessions, at most one for each client.
+
+    Attributes:
+        admits: Whether a client may be sent tasks, judged by the eligibility that it reports.
+        changed: Called when a client connects, disconnects, or changes its eligibility.
+        pace: Decides when clients that are not needed come back.
+        versions: Which protocol versions may connect.
+        is_needed: Whether a client's reply is awaited; such a client is never sent away.
+        num_wanted: Number of clients that a round would ask. Clients check in at any pace until so
+            many are eligible.
+    """
+
+    settings: GatewaySettings
+    admits: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
+    changed: Callable[[], None]
+    counters: GatewayCounters
+    clock: Clock
+    pace: Pace
+    versions: Versions = field(default_factory=Versions)
+    is_needed: Callable[[ClientId], bool] = lambda _: False
+    num_wanted: int = 0
+    _sessions: dict[ClientId, ServerSession] = field(default_factory=dict)  # the oldest first
+    _touched: dict[ClientId, ServerSession] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, client_id: ClientId) -> ServerSession | None:
+        """Return the session of a client; ``None`` if it is not connected."""
+        return self._sessions.get(client_id)
+
+    def all(self) -> list[ServerSession]:
+        """Return all sessions."""
+        return list(self._sessions.values())
+
+    def eligible(self) -> list[ClientId]:
+        """Return the ids of clients that may be sent tasks, in ascending order."""
+        return sorted(each for each, session in self._sessions.items() if session.is_eligible)
+
+    def may_check_in(self, client_id: ClientId) -> bool:
+        """Return whether a client may check in now: the pace allows it, or the client is needed."""
+        if self.pace.admits() or self.is_needed(client_id):
+            return True
+        return sum(each.is_eligible for each in self._sessions.values()) < self.num_wanted
+
+    def take_touched(self) -> list[ServerSession]:
+        """Return the last session of each client that changed since the last call.
+
+        A session changes when its client connects, disconnects, or reports its eligibility.
+        """
+        touched, self._touched = self._touched, {}
+        return list(touched.values())
+
+    def enter(self, session: ServerSession) -> bool:
+        """Add a session, replacing the client's previous one; return False if it is sent away."""
+        client_id = session.client.client_id
+        old = self._sessions.pop(client_id, None)
+        if old is not None:
+            self.counters.sessions_replaced += 1
+            old.cut(Ending(grpc.StatusCode.ABORTED, "this client has opened another session"))
+        self.counters.sessions += 1
+        self._sessions[client_id] = session
+        self.reconsider(session, session.eligibility)
+        if len(self._sessions) > self.settings.max_connected:
+            self._make_room(session)
+        return session.ending is None
+
+    def leave(self, session: ServerSession) -> None:
+        """Remove a session that has ended, unless a newer one has replaced it."""
+        if self._sessions.get(session.client.client_id) is session:
+            del self._sessions[session.client.client_id]
+            self._touch(session)
+
+    def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
+        """Update a client's eligibility with its latest report."""
+        session.eligibility = eligibility
+        may_be_asked = not (session.only_looks or session.is_set_aside)
+        session.is_eligible = may_be_asked and self.admits(session.client, eligibility)
+        self._touch(session)
+
+    def _touch(self, session: ServerSession) -> None:
+        self._touched[session.client.client_id] = session
+        self.changed()
+
+    def set_aside(self, client_id: ClientId) -> None:
+        """Send a client no more tasks until it reconnects."""
+        session = self._sessions.get(client_id)
+        if session is not None and not session.is_set_aside:
+            session.is_set_aside = True
+            self.reconsider(session, session.eligibility)
+            _log.warning("client_set_aside", client_id=client_id, name=session.client.name)
+
+    def speak_newest(self, client_ids: Iterable[ClientId]) -> bool:
+        """Return whether all these clients are known to speak the newest protocol."""
+        if not self.versions.may_have_older():
+            return True
+        found = (self._sessions.get(each) for each in client_ids)
+        return all(each is not None and each.protocol == wire.PROTOCOL for each in found)
+
+    def refuse_version(self, client_id: ClientId, reason: str) -> None:
+        """End the session of a client whose reply has another version; refuse it until upgraded."""
+        session = self._sessions.get(client_id)
+        if session is None:
+            return
+        versions, protocol = self.versions, session.protocol
+        reason = versions.unreadable(client_id, protocol, session.software, reason)
+        name = session.client.name
+        _log.warning("client_of_other_version", client_id=client_id, name=name, reason=reason)
+        session.cut(Ending(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol"))
+        self.leave(session)
+
+    def all_set_aside(self) -> list[ClientId]:
+        """Return the ids of clients that are set aside, in ascending order."""
+        return sorted(each for each, session in self._sessions.items() if session.is_set_aside)
+
+    def push(self, client_id: ClientId, message: bytes) -> bool:
+        """Send a message to a client; return whether it is connected."""
+        session = self._sessions.get(client_id)
+        if session is None:
+            return False
+        if not session.push(message):
+            self.counters.sessions_dropped += 1
+            name = session.client.name
+            _log.warning("session_dropped", client_id=client_id, name=name, reason="does not read")
+            self.leave(session)
+            return False
+        return True
+
+    def send_surplus_away(self) -> None:
+        """Send away clients above the limit: those that are not needed, oldest session first."""
+        for session in self.all():
+            if len(self._sessions) <= self.settings.max_connected:
+                break
+            if not self.is_needed(session.client.client_id):
+                self.send_away(session, _ENOUGH)
+
+    def send_away(
+        self, session: ServerSession, reason: str, *, after_s: float | None = None
+    ) -> None:
+        """Ask a client to come back after at least ``after_s``, at a time that the pace chooses."""
+        least_s = self.settings.come_back_s if after_s is None else after_s
+        after_s = self.pace.after_s(least_s, client_id=session.client.client_id)
+        come_back = wire_pb2.ComeBack(after_s=after_s, reason=reason)
+        session.push(wire_pb2.FromCoordinator(come_back=come_back).SerializeToString())
+        session.finish(Ending(grpc.StatusCode.OK, reason))
+        self.counters.sent_away += 1
+        self.leave(session)
+
+    def _make_room(self, newcomer: ServerSession) -> None:
+        """Send away the longest-connected client that is not needed, or else the newcomer."""
+        now_s = self.clock.now_s()
+        for client_id, session in self._sessions.items():
+            if session is newcomer or now_s - session.since_s < self.settings.come_back_s:
+                break  # sessions are in order of age: all others are younger
+            if not self.is_needed(client_id):
+                self.send_away(session, "other clients have their turn")
+                return
+        if not self.is_needed(newcomer.client.client_id):
+            self.send_away(newcomer, _ENOUGH)

@@ -1,0 +1,757 @@
+"""The gRPC server of a coordinator: clients connect with mutual TLS, and all they do is bounded.
+
+It is an asyncio loop on its own thread; another thread logs replies, and four more read and write
+files. The round loop talks to it through a :class:`GatewayChannel`, as
+``docs/explanation/deployment.md`` shows. No client, active or silent, can delay another one, or the
+run.
+"""
+
+import asyncio
+import shutil
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import grpc
+import structlog
+
+from fedlearn.core.clock import RealClock, utc
+from fedlearn.core.messages import ClientId
+from fedlearn.core.software import SOFTWARE
+from fedlearn.errors import DeploymentError, ProtocolError, StoreError
+from fedlearn.gateway.authority import Authority
+from fedlearn.gateway.channel import Check, GatewayChannel, Waiting
+from fedlearn.gateway.connections import (
+    Context,
+    Ended,
+    Ending,
+    ServerSession,
+    Sessions,
+    counted,
+    parsed,
+    read,
+    read_first,
+)
+from fedlearn.gateway.contacts import Contacts
+from fedlearn.gateway.counters import GatewayCounters
+from fedlearn.gateway.enrolled import EnrolledClients
+from fedlearn.gateway.enrolment import MAX_ENROLMENT_BYTES, Enrolments
+from fedlearn.gateway.exchange import (
+    ACCEPTED,
+    ClientPhase,
+    ExchangeHistory,
+    TokenBucket,
+    unusable,
+)
+from fedlearn.gateway.loop import LoopThread
+from fedlearn.gateway.open_files import max_open_files
+from fedlearn.gateway.pace import Pace
+from fedlearn.gateway.processor_time import ProcessorTime
+from fedlearn.gateway.settings import GatewaySettings
+from fedlearn.gateway.spool import GroupWriter, ended_exchanges
+from fedlearn.gateway.tasks import Exchanges
+from fedlearn.gateway.transfers import Transfers
+from fedlearn.gateway.versions import Versions
+from fedlearn.identity.identity import certificate_fingerprint
+from fedlearn.identity.registry import EnrolledClient, Registry
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.addresses import is_loopback
+from fedlearn.transport.content import TaskKey
+from fedlearn.transport.grpc_client import NAME_METADATA
+
+__all__ = ["Gateway", "GatewayChannel", "GatewaySettings"]
+
+_POLL_S = 1.0  # between two reads of the registry and of the leadership
+_STOP_S = 0.5  # after the grace period, for cancelled calls to end
+_LAST_WORD_S = 1.0  # for a client to read the last message of its session
+_REPORT_S = 10.0  # between two log lines about strangers and refused calls, however many come
+
+#: Earliest time at which a client that is not served now may come back.
+_SOON_S = 0.5
+#: Share of one core that check-ins may take.
+_SHARE = 0.5
+#: So many check-ins trigger a measurement of their cost before the next poll: until the rate is
+#: corrected, every client that is sent away gets a wrong time.
+_MANY = 10
+_NOT_NOW = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+_MAX_PEERS = 1 << 16  # remembered connections of known clients
+_MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
+_MAX_CALLS = 16  # unfinished calls of one client, over all its connections
+_MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
+_MAX_TOLD = 100  # clients that the status lists as set aside
+_MAX_ENROLMENT_CONNECTIONS = 1000  # at once; any peer that reaches the port may hold one
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False, repr=False)
+class Gateway:
+    """The gRPC server of a coordinator, on its own thread.
+
+    Attributes:
+        spool_dir: Folder for requests and replies in transit; used by this run alone.
+        authority: Issues and serves certificates; ``None``: plaintext on the loopback, where
+            clients are trusted to give their own names, for tests and demonstrations.
+        eligible: Whether a client may be sent tasks, judged by what it reports.
+        is_leader: Whether this coordinator may accept replies now; must be cheap.
+        beat_s: Longest silence towards a client, in seconds, so that it knows that this
+            coordinator is alive; 0: unlimited, since no other coordinator can take over.
+        needs_newest: Why the run needs clients of the newest protocol; empty: the previous one
+            suffices.
+        public_addresses: Where clients reach the coordinator from now on; empty: where they do
+            now.
+        pace: Limits the rate of check-ins; ``None``: the rate is measured.
+        counters: Counters of all events so far.
+        address: Where clients enrol and connect, once started.
+        enrolment_address: Where clients of an earlier version enrol; empty if they cannot.
+    """
+
+    settings: GatewaySettings
+    _: KW_ONLY
+    registry: Registry
+    run_id: str
+    spool_dir: Path
+    authority: Authority | None
+    eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
+    is_leader: Callable[[], bool]
+    clock: RealClock
+    beat_s: float = 0.0
+    needs_newest: str = ""
+    public_addresses: Sequence[str] = ()
+    pace: Pace | None = None
+
+    def __post_init__(self) -> None:
+        self.counters = GatewayCounters()
+        self.address = ""
+        self.enrolment_address = ""
+        self._changed = threading.Event()
+        self._calls: Counter[ClientId] = Counter()
+        self._peers: dict[str, None] = {}
+        self._strangers = self._num_paced = self._num_connections = 0
+        self._refusals: dict[str, tuple[int, str]] = {}  # by cause: number of calls, last peer
+        self._reported_s = self.clock.now_s()
+        self._pace = self.pace or Pace(self.clock, share=_SHARE)
+        self._num_measured = 0  # check-ins
+        self._enrolled = EnrolledClients(self.registry, self._enrolled_changed, self.clock)
+        self._sessions = Sessions(
+            settings=self.settings,
+            admits=self.eligible,
+            changed=self._changed.set,
+            counters=self.counters,
+            clock=self.clock,
+            pace=self._pace,
+            versions=Versions(needs_newest=self.needs_newest),
+        )
+
+    def start(self) -> None:
+        """Open the ports and return.
+
+        Raises:
+            DeploymentError: A port cannot be opened, or is not on the loopback without TLS.
+            StoreError: The upload store cannot be read.
+        """
+        history, is_recovering = ExchangeHistory(self.run_id), False
+        for name, ended in ended_exchanges(self.spool_dir / "replies", run_id=self.run_id):
+            if ended.closed is None:
+                is_recovering = True
+            else:
+                taken = ended.replies[: ended.closed.num_consumed]
+                rulings = {each.client_id: ACCEPTED for each in taken}
+                for number, reason in ended.closed.refused.items():
+                    rulings[ClientId(int(number))] = unusable(reason)
+                history.remember(TaskKey.of_folder(self.run_id, name), rulings)
+        # A coordinator that no longer leads would delete the files of its successor.
+        if self.is_leader():
+            shutil.rmtree(self.spool_dir / "passing", ignore_errors=True)
+        self._loop = LoopThread("gateway")
+        self._writer = GroupWriter(self._loop.post)
+        self._files = ThreadPoolExecutor(4, thread_name_prefix="gateway-files")
+        self._exchanges = Exchanges(
+            history=history,
+            sessions=self._sessions,
+            writer=self._writer,
+            is_leader=self.is_leader,
+            counters=self.counters,
+            clock=self.clock,
+            is_recovering=is_recovering,
+        )
+        self._sessions.is_needed = self._exchanges.is_needed
+        self._contacts = Contacts(
+            registry=self.registry,
+            sessions=self._sessions,
+            is_leader=self.is_leader,
+            clock=self.clock,
+        )
+        self._transfers = Transfers(
+            exchanges=self._exchanges,
+            files=self._files,
+            objection=self._objection,
+            stall_timeout_s=self.settings.stall_timeout_s,
+            chunk_bytes=wire.download_chunk_bytes(self.beat_s),
+            counters=self.counters,
+            clock=self.clock,
+        )
+        try:
+            self._loop.call(self._serve()).result()
+        except DeploymentError:
+            self._end()
+            raise
+
+    def stop(self, *, grace_s: float, reason: str = "the coordinator is stopping") -> None:
+        """Ask clients to come back later, with a reason, and close the ports.
+
+        Running calls have ``grace_s`` seconds to end.
+        """
+        self._loop.call(self._close(grace_s, reason)).result()
+        self._end()
+
+    def channel(
+        self, *, check: Check = lambda: None, waiting: Waiting = nullcontext
+    ) -> GatewayChannel:
+        """Create the channel for the round loop.
+
+        Args:
+            check: Called often while the channel waits; any error that it raises ends the wait.
+            waiting: Surrounds each wait for replies.
+        """
+        return GatewayChannel(
+            loop=self._loop,
+            exchanges=self._exchanges,
+            sessions=self._sessions,
+            run_id=self.run_id,
+            folder=self.spool_dir,
+            recovery_grace_s=self.settings.recovery_grace_s,
+            changed=self._changed,
+            check=check,
+            waiting=waiting,
+            clock=self.clock,
+        )
+
+    def when_blind(self, tell: Callable[[StoreError], None]) -> None:
+        """Call ``tell`` if the task that polls the registry dies while the server is open."""
+
+        def ended(poll: asyncio.Task[None]) -> None:
+            error = None if poll.cancelled() else poll.exception()
+            if error is not None:
+                _log.error("poll_died", error=repr(error))
+                tell(
+                    StoreError(
+                        f"the gateway cannot read any more who is revoked ({type(error).__name__}, "
+                        "see the log); start the coordinator again"
+                    )
+                )
+
+        self._loop.post(lambda: self._poll.add_done_callback(ended))
+
+    def want(self, num_clients: int) -> None:
+        """Let clients check in at any pace until ``num_clients`` are eligible for a round."""
+        self._loop.post(partial(setattr, self._sessions, "num_wanted", num_clients))
+
+    def status(self) -> dict[str, object]:
+        """Return the connected clients and the state of the open exchange, as JSON values."""
+        return self._loop.ask(self._status)
+
+    def names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
+        """Return the names of clients; the name of a client that is not enrolled is empty."""
+        return self._loop.ask(lambda: {each: self._name(each) for each in client_ids})
+
+    def _name(self, client_id: ClientId) -> str:
+        client = self._enrolled.by_id(client_id)
+        return "" if client is None else client.name
+
+    def _status(self) -> dict[str, object]:
+        set_aside = self._sessions.all_set_aside()
+        return self._exchanges.status(self._name) | {
+            "connected": len(self._sessions),
+            "eligible": len(self._sessions.eligible()),
+            "set_aside": len(set_aside),
+            "other_version": self._sessions.versions.status(self._name),
+            **self._pace.values(),
+            "clients_set_aside": set_aside[:_MAX_TOLD],
+        }
+
+    def client_ends(self) -> datetime | None:
+        """Return the earliest expiry of an active client's certificate; ``None``: there is none."""
+        return self._loop.ask(self._enrolled.first_end)
+
+    def _end(self) -> None:
+        self._writer.stop()
+        self._loop.stop()
+        self._files.shutdown()
+
+    # The servers.
+
+    async def _serve(self) -> None:
+        await self._enrolled.renew()
+        settings = self.settings
+        num_connections, num_enrolling = _affordable(
+            settings.max_connected + settings.max_handshakes,
+            0 if settings.enrolment_address is None else _MAX_ENROLMENT_CONNECTIONS,
+        )
+        enrolments = Enrolments(
+            registry=self.registry,
+            enrolled=self._enrolled,
+            authority=self.authority,
+            settings=settings,
+            counters=self.counters,
+            clock=self.clock,
+        )
+        self._servers: list[grpc.aio.Server] = []
+        self.address = self._listen_on(
+            settings.address,
+            {
+                wire.GATEWAY: {
+                    "Session": partial(self._serve_client, self._serve_session),
+                    "Download": partial(self._serve_client, self._transfers.download),
+                    "Upload": partial(self._serve_client, self._transfers.upload),
+                },
+                wire.ENROLMENT: {
+                    "Enrol": partial(self._serve_invited, enrolments.enrol),
+                    "Announce": partial(self._serve_invited, enrolments.announce),
+                },
+            },
+            mutual=True,
+            max_bytes=wire.MAX_MESSAGE_BYTES,
+            max_connections=num_connections,
+            idle_s=2 * wire.KEEPALIVE_S,  # a connected client has a session, which is not idle
+        )
+        if settings.enrolment_address is not None:
+            self.enrolment_address = self._listen_on(
+                settings.enrolment_address,
+                {
+                    wire.ENROLMENT: {
+                        "Enrol": partial(self._serve_anyone, enrolments.enrol),
+                        "Announce": partial(self._serve_anyone, enrolments.announce),
+                    }
+                },
+                mutual=False,
+                max_bytes=MAX_ENROLMENT_BYTES,
+                max_connections=num_enrolling,
+                idle_s=settings.handshake_timeout_s,
+            )
+        for server in reversed(self._servers):
+            await server.start()
+        self._processor_time = ProcessorTime()
+        self._poll = asyncio.create_task(self._keep_polling())
+        _log.info("gateway_open", address=self.address, enrolment_address=self.enrolment_address)
+
+    def _listen_on(
+        self,
+        address: str,
+        services: Mapping[str, Mapping[str, Callable[[object, Context], Awaitable[None]]]],
+        *,
+        mutual: bool,
+        max_bytes: int,
+        max_connections: int,
+        idle_s: float,
+    ) -> str:
+        """Create a server for ``address``; return the address with the port that was opened."""
+        if self.authority is None and not is_loopback(address):
+            raise DeploymentError(
+                f"without TLS the gateway opens on the loopback only, not on {address!r}; take "
+                "127.0.0.1, or run with certificates (without --insecure)"
+            )
+        server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),  # or two coordinators on one port would split its clients
+                ("grpc.max_receive_message_length", max_bytes),
+                ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+                ("grpc.max_metadata_size", 16 << 10),
+                ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                # Otherwise gRPC drops calls in a rush, without telling clients when to come back.
+                ("grpc.server.max_pending_requests", max_connections),
+                ("grpc.server.max_pending_requests_hard_limit", max_connections),
+                ("grpc.max_allowed_incoming_connections", max_connections),
+                ("grpc.max_connection_idle_ms", _ms(idle_s)),
+                ("grpc.server_handshake_timeout_ms", _ms(self.settings.handshake_timeout_s)),
+                ("grpc.keepalive_time_ms", _ms(2 * wire.KEEPALIVE_S)),
+                ("grpc.keepalive_timeout_ms", _ms(wire.KEEPALIVE_S)),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", _ms(wire.KEEPALIVE_S / 2)),
+            ]
+        )
+        # On the wire all calls are streams. Handling them as streams lets this code read the first
+        # message with a timeout, so a silent client does not hold its call.
+        for service, calls in services.items():
+            handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+                name: grpc.stream_stream_rpc_method_handler(call) for name, call in calls.items()
+            }
+            handler = grpc.method_handlers_generic_handler(service, handlers)
+            server.add_generic_rpc_handlers((handler,))
+        self._servers.append(server)
+        try:
+            if self.authority is None:
+                port = server.add_insecure_port(address)
+            else:
+                credentials = self._credentials(self.authority, mutual=mutual)
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise DeploymentError(
+                f"cannot listen on {address}: another program has the port, or the host is not "
+                "this machine; choose another address"
+            ) from error
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    def _credentials(self, authority: Authority, *, mutual: bool) -> grpc.ServerCredentials:
+        """Return credentials that are looked up for every connection, since certificates renew."""
+        served = authority.server_certificate()
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration(
+                [served], root_certificates=authority.ca_pem if mutual else None
+            )
+
+        def current() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            self.counters.connections += mutual
+            self.counters.enrolment_connections += not mutual
+            try:
+                latest = authority.server_certificate()
+            except DeploymentError as error:
+                _log.error("server_certificate_not_renewed", reason=str(error))
+                return None
+            if latest == served:
+                return None
+            served = latest
+            return configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(),
+            # None means "no change": documented, but missing in gRPC's types.
+            cast("Callable[[], grpc.ServerCertificateConfiguration]", current),
+            require_client_authentication=mutual,
+        )
+
+    async def _close(self, grace_s: float, reason: str) -> None:
+        self._poll.cancel()
+        self._report_refusals()
+        self._exchanges.abandon()
+        for session in self._sessions.all():
+            self._sessions.send_away(session, reason, after_s=_SOON_S)
+        if not self._enrolled.is_away:  # otherwise this would wait for a database
+            await self._contacts.keep()
+        stopping = [asyncio.create_task(each.stop(grace_s)) for each in self._servers]
+        # For calls of a client that vanished, gRPC waits longer than the grace period: until the
+        # keepalive fails.
+        _, late = await asyncio.wait(stopping, timeout=grace_s + _STOP_S)
+        if late:
+            _log.warning("gateway_closed_late", servers=len(late), waited_s=grace_s + _STOP_S)
+
+    async def _keep_polling(self) -> None:
+        while True:
+            await self._look_at_pace()
+            await self._enrolled.renew()
+            self._exchanges.tell_untold()
+            self._cut_strangers()
+            self._report()
+            await self._contacts.keep()
+
+    async def _look_at_pace(self) -> None:
+        """Wait until the next poll; measure the cost of check-ins and how late the loop is."""
+        began_s = self.clock.now_s()
+        await asyncio.sleep(_POLL_S)
+        late_s = max(0.0, self.clock.now_s() - began_s - _POLL_S)
+        self._processor_time.find_threads()
+        self._measure()
+        self._pace.look(late_s=late_s)
+
+    def _measure(self) -> None:
+        before, self._num_measured = self._num_measured, self.counters.check_ins
+        cpu_s = self._processor_time.passed_s()
+        self._pace.measured(cpu_s=cpu_s, num_check_ins=self._num_measured - before)
+
+    def _report(self) -> None:
+        """Log every 10 s which peers were not let in: nothing else reports them."""
+        now_s = self.clock.now_s()
+        if now_s - self._reported_s < _REPORT_S:
+            return
+        self._reported_s = now_s
+        counters = self.counters
+        # Counted from the connections at the last report: newer ones may still authenticate.
+        strangers = self._num_connections - counters.authenticated - counters.looks
+        self._num_connections = counters.connections
+        if strangers > self._strangers:
+            num_new = strangers - self._strangers
+            _log.warning("strangers", num_connections=num_new, num_so_far=strangers)
+        if (num_paced := counters.paced) > self._num_paced:
+            _log.info("paced", num_sent_away=num_paced - self._num_paced, **self._pace.values())
+            self._num_paced = num_paced
+        self._strangers = max(strangers, self._strangers)  # an announced look may not come
+        self._report_refusals()
+
+    def _report_refusals(self) -> None:
+        for cause, (num_calls, last_peer) in self._refusals.items():
+            _log.warning("refused", cause=cause, num_calls=num_calls, last_peer=last_peer)
+        self._refusals.clear()
+
+    def _enrolled_changed(self) -> None:
+        self._cut_strangers()
+        for session in self._sessions.all():
+            session.client = self._enrolled.by_id(session.client.client_id) or session.client
+            self._sessions.reconsider(session, session.eligibility)
+
+    def _cut_strangers(self) -> None:
+        """End the sessions of clients that are no longer admitted."""
+        for session in self._sessions.all():
+            if (objection := self._objection(session.client)) is None:
+                continue
+            reason, _ = objection
+            client = session.client
+            _log.warning(
+                "session_ended", client_id=client.client_id, name=client.name, reason=reason
+            )
+            session.cut(Ending(grpc.StatusCode.UNAUTHENTICATED, reason))
+            self._leave(session)
+
+    def _objection(self, client: EnrolledClient) -> tuple[str, str] | None:
+        """Return why a known client is no longer admitted, with one word to count it by."""
+        now = self._enrolled.by_id(client.client_id)
+        if now is None or now.status != "active":
+            return "this client was revoked", "revoked"
+        if now.fingerprint != client.fingerprint:
+            return "this client has enrolled again with other keys", "replaced"
+        if now.certificate_expires_utc <= utc(self.clock.unix_s()):
+            return (
+                "this client's certificate has expired; enrol again with a new invitation",
+                "expired",
+            )
+        return None
+
+    # The calls.
+
+    async def _serve_client(
+        self,
+        serve: Callable[[EnrolledClient, Context], Awaitable[None]],
+        _: object,
+        context: Context,
+    ) -> None:
+        """Serve an enrolled client, unless it has too many unfinished calls.
+
+        A call lasts until the client has read its end: one that does not read keeps its calls
+        open, and counted, as long as it is connected.
+        """
+        async with self._told(context):
+            client = await self._authenticated(context)
+            with counted(self._calls, client.client_id, at_most=_MAX_CALLS, what="calls"):
+                async with self._told(context, client=client):
+                    await serve(client, context)
+
+    async def _serve_anyone(
+        self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
+    ) -> None:
+        async with self._told(context):
+            await serve(context)
+
+    async def _serve_invited(
+        self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
+    ) -> None:
+        """Serve a client that need not be enrolled; count its connection as known afterwards."""
+        async with self._told(context):
+            await serve(context)
+            self._count_peer(context.peer())
+
+    @asynccontextmanager
+    async def _told(
+        self, context: Context, *, client: EnrolledClient | None = None
+    ) -> AsyncIterator[None]:
+        """Tell the peer why its call ends early, and count refusals."""
+        try:
+            yield
+        except Ended as ended:
+            code, reason, cause = ended.ending
+            who = ended.client if client is None else client
+            if cause:
+                self.counters.refused[cause] += 1
+                num_calls, _ = self._refusals.get(cause, (0, ""))
+                self._refusals[cause] = num_calls + 1, context.peer() if who is None else who.name
+            try:
+                if code in _NOT_NOW:
+                    client_id = None if who is None else who.client_id
+                    after_s = self._pace.after_s(_SOON_S, client_id=client_id)
+                    context.set_trailing_metadata(((wire.COME_BACK_METADATA, f"{after_s:.3f}"),))
+                await context.abort(code, reason)
+            except grpc.aio.InternalError as error:
+                # A message is still being sent to a client that does not read, so gRPC takes no
+                # status for its call. Cancelling the task resets the call.
+                _log.info("call_dropped", client_id=None if client is None else client.client_id)
+                raise asyncio.CancelledError from error
+
+    async def _serve_session(self, client: EnrolledClient, context: Context) -> None:
+        if not self.is_leader():
+            reason = "this coordinator stands by; try another address"
+            raise Ended(grpc.StatusCode.UNAVAILABLE, reason)
+        self.counters.check_ins += 1
+        if self.counters.check_ins - self._num_measured >= _MANY:
+            self._measure()
+        if not self._sessions.may_check_in(client.client_id):
+            self.counters.paced += 1
+            raise Ended(grpc.StatusCode.UNAVAILABLE, "too many clients come at once")
+        hello = await self._hello(client, context)
+        session = ServerSession(client, hello, since_s=self.clock.now_s())
+        welcome = wire_pb2.Welcome(
+            protocol=hello.protocol,
+            software=SOFTWARE,
+            client_id=client.client_id,
+            run_id=self.run_id,
+            unix_s=self.clock.unix_s(),
+            beat_s=self._beat_s(hello.protocol),
+            addresses=self.public_addresses,
+        )
+        session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
+        self._exchanges.answer_held(session)  # even if there is no room for the session
+        if self._sessions.enter(session):
+            self._exchanges.greet(session)
+        await self._converse(session, context)
+        if session.ending is not None and session.ending.code is not grpc.StatusCode.OK:
+            raise Ended(*session.ending)
+
+    def _beat_s(self, protocol: int) -> float:
+        """Return the seconds between beats; clients of protocol 2 do not understand them."""
+        return self.beat_s if protocol == wire.PROTOCOL else 0.0
+
+    async def _converse(self, session: ServerSession, context: Context) -> None:
+        """Receive and send messages until one side ends the session."""
+        timeout_s = self.settings.stall_timeout_s
+        writing = asyncio.create_task(
+            session.write(
+                context,
+                timeout_s=timeout_s,
+                beat_s=self._beat_s(session.protocol),
+                counters=self.counters,
+            )
+        )
+        tasks = {
+            asyncio.create_task(self._listen(session, context)),
+            writing,
+            asyncio.create_task(session.is_cut.wait()),
+        }
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._leave(session)
+            session.finish(Ending(grpc.StatusCode.OK, "the client has left"))
+            # gRPC cannot end a call while a message is being sent.
+            await asyncio.wait({writing}, timeout=_LAST_WORD_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self._leave(session)
+        if writing.cancelled():
+            raise asyncio.CancelledError
+
+    def _leave(self, session: ServerSession) -> None:
+        self._sessions.leave(session)
+        if self._sessions.find(session.client.client_id) is None:
+            self._exchanges.moved(session.client.client_id, ClientPhase.GONE)
+
+    async def _listen(self, session: ServerSession, context: Context) -> None:
+        bucket = TokenBucket(self.settings.max_messages_per_s, self.clock.now_s())
+        while (data := await read(context)) is not None:
+            self.counters.messages += 1
+            self.counters.bytes_in += len(data)
+            wait_s = bucket.take(now_s=self.clock.now_s())
+            if wait_s > 0.0:
+                self.counters.throttled += 1
+                await asyncio.sleep(wait_s)
+            try:
+                self._hear(session, _parsed(data))
+            except Ended as ended:
+                session.cut(ended.ending)
+                return
+
+    def _hear(self, session: ServerSession, message: wire_pb2.FromClient) -> None:
+        match message.WhichOneof("what"):
+            case "result":
+                self._exchanges.result(session, message.result)
+            case "progress":
+                self._exchanges.progressed(session, message.progress)
+            case "eligibility":
+                self._sessions.reconsider(session, message.eligibility)
+            case _:  # a second hello, or a message of a later version
+                self.counters.refused["unexpected"] += 1
+
+    async def _hello(self, client: EnrolledClient, context: Context) -> wire_pb2.Hello:
+        message = _parsed(await read_first(context, timeout_s=self.settings.handshake_timeout_s))
+        if message.WhichOneof("what") != "hello":
+            reason = "a session begins with hello"
+            raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "handshake")
+        if reason := self._sessions.versions.objection(client.client_id, message.hello):
+            raise Ended(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol")
+        return message.hello
+
+    async def _authenticated(self, context: Context) -> EnrolledClient:
+        """Identify the client that calls by its certificate.
+
+        Raises:
+            Ended: It is unknown, or is no longer admitted.
+        """
+        client = await self._recognised(context)
+        if client is None and self._enrolled.is_away:
+            reason = "the coordinator cannot look up new clients now; try again"
+            raise Ended(grpc.StatusCode.UNAVAILABLE, reason, "registry")
+        if client is None:
+            reason = "this client is not enrolled"
+            raise Ended(grpc.StatusCode.UNAUTHENTICATED, reason, "unknown")
+        objection = self._objection(client)
+        if objection is not None:  # its certificate may have expired since it connected
+            raise Ended(grpc.StatusCode.UNAUTHENTICATED, *objection, client=client)
+        return client
+
+    async def _recognised(self, context: Context) -> EnrolledClient | None:
+        if self.authority is None:
+            name = dict(context.invocation_metadata() or ()).get(NAME_METADATA, "")
+            return await self._enrolled.by_name(str(name))
+        for certificate in context.auth_context().get("x509_pem_cert", ()):
+            try:
+                client = await self._enrolled.by_fingerprint(certificate_fingerprint(certificate))
+            except ProtocolError:
+                return None
+            if client is not None:
+                self._count_peer(context.peer())
+            return client
+        return None
+
+    def _count_peer(self, peer: str) -> None:
+        """Count a connection of a known client, once."""
+        if peer not in self._peers:
+            self.counters.authenticated += 1
+            self._peers[peer] = None
+            if len(self._peers) > _MAX_PEERS:
+                del self._peers[next(iter(self._peers))]
+
+
+def _parsed(data: bytes) -> wire_pb2.FromClient:
+    """Parse a message of a session; only a reply may be large."""
+    message = parsed(wire_pb2.FromClient, data)
+    kind = message.WhichOneof("what")
+    if kind != "result" and len(data) > _MAX_SMALL_BYTES:
+        reason = f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} make sense"
+        raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
+    return message
+
+
+def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:
+    """Return the limits on open connections: of clients, and to the enrolment port.
+
+    Together they take at most half of the files that the process may open, and enrolment at most
+    an eighth. Without a limit, a peer that opens enough connections could keep the run from its own
+    database.
+    """
+    max_files = max_open_files()
+    if max_files is None:
+        return num_connections, num_enrolling
+    enrolling = min(num_enrolling, max_files // 8)
+    return min(num_connections, max_files // 2 - enrolling), enrolling
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(1000.0 * seconds))

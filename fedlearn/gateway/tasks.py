@@ -1,0 +1,610 @@
+"""The open exchange: sends tasks, receives replies and sends receipts, on the server's event loop.
+
+Each time an exchange asks clients, that is a question with its own key and log.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import grpc
+import structlog
+
+from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId
+from fedlearn.gateway.connections import Ended, Ending, ServerSession, Sessions
+from fedlearn.gateway.counters import GatewayCounters
+from fedlearn.gateway.exchange import (
+    LATE,
+    ClientPhase,
+    ExchangeHistory,
+    Judgement,
+    QuestionState,
+    Ruling,
+    Standing,
+    Verdict,
+    refusal,
+)
+from fedlearn.gateway.spool import (
+    Closed,
+    Draft,
+    GroupWriter,
+    LoggedReply,
+    PartialUpload,
+    ReplyLog,
+    WriteResult,
+)
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.secagg.keys import verify
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import DIGEST_BYTES, TaskKey, digest_of, signed_bytes
+
+#: Bytes of small replies of one cohort that may be in flight at once.
+_INLINE_TOTAL_BYTES = 256 << 20
+_MIN_INLINE_BYTES = 16 << 10
+
+NOT_STORED = Ending(
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "the coordinator cannot store this reply now (its disk is full or broken); try again",
+)
+#: Ends uploads to an exchange that will be opened again, in most cases by another process.
+PUT_ASIDE = Ending(
+    grpc.StatusCode.UNAVAILABLE, "no such exchange is open (any more, or yet); try again later"
+)
+SUPERSEDED = Ending(grpc.StatusCode.ABORTED, "this client has begun another upload")
+_NO_VERDICT = Ending(grpc.StatusCode.UNAVAILABLE, "no verdict can be given now; try again")
+WRONG_DIGEST = refusal("the bytes do not have the digest that was signed", "digest")
+
+_PHASES = {
+    wire_pb2.Progress.DOWNLOADING: ClientPhase.DOWNLOADING,
+    wire_pb2.Progress.TRAINING: ClientPhase.TRAINING,
+    wire_pb2.Progress.UPLOADING: ClientPhase.UPLOADING,
+}
+
+_log = structlog.get_logger(__name__)
+
+#: The future outcome of a received upload: its verdict, or why there is none yet.
+Waiter: TypeAlias = asyncio.Future[Ruling | Ending]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A request, encoded once for all of its clients: in ``data``, or in a file if it is large.
+
+    Attributes:
+        constants: The model's tensors that stay the same in a run, which a client downloads
+            once; ``None``: they are in the request.
+        older: The same request for clients of an older protocol; ``None``: they can read this
+            one, or none is connected.
+    """
+
+    digest: bytes
+    num_bytes: int
+    data: bytes
+    path: Path | None
+    constants: "Offer | None" = None
+    older: "Offer | None" = None
+
+    def for_protocol(self, protocol: int) -> "Offer":
+        """Return the version of the request for clients that speak ``protocol``."""
+        return self if self.older is None or protocol == wire.PROTOCOL else self.older
+
+    @property
+    def files(self) -> "list[Offer]":
+        """All downloads that clients may need for this request."""
+        others = [each for each in (self.constants, self.older) if each is not None]
+        return [self, *others]
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """Size limit of a reply."""
+        return 2 * self.num_bytes + (1 << 20)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveQuestion:
+    """An open question, with all that it needs.
+
+    Attributes:
+        personal: By client the bytes for it alone, in addition to its offer; others get none.
+        log: Makes replies durable.
+        arrivals: Logged replies of the exchange, for the thread that collects them.
+        started_s: When it was first asked, on the server's clock; in the past if it was resumed.
+        deadline_s: When its exchange ends, on the server's clock; infinite: not before it closes.
+    """
+
+    state: QuestionState
+    offers: Sequence[Offer]
+    personal: Mapping[ClientId, bytes]
+    log: ReplyLog
+    arrivals: "SimpleQueue[tuple[LiveQuestion, LoggedReply]]"
+    started_s: float
+    deadline_s: float
+
+    def offer_to(self, client_id: ClientId) -> Offer:
+        """Return the request for a participating client."""
+        return self.offers[self.state.participants[client_id].offer]
+
+
+@dataclass(kw_only=True, eq=False)
+class Exchanges:
+    """Runs exchanges, one after the other; each asks clients once or several times.
+
+    Attributes:
+        is_leader: Whether this coordinator may accept replies now.
+        is_recovering: Whether a crash has left an unfinished exchange. Until it is opened again,
+            every client may be one that it needs.
+        num_unlogged: Verified replies that are not durable yet.
+    """
+
+    history: ExchangeHistory
+    sessions: Sessions
+    writer: GroupWriter
+    is_leader: Callable[[], bool]
+    counters: GatewayCounters
+    clock: Clock
+    is_recovering: bool
+    num_unlogged: int = 0
+    _live: dict[TaskKey, LiveQuestion] = field(default_factory=dict)
+    _asked: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # the last question
+    _waiters: dict[tuple[TaskKey, ClientId], Waiter] = field(default_factory=dict)
+    _untold: dict[tuple[TaskKey, ClientId], Ruling] = field(default_factory=dict)
+    _called_off: dict[ClientId, TaskKey] = field(default_factory=dict)  # for their return
+    _ahead: dict[ClientId, tuple[TaskKey, Offer]] = field(default_factory=dict)  # last sent ahead
+    _closing: set[TaskKey] = field(default_factory=set)  # until their end is durable
+    _late_to: dict[ClientId, TaskKey] = field(default_factory=dict)  # the last late reply counted
+
+    # Called on behalf of the thread that collects replies.
+
+    def open(self, live: LiveQuestion) -> None:
+        """Send tasks to all participants; replies that an earlier process logged count already."""
+        now_s = self.clock.now_s()
+        self._live[live.state.key] = live
+        self._asked |= dict.fromkeys(live.state.participants, live)
+        self.is_recovering = False
+        self.history.open(live.state.key)
+        for reply in live.log.replies:
+            if live.state.is_awaited(reply.client_id):
+                live.state.log(reply.client_id, now_s=now_s)
+        if live.log.closed is not None:
+            return  # its replies only have to be read again
+        alike = dict[bytes, bytes]()  # by the request's digest: encoded once for all
+        for client_id, participant in live.state.participants.items():
+            self._called_off.pop(client_id, None)
+            session = self.sessions.find(client_id)
+            if participant.is_taken or session is None:
+                continue
+            offer = live.offer_to(client_id).for_protocol(session.protocol)
+            if personal := live.personal.get(client_id, b""):
+                message = self._task(live, offer, personal)
+            else:
+                if offer.digest not in alike:
+                    alike[offer.digest] = self._task(live, offer, b"")
+                message = alike[offer.digest]
+            if self.sessions.push(client_id, message):
+                live.state.move(client_id, ClientPhase.CONNECTED, now_s=now_s)
+        for session in self.sessions.all():
+            self.answer_held(session)
+
+    def send_ahead(
+        self, key: TaskKey, offer: Offer, client_ids: Sequence[ClientId], last_round_num: int
+    ) -> None:
+        """Announce a request to clients that are not asked yet, if they can use it."""
+        alike = dict[bytes, bytes]()
+        for client_id in client_ids:
+            session = self.sessions.find(client_id)
+            if session is None or not session.eligibility.takes_ahead:
+                continue
+            own = offer.for_protocol(session.protocol)
+            if own.digest not in alike:
+                alike[own.digest] = self._task_ahead(key, own, last_round_num)
+            self._ahead[client_id] = key, own
+            self.counters.sent_ahead += self.sessions.push(client_id, alike[own.digest])
+
+    def _task_ahead(self, key: TaskKey, offer: Offer, last_round_num: int) -> bytes:
+        task = wire_pb2.Task(
+            key=key.message(),
+            digest=offer.digest,
+            num_bytes=offer.num_bytes,
+            max_reply_bytes=offer.max_reply_bytes,
+            max_inline_bytes=self._max_inline_bytes(),
+            last_round_num=last_round_num,
+        )
+        _name_constants(task, offer)
+        return wire_pb2.FromCoordinator(ahead=task).SerializeToString()
+
+    def call_ahead_off(self) -> None:
+        """Cancel all requests that were sent ahead."""
+        for client_id, (key, _) in self._ahead.items():
+            self.sessions.push(client_id, _cancel(key, "no more rounds are open"))
+        self._ahead.clear()
+
+    def found_no_space(self) -> None:
+        """Count an attempt to open an exchange that failed because the disk was full."""
+        self.counters.disk_full += 1
+
+    def consumed(self, live: LiveQuestion, ruling: Ruling, *, failed: bool) -> None:
+        """Send the verdict on the next reply; ``failed``: it reports that its client failed."""
+        client_id = live.state.consume(ruling=ruling, failed=failed)
+        if ruling.verdict is Verdict.ACCEPTED:
+            self.counters.replies_accepted += 1
+        else:
+            self.counters.refused[ruling.cause] += 1
+        self._settle(live.state.key, client_id, ruling)
+
+    def close(self, live: LiveQuestion, *, by_itself: bool, reason: str = "") -> None:
+        """Take no more replies; clients receive the reason once the close is durable."""
+        if not self._leave(live):
+            return  # the server has stopped, and the exchange will be opened again
+        key, state = live.state.key, live.state
+        late, silent = state.rest()
+        rulings = state.rulings()
+        self.history.remember(key, rulings)
+        self._closing.add(key)
+        refused = {str(each): ruling.reason for each, ruling in rulings.items() if ruling.reason}
+        closed = Closed(num_consumed=state.num_consumed, by_itself=by_itself, refused=refused)
+        reason = reason or ("the round has closed" if by_itself else "the round has enough replies")
+        tell = partial(self._closed, key, late=late, silent=silent, reason=reason)
+        self.writer.put(live.log, closed, tell)
+
+    def committed(self, before_round: int) -> None:
+        """Send the verdicts that waited for the commit of rounds before ``before_round``."""
+        self._closing = {key for key in self._closing if key.round_num >= before_round}
+        self.tell_untold()
+
+    def suspend(self, live: LiveQuestion) -> None:
+        """Stop the exchange as a crash would: it resumes when it is opened again."""
+        if not self._leave(live):
+            return
+        for key, client_id in list(self._waiters):
+            if key == live.state.key:
+                self._answer(key, client_id, PUT_ASIDE)
+        self.writer.put(live.log, None, partial(_log_closed, live.state.key))
+
+    def abandon(self) -> None:
+        """Suspend all open questions because the server stops."""
+        for live in list(self._live.values()):
+            self.suspend(live)
+
+    # Clients.
+
+    def answer_held(self, session: ServerSession) -> None:
+        """Send the verdicts on the replies that a client holds; keep those that are unknown."""
+        unknown = []
+        for key in session.held:
+            judgement = self._judge(TaskKey.of(key), session.client.client_id)
+            if isinstance(judgement, Ruling):
+                self._tell(TaskKey.of(key), session, judgement)
+            elif judgement is Standing.UNKNOWN:
+                unknown.append(key)
+        session.held = tuple(unknown)
+
+    def greet(self, session: ServerSession) -> None:
+        """Send a client that has just connected the messages that it missed."""
+        client_id = session.client.client_id
+        live = self._asked.get(client_id)
+        if client_id in self._called_off:
+            session.push(_cancel(self._called_off.pop(client_id), "the round has closed"))
+        if live is not None and live.state.is_awaited(client_id):
+            personal = live.personal.get(client_id, b"")
+            offer = live.offer_to(client_id).for_protocol(session.protocol)
+            session.push(self._task(live, offer, personal))
+            self.moved(client_id, ClientPhase.CONNECTED)
+
+    def is_needed(self, client_id: ClientId) -> bool:
+        """Whether the open exchange waits for this client."""
+        live = self._asked.get(client_id)
+        return self.is_recovering or (live is not None and live.state.is_awaited(client_id))
+
+    def progressed(self, session: ServerSession, progress: wire_pb2.Progress) -> None:
+        """Record the progress that a client reports."""
+        live, phase = self._live.get(TaskKey.of(progress.key)), _PHASES.get(progress.phase)
+        if live is not None and phase is not None:
+            live.state.move(session.client.client_id, phase, now_s=self.clock.now_s())
+
+    def moved(self, client_id: ClientId, phase: ClientPhase) -> None:
+        """Set the phase of a client."""
+        live = self._asked.get(client_id)
+        if live is not None:
+            live.state.move(client_id, phase, now_s=self.clock.now_s())
+
+    def offer_to(self, client_id: ClientId, digest: bytes) -> Offer | None:
+        """Return the offer with this digest if it was sent to this client, also ahead."""
+        live = self._asked.get(client_id)
+        _, ahead = self._ahead.get(client_id, (None, None))
+        asked = None if live is None else live.offer_to(client_id)
+        offers = [each for offer in (asked, ahead) if offer is not None for each in offer.files]
+        return next((each for each in offers if each.digest == digest), None)
+
+    def is_asked(self, client_id: ClientId, offer: Offer) -> bool:
+        """Return whether a client is being asked this request now."""
+        live = self._asked.get(client_id)
+        if live is None:
+            return False
+        asked = live.offer_to(client_id)
+        return offer.digest in {each.digest for each in (asked, asked.older) if each is not None}
+
+    def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
+        """Judge a reply by its envelope alone, before its bytes come; a refusal is counted."""
+        key = TaskKey.of(envelope.key)
+        judgement = self._judge(key, client.client_id)
+        if judgement is Standing.OPEN:
+            judgement = self._check(client, envelope)
+        if judgement is LATE:
+            self._count_late(key, client.client_id)
+        elif isinstance(judgement, Ruling) and judgement.verdict is Verdict.REFUSED:
+            self.refused(client, judgement)
+        return judgement
+
+    def refused(self, client: EnrolledClient, ruling: Ruling) -> None:
+        """Count and log a refused reply."""
+        self.counters.refused[ruling.cause] += 1
+        _log.warning(
+            "reply_refused", client_id=client.client_id, name=client.name, reason=ruling.reason
+        )
+
+    def result(self, session: ServerSession, result: wire_pb2.Result) -> None:
+        """Receive a small reply."""
+        client, envelope = session.client, result.envelope
+        judgement = self.admit(client, envelope)
+        if judgement is Standing.OPEN and (mismatch := _mismatch(envelope, result.data)):
+            self.refused(client, mismatch)
+            judgement = mismatch
+        if isinstance(judgement, Ruling):
+            self._tell(TaskKey.of(envelope.key), session, judgement)
+        elif judgement is Standing.OPEN:
+            self.take(client.client_id, envelope, result.data)
+
+    def take(
+        self, client_id: ClientId, envelope: wire_pb2.Envelope, data: bytes | PartialUpload
+    ) -> None:
+        """Log the verified reply of an awaited client; its verdict follows later."""
+        live = self._live[TaskKey.of(envelope.key)]
+        live.state.take(client_id)
+        self.num_unlogged += 1
+        elapsed_s = self.clock.now_s() - live.started_s
+        reply = LoggedReply(client_id, elapsed_s, envelope.digest, envelope.num_bytes)
+        self.writer.put(live.log, Draft(reply, data), partial(self._logged, live, client_id))
+
+    async def verdict(
+        self,
+        client_id: ClientId,
+        envelope: wire_pb2.Envelope,
+        judgement: Judgement,
+        *,
+        wait_s: float,
+    ) -> Ruling:
+        """Wait for the final verdict on an upload that was received, or is not needed.
+
+        A verdict that is known already but not final yet is waited for at most ``wait_s``.
+
+        Raises:
+            Ended: There is no verdict, or not in time, or the client asks in another call.
+        """
+        key, timeout_s = TaskKey.of(envelope.key), None
+        if judgement is Standing.UNKNOWN:
+            raise Ended(*PUT_ASIDE)
+        if isinstance(judgement, Ruling):
+            if self._may_tell(key, judgement):
+                return judgement
+            if not self.is_leader():
+                raise Ended(*_NO_VERDICT)
+            self._untold[key, client_id], timeout_s = judgement, wait_s
+        self._answer(key, client_id, SUPERSEDED)
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        self._waiters[key, client_id] = waiter
+        try:
+            async with asyncio.timeout(timeout_s):
+                outcome = await waiter
+        except TimeoutError as error:
+            raise Ended(*_NO_VERDICT) from error
+        finally:
+            if self._waiters.get((key, client_id)) is waiter:
+                del self._waiters[key, client_id]
+        if isinstance(outcome, Ending):
+            raise Ended(*outcome)
+        return outcome
+
+    def folder(self, key: TaskKey) -> Path:
+        """Return the folder of a question that is open."""
+        return self._live[key].log.folder
+
+    def tell_untold(self) -> None:
+        """Send the verdicts that were not final before: not durable, or not the leader's."""
+        if self._untold and self.is_leader():
+            untold, self._untold = self._untold, {}
+            for (key, client_id), ruling in untold.items():
+                self._settle(key, client_id, ruling)
+
+    def status(self, name: Callable[[ClientId], str]) -> dict[str, object]:
+        """Return the phase of each client of the open exchange, and since when; JSON values."""
+        if not self._live:
+            return {"exchange": None, "clients": {}}
+        live, now_s = next(reversed(self._live.values())), self.clock.now_s()
+        asked = {
+            client_id: each.state.participants[client_id] for client_id, each in self._asked.items()
+        }
+        clients = {
+            str(client_id): {
+                "name": name(client_id),
+                "phase": str(each.phase),
+                "since_s": round(now_s - each.since_s, 1),
+            }
+            for client_id, each in asked.items()
+        }
+        exchange = live.state.key._asdict() | {
+            "elapsed_s": round(now_s - live.started_s, 1),
+            "remaining_s": round(live.deadline_s - now_s, 1) if isfinite(live.deadline_s) else None,
+            "phases": Counter(str(each.phase) for each in asked.values()),
+        }
+        return {"exchange": exchange, "clients": clients}
+
+    def _judge(self, key: TaskKey, client_id: ClientId) -> Judgement:
+        live = self._live.get(key)
+        if live is None:
+            return self.history.judge(key, client_id)
+        return live.state.judge(client_id)
+
+    def _check(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
+        most = self._live[TaskKey.of(envelope.key)].offer_to(client.client_id).max_reply_bytes
+        if len(envelope.digest) != DIGEST_BYTES:
+            return refusal(f"{len(envelope.digest)} bytes are no digest", "digest")
+        if envelope.num_bytes > most:
+            return refusal(f"{envelope.num_bytes} bytes, at most {most} make sense", "size")
+        signed = signed_bytes(envelope.key, client_id=client.client_id, digest=envelope.digest)
+        if not verify(client.identity_key, envelope.signature, signed):
+            return refusal("the signature is not of this client's identity key", "signature")
+        return Standing.OPEN
+
+    def _logged(self, live: LiveQuestion, client_id: ClientId, outcome: WriteResult) -> None:
+        key = live.state.key
+        self.num_unlogged -= 1
+        if isinstance(outcome, LoggedReply):
+            self.counters.replies_logged += 1
+            live.state.log(client_id, now_s=self.clock.now_s())
+            if self._live.get(key) is live:
+                live.arrivals.put((live, outcome))
+            elif self.history.is_past(key):
+                self._late(key, client_id)
+            return
+        live.state.put_back(client_id)
+        self.counters.disk_full += 1
+        _log.error("reply_not_stored", client_id=client_id, reason=str(outcome))
+        is_told = self._answer(key, client_id, NOT_STORED)
+        if not is_told and (session := self.sessions.find(client_id)) is not None:
+            session.cut(NOT_STORED)
+
+    def _late(self, key: TaskKey, client_id: ClientId) -> None:
+        self._count_late(key, client_id)
+        self._settle(key, client_id, LATE)
+
+    def _count_late(self, key: TaskKey, client_id: ClientId) -> None:
+        """Count a late reply once; a client that missed the receipt sends it again."""
+        if self._late_to.get(client_id) != key:
+            self._late_to[client_id] = key
+            self.counters.replies_late += 1
+
+    def _settle(self, key: TaskKey, client_id: ClientId, ruling: Ruling) -> None:
+        """Send a client the verdict on its reply; a disconnected one asks when it reconnects."""
+        if not self._may_tell(key, ruling):
+            self._untold[key, client_id] = ruling
+        elif not self._answer(key, client_id, ruling):
+            self.sessions.push(client_id, _receipt(key, ruling))
+
+    def _may_tell(self, key: TaskKey, ruling: Ruling) -> bool:
+        """Whether a verdict is final: neither a crash nor another coordinator can change it."""
+        if ruling.verdict is Verdict.LATE and key in self._closing:
+            return False
+        return ruling.verdict is Verdict.REFUSED or self.is_leader()
+
+    def _answer(self, key: TaskKey, client_id: ClientId, outcome: Ruling | Ending) -> bool:
+        """Give an outcome to a client's waiting upload; return whether there was one."""
+        waiter = self._waiters.pop((key, client_id), None)
+        if waiter is None or waiter.done():
+            return False
+        waiter.set_result(outcome)
+        return True
+
+    def _tell(self, key: TaskKey, session: ServerSession, ruling: Ruling) -> None:
+        if self._may_tell(key, ruling):
+            session.push(_receipt(key, ruling))
+        elif self.history.is_past(key):  # a client could invent any number of other keys
+            self._untold[key, session.client.client_id] = ruling
+
+    def _closed(
+        self,
+        key: TaskKey,
+        outcome: WriteResult,
+        *,
+        late: Sequence[ClientId],
+        silent: Sequence[ClientId],
+        reason: str,
+    ) -> None:
+        """Answer late clients and cancel silent ones, once no crash can undo the close."""
+        _log_closed(key, outcome)
+        if not isinstance(outcome, OSError):
+            self._closing.discard(key)
+            self.tell_untold()
+        for client_id in late:
+            self._late(key, client_id)
+        # Unless the verdict is final, another process may still wait for the silent clients.
+        if silent and self._may_tell(key, LATE):
+            message = _cancel(key, reason)
+            for client_id in silent:
+                if not self.sessions.push(client_id, message):
+                    self._called_off[client_id] = key
+        self.sessions.send_surplus_away()
+
+    def _leave(self, live: LiveQuestion) -> bool:
+        """Remove a question from the open ones; return whether it was there."""
+        if self._live.get(live.state.key) is not live:
+            return False
+        del self._live[live.state.key]
+        for client_id in live.state.participants:
+            if self._asked.get(client_id) is live:
+                del self._asked[client_id]
+        return True
+
+    def _max_inline_bytes(self) -> int:
+        """Return the size limit of a reply sent whole, which bounds the total over all clients."""
+        share = _INLINE_TOTAL_BYTES // max(1, len(self._asked))
+        return max(_MIN_INLINE_BYTES, min(wire.MAX_INLINE_BYTES, share))
+
+    def _task(self, live: LiveQuestion, offer: Offer, personal: bytes) -> bytes:
+        remaining_s = live.deadline_s - self.clock.now_s()
+        task = wire_pb2.Task(
+            key=live.state.key.message(),
+            digest=offer.digest,
+            num_bytes=offer.num_bytes,
+            data=offer.data,
+            remaining_s=max(1e-3, remaining_s) if isfinite(remaining_s) else 0.0,
+            max_reply_bytes=offer.max_reply_bytes,
+            max_inline_bytes=self._max_inline_bytes(),
+            personal=personal,
+        )
+        _name_constants(task, offer)
+        return wire_pb2.FromCoordinator(task=task).SerializeToString()
+
+
+def _name_constants(task: wire_pb2.Task, offer: Offer) -> None:
+    """Add to a task the digest of the constants that its request lacks."""
+    if offer.constants is not None:
+        task.constants_digest = offer.constants.digest
+        task.constants_bytes = offer.constants.num_bytes
+
+
+def receipt(key: wire_pb2.TaskKey, ruling: Ruling) -> wire_pb2.Receipt:
+    """Return a ruling as a wire message; both sides use the same verdict names."""
+    return wire_pb2.Receipt(key=key, verdict=ruling.verdict.name, reason=ruling.reason)
+
+
+def _receipt(key: TaskKey, ruling: Ruling) -> bytes:
+    message = wire_pb2.FromCoordinator(receipt=receipt(key.message(), ruling))
+    return message.SerializeToString()
+
+
+def _cancel(key: TaskKey, reason: str) -> bytes:
+    cancel = wire_pb2.Cancel(key=key.message(), reason=reason)
+    return wire_pb2.FromCoordinator(cancel=cancel).SerializeToString()
+
+
+def _mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
+    """Return a refusal if ``data`` does not match its envelope."""
+    if len(data) != envelope.num_bytes:
+        return refusal(f"{len(data)} bytes came, {envelope.num_bytes} were announced", "size")
+    if digest_of(data) != envelope.digest:
+        return WRONG_DIGEST
+    return None
+
+
+def _log_closed(key: TaskKey, outcome: WriteResult) -> None:
+    if isinstance(outcome, OSError):
+        # Harmless: no verdict is sent before the next commit, and a restart before that opens the
+        # exchange again.
+        _log.error("reply_log_not_closed", folder=key.folder, reason=str(outcome))
