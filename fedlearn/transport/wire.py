@@ -44,7 +44,7 @@ MISSED_BEATS = 3
 SLOWEST_BYTES_PER_S = 16 << 10
 
 #: Full names of the services' methods.
-GATEWAY = "fedlearn.v1.Door"
+GATEWAY = "fedlearn.v1.Door"  # the name on the wire, older than that in the code
 ENROLMENT = "fedlearn.v1.Enrolment"
 
 
