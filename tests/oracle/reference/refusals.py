@@ -10,7 +10,8 @@ from tests.oracle.configuration import SESSIONS, Configuration
 from tests.oracle.reference.privacy import CENTRAL
 
 #: Pages that say so.
-PRIVACY = "explanation/differential-privacy.md"
+PRIVACY = "explanation/privacy-limits.md"
+EXAMPLES = "explanation/example-privacy.md"
 SECURE = "explanation/secure-aggregation.md"
 SECURELY = "how-to/aggregate-securely.md"
 ASYNCHRONOUS = "explanation/asynchronous.md"
@@ -166,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.secure != "off" and is_asynchronous(c),
     ),
     # What privacy does not go with: how-to/differential-privacy.md and
-    # explanation/differential-privacy.md.
+    # explanation/privacy-limits.md.
     Rule(
         "under secure aggregation clients add the noise",
         "how-to/differential-privacy.md: the modes",
@@ -179,12 +180,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "computes with all examples of a batch",
-        f"{PRIVACY}: single examples",
+        f"{EXAMPLES}: limits",
         lambda c: c.privacy == "example" and c.norm == "batch",
     ),
     Rule(
         "couples the examples of a batch",
-        f"{PRIVACY}: single examples",
+        f"{EXAMPLES}: limits",
         lambda c: c.privacy == "example" and c.objective == "coupled",
     ),
     Rule(
@@ -241,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "one user must not displace another",
-        f"{PRIVACY}: each client by a coin of its own",
+        f"{PRIVACY}: one client can displace another",
         lambda c: c.privacy in CENTRAL and c.stragglers == "oversample",
     ),
     Rule(
