@@ -163,8 +163,9 @@ def written(page: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_an_application_passes_its_own_test(tmp_path: Path) -> None:
-    """Trainer, agent and tests of the guide, as files: an agent trains for a real gateway."""
+    """Trainer, agent and tests of the guides, as files: an agent trains for a real server."""
     written(GUIDES / "embed-the-client.md", tmp_path)
+    written(GUIDES / "test-the-client.md", tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q"],
         cwd=tmp_path,
@@ -180,9 +181,9 @@ def test_the_example_of_an_application_passes_its_own_test(tmp_path: Path) -> No
 
 def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
     """In a session, as a coordinator would ask it."""
-    page = (GUIDES / "embed-the-client.md").read_text()
+    page = (GUIDES / "own-trainer.md").read_text()
     (source,) = [block for block in blocks(page, "python") if "class MeanTrainer" in block]
-    names: dict[str, Any] = {"torch": torch}  # Any: what the example defines
+    names: dict[str, Any] = {}  # Any: what the example defines
     exec(source, names)  # noqa: S102 (our own page)
     session = ClientSession(ClientId(0), names["MeanTrainer"]())
     asked = TrainRequest(
