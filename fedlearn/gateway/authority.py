@@ -7,7 +7,8 @@ automatically; ``coordinator.key`` (Ed25519), created on the first start, which 
 secure aggregation and is pinned by every client at its enrolment. Coordinators of one deployment
 share the folder (or copies of it).
 
-``docs/how-to/operate.md`` explains how to replace the authority, or only the server's key.
+``docs/how-to/certificates-and-keys.md`` explains how to replace the authority, or only the
+server's key.
 """
 
 import ipaddress

@@ -519,7 +519,7 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     assert rows == [(_full(name), *meaning) for name, meaning in MEANINGS.items()]
     names = {_full(name) for name in MEANINGS}
     assert set(METRIC.findall(reference)) - {"fedlearn_"} == names
-    used = set(METRIC.findall((GUIDES / "operate.md").read_text()))
+    used = set(METRIC.findall((GUIDES / "monitor-a-coordinator.md").read_text()))
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= names
 
 
@@ -534,7 +534,7 @@ def _full(name: str) -> str:
 def test_yaml_of_the_documentation_parses() -> None:
     """Rules for alerts: each has an expression."""
     yaml = pytest.importorskip("yaml")
-    (text,) = blocks((GUIDES / "operate.md").read_text(), "yaml")
+    (text,) = blocks((GUIDES / "monitor-a-coordinator.md").read_text(), "yaml")
     (group,) = yaml.safe_load(text)["groups"]
     assert all(rule["alert"] and rule["expr"] for rule in group["rules"])
 
