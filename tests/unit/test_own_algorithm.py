@@ -24,7 +24,7 @@ from fedlearn.training.trainer import LocalTrainer, TrainContext
 from tests.processes import LONG_S, Launcher
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "how-to" / "own-algorithm.md"
+GUIDES = [ROOT / "docs" / "how-to" / name for name in ("own-algorithm.md", "own-trainer.md")]
 ALONE = ("--set", "engine.num_workers=1")
 #: One client at a time, as over a channel.
 ONE_BY_ONE = (*ALONE, "--set", "engine.executor=sequential", "--set", "engine.block_size=1")
@@ -34,14 +34,13 @@ SLOW = ("signs", "coins", "rounding", "trimmed")
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory with the guide's files, no settings from outside."""
+    """A working directory with the guides' files, no settings from outside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
         monkeypatch.delenv(name, raising=False)
-    for block in re.findall(
-        r"^```(?:python|toml)\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL
-    ):
+    text = "".join(guide.read_text() for guide in GUIDES)
+    for block in re.findall(r"^```(?:python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         named = re.match(r"# (\w+\.\w+)\n", block)
         if named is not None:
             Path(named[1]).write_text(block)

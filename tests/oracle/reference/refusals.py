@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "does not honour",
-        f"{OWN_ALGORITHM}: a trainer",
+        "how-to/own-trainer.md: `honours`",
         lambda c: (
             c.own == "trainer"
             and (c.algorithm == "fedprox" or c.gradient_clip > 0 or c.schedule != "none")
