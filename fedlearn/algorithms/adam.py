@@ -67,7 +67,7 @@ class LocalAdam(LocalWork):
         return {"first_moment": moments, "second_moment": moments, "num_steps": steps}
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take one step, in place on ``x`` and the moments."""
         rate, directions = self.learning_rate * moment.rate, list(grads)

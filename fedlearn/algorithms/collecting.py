@@ -29,7 +29,7 @@ class RoundRequest:
         attempt: Retry number of the round, starting at 0.
         params: The global model.
         strategy: The federated algorithm.
-        told: Vectors that the strategy broadcasts together with the model.
+        broadcast: Vectors that the strategy broadcasts together with the model.
         seed: Public seed of client-side randomness.
         kept: Client state, for a collector that simulates the clients.
         durations: Clients' durations in the last rounds, if the deadline adapts to them.
@@ -40,7 +40,7 @@ class RoundRequest:
     attempt: int
     params: Params
     strategy: Strategy
-    told: Lanes
+    broadcast: Lanes
     seed: int
     kept: Kept = field(default_factory=dict)
     durations: Durations = ()
@@ -55,7 +55,7 @@ class RoundRequest:
             order=tuple(spec.name for spec in self.params.layout.specs),
             settings=settings_of(self.strategy.local, self.strategy.transforms),
             seed=self.seed,
-            told=self.told,
+            broadcast=self.broadcast,
             num_statistics=len(self.params.layout.statistics),
             counted=self.counted,
         )
@@ -83,7 +83,7 @@ class RoundRequest:
     @property
     def download_bytes(self) -> int:
         """Size of the broadcast to one client: the model and the strategy's vectors."""
-        return self.params.num_bytes + sum(vector.nbytes for vector in self.told.values())
+        return self.params.num_bytes + sum(vector.nbytes for vector in self.broadcast.values())
 
     @property
     def upload_bytes(self) -> int:

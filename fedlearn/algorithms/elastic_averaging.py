@@ -99,34 +99,39 @@ class ElasticForce(Ranged, Around):
             _PULLED: MemorySpec(over=Over.TENSORS, is_kept=False),
         }
 
-    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
         """Begin at the client's own model, or at the global one if it has none yet."""
-        self.inner.begin(x, memory, told=told)
+        self.inner.begin(x, memory, broadcast=broadcast)
         has_own_K = memory[_HAS_OWN][0][:, 0] > 0.0
-        for value, own, model in zip(x, memory[_OWN], told[MODEL], strict=True):
+        for value, own, model in zip(x, memory[_OWN], broadcast[MODEL], strict=True):
             own.copy_(torch.where(_beside(has_own_K, own), own, model))
             value.copy_(own)
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step; the first step of a round also applies the force."""
-        self.inner.step(x, grads, memory, told=told, moment=moment)
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
         if moment.step == 0:
-            torch._foreach_sub_(list(x), self._forces(memory, told))
+            torch._foreach_sub_(list(x), self._forces(memory, broadcast))
             torch._foreach_add_(list(memory[_PULLED]), 1.0)
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Keep the client's own model, and write the model to send to ``x``: global plus force.
 
         Numbers that are not finite are sent unchanged, so that the client fails and keeps its
         previous model.
         """
-        lanes = self.inner.report(x, memory, told=told, num_steps=num_steps)
+        lanes = self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
         parts = zip(
-            x, self._forces(memory, told), memory[_OWN], memory[_PULLED], told[MODEL], strict=True
+            x,
+            self._forces(memory, broadcast),
+            memory[_OWN],
+            memory[_PULLED],
+            broadcast[MODEL],
+            strict=True,
         )
         for value, force, own, pulled, model in parts:
             # A tensor that the first batch gave no gradient has not been pulled yet.
@@ -136,9 +141,9 @@ class ElasticForce(Ranged, Around):
         memory[_HAS_OWN][0].fill_(1.0)
         return lanes
 
-    def _forces(self, memory: Memory, told: Memory) -> list[Tensor]:
+    def _forces(self, memory: Memory, broadcast: Memory) -> list[Tensor]:
         r"""Return :math:`\eta \rho (W_i - C)` as of before the first step."""
-        forces = sums(memory[_OWN], told[MODEL], factor=-1.0)
+        forces = sums(memory[_OWN], broadcast[MODEL], factor=-1.0)
         torch._foreach_mul_(forces, self.share)
         return forces
 

@@ -27,7 +27,7 @@ class ClippedGradients(Ranged, Around):
     gradient_clip_norm: Annotated[Positive, doc("Gradients are clipped to this norm, > 0.")]
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step by clipped gradients."""
         norms_GK = torch.stack(
@@ -38,4 +38,4 @@ class ClippedGradients(Ranged, Around):
         # not finite stays so, and the client fails.
         scale_K = (self.gradient_clip_norm / norm_K).clamp(max=1.0)
         clipped = [g * scale_K.view(-1, *[1] * (g.dim() - 1)) for g in grads]
-        self.inner.step(x, clipped, memory, told=told, moment=moment)
+        self.inner.step(x, clipped, memory, broadcast=broadcast, moment=moment)

@@ -159,11 +159,11 @@ class LocalWork(Ranged):
             return num_examples
         return (self.used_per_epoch(num_examples) - 1) % self.batch_size + 1
 
-    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
         """Do nothing: training begins at the global model."""
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Report no further lanes."""
         return {}
@@ -202,17 +202,17 @@ class LocalUpdate(Protocol):
     def memory(self) -> Mapping[str, MemorySpec]:
         """Its memory and random numbers, by name."""
 
-    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
         """Begin a round, in place on ``x`` and ``memory``, before the first gradient.
 
         Args:
             x: The trainable global parameters; write to them to start from other values.
             memory: The state that the client kept; all other memory is zero.
-            told: As for :meth:`step`.
+            broadcast: As for :meth:`step`.
         """
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take one step, in place on ``x`` and ``memory``.
 
@@ -221,20 +221,20 @@ class LocalUpdate(Protocol):
             grads: Gradients of the batch's mean loss, shaped like ``x``. Do not write to them: two
                 may be the same tensor.
             memory: As :attr:`memory` declares it, along ``x``.
-            told: The strategy's broadcast, and the global parameters as ``"model"``: along ``x``,
-                [1, ...] each.
+            broadcast: The strategy's broadcast, and the global parameters as ``"model"``: along
+                ``x``, [1, ...] each.
             moment: The time of the step.
         """
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Return the values of :attr:`lanes`, and update the kept memory.
 
         Args:
             x: The trainable parameters after the last step; write to them to send other values.
             memory: Updated in place.
-            told: As for :meth:`step`.
+            broadcast: As for :meth:`step`.
             num_steps: Steps that each client has taken: [K], of the dtype of ``x``.
         """
 
@@ -243,7 +243,7 @@ class LocalUpdate(Protocol):
 class Drifting(Protocol):
     """A local update whose affine step adds a constant of each client, such as in SCAFFOLD."""
 
-    def drift(self, memory: Memory, *, told: Memory) -> Sequence[Tensor]:
+    def drift(self, memory: Memory, *, broadcast: Memory) -> Sequence[Tensor]:
         """Return the drift, along the parameters: [K, ...] each; called after ``begin``."""
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
@@ -320,7 +320,7 @@ class LocalSgd(LocalWork):
         return None if self.momentum else Affine(1.0 - rate * self.weight_decay, -rate)
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take one step, in place on ``x`` and the velocity."""
         directions = list(grads)
@@ -359,9 +359,9 @@ class Around:
         """The inner update's."""
         return self.inner.memory
 
-    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
         """Begin the inner update."""
-        self.inner.begin(x, memory, told=told)
+        self.inner.begin(x, memory, broadcast=broadcast)
 
     def affine(self, moment: Moment) -> Affine | None:
         """Return the inner update's step in affine form, if it has one."""
@@ -369,16 +369,16 @@ class Around:
         return None if inner is None else inner(moment)
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner update's step."""
-        self.inner.step(x, grads, memory, told=told, moment=moment)
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Return the inner update's report."""
-        return self.inner.report(x, memory, told=told, num_steps=num_steps)
+        return self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
 
 
 def require_update(local: object, *, name: str) -> None:
@@ -491,12 +491,12 @@ def report_of(
     x: Tensors,
     memory: Memory,
     *,
-    told: Memory,
+    broadcast: Memory,
     num_steps: Tensor,
     layout: Layout,
 ) -> LocalReport:
     """Call :meth:`LocalUpdate.report` after the last step, and join its tensors to rows."""
-    reported = local.report(x, memory, told=told, num_steps=num_steps)
+    reported = local.report(x, memory, broadcast=broadcast, num_steps=num_steps)
     lanes = {name: rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
     kept = {
         # With flat parameters, memory over TENSORS has one number: repeat it for each tensor.
@@ -507,21 +507,21 @@ def report_of(
     return LocalReport(lanes, kept)
 
 
-def along_trainable(layout: Layout, params_P: Tensor, told: Mapping[str, Tensor]) -> Memory:
+def along_trainable(layout: Layout, params_P: Tensor, broadcast: Mapping[str, Tensor]) -> Memory:
     """Split the broadcast into tensors along the parameters, as :meth:`LocalUpdate.step` takes it.
 
     Args:
         layout: Layout of the model.
         params_P: The global model, shape [P].
-        told: Vectors with one number per trainable parameter: shape [Q] each.
+        broadcast: Vectors with one number per trainable parameter: shape [Q] each.
 
     Raises:
-        ValueError: As :func:`require_told`.
+        ValueError: As :func:`require_broadcast`.
     """
-    require_told(told, layout)
+    require_broadcast(broadcast, layout)
     views = layout.views(params_P)
     found = {MODEL: [views[spec.name].unsqueeze(0) for spec in layout.trainable]}
-    for name, vector_Q in told.items():
+    for name, vector_Q in broadcast.items():
         parts = vector_Q.split([spec.size for spec in layout.trainable])
         found[name] = [
             part.view(1, *spec.shape) for part, spec in zip(parts, layout.trainable, strict=True)
@@ -529,15 +529,15 @@ def along_trainable(layout: Layout, params_P: Tensor, told: Mapping[str, Tensor]
     return found
 
 
-def require_told(told: Mapping[str, Tensor], layout: Layout) -> None:
+def require_broadcast(broadcast: Mapping[str, Tensor], layout: Layout) -> None:
     """Raise ValueError if a broadcast vector is not of shape [Q], or is called :data:`MODEL`."""
-    for name, vector_Q in told.items():
+    for name, vector_Q in broadcast.items():
         if name == MODEL:
-            raise ValueError(f"clients are told the model as {MODEL!r}; give {name!r} another name")
+            raise ValueError(f"clients receive the model as {MODEL!r}; give {name!r} another name")
         if vector_Q.shape != (layout.num_trainable,):
             raise ValueError(
-                f"the strategy tells {name!r} of shape {tuple(vector_Q.shape)}, but the model has "
-                f"{layout.num_trainable} trainable numbers; tell one for each"
+                f"the strategy broadcasts {name!r} of shape {tuple(vector_Q.shape)}, but the model "
+                f"has {layout.num_trainable} trainable numbers; broadcast one for each"
             )
 
 

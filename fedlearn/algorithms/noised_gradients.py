@@ -81,7 +81,7 @@ class NoisedGradients(Ranged, Around):
     example_noise_multiplier: Positive
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Refuse: the gradient of a whole batch cannot be clipped per example.
 
@@ -193,7 +193,7 @@ class NoisedGradients(Ranged, Around):
         sizes_K: Sequence[int],
         memory: Memory,
         *,
-        told: Memory,
+        broadcast: Memory,
         moment: Moment,
     ) -> None:
         """Take the inner step by the gradients that :meth:`noised` returns, in place on ``x``.
@@ -206,7 +206,7 @@ class NoisedGradients(Ranged, Around):
             sums: As for :meth:`noised`.
             sizes_K: As for :meth:`noised`.
             memory: Memory of the inner update, along ``x``.
-            told: The broadcast, along ``x``.
+            broadcast: The broadcast, along ``x``.
             moment: The time of the step.
         """
         affine_at = short_cut(self.inner)
@@ -217,7 +217,7 @@ class NoisedGradients(Ranged, Around):
         is_scaled = affine is not None and affine == Affine(1.0, affine.scale)
         if affine is None or not is_scaled or not is_one:
             noised = self.noised(sums, sizes_K, like=x)
-            self.inner.step(x, noised, memory, told=told, moment=moment)
+            self.inner.step(x, noised, memory, broadcast=broadcast, moment=moment)
             return
         levels = self._noised_levels(sums, sizes_K)
         scale = affine.scale * self.level / sizes_K[0]

@@ -33,7 +33,7 @@ class OwnTraining(LocalWork):
     batch_size: Annotated[Count | None, doc("Examples a step, for trainers that honour it.")] = None
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Refuse: only the client's own trainer knows how to train.
 

@@ -38,9 +38,9 @@ class Proximal(Ranged, Around):
         return rule._replace(keep=rule.keep + force, pull=rule.pull - force)
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step by the gradients of the loss and the proximal term."""
-        pull = sums(x, told["model"], factor=-1.0)
+        pull = sums(x, broadcast["model"], factor=-1.0)
         directions = sums(grads, pull, factor=self.proximal)
-        self.inner.step(x, directions, memory, told=told, moment=moment)
+        self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)

@@ -82,10 +82,10 @@ class ScheduledRate(Ranged, Around):
         return None if inner is None else inner(self._scheduled(moment))
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step at the scheduled rate."""
-        self.inner.step(x, grads, memory, told=told, moment=self._scheduled(moment))
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=self._scheduled(moment))
 
     def _scheduled(self, moment: Moment) -> Moment:
         return moment._replace(rate=moment.rate * self.factor(moment))

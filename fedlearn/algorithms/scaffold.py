@@ -88,9 +88,9 @@ class ControlVariates(Around):
         rate = self.inner.learning_rate
         return Affine(keep=1.0, scale=-rate, shift=-rate)
 
-    def drift(self, memory: Memory, *, told: Memory) -> list[Tensor]:
+    def drift(self, memory: Memory, *, broadcast: Memory) -> list[Tensor]:
         """Return :math:`c - c_i`."""
-        return sums(told[_CONTROL], memory[_CONTROL], factor=-1.0)
+        return sums(broadcast[_CONTROL], memory[_CONTROL], factor=-1.0)
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
         """Count a gradient of each tensor in each step."""
@@ -98,7 +98,7 @@ class ControlVariates(Around):
             count_K1.add_(num_steps[:, None])
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step along the corrected gradient.
 
@@ -107,17 +107,17 @@ class ControlVariates(Around):
         """
         _require_constant_rate(moment)
         torch._foreach_add_(list(memory[_COUNTS]), 1.0)
-        directions = sums(grads, self.drift(memory, told=told), factor=1.0)
-        self.inner.step(x, directions, memory, told=told, moment=moment)
+        directions = sums(grads, self.drift(memory, broadcast=broadcast), factor=1.0)
+        self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Update the client's control variate, and return its change."""
         assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
-        changes, told_here = list[Tensor](), (told["model"], told[_CONTROL])
+        changes, broadcast_values = list[Tensor](), (broadcast["model"], broadcast[_CONTROL])
         for y, x_0, c, c_i, count_K1 in zip(
-            x, *told_here, memory[_CONTROL], memory[_COUNTS], strict=True
+            x, *broadcast_values, memory[_CONTROL], memory[_COUNTS], strict=True
         ):
             shape = (-1, *[1] * (y.dim() - 1))
             missed = 1.0 - count_K1[:, 0] / num_steps
@@ -203,7 +203,7 @@ class ScaffoldAveraging(Ranged, Strategy):
         """Return a control variate of zero: the mean of the clients', which start from zero."""
         return self.init(params)
 
-    def tell(self, state: State) -> Lanes:
+    def broadcast(self, state: State) -> Lanes:
         """Broadcast the server's control variate."""
         return {_CONTROL: state[_CONTROL]}
 

@@ -101,7 +101,7 @@ class Strategy(Protocol):
         """
         return self
 
-    def tell(self, state: State) -> Lanes:
+    def broadcast(self, state: State) -> Lanes:
         """Return the vectors to broadcast together with the model; none by default.
 
         Each has one number per trainable parameter, in the layout's order.
@@ -195,9 +195,9 @@ class Wrapped(Strategy):
         inner = self.inner.at(self.inner_state(state))
         return self if inner is self.inner else replace(self, inner=inner)
 
-    def tell(self, state: State) -> Lanes:
+    def broadcast(self, state: State) -> Lanes:
         """Return the inner strategy's broadcast."""
-        return self.inner.tell(self.inner_state(state))
+        return self.inner.broadcast(self.inner_state(state))
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
         """Take the inner strategy's step; the wrapper's own state is unchanged."""

@@ -323,7 +323,7 @@ def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
         objective=simulation.objective,
         metrics=simulation.metrics,
         local=simulation.algorithm.local,
-        told=simulation.algorithm.tell(simulation.algorithm.init(params)),
+        broadcast=simulation.algorithm.broadcast(simulation.algorithm.init(params)),
         population=simulation.population,
         params=params,
         precision=Precision(config.engine.precision),

@@ -180,7 +180,7 @@ class PythonAlgorithm(Algorithm):
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Call the factory and check that it made a strategy."""
         made = user_call("algorithm.name", self.factory, {"local": local, **self.args})()
-        needed = ("local", "aggregation", "transforms", "lanes", "init", "at", "tell", "step")
+        needed = ("local", "aggregation", "transforms", "lanes", "init", "at", "broadcast", "step")
         remedy = "let its class inherit from fedlearn.Strategy"
         require_attributes("algorithm.name", self.factory, made, needed, remedy)
         strategy: Strategy = made

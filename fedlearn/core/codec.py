@@ -51,7 +51,7 @@ _TABLE_SIZE = struct.Struct("<Q")
 #: Names in the file of tensors: a message of secure aggregation, and the prefixes of the tensors
 #: of the model and of the strategy's broadcast.
 _MESSAGE = "message"
-_MODEL, _TOLD = "model/", "told/"
+_MODEL, _BROADCAST = "model/", "told/"  # "told": the broadcast, under the name it has on the wire
 #: Tensors are aligned to this many bytes, the size of the widest element.
 _ALIGNMENT = 8
 #: The most dimensions that torch's operations can handle.
@@ -446,8 +446,8 @@ def _tensors_of(message: Request | Reply) -> Mapping[str, Tensor]:
 
 
 def _training_tensors(train: TrainRequest) -> dict[str, Tensor]:
-    told = {_TOLD + name: tensor for name, tensor in train.told.items()}
-    return _model_tensors(train.tensors) | told
+    broadcast = {_BROADCAST + name: tensor for name, tensor in train.broadcast.items()}
+    return _model_tensors(train.tensors) | broadcast
 
 
 def _model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -522,9 +522,11 @@ def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         raise _malformed("settings is not a table of plain values")
     if values.get("num_statistics", 0) > len(values["order"]):
         raise _malformed("num_statistics is larger than the number of names in order")
-    model, told = _under(_MODEL, tensors), _under(_TOLD, tensors)
-    _require_names(tensors, {_MODEL + name for name in model} | {_TOLD + name for name in told})
-    return TrainRequest(tensors=model, told=told, **values)
+    model, broadcast = _under(_MODEL, tensors), _under(_BROADCAST, tensors)
+    _require_names(
+        tensors, {_MODEL + name for name in model} | {_BROADCAST + name for name in broadcast}
+    )
+    return TrainRequest(tensors=model, broadcast=broadcast, **values)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -557,7 +559,7 @@ def _only_message(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _owning_all(train: TrainRequest, constants: bytes | mmap) -> TrainRequest:
     """Complete a training request as :func:`_owning` does, and copy the strategy's broadcast."""
-    return _owning(replace(train, told=_copies(train.told)), constants)
+    return _owning(replace(train, broadcast=_copies(train.broadcast)), constants)
 
 
 def _owning(work: WorkT, constants: bytes | mmap) -> WorkT:

@@ -53,7 +53,7 @@ class TrainRequest:
             trained parameters, then running statistics.
         settings: How to train: :mod:`fedlearn.algorithms.settings`.
         seed: Public seed of all client-side randomness that need not be secret.
-        told: The strategy's broadcast in addition to the model: one vector per name.
+        broadcast: The strategy's broadcast in addition to the model: one vector per name.
         lacks_constants: Whether ``tensors`` lacks the model's constants, which stay the same in a
             run and were sent separately.
         num_statistics: How many of the last names in ``order`` are running statistics, which
@@ -71,7 +71,7 @@ class TrainRequest:
     order: Sequence[str]
     settings: Settings
     seed: int
-    told: "Mapping[str, Tensor]" = field(default_factory=dict)
+    broadcast: "Mapping[str, Tensor]" = field(default_factory=dict)
     lacks_constants: bool = False
     num_statistics: int = 0
     counted: Mapping[ClientId, int] | None = None

@@ -54,7 +54,7 @@ _ANSWER_S = 60.0
 _LOOK_S = 0.1
 
 #: Purposes of the tensors that are sent for a training, which are prefixes of their names.
-_PARTS = ("model", "state", "told", "saved")
+_PARTS = ("model", "state", "broadcast", "saved")
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +177,7 @@ class Workers:
                 "seed": context.seed.value,
             }
         ).encode()
-        given = zip(_PARTS, (tensors, context.state, context.told, saved), strict=True)
+        given = zip(_PARTS, (tensors, context.state, context.broadcast, saved), strict=True)
         body = safetensors.torch.save(
             {
                 f"{part}/{name}": value.detach().cpu().contiguous()
@@ -305,7 +305,7 @@ def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
                 extra=head["extra"],
                 seed=Seed(head["seed"]),
                 state=tensors["state"],
-                told=tensors["told"],
+                broadcast=tensors["broadcast"],
                 control=Resumed(UNATTENDED, tensors["saved"]),
             )
             answer = _trained(trainer, tensors["model"], context, group)

@@ -29,7 +29,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
-from fedlearn.rounds.pieces import begun_by, stepped_by, strategy_at, told_by
+from fedlearn.rounds.strategy_calls import call_at, call_begin, call_broadcast, call_step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,13 +38,13 @@ class Version:
 
     Attributes:
         params: The model.
-        told: Vectors that were broadcast together with it.
+        broadcast: Vectors that were broadcast together with it.
         state: The strategy's state in that round if the clients' work depends on it; else empty.
         counted: Value of :attr:`ServerState.counted` in that round.
     """
 
     params: Params
-    told: Lanes
+    broadcast: Lanes
     state: State
     counted: Mapping[ClientId, int] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class RoundPlan:
             RoundError: A value of the strategy's state is not a tensor, or a metric is not a
                 number.
         """
-        begun = begun_by(self.strategy, params)
+        begun = call_begin(self.strategy, params)
         return ServerState(
             round_num=0, params=begun.params, strategy_state=begun.state, begun=begun.metrics
         )
@@ -182,7 +182,7 @@ def run_round(
         CohortTooSmall: Fewer clients are available than are asked.
         RoundError: A broadcast, aggregate or return value of the strategy is invalid.
     """
-    strategy = strategy_at(plan.strategy, state.strategy_state)
+    strategy = call_at(plan.strategy, state.strategy_state)
     request = _request(state, plan, strategy, attempt=attempt)
     usual = plan.strategy if state.strategy_state else strategy
     # A client in flight was sent an older model, perhaps by a process that has since crashed.
@@ -192,10 +192,10 @@ def run_round(
             request,
             round_num=based_on,
             params=sent.params,
-            told=sent.told,
+            broadcast=sent.broadcast,
             counted=None if request.counted is None else sent.counted,
             strategy=plan.for_clients(
-                strategy_at(plan.strategy, sent.state) if sent.state else usual, based_on
+                call_at(plan.strategy, sent.state) if sent.state else usual, based_on
             ),
         )
         for based_on, sent in state.versions.items()
@@ -209,7 +209,7 @@ def run_round(
     # Keep the strategy's state only if the clients' work depends on it, since it can be large.
     newest = Version(
         params=request.params,
-        told=request.told,
+        broadcast=request.broadcast,
         state={} if strategy is plan.strategy else state.strategy_state,
         counted=request.counted or {},
     )
@@ -241,7 +241,7 @@ def _request(
         attempt=attempt,
         params=state.params,
         strategy=plan.for_clients(strategy, state.round_num),
-        told=told_by(strategy, state.strategy_state, state.params),
+        broadcast=call_broadcast(strategy, state.strategy_state, state.params),
         seed=plan.seed.value,
         kept=state.kept,
         durations=state.durations,
@@ -284,7 +284,7 @@ def _stepped(
             round_num=state.round_num,
             attempt=attempt,
         )
-    stepped = stepped_by(strategy, state.params, aggregate, strategy_state)
+    stepped = call_step(strategy, state.params, aggregate, strategy_state)
     next_state = replace(
         state,
         round_num=state.round_num + 1,

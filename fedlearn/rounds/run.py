@@ -394,7 +394,7 @@ def _checkpoint(state: RunState) -> Checkpoint:
     for based_on, sent in server.versions.items():
         tensors |= _rounds_tensors(f"{_VERSION}{based_on}/counted/", sent.counted)
         tensors |= {f"{_VERSION}{based_on}/params/{n}": t for n, t in _exact(sent.params).items()}
-        tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.told.items()}
+        tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.broadcast.items()}
         tensors |= {f"{_VERSION}{based_on}/state/{n}": t for n, t in sent.state.items()}
     if state.best_params is not None:
         tensors |= {f"best/{name}": t for name, t in _exact(state.best_params).items()}
@@ -460,7 +460,7 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
         versions={
             based_on: Version(
                 params=_params(_part(checkpoint, f"{_VERSION}{based_on}/params/", device), like),
-                told=_part(checkpoint, f"{_VERSION}{based_on}/told/", device),
+                broadcast=_part(checkpoint, f"{_VERSION}{based_on}/told/", device),
                 state=_part(checkpoint, f"{_VERSION}{based_on}/state/", device),
                 counted=_rounds_from(checkpoint.under(f"{_VERSION}{based_on}/counted/")),
             )

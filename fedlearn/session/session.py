@@ -292,7 +292,7 @@ class ClientSession:
             extra=extra,
             seed=Seed(request.seed),
             state=state,
-            told=request.told,
+            broadcast=request.broadcast,
             control=control,
         )
         return train_reply(self.trainer, request, context=context, known=known)

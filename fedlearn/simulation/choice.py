@@ -81,8 +81,7 @@ class Job:
         objective: Loss and metrics.
         metrics: Metrics that need a whole set of examples at once, by name.
         local: The clients' local update.
-        told: The strategy's broadcast in addition to the model in the first round, one vector per
-            name.
+        broadcast: The strategy's broadcast in the first round: one vector per name.
         population: The clients.
         params: The initial model, on the device where training happens.
         precision: Precision of forward and backward passes.
@@ -96,7 +95,7 @@ class Job:
     objective: Objective
     metrics: Mapping[str, Metric]
     local: LocalUpdate
-    told: Lanes
+    broadcast: Lanes
     population: Population
     params: Params
     precision: Precision
@@ -124,7 +123,11 @@ class Job:
         steps = self.local.work.num_steps(self.population.num_examples(client_ids))
         client_ids = client_ids[np.argsort(-steps, kind="stable")]
         task = LocalTask(
-            params=self.params, local=self.local, told=self.told, round_num=0, seed=self.seed
+            params=self.params,
+            local=self.local,
+            broadcast=self.broadcast,
+            round_num=0,
+            seed=self.seed,
         )
         return Work.of(task, self.population.load(client_ids), client_ids, kept={})
 

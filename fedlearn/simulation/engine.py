@@ -287,7 +287,7 @@ class Engine:
         return (
             getattr(self.executor, "takes_apart", False)
             and all(type(update) is LocalSgd for update in updates)
-            and not any(request.told for request in requests)
+            and not any(request.broadcast for request in requests)
         )
 
     def _locals(
@@ -318,7 +318,7 @@ class Engine:
         task = LocalTask(
             params=request.params,
             local=local,
-            told=request.told,
+            broadcast=request.broadcast,
             round_num=request.round_num,
             seed=Seed(request.seed),
         )
@@ -330,7 +330,7 @@ class Engine:
             apart=apart,
         )
         with read_only(
-            (request.params.vector, *request.told.values()), who=f"{type(local).__name__}.step"
+            (request.params.vector, *request.broadcast.values()), who=f"{type(local).__name__}.step"
         ):
             trained = self.executor.train(work)
         if trained.kept.keys() - local.memory.keys() and self.cluster.world_size > 1:

@@ -195,7 +195,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             round_num=train.round_num,
             attempt=train.attempt,
             num_examples_processed=work.num_processed(self.population.num_examples(client_ids)),
-            download_bytes=num_bytes + sum(told.nbytes for told in train.told.values()),
+            download_bytes=num_bytes + sum(each.nbytes for each in train.broadcast.values()),
             upload_bytes=delta_bytes(train.tensors, order=train.order) + self.further_bytes,
             seed=Seed(train.seed),
         )

@@ -41,16 +41,21 @@ def round_of(model: Model, asked: Settings | Strategy, *, round_num: int) -> Rou
     """Build a round that asks clients to train with ``asked``: settings or a strategy."""
     params = params_of(model)
     if not isinstance(asked, Mapping):
-        told = asked.tell(asked.init(params))
+        broadcast = asked.broadcast(asked.init(params))
         return RoundRequest(
-            round_num=round_num, attempt=0, params=params, strategy=asked, told=told, seed=0
+            round_num=round_num,
+            attempt=0,
+            params=params,
+            strategy=asked,
+            broadcast=broadcast,
+            seed=0,
         )
     return SettingsRequest(
         round_num=round_num,
         attempt=0,
         params=params,
         strategy=FedAvg(_local_of(asked)),
-        told={},
+        broadcast={},
         seed=0,
         settings=asked,
     )

@@ -561,7 +561,7 @@ class Training:
         model: The model to train.
         params: The global model.
         local: The local update that each client runs.
-        told: What the strategy broadcasts along with the model: one vector for each name.
+        broadcast: What the strategy broadcasts along with the model: one vector for each name.
         round_num: Round index.
         together: Sums gradients over the processes that share the training; ``None``: there is
             only this process.
@@ -580,7 +580,7 @@ class Training:
         params: Params,
         *,
         local: LocalUpdate,
-        told: Lanes,
+        broadcast: Lanes,
         round_num: int,
         together: Lockstep | None = None,
     ) -> None:
@@ -591,9 +591,9 @@ class Training:
         self._takes_any_layout = takes_flat(self._local)
         if not self._takes_any_layout:
             model.lay_out_plainly()
-        self._told: Memory = {
+        self._broadcast: Memory = {
             name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
-            for name, values in along_trainable(params.layout, params.vector, told).items()
+            for name, values in along_trainable(params.layout, params.vector, broadcast).items()
         }
         self._is_own, self._seed = is_own(local), Seed(0)  # each client has one
         self._draws = Draws(self._local, ())
@@ -625,7 +625,9 @@ class Training:
             kept_as_they_were.enter_context(self._model.training(self._params))
             with torch.no_grad():
                 self._draw(BEGIN)
-                self._local.begin(self._model.trainable_stack, self.memory, told=self._told)
+                self._local.begin(
+                    self._model.trainable_stack, self.memory, broadcast=self._broadcast
+                )
             yield
 
     def _draw(self, step: int) -> None:
@@ -673,17 +675,19 @@ class Training:
         self._draw(self.num_steps)
         x: Tensors = self._model.trainable_stack
         memory: Memory = self.memory
-        told = self._told
+        broadcast = self._broadcast
         if not is_whole:
             places = _reached(range(len(grads)), grads)
-            x, told = _reached(x, grads), along(told, places)
+            x, broadcast = _reached(x, grads), along(broadcast, places)
             memory = along(memory, places)
         if not self._takes_any_layout:
             own = [grad.contiguous() for grad in own]
-        self._step(x, [grad.unsqueeze(0) for grad in own], memory, told=told, moment=moment)
+        self._step(
+            x, [grad.unsqueeze(0) for grad in own], memory, broadcast=broadcast, moment=moment
+        )
 
     def _step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Call the rule's step, and note whether it wrote to anything.
 
@@ -692,7 +696,7 @@ class Training:
         """
         touched = [] if self._does_step else [*x, *chain.from_iterable(memory.values())]
         before = written(touched)
-        self._local.step(x, grads, memory, told=told, moment=moment)
+        self._local.step(x, grads, memory, broadcast=broadcast, moment=moment)
         self._does_step = self._does_step or not x or written(touched) > before
 
     @property
@@ -719,7 +723,7 @@ class Training:
             self._local,
             self._model.trainable_stack,
             self.memory,
-            told=self._told,
+            broadcast=self._broadcast,
             num_steps=self._model.vector_P.new_full((1,), float(self.num_steps)),
             layout=self._model.layout,
         )

@@ -332,13 +332,15 @@ class TorchTrainer:
         turns: Turns,
     ) -> LocalResult:
         params = self._params(tensors)
-        told = {name: value.to(params.vector) for name, value in context.told.items()}
-        unwritten = read_only((params.vector, *told.values()), who=f"{type(local).__name__}.step")
+        broadcast = {name: value.to(params.vector) for name, value in context.broadcast.items()}
+        unwritten = read_only(
+            (params.vector, *broadcast.values()), who=f"{type(local).__name__}.step"
+        )
         training = Training(
             self._model,
             params,
             local=local,
-            told=told,
+            broadcast=broadcast,
             round_num=context.round_num,
             together=together,
         )

@@ -81,7 +81,7 @@ class TrainContext:
         settings: How the coordinator asks to train.
         seed: Public seed of all random draws that need not be secret.
         state: The state that this client returned the last time; empty at first.
-        told: What the strategy broadcasts along with the model: by name, one vector over the
+        broadcast: What the strategy broadcasts along with the model: by name, one vector over the
             trainable parameters.
         control: Cancels the task, and takes its progress and checkpoints.
         extra: The coordinator's free-form ``client.extra`` settings, by name.
@@ -92,7 +92,7 @@ class TrainContext:
     settings: Settings
     seed: Seed
     state: Mapping[str, Tensor]
-    told: Mapping[str, Tensor] = field(default_factory=dict)
+    broadcast: Mapping[str, Tensor] = field(default_factory=dict)
     control: TaskControl = UNATTENDED
     extra: Settings = field(default_factory=dict)
 

@@ -177,7 +177,7 @@ def collect(collector: PlainCollector, params: Params) -> None:
         SystemExit: A reply was not accepted, so the figure is meaningless.
     """
     request = RoundRequest(
-        round_num=0, attempt=0, params=params, strategy=STRATEGY, told={}, seed=0
+        round_num=0, attempt=0, params=params, strategy=STRATEGY, broadcast={}, seed=0
     )
     collected = collect_from(collector, collector.available(), request)
     if collected.count(Status.REPORTED) != len(collected.participations):

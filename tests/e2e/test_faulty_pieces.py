@@ -115,7 +115,7 @@ class Listing(Plain):
 class Short(Plain):
     """Broadcasts too few numbers."""
 
-    def tell(self, state: Any) -> Mapping[str, Tensor]:
+    def broadcast(self, state: Any) -> Mapping[str, Tensor]:
         """Broadcast three numbers."""
         return {"control": torch.zeros(3)}
 
@@ -123,7 +123,7 @@ class Short(Plain):
 class Renaming(Plain):
     """Broadcasts another model under the name of the global one."""
 
-    def tell(self, state: Any) -> Mapping[str, Tensor]:
+    def broadcast(self, state: Any) -> Mapping[str, Tensor]:
         """Broadcast zeros."""
         return {"model": torch.zeros(8)}
 
@@ -139,8 +139,8 @@ class Renaming(Plain):
         (Counting(), r"Counting\.init returned the state 'rounds' as int"),
         (Claiming(), r"names a metric 'accuracy', and so does the evaluation"),
         (Listing(), r"Listing\.step returned the metric 'norms' as Tensor"),
-        (Short(), r"Short\.tell: the strategy tells 'control' of shape \(3,\)"),
-        (Renaming(), r"Renaming\.tell: .* give 'model' another name"),
+        (Short(), r"Short\.broadcast: the strategy broadcasts 'control' of shape \(3,\)"),
+        (Renaming(), r"Renaming\.broadcast: .* give 'model' another name"),
         (
             fl.Scaffold(SGD, num_clients=2, server_learning_rate=1.0),
             r"num_clients is 2, but 4 clients contributed",
@@ -169,7 +169,7 @@ class Returning(fl.LocalWork):
     """Returns new tensors instead of writing to the given ones."""
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Any:
         """Return new tensors."""
         return [value - 0.1 * grad for value, grad in zip(x, grads, strict=True)]
@@ -178,19 +178,21 @@ class Returning(fl.LocalWork):
 class Putting(Returning):
     """Puts new tensors into the list."""
 
-    def step(self, x: Any, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment) -> Any:
+    def step(
+        self, x: Any, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
+    ) -> Any:
         """Change the list."""
-        x[:] = super().step(x, grads, memory, told=told, moment=moment)
+        x[:] = super().step(x, grads, memory, broadcast=broadcast, moment=moment)
 
 
 class Overwriting(Returning):
     """Also writes to the global model, from which the next client starts."""
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Any:
         """Write to both."""
-        for value, start, grad in zip(x, told["model"], grads, strict=True):
+        for value, start, grad in zip(x, broadcast["model"], grads, strict=True):
             value.sub_(grad, alpha=0.1)
             start.sub_(1.0)
 
@@ -204,7 +206,7 @@ class Silent(Returning):
         return (fl.LaneSpec(name="extra", over=3, weighted=False, bound=None),)
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Any:
         """Step."""
         for value, grad in zip(x, grads, strict=True):
@@ -214,7 +216,7 @@ class Silent(Returning):
 class Talkative(Silent):
     """Reports more than it declares."""
 
-    def report(self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor) -> Any:
+    def report(self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor) -> Any:
         """Report two lanes."""
         return {name: [torch.zeros(len(num_steps), 3)] for name in ("extra", "surprise")}
 

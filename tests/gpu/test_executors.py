@@ -69,7 +69,7 @@ def job_of(
         objective=CrossEntropy(),
         metrics={},
         local=local,
-        told={},
+        broadcast={},
         population=population,
         params=Params(params.layout, params.vector.to(device), constants),
         precision=Precision.FLOAT32,

@@ -99,7 +99,7 @@ def context_of(local: LocalUpdate, *, size: int, control: TaskControl = UNATTEND
         settings=settings_of(local),
         seed=Seed(5),
         state={},
-        told={"control": torch.linspace(-0.1, 0.1, size, dtype=torch.float64)},
+        broadcast={"control": torch.linspace(-0.1, 0.1, size, dtype=torch.float64)},
         control=control,
     )
 
@@ -256,7 +256,7 @@ def test_a_reply_leaves_the_gpu() -> None:
         order=tuple(spec.name for spec in params.layout.specs),
         settings=settings_of(local, [clip]),
         seed=5,
-        told=context.told,
+        broadcast=context.broadcast,
     )
     replies = []
     for device in ("cuda", "cpu"):

@@ -27,7 +27,7 @@ class LayerWise(fl.LocalWork):
     learning_rate: float
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Step each tensor by itself."""
         for value, grad in zip(x, grads, strict=True):
@@ -46,10 +46,10 @@ class PerStep(LayerWise):
         return (fl.LaneSpec(name="tau", over=1, weighted=True, bound=None),)
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Send the mean step."""
-        for value, model in zip(x, told["model"], strict=True):
+        for value, model in zip(x, broadcast["model"], strict=True):
             share = num_steps.to(value).view(-1, *[1] * (value.dim() - 1))
             value.copy_(model + (value - model) / share)
         return {"tau": [num_steps[:, None]]}

@@ -96,7 +96,7 @@ def engine(
         metrics={},
         local=strategy.local,
         population=population,
-        told=strategy.tell(strategy.init(params)),
+        broadcast=strategy.broadcast(strategy.init(params)),
         params=params,
         precision=Precision.FLOAT32,
         num_clients=len(flower.SIZES),

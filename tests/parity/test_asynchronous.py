@@ -125,7 +125,7 @@ class Simulation:
             objective=CrossEntropy(),
             metrics={},
             local=LOCAL,
-            told={},
+            broadcast={},
             population=clients,
             params=initial(),
             precision=Precision.FLOAT32,

@@ -82,7 +82,7 @@ def run(
         objective=CrossEntropy(),
         metrics={},
         local=local,
-        told={},
+        broadcast={},
         population=population,
         params=params,
         precision=Precision.FLOAT32,

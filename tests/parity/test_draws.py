@@ -46,7 +46,7 @@ class StochasticSign(Remembering):
     }
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         for value, grad, coin, mean in zip(x, grads, memory["coin"], memory["mean"], strict=True):
             mean.lerp_(grad, 0.5)
@@ -77,13 +77,13 @@ class Dithered(Around):
             LaneSpec(name="drawn_each", over=Over.TENSORS, weighted=False, bound=None),
         )
 
-    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
         """Move away from the model at random."""
         for value, start in zip(x, memory["start"], strict=True):
             value.add_(start, alpha=0.01)
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Round the model to a coarse grid."""
         for value, dither in zip(x, memory["dither"], strict=True):
@@ -210,17 +210,17 @@ class PlainRandom(Around):
             case "python":
                 memory["drawn"][0].fill_(random.random())  # noqa: S311 - under test
 
-    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
         self.draw(memory, "begin")
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
-        self.inner.step(x, grads, memory, told=told, moment=moment)
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
         self.draw(memory, "step")
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         self.draw(memory, "report")
         return {"drawn": memory["drawn"]}

@@ -107,7 +107,7 @@ def round_over(channel: Channel) -> Collected:
         attempt=0,
         params=Params.of(make_model()),
         strategy=WithExtra.around(FedAvg(OwnTraining()), EXTRA),
-        told={},
+        broadcast={},
         seed=0,
     )
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)

@@ -79,7 +79,7 @@ class Rounds:
             attempt=0,
             params=Params.of(MODEL),
             strategy=STRATEGY,
-            told={},
+            broadcast={},
             seed=0,
         )
         collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)

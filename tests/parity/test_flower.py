@@ -190,7 +190,7 @@ def job(local: LocalUpdate, make: Callable[[], nn.Module]) -> Job:
         metrics={},
         local=local,
         population=population(),
-        told={},
+        broadcast={},
         params=Params.of(make()),
         precision=Precision.FLOAT32,
         num_clients=len(SIZES),
@@ -445,7 +445,7 @@ def request_of(algorithm: Strategy) -> RoundRequest:
         attempt=0,
         params=Params.of(make_model()),
         strategy=algorithm,
-        told={},
+        broadcast={},
         seed=3,
     )
 

@@ -145,7 +145,7 @@ def work_for(
         round_num=2,
         seed=Seed(seed),
         rows_K=np.split(chosen, offsets[1:-1]),
-        told={"control": kept.flip(1).mean(0)} if is_controlled else {},
+        broadcast={"control": kept.flip(1).mean(0)} if is_controlled else {},
         kept={name: kept for name, spec in local.memory.items() if spec.is_kept},
     )
 
@@ -265,12 +265,14 @@ def test_the_comparison_would_notice_a_wrong_update(
     assert difference(trained, by_reference("mlp", right)) > 1e-5
 
 
-@pytest.mark.parametrize("what", ["told", "kept"])
+@pytest.mark.parametrize("what", ["broadcast", "kept"])
 def test_the_comparison_would_notice_another_control(what: str) -> None:
     """A control of the server or of a client that is wrong by a hundredth."""
     work = work_for("mlp", CONTROLLED, num_examples=[9, 5], dtype=torch.float32)
     wrong = {what: {"control": getattr(work, what)["control"] * 1.01}}
-    other = replace(work, told=wrong.get("told", work.told), kept=wrong.get("kept", work.kept))
+    other = replace(
+        work, broadcast=wrong.get("broadcast", work.broadcast), kept=wrong.get("kept", work.kept)
+    )
     trained = fused_executor("mlp", work).train(other)
     assert difference(trained, by_reference("mlp", work)) > 1e-5
 
@@ -306,7 +308,7 @@ class Counting(LocalSgd):
         return {"total": MemorySpec(over=1, is_kept=True)}
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         memory["total"][0].add_(num_steps[:, None])
         return {"steps": [num_steps[:, None]]}

@@ -73,7 +73,7 @@ def test_trainers_on_one_network_do_not_train_each_other() -> None:
             extra={},
             seed=Seed(0),
             state={},
-            told={},
+            broadcast={},
         )
         return trainer.train(begin, context=context).tensors
 

@@ -70,7 +70,7 @@ class Lars(Remembering):
     }
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         for value, grad, velocity, ratios in zip(
             x, grads, memory["velocity"], memory["ratios"], strict=True
@@ -88,7 +88,7 @@ class Muonlike(LocalWork):
     learning_rate: float = 0.02
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         for value, grad in zip(x, grads, strict=True):
             direction = grad
@@ -106,10 +106,10 @@ class ClippedLayers(Around):
     max_norm: float = 0.1
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         clipped = [g * beside((self.max_norm / norms(g)).clamp(max=1.0), g) for g in grads]
-        self.inner.step(x, clipped, memory, told=told, moment=moment)
+        self.inner.step(x, clipped, memory, broadcast=broadcast, moment=moment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +117,16 @@ class ByShape(LocalWork):
     """Written for the shapes of one model: its last layer has another learning rate."""
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Step, with the shapes of the model."""
         first, first_bias, last, last_bias = x
         assert [value.shape[1:] for value in x] == [(8, 5), (8,), (3, 8), (3,)]
         for value, grad in zip((first, first_bias), grads[:2], strict=True):
             value.sub_(grad, alpha=0.1)
-        for value, grad, model in zip((last, last_bias), grads[2:], told["model"][2:], strict=True):
+        for value, grad, model in zip(
+            (last, last_bias), grads[2:], broadcast["model"][2:], strict=True
+        ):
             value.sub_(grad + 0.1 * (value - model), alpha=0.01)
 
 
@@ -141,9 +143,9 @@ class LargestChange(Around):
         )
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        each = [norms(v - m)[:, None] for v, m in zip(x, told["model"], strict=True)]
+        each = [norms(v - m)[:, None] for v, m in zip(x, broadcast["model"], strict=True)]
         return {"each": each, "largest": [torch.cat(each, dim=1).amax(1, keepdim=True)]}
 
 
@@ -155,8 +157,8 @@ class OwnStart(Around):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {**self.inner.memory, "rounds": MemorySpec(over=1, is_kept=True)}
 
-    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
-        self.inner.begin(x, memory, told=told)
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
+        self.inner.begin(x, memory, broadcast=broadcast)
         x[0].mul_(0.5)
         memory["rounds"][0].add_(1.0)
 
@@ -166,11 +168,11 @@ class LastLayerSent(Around):
     """Sends only the last layer: the values of ``x`` at the end are the update."""
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         """Restore the other layers."""
-        lanes = self.inner.report(x, memory, told=told, num_steps=num_steps)
-        for value, model in zip(x[:-2], told["model"][:-2], strict=True):
+        lanes = self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        for value, model in zip(x[:-2], broadcast["model"][:-2], strict=True):
             value.copy_(model.expand_as(value))
         return lanes
 
@@ -179,11 +181,11 @@ class NormedSgd(LocalSgd):
     """Subclasses an update that accepts flat tensors, but its own rule is per layer."""
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Step along normalised gradients."""
         unit = [grad / beside(norms(grad) + 1e-3, grad) for grad in grads]
-        super().step(x, unit, memory, told=told, moment=moment)
+        super().step(x, unit, memory, broadcast=broadcast, moment=moment)
 
 
 UPDATES: dict[str, LocalUpdate] = {
@@ -270,9 +272,9 @@ class FlatReport(LargestChange):
         return super().lanes[1:]
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
-        found = super().report(x, memory, told=told, num_steps=num_steps)
+        found = super().report(x, memory, broadcast=broadcast, num_steps=num_steps)
         return {"largest": found["largest"]}
 
 
@@ -289,7 +291,7 @@ class FlatMemory(FlatByMistake):
     takes_flat: ClassVar[bool] = True
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         memory["first"][0].copy_(norms(x[0])[:, None])
         return {}
@@ -322,11 +324,11 @@ class CountedSgd(LocalSgd):
         return super().affine(moment)
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Count the call."""
         self.calls.append(len(x))
-        super().step(x, grads, memory, told=told, moment=moment)
+        super().step(x, grads, memory, broadcast=broadcast, moment=moment)
 
 
 @pytest.mark.parametrize("around", [OwnStart, LastLayerSent, LargestChange])
@@ -345,7 +347,7 @@ class Viewed(LocalWork):
     """Writes to views of the parameters, one row per client, for any shape."""
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Step by each layer's gradient over its largest element."""
         for value, grad in zip(x, grads, strict=True):

@@ -153,7 +153,7 @@ def request(transforms: Sequence[Transform], local: fl.LocalUpdate = SGD) -> Rou
         attempt=0,
         params=Params.of(make_model()),
         strategy=replace(fl.FedAvg(local), transforms=tuple(transforms)),
-        told={},
+        broadcast={},
         seed=7,
     )
 
@@ -208,7 +208,7 @@ class SignSgd(fl.LocalWork):
 
     rate: float
 
-    def step(self, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+    def step(self, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Any) -> None:
         for value, grad in zip(x, grads, strict=True):
             value.sub_(grad.sign(), alpha=self.rate)
 

@@ -35,11 +35,11 @@ class Counted(LocalSgd):
     taken: list[int] = []  # noqa: RUF012 - of the class, since an update is a frozen value
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Count the clients that step, and step."""
         self.taken.append(len(x[0]))
-        super().step(x, grads, memory, told=told, moment=moment)
+        super().step(x, grads, memory, broadcast=broadcast, moment=moment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class SignSgd(LocalWork):
     learning_rate: float
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Step by the signs of the gradients."""
         for value, grad in zip(x, grads, strict=True):

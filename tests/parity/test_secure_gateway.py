@@ -174,7 +174,7 @@ class Cohort:
             attempt=0,
             params=PARAMS,
             strategy=FedAvg(OwnTraining()),
-            told={},
+            broadcast={},
             seed=0,
         )
         return collect_from(self.collector, self.local.gateway.channel().available(), request)

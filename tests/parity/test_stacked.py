@@ -86,7 +86,7 @@ def work_of(
         schedule=batches,
         round_num=2,
         seed=Seed(5),
-        told={},
+        broadcast={},
         kept={},
     )
 

@@ -82,7 +82,7 @@ def test_trainers_in_threads() -> None:
             extra={},
             seed=Seed(seed),
             state={},
-            told={},
+            broadcast={},
         )
         return dict(trainer.train(begin, context=context).tensors)
 

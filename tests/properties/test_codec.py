@@ -62,7 +62,7 @@ def parts(message: Request | Reply) -> dict[str, object]:
     """Return the fields in a form that can be compared: tensors as dtype, shape and bytes."""
     fields: dict[str, object] = {}
     for name, value in vars(message).items():
-        if name in ("tensors", "told", "lanes"):
+        if name in ("tensors", "broadcast", "lanes"):
             fields[name] = {
                 key: (t.dtype, t.shape, t.contiguous().view(-1).view(torch.uint8).tolist())
                 for key, t in value.items()

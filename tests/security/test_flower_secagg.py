@@ -182,7 +182,7 @@ class Coordinator:
             attempt=0,
             params=PARAMS,
             strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
-            told={},
+            broadcast={},
             seed=round_num,
         )
         tamper = self.superlink.tamper

@@ -217,7 +217,7 @@ def request(*, attempt: int = 0, round_num: int = 0, params: Params = PARAMS) ->
         attempt=attempt,
         params=params,
         strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
-        told={},
+        broadcast={},
         seed=0,
     )
 

@@ -58,7 +58,7 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
         attempt=0,
         params=state.params,
         strategy=plan.round.strategy,
-        told={},
+        broadcast={},
         seed=plan.round.seed.value,
         kept=state.kept,
     )

@@ -43,14 +43,14 @@ class LocalTask:
     Attributes:
         params: The global model.
         local: The clients' local update.
-        told: Vectors that the strategy broadcasts together with the model.
+        broadcast: Vectors that the strategy broadcasts together with the model.
         round_num: Round index, from 0.
         seed: Seed of the run.
     """
 
     params: Params
     local: LocalUpdate
-    told: Lanes
+    broadcast: Lanes
     round_num: int
     seed: Seed
 
@@ -94,7 +94,7 @@ class Work(LocalTask):
         return cls(
             params=task.params,
             local=task.local,
-            told=task.told,
+            broadcast=task.broadcast,
             round_num=task.round_num,
             seed=task.seed,
             client_ids=client_ids,

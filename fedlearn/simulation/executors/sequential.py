@@ -53,7 +53,11 @@ class SequentialExecutor:
         steps_K = (work.schedule.counts_TK > 0).sum(0)
         batches, losses, reports = _batches(work), list[Tensor](), list[LocalReport]()
         training = Training(
-            self._model, params, local=work.local, told=work.told, round_num=work.round_num
+            self._model,
+            params,
+            local=work.local,
+            broadcast=work.broadcast,
+            round_num=work.round_num,
         )
         for client, num_steps in enumerate(steps_K.tolist()):
             kept = {name: rows[client : client + 1] for name, rows in work.kept.items()}

@@ -195,10 +195,10 @@ class StackedExecutor:
         for name, value in (stack.trainable | stack.statistics).items():
             value.copy_(views[name])
         load_kept(work.local, stack.memory, kept=work.kept)
-        told = along_trainable(self._layout, work.params.vector, work.told)
+        broadcast = along_trainable(self._layout, work.params.vector, work.broadcast)
         draws = work.draws()
         draws.fill(stack.memory, BEGIN)
-        work.local.begin(list(stack.trainable.values()), stack.memory, told=told)
+        work.local.begin(list(stack.trainable.values()), stack.memory, broadcast=broadcast)
         return _Run(
             work=work,
             inputs=self._gradient.inputs,
@@ -210,7 +210,7 @@ class StackedExecutor:
             shared=Shared(
                 frozen=self._gradient.frozen(work.params),
                 constants=self._gradient.constants(work.params),
-                told=told,
+                broadcast=broadcast,
             ),
         )
 
@@ -244,7 +244,7 @@ class StackedExecutor:
             work.local,
             list(stack.trainable.values()),
             stack.memory,
-            told=run.shared.told,
+            broadcast=run.shared.broadcast,
             num_steps=work.num_steps(),
             layout=self._layout,
         )
@@ -317,7 +317,10 @@ class StackedExecutor:
             batch = run.batch(step, slice(active), size=size)
             outcome = self._gradient(self._prefix(active), run.shared, batch)
         outcome.finish(
-            self._prefix(active), run.work.local, told=run.shared.told, moment=run.moment(step)
+            self._prefix(active),
+            run.work.local,
+            broadcast=run.shared.broadcast,
+            moment=run.moment(step),
         )
         run.means_TK[step, :active] = outcome.losses
         run.shared = replace(run.shared, constants=outcome.constants)
@@ -349,7 +352,7 @@ class StackedExecutor:
             [sums[name] for name in own.trainable],
             sizes_k.tolist(),
             own.memory,
-            told=run.shared.told,
+            broadcast=run.shared.broadcast,
             moment=run.moment(step),
         )
 
@@ -363,7 +366,9 @@ class StackedExecutor:
             index = torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device)
             part = self._stack.map(partial(torch.index_select, dim=0, index=index))
             outcome = self._gradient(part, shared, run.batch(step, index, size=size))
-            outcome.finish(part, run.work.local, told=shared.told, moment=run.moment(step))
+            outcome.finish(
+                part, run.work.local, broadcast=shared.broadcast, moment=run.moment(step)
+            )
             for whole, some in zip(self._stack.tensors(), part.tensors(), strict=True):
                 whole.index_copy_(0, index, some)
             run.means_TK[step].index_copy_(0, index, outcome.losses)

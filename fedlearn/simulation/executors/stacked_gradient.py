@@ -89,12 +89,12 @@ class Shared:
     Attributes:
         frozen: Parameters that do not train.
         constants: Buffers that are not averaged.
-        told: The broadcast, one tensor per trainable parameter.
+        broadcast: The broadcast, one tensor per trainable parameter.
     """
 
     frozen: Named
     constants: Named
-    told: Memory
+    broadcast: Memory
 
 
 class Batch(NamedTuple):
@@ -171,7 +171,9 @@ class StepResult(NamedTuple):
             constants=self.constants,
         )
 
-    def finish(self, stack: Stack, local: LocalUpdate, *, told: Memory, moment: Moment) -> None:
+    def finish(
+        self, stack: Stack, local: LocalUpdate, *, broadcast: Memory, moment: Moment
+    ) -> None:
         """Take the step of the local update, in place on ``stack``."""
         for name, value in stack.statistics.items():
             value.copy_(self.statistics[name])
@@ -179,7 +181,7 @@ class StepResult(NamedTuple):
         affine = None if affine_at is None else affine_at(moment)
         if affine is not None and not affine.shift:
             # A fused multiplication and step reads and writes the weights only once.
-            for (name, own), model in zip(stack.trainable.items(), told[MODEL], strict=True):
+            for (name, own), model in zip(stack.trainable.items(), broadcast[MODEL], strict=True):
                 if name in self.factors:
                     left, right = self.factors[name]
                     own.baddbmm_(left, right, beta=affine.keep, alpha=affine.scale)
@@ -197,7 +199,7 @@ class StepResult(NamedTuple):
             [stack.trainable[name] for name in stack.trainable if name in grads],
             [grads[name] for name in stack.trainable if name in grads],
             along(stack.memory, places),
-            told=along(told, places),
+            broadcast=along(broadcast, places),
             moment=moment,
         )
 

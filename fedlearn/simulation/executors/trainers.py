@@ -55,7 +55,7 @@ class TrainerExecutor:
             extra=extra,
             seed=work.seed,
             state={name: rows[0] for name, rows in work.kept.items()},
-            told=request.told,
+            broadcast=request.broadcast,
         )
         try:
             reply, kept = train_reply(trainer, request, context=context)
@@ -95,6 +95,6 @@ def _request(work: Work) -> TrainRequest:
         order=tuple(spec.name for spec in work.params.layout.specs),
         settings=settings_of(work.local),
         seed=work.seed.value,
-        told=work.told,
+        broadcast=work.broadcast,
         num_statistics=len(work.params.layout.statistics),
     )

@@ -102,12 +102,12 @@ class StockRecords:
             RoundError: It contains something that these apps do not support.
         """
         match request:
-            case TrainRequest(told=told) if not told:
+            case TrainRequest(broadcast=broadcast) if not broadcast:
                 round_num, (_, config) = request.round_num + 1, divided(request.settings)
-            case TrainRequest(told=told):
+            case TrainRequest(broadcast=broadcast):
                 raise RoundError(
-                    f"the strategy tells its clients {min(told)!r} beside the model, which "
-                    "Flower's ClientApps do not read; take another one, or set "
+                    f"the strategy broadcasts {min(broadcast)!r} along with the model, which "
+                    "Flower's ClientApps do not read; use another strategy, or set "
                     'flower.client_apps to "fedlearn"'
                 )
             case EvaluateRequest():

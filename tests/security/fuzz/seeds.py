@@ -59,7 +59,7 @@ def _codec() -> Mapping[str, bytes]:
         order=("weight", "bias"),
         settings={"epochs": 1, "name": "x"},
         seed=7,
-        told={"control": torch.ones(4)},
+        broadcast={"control": torch.ones(4)},
     )
     return {
         "train_request": encode(train),

@@ -434,7 +434,7 @@ class Stand:
             attempt=attempt,
             params=PARAMS,
             strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
-            told={},
+            broadcast={},
             seed=0,
         )
         return collect_from(self.collector, sorted(self.liar.available()), request)

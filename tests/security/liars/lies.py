@@ -349,7 +349,7 @@ def shorter_order(told: Told) -> SecureRequest:
 def told_more(told: Told) -> SecureRequest:
     train = training_of(told)
     control = torch.zeros(sum(value.numel() for value in train.tensors.values()))
-    return replace(masking(told), train=replace(train, told={"control": control}))
+    return replace(masking(told), train=replace(train, broadcast={"control": control}))
 
 
 PACKETS = [

@@ -78,7 +78,7 @@ def training(round_num: int, *, noise: NoisedUpdates | None = None) -> TrainRequ
         attempt=0,
         params=PARAMS,
         strategy=FedAvg(LOCAL),
-        told={},
+        broadcast={},
         seed=0,
     ).message()
     return replace(request, settings=settings_of(LOCAL, [noise])) if noise else request

@@ -51,7 +51,7 @@ def at(step: int) -> Moment:
 def kept_by(local: LocalAdam, x: list[Tensor], memory: Memory) -> Mapping[str, Tensor]:
     """Return the client state after a report: one row per client."""
     num_steps = torch.ones(NUM_CLIENTS)
-    return report_of(local, x, memory, told={}, num_steps=num_steps, layout=LAYOUT).kept
+    return report_of(local, x, memory, broadcast={}, num_steps=num_steps, layout=LAYOUT).kept
 
 
 def torch_optimizer(local: LocalAdam, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -82,7 +82,7 @@ def test_every_row_takes_the_steps_of_torch(
     memory = new_memory(local, ours, kept={})
     for step in range(8):
         grads = stack(100 + step)
-        local.step(ours, grads, memory, told={}, moment=at(step))
+        local.step(ours, grads, memory, broadcast={}, moment=at(step))
         for k, optimizer in enumerate(optimizers):
             for parameter, grad in zip(theirs[k], grads, strict=True):
                 parameter.grad = grad[k].clone()
@@ -102,7 +102,7 @@ def test_the_first_steps_in_single_precision_are_as_exact_as_those_of_torch() ->
         exact.grad, single.grad = grad.double(), grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-        ADAM.step(ours, [grad[None]], memory, told={}, moment=at(step))
+        ADAM.step(ours, [grad[None]], memory, broadcast={}, moment=at(step))
         errors = [
             float((each.double() - exact).detach().abs().max()) for each in (ours[0][0], single)
         ]
@@ -114,7 +114,7 @@ def test_gradients_are_only_read() -> None:
     for decoupled in (False, True):
         local, x, grads = replace(ADAM, weight_decay=0.1, decoupled=decoupled), stack(0), stack(1)
         before = [g.clone() for g in grads]
-        local.step(x, grads, new_memory(local, x, kept={}), told={}, moment=at(0))
+        local.step(x, grads, new_memory(local, x, kept={}), broadcast={}, moment=at(0))
         assert all(torch.equal(*pair) for pair in zip(grads, before, strict=True))
 
 
@@ -127,7 +127,7 @@ def test_a_schedule_scales_the_step_and_the_decoupled_decay() -> None:
         (local, scheduled, at(0)._replace(rate=0.25)),
         (slower, expected, at(0)),
     ):
-        rule.step(x, stack(1), new_memory(rule, x, kept={}), told={}, moment=moment)
+        rule.step(x, stack(1), new_memory(rule, x, kept={}), broadcast={}, moment=moment)
     assert all(torch.equal(*pair) for pair in zip(scheduled, expected, strict=True))
 
 
@@ -141,7 +141,7 @@ def test_kept_moments_go_on_where_the_client_was() -> None:
         memory = new_memory(local, x, kept=kept)
         for step in range(2):
             grads = stack(10 * round_num + step)
-            local.step(x, grads, memory, told={}, moment=Moment(round_num, step))
+            local.step(x, grads, memory, broadcast={}, moment=Moment(round_num, step))
             for parameter, grad in zip(theirs, grads, strict=True):
                 parameter.grad = grad
             optimizer.step()
@@ -165,7 +165,7 @@ def test_clients_with_other_histories_have_their_own_corrections() -> None:
         "num_steps": torch.tensor([[0.0], [10.0], [0.0]], dtype=torch.float64).expand(3, 3),
     }
     memory = new_memory(local, x, kept=kept)
-    local.step(x, grads, memory, told={}, moment=at(0))
+    local.step(x, grads, memory, broadcast={}, moment=at(0))
     moved = [(p - q).abs() for p, q in zip(x, stack(0), strict=True)]
     first, later = moved[0][0], moved[0][1]
     torch.testing.assert_close(first, torch.full_like(first, 0.01), rtol=1e-6, atol=0.0)
@@ -182,7 +182,7 @@ def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
         found = []
         for x, grads in ((apart, stack(round_num)), (together, [rows(stack(round_num))])):
             memory = new_memory(local, x, kept=kept)
-            local.step(x, grads, memory, told={}, moment=Moment(round_num, 0))
+            local.step(x, grads, memory, broadcast={}, moment=Moment(round_num, 0))
             found.append(kept_by(local, x, memory))
         kept = found[0]
         assert all(torch.equal(found[1][name], kept[name]) for name in kept)

@@ -25,7 +25,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import RoundError
-from fedlearn.rounds.pieces import stepped_by
+from fedlearn.rounds.strategy_calls import call_step
 from tests.unit.algorithms import test_scaffold as quadratics
 
 ETA, RHO = 0.1, 0.5
@@ -57,7 +57,7 @@ def run(strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: Kept | No
             attempt=0,
             params=params,
             strategy=strategy,
-            told={},
+            broadcast={},
             seed=0,
             kept=now,
         )
@@ -152,11 +152,11 @@ class TakenAfter(ElasticForce):
     """Computes the force after the step instead of before it, which is wrong."""
 
     def report(
-        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
         for own, value in zip(memory["own_model"], x, strict=True):
             own.copy_(value)
-        return super().report(x, memory, told=told, num_steps=num_steps)
+        return super().report(x, memory, broadcast=broadcast, num_steps=num_steps)
 
 
 @pytest.mark.usefixtures("nothing_to_learn")
@@ -237,8 +237,8 @@ def test_more_reports_than_the_bound_is_for_end_the_run() -> None:
     params, strategy = Params.of(module), easgd(cohort_size=3)
     delta = torch.ones(params.layout.size)
     with pytest.raises(RoundError, match="cohort_size is 3, but 4 clients reported"):
-        stepped_by(strategy, params, Aggregate({"delta": delta}, 4), {})
-    stepped = stepped_by(strategy, params, Aggregate({"delta": delta}, 3), {})
+        call_step(strategy, params, Aggregate({"delta": delta}, 4), {})
+    stepped = call_step(strategy, params, Aggregate({"delta": delta}, 3), {})
     moved = (stepped.params.vector - params.vector).round(decimals=4)
     assert moved.tolist() == [3.0, 1.0, 1.0]
 
@@ -261,15 +261,17 @@ def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -
     local = easgd().local
     own = {"own_model": torch.tensor([[1.0, 2.0]]), "has_own_model": torch.ones(1, 1)}
     x = [torch.zeros(1, 1), torch.zeros(1, 1)]
-    told = {"model": [torch.zeros(1, 1), torch.zeros(1, 1)]}
+    broadcast = {"model": [torch.zeros(1, 1), torch.zeros(1, 1)]}
     memory = new_memory(local, x, kept=own)
-    local.begin(x, memory, told=told)
+    local.begin(x, memory, broadcast=broadcast)
     assert [value.item() for value in x] == [1.0, 2.0]
     reached = {name: values if len(values) == 1 else values[:1] for name, values in memory.items()}
     zero = [torch.zeros(1, 1)]
-    local.step(x[:1], zero, reached, told={"model": told["model"][:1]}, moment=Moment(0, 0))
+    local.step(
+        x[:1], zero, reached, broadcast={"model": broadcast["model"][:1]}, moment=Moment(0, 0)
+    )
     x[0].add_(float("inf"))
-    local.report(x, memory, told=told, num_steps=torch.ones(1))
+    local.report(x, memory, broadcast=broadcast, num_steps=torch.ones(1))
     assert memory["own_model"][1].item() == pytest.approx(2.0 * (1.0 - ETA * RHO))
     assert x[1].item() == pytest.approx(2.0 * ETA * RHO)
     assert x[0].item() == float("inf")

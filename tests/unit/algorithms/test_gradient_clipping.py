@@ -28,7 +28,7 @@ def gradients(*sizes: float) -> list[Tensor]:
 def stepped(local: ClippedGradients, grads: list[Tensor]) -> list[Tensor]:
     """Return the clipped gradients, by a step from zero at learning rate 1."""
     x = [torch.zeros_like(g) for g in grads]
-    local.step(x, grads, {}, told={}, moment=FIRST)
+    local.step(x, grads, {}, broadcast={}, moment=FIRST)
     return [-value for value in x]
 
 

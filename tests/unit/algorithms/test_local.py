@@ -58,7 +58,7 @@ def test_the_steps_are_those_of_torch_sgd(momentum: float, weight_decay: float) 
         for parameter, grad in zip(theirs, grads, strict=True):
             parameter.grad = grad.clone()
         optimizer.step()
-        local.step(ours, stacked(grads), memory, told={}, moment=at(step))
+        local.step(ours, stacked(grads), memory, broadcast={}, moment=at(step))
         assert all(torch.equal(a[0], b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -76,7 +76,7 @@ def test_weight_decay_and_proximal_term_are_gradients_of_their_penalties() -> No
     local = Proximal(inner=replace(PLAIN, weight_decay=decay), proximal=proximal)
     expected = [p - 0.1 * g for p, g in zip(params, penalised, strict=True)]
     found = stacked(params)
-    local.step(found, stacked(grads), {}, told={"model": stacked(anchor)}, moment=at(0))
+    local.step(found, stacked(grads), {}, broadcast={"model": stacked(anchor)}, moment=at(0))
     for value, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(value[0], wanted, rtol=0.0, atol=1e-15)
 
@@ -84,16 +84,16 @@ def test_weight_decay_and_proximal_term_are_gradients_of_their_penalties() -> No
 def test_a_stack_of_clients_takes_the_steps_of_its_rows() -> None:
     """Clients are independent: one step on [K, ...] equals K steps of single clients."""
     local = Proximal(inner=replace(PLAIN, momentum=0.9, weight_decay=0.1), proximal=0.5)
-    told, num_clients = {"model": stacked(start())}, 3
+    broadcast, num_clients = {"model": stacked(start())}, 3
     clients = [[p + k for p in start()] for k in range(num_clients)]
     grads = [[g + k for g in gradients(1)[0]] for k in range(num_clients)]
     together = stacked(*clients)
     memory = new_memory(local, together, kept={})
-    local.step(together, stacked(*grads), memory, told=told, moment=at(0))
+    local.step(together, stacked(*grads), memory, broadcast=broadcast, moment=at(0))
     for k in range(num_clients):
         alone = stacked(clients[k])
         own = new_memory(local, alone, kept={})
-        local.step(alone, stacked(grads[k]), own, told=told, moment=at(0))
+        local.step(alone, stacked(grads[k]), own, broadcast=broadcast, moment=at(0))
         assert all(torch.equal(a[0], b[k]) for a, b in zip(alone, together, strict=True))
 
 

@@ -206,8 +206,8 @@ def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
     kept, same = (new_memory(inner, found, kept={}) for _ in range(2))
     sums = rule.clipped(grads, all_real(grads))
     gradient = rule.noised([each.clone() for each in sums], sizes, like=expected)
-    inner.step(expected, gradient, same, told={}, moment=moment)
-    rule.noised_step(found, sums, sizes, kept, told={}, moment=moment)
+    inner.step(expected, gradient, same, broadcast={}, moment=moment)
+    rule.noised_step(found, sums, sizes, kept, broadcast={}, moment=moment)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     assert float((found[0] - 1.0).abs().max()) > 1e-3
@@ -235,7 +235,7 @@ def test_who_does_not_know_it_does_not_train_without_clip_and_noise() -> None:
     """A trainer that calls ``step`` with the batch's gradient gets an error."""
     x, moment = [torch.zeros(1, 3)], Moment(round_num=0, step=0)
     with pytest.raises(ValueError, match="takes each example's gradient, not the batch's"):
-        RULE.step(x, x, {}, told={}, moment=moment)
+        RULE.step(x, x, {}, broadcast={}, moment=moment)
 
 
 @pytest.fixture(params=["all", "CUDA"])

@@ -35,7 +35,7 @@ def test_a_standard_trainer_does_not_know_how() -> None:
     """The message suggests the fix."""
     x = [torch.zeros(1, 2)]
     with pytest.raises(ValueError, match=r"trainer of their own"):
-        OwnTraining().step(x, x, {}, told={}, moment=Moment(round_num=0, step=0))
+        OwnTraining().step(x, x, {}, broadcast={}, moment=Moment(round_num=0, step=0))
 
 
 def test_how_much_it_does_is_checked() -> None:

@@ -77,7 +77,7 @@ class SignSgd(fl.LocalWork):
 
     rate: float
 
-    def step(self, x: Tensors, grads: Tensors, memory: Any, *, told: Any, moment: Any) -> None:
+    def step(self, x: Tensors, grads: Tensors, memory: Any, *, broadcast: Any, moment: Any) -> None:
         """Step by the sign of the gradient."""
         for value, grad in zip(x, grads, strict=True):
             value.sub_(grad.sign(), alpha=self.rate)

@@ -34,7 +34,7 @@ def test_the_short_cut_is_the_step(local: LocalUpdate) -> None:
         torch.tensor([each]).double() for each in ([1.0, -3.0], [0.3, 0.2], [0.5, 2.0])
     )
     expected = taken.keep * x + taken.scale * grad + taken.pull * model
-    local.step([x], [grad], {}, told={MODEL: [model]}, moment=moment)
+    local.step([x], [grad], {}, broadcast={MODEL: [model]}, moment=moment)
     torch.testing.assert_close(x, expected)
 
 

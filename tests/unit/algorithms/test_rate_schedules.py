@@ -60,7 +60,7 @@ def test_a_scheduled_step_is_that_of_another_rate(inner: LocalSgd) -> None:
         optimizer.param_groups[0]["lr"] = 0.5 * 0.5**round_num
         theirs.grad = grad.clone()
         optimizer.step()
-        schedule.step(ours, [grad[None]], memory, told={}, moment=at(round_num))
+        schedule.step(ours, [grad[None]], memory, broadcast={}, moment=at(round_num))
         torch.testing.assert_close(ours[0][0], theirs.data, rtol=1e-6, atol=1e-6)
 
 
@@ -84,14 +84,16 @@ def test_the_short_cut_is_the_step() -> None:
         assert isinstance(taken, Affine)
         x, grad = [torch.tensor([[1.0, -3.0]])], torch.tensor([[0.3, 0.2]])
         expected = taken.keep * x[0] + taken.scale * grad
-        schedule.step(x, [grad], {}, told={}, moment=moment)
+        schedule.step(x, [grad], {}, broadcast={}, moment=moment)
         torch.testing.assert_close(x[0], expected)
 
 
 class Reversed(LocalSgd):
     """A user's local update that overrides only the step."""
 
-    def step(self, x: Tensors, grads: Tensors, memory: Any, *, told: Any, moment: Moment) -> None:
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Any, *, broadcast: Any, moment: Moment
+    ) -> None:
         """Step along the gradient instead of against it."""
         x[0].add_(grads[0], alpha=self.learning_rate * moment.rate)
 

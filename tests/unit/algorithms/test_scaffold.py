@@ -110,7 +110,7 @@ def run(strategy: Strategy, *, num_rounds: int, collector: Engine) -> tuple[Para
             attempt=0,
             params=params,
             strategy=strategy,
-            told=strategy.tell(state),
+            broadcast=strategy.broadcast(state),
             seed=0,
             kept=kept,
         )
@@ -159,15 +159,15 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     start = torch.tensor([0.5, -1.0], dtype=torch.float64)
     control = torch.tensor([0.3, 0.2], dtype=torch.float64)
     own = torch.tensor([[-0.7, 0.1]], dtype=torch.float64)
-    told = along_trainable(layout, start, {"control": control})
+    broadcast = along_trainable(layout, start, {"control": control})
     x = [start.clone()[None]]
     memory = new_memory(local, x, kept={"control": own})
     gradients = []
     for step in range(5):
         gradients.append(A[0] * (x[0] - B[0]))
-        local.step(x, [gradients[-1].clone()], memory, told=told, moment=Moment(0, step))
+        local.step(x, [gradients[-1].clone()], memory, broadcast=broadcast, moment=Moment(0, step))
     num_steps = torch.tensor([5.0], dtype=torch.float64)
-    reported = report_of(local, x, memory, told=told, num_steps=num_steps, layout=layout)
+    reported = report_of(local, x, memory, broadcast=broadcast, num_steps=num_steps, layout=layout)
     expected = torch.stack(gradients).mean(0)
     torch.testing.assert_close(reported.kept["control"], expected)
     torch.testing.assert_close(reported.lanes["control"], expected - own)
@@ -182,15 +182,15 @@ def test_the_short_cut_is_the_step(pull: float | None) -> None:
         torch.tensor([each]).double()
         for each in ([1.0, -3.0], [0.3, 0.2], [0.5, 2.0], [0.1, 0.4], [-0.2, 0.6])
     )
-    told, memory = {MODEL: [model], "control": [server]}, new_memory(local, [x], kept={})
+    broadcast, memory = {MODEL: [model], "control": [server]}, new_memory(local, [x], kept={})
     memory["control"][0].copy_(client)
     short, moment = short_cut(local), Moment(2, 0)
     assert short is not None
     taken = short(moment)
     assert taken is not None
-    (drift,) = drift_of(local).drift(memory, told=told)
+    (drift,) = drift_of(local).drift(memory, broadcast=broadcast)
     expected = taken.keep * x + taken.scale * grad + taken.pull * model + taken.shift * drift
-    local.step([x], [grad], memory, told=told, moment=moment)
+    local.step([x], [grad], memory, broadcast=broadcast, moment=moment)
     torch.testing.assert_close(x, expected)
     counted = new_memory(local, [x], kept={})
     drift_of(local).count_steps(counted, num_steps=torch.ones(1).double())
@@ -202,14 +202,14 @@ def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
     """Both the kept and the sent change are scaled down to the bound. Control: a wide bound."""
     local = ControlVariates(inner=SGD, control_bound=bound)
     layout, start = Params.of(Point()).layout, torch.zeros(2).double()
-    told = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})
+    broadcast = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})
     own = torch.tensor([[-0.7, 0.1], [0.2, 0.3]]).double()
     x = [torch.tensor([[3.0, -4.0], [0.01, 0.0]]).double()]
     memory = new_memory(local, x, kept={"control": own})
     memory["num_gradients"][0].fill_(5.0)
     num_steps = torch.tensor([5.0, 5.0]).double()
-    reported = report_of(local, x, memory, told=told, num_steps=num_steps, layout=layout)
-    change = -x[0] / 0.5 - told["control"][0]
+    reported = report_of(local, x, memory, broadcast=broadcast, num_steps=num_steps, layout=layout)
+    change = -x[0] / 0.5 - broadcast["control"][0]
     if bound == 0.5:
         change[0] *= bound / float(change[0].norm())
         assert float(change[1].norm()) < bound
@@ -222,13 +222,15 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
     """Steps without a gradient count as zero in the mean, so the tensor does not drift."""
     local, layout = scaffold().local, Params.of(Point()).layout
     start, control = torch.zeros(2).double(), torch.tensor([0.3, 0.2]).double()
-    told = along_trainable(layout, start, {"control": control})
+    broadcast = along_trainable(layout, start, {"control": control})
     for num_reached, expected in ((0, 0.0), (2, 0.5), (4, 1.0)):
         x, kept = [start.clone()[None]], {"control": torch.tensor([[-0.7, 0.1]]).double()}
         memory = new_memory(local, x, kept=kept)
         for step in range(num_reached):
-            local.step(x, [torch.ones(1, 2).double()], memory, told=told, moment=Moment(0, step))
-        local.report(x, memory, told=told, num_steps=torch.tensor([4.0]).double())
+            local.step(
+                x, [torch.ones(1, 2).double()], memory, broadcast=broadcast, moment=Moment(0, step)
+            )
+        local.report(x, memory, broadcast=broadcast, num_steps=torch.tensor([4.0]).double())
         mean = torch.full((1, 2), expected).double()
         torch.testing.assert_close(memory["control"][0], mean, rtol=0.0, atol=1e-12)
 
@@ -236,10 +238,10 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
 class Halved(Around):
     """A user's wrapper that changes the learning rate."""
 
-    def step(self, x: Any, grads: Any, memory: Any, *, told: Any, moment: Moment) -> None:
+    def step(self, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Moment) -> None:
         """Take half a step."""
         slower = moment._replace(rate=moment.rate / 2)
-        self.inner.step(x, grads, memory, told=told, moment=slower)
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=slower)
 
 
 def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
@@ -252,9 +254,9 @@ def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
     with pytest.raises(SettingsRefused, match="leave the schedule out"):
         update_from({**travelled, "update": "sgd control_variates scheduled"})
     x = [torch.zeros(1, 2).double()]
-    own, told = Halved(inner=local), {"control": [torch.zeros(1, 2).double()]}
+    own, broadcast = Halved(inner=local), {"control": [torch.zeros(1, 2).double()]}
     with pytest.raises(ValueError, match=r"multiplies the learning rate by 0\.5"):
-        own.step(x, x, new_memory(own, x, kept={}), told=told, moment=Moment(0, 0))
+        own.step(x, x, new_memory(own, x, kept={}), broadcast=broadcast, moment=Moment(0, 0))
 
 
 def test_few_clients_of_many_move_the_servers_control_by_their_share() -> None:

@@ -45,7 +45,9 @@ class SignSgd(LocalWork):
 
     rate: float
 
-    def step(self, x: Stack, grads: Stack, memory: Memory, *, told: Memory, moment: Moment) -> None:
+    def step(
+        self, x: Stack, grads: Stack, memory: Memory, *, broadcast: Memory, moment: Moment
+    ) -> None:
         for value, grad in zip(x, grads, strict=True):
             value.sub_(grad.sign(), alpha=self.rate)
 

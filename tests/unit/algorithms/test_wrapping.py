@@ -131,8 +131,8 @@ def ours(local: LocalUpdate) -> tuple[Tensor, Tensor]:
     params = Params.of(make_model())
     server, own = vectors(make_model())
     has_control = "control" in local.memory
-    told = {"control": server} if has_control else {}
-    training = Training(model, params, local=local, told=told, round_num=ROUND)
+    broadcast = {"control": server} if has_control else {}
+    training = Training(model, params, local=local, broadcast=broadcast, round_num=ROUND)
     with training.client({"control": own[None]} if has_control else {}, seed=Seed(0)):
         for x, y in batches():
             training.step([Part(x, y, 0)], num_examples=4)

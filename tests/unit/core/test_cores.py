@@ -81,7 +81,7 @@ def test_what_is_not_sound_is_found_in_every_part(
         attempt=0,
         params=Params.of(nn.Linear(LARGE, 1, bias=False)),
         strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
-        told={},
+        broadcast={},
         seed=0,
     )
 

@@ -63,14 +63,14 @@ def examples(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Te
     return features, torch.randint(0, 3, (count,), generator=generator)
 
 
-def context(local: LocalUpdate, told: Mapping[str, Tensor] | None = None) -> TrainContext:
+def context(local: LocalUpdate, broadcast: Mapping[str, Tensor] | None = None) -> TrainContext:
     return TrainContext(
         client_id=ClientId(1),
         round_num=2,
         settings=settings_of(local),
         seed=Seed(5),
         state={},
-        told=told or {},
+        broadcast=broadcast or {},
     )
 
 
@@ -114,7 +114,7 @@ def trained(
     params = Params.of(make_model(dtype))
     control = torch.linspace(-0.1, 0.1, params.layout.num_trainable, dtype=dtype)
     return trainer_of(dtype, num_parts=num_parts).train_with(
-        processes, params.named(), context=context(local, told={"control": control})
+        processes, params.named(), context=context(local, broadcast={"control": control})
     )
 
 

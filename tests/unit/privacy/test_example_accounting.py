@@ -165,7 +165,7 @@ class Rule(LocalWork):
     """A rule of the user's own."""
 
     def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Do nothing."""
 

@@ -35,7 +35,7 @@ REQUEST = RoundRequest(
     attempt=0,
     params=Params.of(nn.Linear(2, 1, bias=False)),
     strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
-    told={},
+    broadcast={},
     seed=0,
 )
 

@@ -57,7 +57,7 @@ REQUEST = RoundRequest(
     attempt=0,
     params=PARAMS,
     strategy=FedAvg(LOCAL),
-    told={},
+    broadcast={},
     seed=0,
 )
 POLICY = StragglerPolicy(

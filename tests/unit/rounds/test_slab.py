@@ -86,7 +86,7 @@ def collect(
         attempt=0,
         params=PARAMS,
         strategy=replace(FedAvg(LOCAL), aggregation=noting),
-        told={},
+        broadcast={},
         seed=0,
     )
     return collect_from(collector, collector.available(), request), noting.sizes

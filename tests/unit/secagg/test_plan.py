@@ -119,7 +119,7 @@ def test_a_request_has_one_hash_however_it_was_sent(*, evaluates: bool) -> None:
         order=("head", "small"),
         settings={"epochs": 1},
         seed=2,
-        told={"control": torch.ones(3)},
+        broadcast={"control": torch.ones(3)},
     )
     if evaluates:
         whole = EvaluateRequest(round_num=1, tensors=tensors, order=("head", "small"))

@@ -94,7 +94,7 @@ def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
         objective=CrossEntropy(),
         metrics={},
         local=PLAIN,
-        told={},
+        broadcast={},
         population=population,
         params=Params.of(make_model()),
         precision=Precision.FLOAT32,

@@ -127,7 +127,7 @@ def collect(
         attempt=0,
         params=PARAMS,
         strategy=Bounded(FedAvg(KEEPING if executor.keeps else LOCAL), bounds),
-        told={},
+        broadcast={},
         seed=0,
         kept=kept or {},
     )

@@ -106,7 +106,7 @@ def collect(collector: Collector, round_num: int = 0, kept: Kept | None = None) 
         attempt=0,
         params=params,
         strategy=STRATEGY,
-        told={},
+        broadcast={},
         seed=3,
         kept=kept or {},
     )

@@ -36,7 +36,7 @@ REQUEST = RoundRequest(
     attempt=0,
     params=PARAMS,
     strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
-    told={},
+    broadcast={},
     seed=0,
 )
 SOUND, DROPS, UNSOUND = "sound", "drops", "unsound"

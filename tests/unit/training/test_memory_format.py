@@ -80,7 +80,7 @@ def resident(make_model: Callable[[], nn.Module]) -> tuple[ResidentModel, Params
 def train(model: ResidentModel, params: Params) -> Tensor:
     features, labels = examples()
     batches = map(Part, features.split(4), labels.split(4), range(2))
-    training = Training(model, params, local=LOCAL, told={}, round_num=0)
+    training = Training(model, params, local=LOCAL, broadcast={}, round_num=0)
     with training.client({}, seed=Seed(0)):
         for batch in batches:
             training.step([batch], num_examples=len(batch.labels))

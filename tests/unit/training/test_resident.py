@@ -84,7 +84,7 @@ def train(
     """Train in three batches of four; return the mean loss."""
     features, labels = examples(params.layout.dtype)
     batches = map(Part, features.split(4), labels.split(4), range(first_key, first_key + 3))
-    training = Training(model, params, local=local, told={}, round_num=0)
+    training = Training(model, params, local=local, broadcast={}, round_num=0)
     with training.client({}, seed=Seed(0)):
         losses = [training.step([batch], num_examples=4) for batch in batches]
     return float(torch.stack(losses).mean())
@@ -295,7 +295,7 @@ def test_a_module_trains_in_its_own_dtypes(
     model, reference = resident(make_model), deepcopy(module).train()
     local = replace(PLAIN, momentum=0.9, weight_decay=0.01)
     features, labels = examples()
-    training = Training(model, params, local=local, told={}, round_num=0)
+    training = Training(model, params, local=local, broadcast={}, round_num=0)
     with training.client({}, seed=Seed(0)):
         for x, y in zip(features.split(4), labels.split(4), strict=True):
             training.step([Part(x, y, 0)], num_examples=4)
@@ -333,7 +333,7 @@ def test_every_local_update_trains_a_module_of_other_dtypes(
     )
     model, (features, labels) = resident(make_model), examples()
     local = Proximal(inner=adam, proximal=0.5)
-    training = Training(model, params, local=local, told={}, round_num=0)
+    training = Training(model, params, local=local, broadcast={}, round_num=0)
     with training.client({}, seed=Seed(0)):
         for _ in range(300):
             training.step([Part(features, labels, 0)], num_examples=12)
@@ -412,7 +412,7 @@ def test_a_step_leaves_parameters_without_a_gradient_alone(
     optimizer = optimizer_of(local, reference)
     features, labels = examples(torch.float64)
     branches = set()
-    training = Training(model, params, local=local, told={}, round_num=0)
+    training = Training(model, params, local=local, broadcast={}, round_num=0)
     with training.client({}, seed=Seed(0)):
         for x, y in zip(features.split(2), labels.split(2), strict=True):
             parts = zip(x.chunk(num_parts), y.chunk(num_parts), strict=True)

@@ -49,7 +49,7 @@ def records_of(model: nn.Module) -> StockRecords:
     return StockRecords.of(model, evaluate_config={"split": "val"})
 
 
-def request_for(model: nn.Module, told: Mapping[str, Tensor] | None = None) -> TrainRequest:
+def request_for(model: nn.Module, broadcast: Mapping[str, Tensor] | None = None) -> TrainRequest:
     params = Params.of(model)
     return TrainRequest(
         round_num=4,
@@ -58,7 +58,7 @@ def request_for(model: nn.Module, told: Mapping[str, Tensor] | None = None) -> T
         order=[spec.name for spec in params.layout.specs],
         settings={},
         seed=3,
-        told={} if told is None else told,
+        broadcast={} if broadcast is None else broadcast,
     )
 
 
@@ -80,8 +80,8 @@ def moved(**arrays: NDArray[Any]) -> ArrayRecord:  # Any: wrong dtypes as well
 def test_a_model_is_sent_as_its_state_dict() -> None:
     """In its order, shared tensors under each of their names, with counts and statistics."""
     model = Normed()
-    told = replace(request_for(model), settings={"epochs": 2, "extra.lr": 0.5})
-    content = records_of(model).content(told)
+    broadcast = replace(request_for(model), settings={"epochs": 2, "extra.lr": 0.5})
+    content = records_of(model).content(broadcast)
     sent = content.array_records["arrays"].to_torch_state_dict()
     assert list(sent) == list(model.state_dict())
     model.load_state_dict(sent)
@@ -113,13 +113,13 @@ def test_the_difference_is_the_delta_lane() -> None:
 
 def test_metrics_are_numbers_and_lists_are_left_out() -> None:
     """`num-examples` is the weight, also as a float, and no metric."""
-    told: dict[str, float | list[float]] = {
+    broadcast: dict[str, float | list[float]] = {
         "num-examples": 7.0,
         "train_loss": 0.5,
         "count": 3,
         "each": [1.0, 2.0],
     }
-    reply = RECORDS.reply(answer(moved(), **told), REQUEST)
+    reply = RECORDS.reply(answer(moved(), **broadcast), REQUEST)
     assert isinstance(reply, TrainReply)
     assert reply.num_examples == 7
     assert reply.metrics == {"train_loss": 0.5, "count": 3.0}
@@ -256,8 +256,8 @@ def test_a_model_that_numpy_cannot_hold_is_refused() -> None:
 
 
 def test_what_other_apps_do_not_know_is_not_sent() -> None:
-    """What a strategy tells, and sessions."""
-    with pytest.raises(RoundError, match="tells its clients 'control'"):
+    """A strategy's broadcast, and sessions."""
+    with pytest.raises(RoundError, match="broadcasts 'control'"):
         RECORDS.content(request_for(MODEL, {"control": torch.ones(3)}))
     with pytest.raises(RoundError, match="SecureStageRequest"):
         RECORDS.content(SecureStageRequest(round_num=0, attempt=0, message=b""))

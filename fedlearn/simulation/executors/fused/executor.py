@@ -24,7 +24,7 @@ from fedlearn.algorithms.local import (
     has_report,
     new_memory,
     report_of,
-    require_told,
+    require_broadcast,
     short_cut,
     takes_flat,
 )
@@ -126,10 +126,10 @@ class FusedExecutor:
         workspace.stack.load(start, num_clients=num_clients)
         stack, is_flat = workspace.stack, takes_flat(work.local)
         params = stack.params(num_clients, is_flat=is_flat)
-        told = _told(work, is_flat=is_flat)
+        broadcast = _broadcast_along(work, is_flat=is_flat)
         memory, draws = new_memory(work.local, params, kept=work.kept), work.draws()
         draws.fill(memory, BEGIN)
-        work.local.begin(params, memory, told=told)
+        work.local.begin(params, memory, broadcast=broadcast)
         stack.refresh(num_clients)
         rules = _rules(work)
         has_drift = rules is not None and any(rule.shift for rule in rules)
@@ -139,9 +139,9 @@ class FusedExecutor:
             workspace,
             memory,
             draws,
-            told=told,
+            broadcast=broadcast,
             rules=rules,
-            drift=() if drifting is None else drifting.drift(memory, told=told),
+            drift=() if drifting is None else drifting.drift(memory, broadcast=broadcast),
             objective=self._objective,
         )
         if drifting is not None:
@@ -154,7 +154,7 @@ class FusedExecutor:
             work.local,
             params,
             memory,
-            told=told,
+            broadcast=broadcast,
             num_steps=work.num_steps(),
             layout=work.params.layout,
         )
@@ -192,7 +192,7 @@ def _train(
     memory: Memory,
     draws: Draws,
     *,
-    told: Memory,
+    broadcast: Memory,
     rules: Sequence[Affine] | None,
     drift: Sequence[Tensor],
     objective: Objective,
@@ -225,7 +225,7 @@ def _train(
                 stack.params(num_clients, is_flat=is_flat),
                 stack.grads(num_clients, is_flat=is_flat),
                 own,
-                told=told,
+                broadcast=broadcast,
                 moment=Moment(work.round_num, step),
             )
             stack.refresh(num_clients)
@@ -244,13 +244,14 @@ def _train(
     return losses_K
 
 
-def _told(work: Work, *, is_flat: bool) -> Memory:
+def _broadcast_along(work: Work, *, is_flat: bool) -> Memory:
     """Return the broadcast as tensors along the parameters, or as one flat tensor [1, P] each."""
     if not is_flat:
-        return along_trainable(work.params.layout, work.params.vector, work.told)
-    require_told(work.told, work.params.layout)
+        return along_trainable(work.params.layout, work.params.vector, work.broadcast)
+    require_broadcast(work.broadcast, work.params.layout)
     return {
-        name: [each_P[None]] for name, each_P in {MODEL: work.params.vector, **work.told}.items()
+        name: [each_P[None]]
+        for name, each_P in {MODEL: work.params.vector, **work.broadcast}.items()
     }
 
 

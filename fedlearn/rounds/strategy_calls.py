@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate, Lanes, misfit
-from fedlearn.algorithms.local import read_only, require_told
+from fedlearn.algorithms.local import read_only, require_broadcast
 from fedlearn.algorithms.metrics import RESERVED, reserved
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
 from fedlearn.core.params import Params
 from fedlearn.errors import RoundError
 
 
-def begun_by(strategy: Strategy, params: Params) -> Stepped:
+def call_begin(strategy: Strategy, params: Params) -> Stepped:
     """Call ``strategy.begin`` for the initial model and state, and convert metrics to floats.
 
     Raises:
@@ -29,7 +29,7 @@ def begun_by(strategy: Strategy, params: Params) -> Stepped:
     return replace(begun, metrics=_numbers(begun.metrics, who=f"{who}.begin"))
 
 
-def strategy_at(strategy: Strategy, state: State) -> Strategy:
+def call_at(strategy: Strategy, state: State) -> Strategy:
     """Call ``strategy.at`` for the strategy of one round.
 
     Raises:
@@ -48,21 +48,21 @@ def strategy_at(strategy: Strategy, state: State) -> Strategy:
     return cast("Strategy", found)
 
 
-def told_by(strategy: Strategy, state: State, params: Params) -> Lanes:
-    """Call ``strategy.tell`` for the vectors to broadcast together with the model.
+def call_broadcast(strategy: Strategy, state: State, params: Params) -> Lanes:
+    """Call ``strategy.broadcast`` for the vectors to broadcast together with the model.
 
     Raises:
         RoundError: A name does not have a vector with one number per trainable parameter.
     """
-    told = strategy.tell(state)
+    broadcast = strategy.broadcast(state)
     try:
-        require_told(told, params.layout)
+        require_broadcast(broadcast, params.layout)
     except ValueError as error:
-        raise RoundError(f"{type(strategy).__name__}.tell: {error}") from error
-    return told
+        raise RoundError(f"{type(strategy).__name__}.broadcast: {error}") from error
+    return broadcast
 
 
-def stepped_by(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> Stepped:
     """Call ``strategy.step`` on the aggregate of a round, and convert its metrics to floats.
 
     Raises:
