@@ -47,7 +47,7 @@ messages: st.SearchStrategy[Request | Reply] = st.one_of(
         attempt=numbers,
         tensors=tensors,
         order=st.lists(names, max_size=3).map(tuple),
-        told=tensors,
+        broadcast=tensors,
         settings=st.dictionaries(st.text(), scalars, max_size=4),
         seed=numbers,
     ),
