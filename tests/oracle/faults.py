@@ -125,7 +125,9 @@ def _with_moment(change: Callable[[Moment], Moment]) -> Change:
 
 
 def _decay_after_step(right: Any) -> Any:
-    def wrong(self: LocalSgd, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+    def wrong(
+        self: LocalSgd, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Any
+    ) -> None:
         rate = self.learning_rate * moment.rate
         for place, (value, g) in enumerate(zip(x, grads, strict=True)):
             d = g
@@ -140,29 +142,29 @@ def _decay_after_step(right: Any) -> Any:
 
 
 def _clip_by_tensor(right: Any) -> Any:
-    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Any) -> None:
         clipped = []
         for g in grads:
             norm_K = torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1)
             scale_K = (self.gradient_clip_norm / norm_K).clamp(max=1.0)
             clipped.append(g * scale_K.view(-1, *[1] * (g.dim() - 1)))
-        self.inner.step(x, clipped, memory, told=told, moment=moment)
+        self.inner.step(x, clipped, memory, broadcast=broadcast, moment=moment)
 
     return wrong
 
 
 def _no_clip(right: Any) -> Any:
-    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
-        self.inner.step(x, grads, memory, told=told, moment=moment)
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Any) -> None:
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
 
     return wrong
 
 
 def _force_after_step(right: Any) -> Any:
-    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
-        self.inner.step(x, grads, memory, told=told, moment=moment)
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Any) -> None:
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
         if moment.step == 0:
-            for value, model in zip(x, told["model"], strict=True):
+            for value, model in zip(x, broadcast["model"], strict=True):
                 value.sub_((value - model) * self.share)
             torch._foreach_add_(list(memory["is_pulled"]), 1.0)
 
@@ -170,11 +172,11 @@ def _force_after_step(right: Any) -> Any:
 
 
 def _no_bias_correction(right: Any) -> Any:
-    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, told: Any, moment: Any) -> None:
+    def wrong(self: Any, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Any) -> None:
         before = [value.clone() for value in memory["num_steps"]]
         for value in memory["num_steps"]:
             value.fill_(1e6)
-        right(self, x, grads, memory, told=told, moment=moment)
+        right(self, x, grads, memory, broadcast=broadcast, moment=moment)
         for value, old in zip(memory["num_steps"], before, strict=True):
             value.copy_(old + 1)
 
@@ -214,9 +216,9 @@ def _scaffold_share(right: Any) -> Any:
 
 
 def _keeps_old_control(right: Any) -> Any:
-    def wrong(self: Any, x: Any, memory: Any, *, told: Any, num_steps: Any) -> Any:
+    def wrong(self: Any, x: Any, memory: Any, *, broadcast: Any, num_steps: Any) -> Any:
         before = [value.clone() for value in memory["control"]]
-        reported = right(self, x, memory, told=told, num_steps=num_steps)
+        reported = right(self, x, memory, broadcast=broadcast, num_steps=num_steps)
         for value, old in zip(memory["control"], before, strict=True):
             value.copy_(old)
         return reported

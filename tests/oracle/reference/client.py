@@ -7,7 +7,7 @@ symbol                  here
 :math:`g`               gradient of the mean loss of a batch, by parameter: ``g``
 :math:`\eta`            ``ETA``, times the factor of the schedule
 :math:`\mu`             FedProx: ``MU``
-:math:`c, c_i, K`       SCAFFOLD: ``told["control"]``, ``memory["control"]``, ``num_steps``
+:math:`c, c_i, K`       SCAFFOLD: ``broadcast["control"]``, ``memory["control"]``, ``num_steps``
 :math:`\rho, W_i`       EASGD: ``RHO`` and ``memory["own_model"]``
 :math:`m, v, t`         Adam: ``first_moment``, ``second_moment``, ``num_steps``
 ======================= ======================================================================
@@ -60,7 +60,7 @@ class Task:
 
     Attributes:
         x_0: The global model of the round ``round_num``.
-        told: What the algorithm sends along with it.
+        broadcast: What the algorithm sends along with it.
         kept: What the client kept from its last round.
         noise: Of the run.
     """
@@ -69,7 +69,7 @@ class Task:
     client_id: int
     model: Model
     x_0: Tensors
-    told: Memory
+    broadcast: Memory
     round_num: int
     kept: Memory
     num_examples: int
@@ -168,7 +168,7 @@ def direction(task: Task, x: Tensors, g: Tensors, memory: Memory) -> Tensors:
     if c.algorithm == "scaffold":
         for name in g:
             memory["num_gradients"][name] += 1
-        c_i, c_server = memory["control"], task.told["control"]
+        c_i, c_server = memory["control"], task.broadcast["control"]
         g = {name: value - c_i[name] + c_server[name] for name, value in g.items()}
     return clip(g, c.gradient_clip) if c.gradient_clip else g
 
@@ -217,7 +217,7 @@ def report(task: Task, x: Tensors, memory: Memory, *, num_steps: int) -> tuple[T
     if c.algorithm == "scaffold":
         # Option II: c_i+ = c_i - c + (x_0 - x) / (K eta). A parameter that had no gradient in some
         # of the K steps had a gradient of zero there.
-        c_i, c_server = memory["control"], task.told["control"]
+        c_i, c_server = memory["control"], task.broadcast["control"]
         for name in trained:
             moved = (x_0[name] - x[name]) / (num_steps * ETA)
             missed = 1 - memory["num_gradients"][name] / num_steps

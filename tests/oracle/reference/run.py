@@ -102,7 +102,7 @@ class Replay:
         """Yield what each round must come to."""
         for round_num, seen in enumerate(self._run.rounds):
             x, state = self.history[-1]
-            told = state
+            broadcast = state
             sent, staleness = dict[int, Contribution](), dict[int, int]()
             for row in seen.rows:
                 if row.status == REPORTED:
@@ -142,7 +142,7 @@ class Replay:
                 staleness=histogram(list(staleness.values())),
                 metrics=self._metrics(x, round_num + 1),
                 of_round=self._of_round(
-                    list(sent.values()), is_aggregated=seen.is_aggregated, told=told
+                    list(sent.values()), is_aggregated=seen.is_aggregated, broadcast=broadcast
                 ),
             )
 
@@ -160,13 +160,13 @@ class Replay:
 
     def contribute(self, client_id: int, based_on: int) -> Contribution | None:
         """Return what a client sends that was sent the model of round ``based_on``."""
-        x_0, told = self.history[based_on]
+        x_0, broadcast = self.history[based_on]
         task = Task(
             c=self.c,
             client_id=client_id,
             model=self.model,
             x_0=x_0,
-            told=told,
+            broadcast=broadcast,
             round_num=based_on,
             kept=self.kept.get(client_id, {}),
             num_examples=num_used(self.c, len(self.examples.of(client_id)[1])),
@@ -206,12 +206,12 @@ class Replay:
         )
 
     def _of_round(
-        self, sent: list[Contribution], *, is_aggregated: bool, told: Memory
+        self, sent: list[Contribution], *, is_aggregated: bool, broadcast: Memory
     ) -> dict[str, float]:
         """Return an adaptive clip norm, and how many updates a secure sum or a clip scaled down."""
         if not is_aggregated:
             return {}
-        found = {name: float(value[""]) for name, value in told.items() if name == "clip_norm"}
+        found = {name: float(value[""]) for name, value in broadcast.items() if name == "clip_norm"}
         is_clipped_last = self.c.update_clip > 0 and self.c.own != "transform"
         is_known = is_clipped_last if self.c.secure == "off" else self.c.place not in DEPLOYED
         if is_known and self.c.privacy == "off":
