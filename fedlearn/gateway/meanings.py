@@ -32,89 +32,90 @@ def _gauges(unit: str, **texts: str) -> dict[str, Meaning]:
 MEANINGS: Final[Mapping[str, Meaning]] = {
     **_gauges(
         "flag",
-        build_info="1; its labels say which `version` of fedlearn, `python` and `torch` run.",
-        ready="1 where clients are served, as /readyz says.",
+        build_info="Always 1; labels give the `version` of fedlearn, `python` and `torch`.",
+        ready="1 while clients are served, like /readyz.",
         lease_held="1 while no other coordinator can have taken over.",
-        phase="1 for the `phase` it is in: starting, standby, waiting (for clients), round, "
+        phase="1 for the current `phase`: starting, standby, waiting (for clients), round, "
         "committing, paused, stopping, done.",
     ),
     **_gauges(
         "rounds",
-        round="Rounds that are finished.",
-        rounds="Rounds that the run is to have.",
+        round="Finished rounds.",
+        rounds="Planned rounds of the run.",
     ),
-    **_gauges("seconds", round_seconds="What the last round took, waiting included."),
+    **_gauges("seconds", round_seconds="Duration of the last round, including waiting."),
     "round_work_seconds": Meaning(
         "histogram",
         "seconds",
-        "What finished rounds took without waiting for clients: to ask, to read and aggregate "
-        "replies, to train, evaluate and commit.",
+        "Duration of finished rounds without waiting for clients: asking, reading and "
+        "aggregating replies, training, evaluating, committing.",
     ),
     **_gauges(
         "clients",
-        connected="Clients that are connected.",
-        eligible="Of those connected, clients that may be asked.",
-        set_aside="Of those connected, clients that are not asked any more since they keep "
-        "failing: coordinator.set_aside_after.",
+        connected="Connected clients.",
+        eligible="Connected clients that may be asked.",
+        set_aside="Connected clients that are not asked because they keep failing: "
+        "coordinator.set_aside_after.",
     ),
     **_gauges(
         "clients",
-        in_flight_limit="Clients of an asynchronous run that may be in flight: its concurrency, or "
-        "fewer while replies come faster than they are folded in; absent in other runs.",
+        in_flight_limit="Clients that may be in flight: the run's concurrency, or fewer if "
+        "replies arrive faster than they are aggregated; only in asynchronous runs.",
     ),
     **_gauges(
         "check-ins/second",
-        check_in_rate="Check-ins that the coordinator can take, by what one costs and how late "
-        "its event loop is: those who are told to come back are told to come at this rate.",
+        check_in_rate="Rate of check-ins that the coordinator can take, from their cost and the "
+        "delay of its event loop; clients are told to come back at this rate.",
     ),
     **_gauges(
         "seconds",
-        check_in_seconds="Processor time of a check-in; absent before it is known.",
+        check_in_seconds="Processor time of a check-in; absent until it is known.",
         loop_late_seconds="Latest measured delay of the gateway's event loop.",
     ),
     **_gauges(
         "fraction",
-        accuracy="Of the last central evaluation; absent where the coordinator has no data.",
-        clients_accuracy_mean="Of the last evaluation by clients, their mean.",
+        accuracy="Accuracy in the last central evaluation; absent if the coordinator has no data.",
+        clients_accuracy_mean="Mean accuracy over clients in their last evaluation.",
     ),
     **_gauges(
         "loss",
-        loss="Of the last central evaluation; absent where the coordinator has no data.",
-        clients_loss_mean="Of the last evaluation by clients, their mean.",
+        loss="Loss in the last central evaluation; absent if the coordinator has no data.",
+        clients_loss_mean="Mean loss over clients in their last evaluation.",
     ),
     **_gauges(
         "epsilon",
-        privacy_epsilon="Of what was released, when it was last found, which is now and then; "
-        "absent without [privacy].",
+        privacy_epsilon="Epsilon of the released models, computed now and then; absent without "
+        "[privacy].",
     ),
     **_gauges(
         "days",
-        certificate_days="Until a certificate ends: `of` the authority, the server (which renews "
-        "its own 30 days before), or the active client whose ends first; absent without TLS.",
+        certificate_days="Days until a certificate ends, `of` the authority, the server (renewed "
+        "30 days before) or the first active client; absent without TLS.",
     ),
     **_gauges(
         "bytes",
-        disk_free_bytes="Free on the disk of a `folder`: coordinator (keys and updates on their "
-        "way) or runs (database and checkpoints).",
+        disk_free_bytes="Free space on the disk of a `folder`: coordinator (keys, upload store) "
+        "or runs (database, checkpoints).",
     ),
     **_gauges(
         "steps",
-        server_training_step="Of the coordinator's own training of a `kind`, steps or "
-        "distillation: taken in the one under way or else the last one, those before included.",
-        server_training_steps="Where that training ends.",
-        server_training_skipped_steps="Steps of it that were skipped since gradients overflowed.",
+        server_training_step="Steps taken in the current or last training of this `kind` by the "
+        "coordinator (steps or distillation), including earlier ones.",
+        server_training_steps="Steps after which that training ends.",
+        server_training_skipped_steps="Steps of it that were skipped because gradients overflowed.",
     ),
     **_gauges(
         "loss",
-        server_training_loss="Of that training: mean over the examples since the report before.",
+        server_training_loss="Mean loss of that training over the examples since the previous "
+        "report.",
     ),
     **_gauges(
         "examples/second",
-        server_training_examples_per_second="Of that training, likewise, over all processes.",
+        server_training_examples_per_second="Speed of that training over all processes.",
     ),
     **_gauges(
         "factor",
-        server_training_loss_scale="With float16, what its loss is multiplied by; else 1.",
+        server_training_loss_scale="Loss scale with float16; otherwise 1.",
     ),
     **_counters(
         "clients",
@@ -123,14 +124,14 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     ),
     **_counters(
         "updates",
-        updates="Of rounds that take updates of older models: those in the aggregate by their "
-        "`staleness`; absent in other runs.",
+        updates="Aggregated updates by `staleness`; only in runs that accept updates of older "
+        "models.",
     ),
     **_counters(
         "connections",
-        connections="TLS connections begun; 0 without TLS.",
-        enrolment_connections="TLS connections begun, to the port for earlier versions.",
-        authenticated="Connections that an enrolled client has made, or one that is invited.",
+        connections="TLS connections started; 0 without TLS.",
+        enrolment_connections="TLS connections started to the port for earlier versions.",
+        authenticated="Connections of clients that are enrolled or invited.",
         looks="Connections by which invited clients checked that the gateway is reachable.",
     ),
     **_counters(
@@ -142,52 +143,54 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     **_counters("clients", sent_away="Clients told to come back later."),
     **_counters(
         "models",
-        sent_ahead="Models that clients in flight were told of before they were asked about them: "
-        "coordinator.send_ahead.",
+        sent_ahead="Models announced to clients in flight for prefetching: coordinator.send_ahead.",
     ),
     **_counters(
         "clients",
-        check_ins="Clients that have connected and been recognised, whether they may stay or not.",
-        paced="Of those, clients that came when too many did, and were told when to come back.",
+        check_ins="Enrolled clients that connected, whether or not they may stay.",
+        paced="Check-ins during a rush, whose clients were told when to come back.",
     ),
     **_counters(
         "messages",
-        messages="Messages of sessions received.",
-        throttled="Messages of sessions that came faster than they may.",
+        messages="Messages received in sessions.",
+        throttled="Messages in sessions that arrived faster than allowed.",
     ),
     **_counters(
         "bytes",
-        bytes_in="Of sessions and uploads received.",
-        bytes_out="Of sessions and downloads sent.",
+        bytes_in="Bytes received in sessions and uploads.",
+        bytes_out="Bytes sent in sessions and downloads.",
     ),
     **_counters(
         "transfers",
-        downloads="Downloads begun.",
-        uploads="Uploads begun: replies too large for a message of a session.",
-        uploads_resumed="Uploads that went on with what was here.",
+        downloads="Downloads started.",
+        uploads="Uploads started: replies too large for a message of a session.",
+        uploads_resumed="Uploads that continued from the bytes already stored.",
         stalled="Transfers ended because nothing moved.",
     ),
     "upload_seconds": Meaning(
-        "histogram", "seconds", "From the beginning of an upload, or of its rest, to its last byte."
+        "histogram",
+        "seconds",
+        "Time from the start of an upload, or of its rest, to its last byte.",
     ),
-    "upload_bytes": Meaning("histogram", "bytes", "Sizes of the replies that came in uploads."),
+    "upload_bytes": Meaning("histogram", "bytes", "Sizes of uploaded replies."),
     **_counters(
         "attempts",
-        disk_full="Replies and uploads that could not be written, and attempts to begin a round: "
-        "it grows while one waits for space.",
+        disk_full="Failed attempts to store a reply or upload, or to start a round: it grows "
+        "while the coordinator waits for space.",
     ),
     **_counters(
         "replies",
-        replies_logged="Replies that are durable.",
+        replies_logged="Replies stored durably.",
         replies_accepted="Replies that count.",
-        replies_late="Replies that came too late.",
+        replies_late="Replies that arrived too late.",
     ),
     **_counters("clients", enrolled="Enrolments."),
     **_counters(
         "refusals",
-        refused="Peers, messages and replies turned down, by `reason`; absent until the first.",
+        refused="Peers, messages and replies that were refused, by `reason`; absent until the "
+        "first.",
     ),
 }
 
 #: The meaning of all measures that a run's configuration declares.
-OF_THE_RUN: Final = Meaning("gauge", "its own", "A measure of the run's own, under [metrics].")
+OF_THE_RUN: Final = Meaning("gauge", "its own", "A metric that the run declares in [metrics].")

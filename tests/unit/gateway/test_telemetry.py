@@ -84,7 +84,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
         'fedlearn_build_info{python="3",run="clinics",torch="2"} 1.0',
         'fedlearn_ready{run="clinics"} 1.0',
     }
-    assert "# HELP fedlearn_messages_total Messages of sessions received.\n" in page
+    assert "# HELP fedlearn_messages_total Messages received in sessions.\n" in page
     assert "# TYPE fedlearn_messages_total counter\n" in page
     assert "# HELP process_resident_memory_bytes Resident memory size in bytes.\n" in page
 
