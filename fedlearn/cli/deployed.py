@@ -386,7 +386,7 @@ def rotate(client: ClientFolder) -> None:
     from fedlearn.identity.lineage import fingerprint
 
     home = client_home(client, environ=os.environ)
-    enrolment = home.keys.ask_rotation()
+    enrolment = home.keys.request_rotation()
     key = fingerprint(enrolment.identity.public_key)
     typer.echo(f"{enrolment.invitation.name}: the keys with {key} will be replaced when the client")
     typer.echo("connects; one that runs does so at once, or when its secure aggregation is over")

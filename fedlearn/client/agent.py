@@ -25,7 +25,7 @@ from fedlearn.client.process import (
     STOP_S,
     Restarts,
     TrainingProcess,
-    interpreter,
+    find_interpreter,
     is_training_process,
 )
 from fedlearn.core.clock import SystemClock
@@ -39,7 +39,7 @@ _ALONE_S = 30.0
 #: Seconds that a caller waits by default for work that finishes in the background anyway.
 _SOON_S = 0.9
 #: Seconds between two polls of the application's probes.
-_ASK_S = 1.0
+_PROBE_S = 1.0
 _CLOCK = SystemClock()
 
 # Standard logging, not structlog: this runs in the application's process, which configures its own
@@ -128,7 +128,7 @@ class Agent:
             resources=resources,
             connection=connection,
         )
-        self._python = interpreter()
+        self._python = find_interpreter()
         # Another interpreter may have other packages.
         if isinstance(trainer, str) and self._python == sys.executable:
             require_trainer(self._options.trainer)
@@ -180,7 +180,7 @@ class Agent:
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
-        return _done_within(wait, self._await_stop)
+        return _run_within(wait, self._await_stop)
 
     async def stop_async(self, *, wait: float = math.inf) -> bool:
         """Do the same as :meth:`stop` without blocking the event loop."""
@@ -223,7 +223,7 @@ class Agent:
         try:
             self._home.set_consent(granted=False)
         finally:
-            is_erased = _done_within(wait, self._await_erasure)
+            is_erased = _run_within(wait, self._await_erasure)
         return is_erased
 
     async def revoke_consent_async(self, *, wait: float = math.inf) -> bool:
@@ -260,7 +260,7 @@ class Agent:
             )
             child = self._child
         if child is not None:
-            child.tell(self._wishes())
+            child.send(self._make_changes())
 
     def wake(self) -> None:
         """Try to connect now, for example because the network is back or the user has arrived.
@@ -279,7 +279,7 @@ class Agent:
             self._changed.notify_all()
             child = self._child
         if child is not None:
-            child.tell(Wake())
+            child.send(Wake())
 
     def status(self) -> AgentStatus:
         """Return a snapshot of the agent's state; raises as :meth:`start`."""
@@ -323,7 +323,7 @@ class Agent:
                 "(`fedlearn invite NAME`), or pass none if this client has joined"
             )
 
-    def _wishes(self) -> Changes:
+    def _make_changes(self) -> Changes:
         return Changes(conditions=self._options.conditions, policy=self._options.policy)
 
     def _has_consent(self) -> bool:
@@ -342,16 +342,16 @@ class Agent:
         restarts = Restarts()
         with (
             closing(Caller("fedlearn-progress")) as progress,
-            closing(Caller("fedlearn-probes")) as asking,
+            closing(Caller("fedlearn-probes")) as probing,
         ):
             while self._wait_until_wanted():
                 begin_s = _CLOCK.now_s()
-                crash = self._run_child(progress, asking)
+                crash = self._run_child(progress, probing)
                 ran_s = _CLOCK.now_s() - begin_s
                 if crash is None or self._is_stopping or not self._has_consent():
                     continue
                 _log.error("the training process has ended: %s", crash)
-                self._hear(AgentEvent(kind=EventKind.CRASHED, message=crash), progress)
+                self._handle_event(AgentEvent(kind=EventKind.CRASHED, message=crash), progress)
                 with self._changed:
                     self._is_woken = False
                     self._changed.wait_for(
@@ -379,7 +379,7 @@ class Agent:
         except DeploymentError as error:
             _log.error("local state is not erased: %s", error)
 
-    def _run_child(self, progress: Caller, asking: Caller) -> str | None:
+    def _run_child(self, progress: Caller, probing: Caller) -> str | None:
         """Run one training process until it exits.
 
         Returns:
@@ -393,7 +393,7 @@ class Agent:
                 "operator made (`fedlearn invite NAME`)"
             )
             event = AgentEvent(kind=EventKind.FAILED, message=message, is_final=True)
-            self._hear(event, progress)
+            self._handle_event(event, progress)
             return None
         try:
             child = TrainingProcess.start(
@@ -406,13 +406,13 @@ class Agent:
             self._child = child
             is_changed = self._options != options
         if is_changed:
-            child.tell(self._wishes())
+            child.send(self._make_changes())
         if self._is_stopping or not self._has_consent():
             child.ask_to_stop()
         if self._probes != Probes():
-            asking.call(partial(self._ask_probes, child, asking))
+            probing.call(partial(self._poll_probes, child, probing))
         try:
-            ending = child.follow(lambda event: self._hear(event, progress))
+            ending = child.follow(lambda event: self._handle_event(event, progress))
         finally:
             with self._changed:
                 self._child = None
@@ -421,15 +421,15 @@ class Agent:
         self._exit_code = ending.crash_code
         return ending.crash
 
-    def _ask_probes(self, child: TrainingProcess, asking: Caller) -> None:
+    def _poll_probes(self, child: TrainingProcess, probing: Caller) -> None:
         """Poll the probes every second, and send the results to ``child`` while it runs."""
         if self._child is not child:
             return
-        asking.call(partial(self._ask_probes, child, asking))  # first, in case a probe raises
+        probing.call(partial(self._poll_probes, child, probing))  # first, in case a probe raises
         try:
-            child.tell(self._probes.facts())
+            child.send(self._probes.poll())
         finally:
-            _CLOCK.sleep(_ASK_S)
+            _CLOCK.sleep(_PROBE_S)
 
     def _await_stop(self) -> None:
         """Block until the supervisor thread has ended, or the agent is started again."""
@@ -459,7 +459,7 @@ class Agent:
             child.kill()
             self._changed.wait_for(lambda: self._child is not child, timeout=STOP_S)
 
-    def _hear(self, event: AgentEvent, progress: Caller) -> None:
+    def _handle_event(self, event: AgentEvent, progress: Caller) -> None:
         if event.kind is not EventKind.PROGRESS:
             self._update(last=event)
         match event.kind:
@@ -478,14 +478,14 @@ class Agent:
             self._status = replace(self._status, **changes)
 
 
-def _done_within(wait_s: float, job: Callable[[], None]) -> bool:
+def _run_within(wait_s: float, job: Callable[[], None]) -> bool:
     """Run ``job`` on a thread; return whether it finishes within ``wait_s``.
 
     An error within that time is raised here; a later one goes to the log.
     """
     done, lock, has_left = Future[None](), threading.Lock(), False
 
-    def carry_out() -> None:
+    def run() -> None:
         try:
             job()
         except DeploymentError as error:
@@ -499,7 +499,7 @@ def _done_within(wait_s: float, job: Callable[[], None]) -> bool:
 
     # A daemon thread, so that it does not keep the application alive: the training process ends
     # with the application anyway.
-    threading.Thread(target=carry_out, name="fedlearn-ending", daemon=True).start()
+    threading.Thread(target=run, name="fedlearn-ending", daemon=True).start()
     try:
         done.result(timeout=None if math.isinf(wait_s) else wait_s)
     except TimeoutError:

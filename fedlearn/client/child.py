@@ -24,9 +24,9 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder
 from fedlearn.client.loading import find_modules_here
 from fedlearn.client.options import CHANGES, OPTIONS, RuntimeOptions
-from fedlearn.client.patience import told_while_it_lasts
+from fedlearn.client.patience import report_while_running
 from fedlearn.client.process import STUCK
-from fedlearn.client.signals import signals_call
+from fedlearn.client.signals import call_on_signals
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.logs import configure_logs
 from fedlearn.core.user_lines import user_line
@@ -46,7 +46,7 @@ _FLUSH_S = 5.0
 _CHUNK_BYTES = 1 << 16
 
 #: A message from the application, keyed by its type; Any because it is JSON.
-_Words: TypeAlias = dict[str, Any]
+_Command: TypeAlias = dict[str, Any]
 
 
 class _Application:
@@ -63,24 +63,26 @@ class _Application:
         self._events = SimpleQueue[bytes]()
         self._lock = threading.Lock()
         self._attached: tuple[asyncio.AbstractEventLoop, Runtime] | None = None
-        self._early: list[_Words] = []
+        self._early: list[_Command] = []
         self._gone = threading.Event()
-        self._sender = threading.Thread(target=self._send, name="fedlearn-events", daemon=True)
+        self._sender = threading.Thread(
+            target=self._run_sender, name="fedlearn-events", daemon=True
+        )
         self._sender.start()
         threading.Thread(target=self._listen, name="fedlearn-watch", daemon=True).start()
 
-    def tell(self, event: AgentEvent) -> None:
+    def send(self, event: AgentEvent) -> None:
         """Queue an event for the application; it is lost if the application has gone."""
         self._events.put(json.dumps(asdict(event)).encode() + b"\n")
 
-    def tell_end(self, error: FedlearnError) -> None:
+    def report_end(self, error: FedlearnError) -> None:
         """Report a final error: a restarted process would fail in the same way."""
-        self.tell(AgentEvent(kind=EventKind.FAILED, message=str(error), is_final=True))
+        self.send(AgentEvent(kind=EventKind.FAILED, message=str(error), is_final=True))
 
-    def tell_crash(self, error: BaseException) -> None:
+    def report_crash(self, error: BaseException) -> None:
         """Report the crash's type and location, but not its message, which may contain data."""
         words = f"{type(error).__name__} at {user_line(error)}"
-        self.tell(AgentEvent(kind=EventKind.CRASHED, message=words))
+        self.send(AgentEvent(kind=EventKind.CRASHED, message=words))
         sys.excepthook(type(error), error, error.__traceback__)
 
     def finish(self) -> None:
@@ -103,7 +105,7 @@ class _Application:
         if self._gone.is_set():
             runtime.stop()
 
-    def _send(self) -> None:
+    def _run_sender(self) -> None:
         with suppress(OSError):
             while event := self._events.get():
                 self._link.sendall(event)
@@ -114,7 +116,7 @@ class _Application:
             while data := self._link.recv(_CHUNK_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._hear(json.loads(line))
+                    self._receive(json.loads(line))
         with self._lock:
             self._gone.set()
             attached = self._attached
@@ -125,7 +127,7 @@ class _Application:
             SystemClock().sleep(END_S)
         end_family()
 
-    def _hear(self, words: "_Words") -> None:
+    def _receive(self, words: "_Command") -> None:
         with self._lock:
             attached = self._attached
             if attached is None:
@@ -138,10 +140,10 @@ class _Application:
             end_family()
 
 
-def _handle(words: "_Words", runtime: "Runtime") -> None:
+def _handle(words: "_Command", runtime: "Runtime") -> None:
     match words:
         case {"Facts": facts}:
-            runtime.tell(Facts(**facts))
+            runtime.update_facts(Facts(**facts))
         case {"Changes": changes}:
             runtime.change(CHANGES.validate_python(changes))
         case {"Wake": _}:
@@ -150,7 +152,7 @@ def _handle(words: "_Words", runtime: "Runtime") -> None:
             runtime.stop()
 
 
-def _be_worker() -> None:
+def _restore_sigterm() -> None:
     """Restore the default SIGTERM in a fork of the trainer, which inherits the client's handler."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -158,7 +160,7 @@ def _be_worker() -> None:
 
 async def _run(runtime: "Runtime", application: _Application) -> bool:
     application.attach(runtime)
-    with signals_call({signal.SIGTERM: runtime.stop}):
+    with call_on_signals({signal.SIGTERM: runtime.stop}):
         return await runtime.run()
 
 
@@ -175,7 +177,7 @@ def main() -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # noqa: BLE001 - it is reported, and ends this process
-        application.tell_crash(error)
+        application.report_crash(error)
         code = 1
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -189,7 +191,7 @@ def main() -> NoReturn:
 def _serve(application: _Application) -> int:
     """Run the client, and return the exit code of this process."""
     if sys.platform != "win32":
-        os.register_at_fork(after_in_child=_be_worker)
+        os.register_at_fork(after_in_child=_restore_sigterm)
     options = OPTIONS.validate_json(sys.stdin.buffer.read())
     _configure_logs(options)
     from fedlearn.client.runtime import make_runtime  # noqa: PLC0415 (torch takes seconds)
@@ -201,18 +203,18 @@ def _serve(application: _Application) -> int:
         with ClientFolder(options.home).locked(timeout_s=_PREDECESSOR_S):
             pass  # wait for the process of an application that has just died: it ends in a batch
         with (
-            told_while_it_lasts(f"{options.trainer} is still being made", application.tell),
+            report_while_running(f"{options.trainer} is still being made", application.send),
             # In an application's log, leave out the error's message, which may quote the data.
             in_users_code() if options.is_command else nullcontext(),
         ):
-            runtime = make_runtime(options, on_event=application.tell)
+            runtime = make_runtime(options, on_event=application.send)
     except FedlearnError as error:  # for example, the trainer has found no data
-        application.tell_end(error)
+        application.report_end(error)
         return 0
     try:
         has_ended = asyncio.run(_run(runtime, application))
     except (DeploymentError, EnrolmentRefused) as error:
-        application.tell_end(error)
+        application.report_end(error)
         return 0
     return 0 if has_ended else STUCK
 

@@ -34,7 +34,7 @@ _NOT_BUSY = frozenset({"idle", "iowait", "steal", "guest", "guest_nice"})
 #: The first CPU times of a process: user, system, and both of its children that have exited.
 _NUM_TIMES = 4
 #: Seconds for which facts from the application stay valid: a probe may be slow, but not hang.
-_TOLD_S = 10.0
+_REPORT_VALID_S = 10.0
 #: Seconds for which NetworkManager's answer is cached.
 _METERED_AGE_S = 30.0
 _TIME = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
@@ -55,8 +55,8 @@ class Facts:
     idle: bool | None = None
     unmetered: bool | None = None
 
-    def known(self) -> dict[str, bool]:
-        """Return the facts that are known, by name."""
+    def select_known(self) -> dict[str, bool]:
+        """List the facts that are not unknown, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -72,7 +72,7 @@ class Probes:
     idle: Probe | None = None
     unmetered: Probe | None = None
 
-    def facts(self) -> Facts:
+    def poll(self) -> Facts:
         """Call all probes that are set."""
         return Facts(**{name: probe() for name, probe in vars(self).items() if probe is not None})
 
@@ -156,20 +156,22 @@ class Device:
     power_supplies: Path = Path("/sys/class/power_supply")
     _load: deque[tuple[float, float, float]] = field(default_factory=deque)
     _metered: tuple[float, bool | None] | None = None
-    _told: tuple[float, Facts] = (-math.inf, Facts())
+    _reported: tuple[float, Facts] = (-math.inf, Facts())
 
-    def tell(self, facts: Facts) -> None:
+    def set_facts(self, facts: Facts) -> None:
         """Store facts from the application; they stay valid for a few seconds."""
-        self._told = self.clock.now_s(), facts
+        self._reported = self.clock.now_s(), facts
 
-    def facts(self) -> Facts:
+    def gather_facts(self) -> Facts:
         """Find out all facts; call this about once a second, on a thread, since it may block."""
-        found = self.found()
-        told_s, told = self._told
-        return found if self.clock.now_s() - told_s > _TOLD_S else replace(found, **told.known())
+        found = self.query_system()
+        reported_s, reported = self._reported
+        if self.clock.now_s() - reported_s > _REPORT_VALID_S:
+            return found
+        return replace(found, **reported.select_known())
 
-    def found(self) -> Facts:
-        """Find out the facts that the operating system knows."""
+    def query_system(self) -> Facts:
+        """Ask the operating system for the facts that it knows."""
         return Facts(on_power=self._on_power(), idle=self._idle(), unmetered=self._unmetered())
 
     def _on_power(self) -> bool | None:
@@ -182,7 +184,7 @@ class Device:
 
     def _idle(self) -> bool | None:
         """Check that other programs than this process and its children use little CPU time."""
-        busy_s, own_s, now_s = _busy_s(), _used_s(), self.clock.now_s()
+        busy_s, own_s, now_s = _read_busy_s(), _read_own_s(), self.clock.now_s()
         self._load.append((now_s, busy_s, own_s))
         while now_s - self._load[1 if len(self._load) > 1 else 0][0] >= _IDLE_WINDOW_S:
             self._load.popleft()
@@ -204,56 +206,57 @@ def _is_on_power(power_supplies: Path) -> bool | None:
         supplies = sorted(power_supplies.iterdir())
     except OSError:
         return None
-    kinds = [(_line(each / "type"), each) for each in supplies]
-    mains = [_line(each / "online") == "1" for kind, each in kinds if kind != "Battery"]
+    kinds = [(_read_line(each / "type"), each) for each in supplies]
+    mains = [_read_line(each / "online") == "1" for kind, each in kinds if kind != "Battery"]
     batteries = [
-        _line(each / "status") == "Discharging"
+        _read_line(each / "status") == "Discharging"
         for kind, each in kinds
-        if kind == "Battery" and _line(each / "scope") != "Device"  # "Device": a mouse's battery
+        # The scope of a mouse's battery is "Device".
+        if kind == "Battery" and _read_line(each / "scope") != "Device"
     ]
     return any(mains) or not any(batteries)
 
 
-def _busy_s() -> float:
+def _read_busy_s() -> float:
     """Return the CPU seconds that all processors have worked since boot."""
     times = psutil.cpu_times()._asdict()
     return math.fsum(seconds for name, seconds in times.items() if name not in _NOT_BUSY)
 
 
-def _used_s() -> float:
+def _read_own_s() -> float:
     """Return the CPU seconds used by this process and its descendants.
 
     Descendants count because a trainer may load its data in worker processes.
     """
     used_s = 0.0
-    for each in _family_of(psutil.Process()):
+    for each in _iterate_family(psutil.Process()):
         with suppress(psutil.Error):  # it has just exited
             used_s += sum(each.cpu_times()[:_NUM_TIMES])
     return used_s
 
 
-def _family_of(process: psutil.Process) -> Iterator[psutil.Process]:
+def _iterate_family(process: psutil.Process) -> Iterator[psutil.Process]:
     """Yield a process and all its descendants."""
     yield process
     if sys.platform == "linux":
         # psutil would scan every process of the machine: 5 ms per hundred of them, every second.
-        for pid in _child_pids(process.pid):
+        for pid in _list_child_pids(process.pid):
             with suppress(psutil.Error):  # it has just exited
-                yield from _family_of(psutil.Process(pid))
+                yield from _iterate_family(psutil.Process(pid))
     else:
         yield from process.children(recursive=True)
 
 
-def _child_pids(pid: int) -> list[int]:
+def _list_child_pids(pid: int) -> list[int]:
     """List the child process ids of a process on Linux; empty if it has just exited."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
-    return [int(each) for thread in threads for each in _line(thread / "children").split()]
+    return [int(each) for thread in threads for each in _read_line(thread / "children").split()]
 
 
-def _line(path: Path) -> str:
+def _read_line(path: Path) -> str:
     """Return the first line of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text().partition("\n")[0]

@@ -11,12 +11,12 @@ import structlog
 
 from fedlearn.client.backoff import Backoff
 from fedlearn.client.conversation import (
-    Connected,
-    Disconnected,
     Event,
-    Offered,
-    SentAhead,
-    Withdrawn,
+    ModelAnnounced,
+    SessionEnded,
+    SessionStarted,
+    TaskOffered,
+    TaskWithdrawn,
 )
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
@@ -84,7 +84,7 @@ class Connector:
         self._clock = SystemClock()
         self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
         self._asked_s: float | None = None  # absence that the coordinator has asked for
-        self._farewell, self._is_offline = "", False
+        self._end_reason, self._is_offline = "", False
         self._woken = asyncio.Event()
         self._attempt: asyncio.Timeout | None = None  # the attempt that has no answer yet
         self.backoff, self.allowed = Backoff(connection.reconnection.max_backoff_s), asyncio.Event()
@@ -103,7 +103,7 @@ class Connector:
         await self.allowed.wait()
         path = self._connection.roster
         roster = None if path is None else IdentityRoster.load(Path(path))
-        self.enrolment = await self._enrolled()
+        self.enrolment = await self._ensure_enrolment()
         if roster is not None:
             self._home.keys.pin_file(self.enrolment).take(
                 roster, client_id=self.enrolment.client_id, lineage=self.enrolment.lineage
@@ -111,7 +111,7 @@ class Connector:
         if self._connection.addresses:
             known = join_addresses(self._connection.addresses, self.enrolment.invitation.addresses)
             self.enrolment = self._home.keys.move(self.enrolment, known)
-        num_in_vain = 0
+        num_failures = 0
         for num_visits in count():
             addresses = self.enrolment.invitation.addresses  # a session may have changed them
             address = addresses[num_visits % len(addresses)]
@@ -119,13 +119,13 @@ class Connector:
             self._expire_sessions()
             if self._rotation.is_due(self.enrolment, run_id=self.run_id, is_connected=False):
                 with suppress(TimeoutError):
-                    async with self._attempting():
-                        self.enrolment = await self._rotation.carried_out(self.enrolment)
+                    async with self._interruptible():
+                        self.enrolment = await self._rotation.carry_out(self.enrolment)
             was_welcome = await self._visit(address, self.enrolment)
-            num_in_vain = 0 if was_welcome else num_in_vain + 1
+            num_failures = 0 if was_welcome else num_failures + 1
             # Pause after a session, or once every address has failed: until then, the next address
             # may be the right one.
-            if num_in_vain % len(addresses) == 0:
+            if num_failures % len(addresses) == 0:
                 await self._pause()
 
     def wake(self) -> None:
@@ -139,7 +139,7 @@ class Connector:
             self._attempt = None
 
     @asynccontextmanager
-    async def _attempting(self) -> AsyncIterator[None]:
+    async def _interruptible(self) -> AsyncIterator[None]:
         """Let :meth:`wake` end an attempt that has no answer yet, by a TimeoutError."""
         async with asyncio.timeout(None) as attempt:
             self._attempt = attempt
@@ -164,17 +164,17 @@ class Connector:
     def _expire_sessions(self) -> None:
         """Erase the secrets of abandoned sessions, including the shares of other clients."""
         before_unix_s = self._clock.unix_s() - _ABANDONED_S
-        for run_id in self._home.untouched(before_unix_s=before_unix_s):
+        for run_id in self._home.list_stale_runs(before_unix_s=before_unix_s):
             state = self._home.state(run_id)
             if (ended := after_failure(state)) != state:
                 _log.info("session_expired", run_id=run_id)
                 self._home.set_state(run_id, ended)
 
-    async def _enrolled(self) -> Enrolment:
+    async def _ensure_enrolment(self) -> Enrolment:
         """Return the existing enrolment, or enrol now if there is none or a new invitation."""
         current = self._home.keys.enrolment()
         given = None if self._invitation is None else Invitation.load(self._invitation)
-        if current is not None and (given is None or current.is_with(given)):
+        if current is not None and (given is None or current.has_redeemed(given)):
             return current
         if given is None:
             raise DeploymentError(
@@ -182,17 +182,20 @@ class Connector:
                 "operator made (`fedlearn invite NAME`)"
             )
         given = given.moved_to(join_addresses(self._connection.addresses, given.addresses))
-        identity, lineage = self._home.keys.coming_identity(), self._home.keys.coming_lineage(given)
+        identity, lineage = (
+            self._home.keys.load_next_identity(),
+            self._home.keys.build_next_lineage(given),
+        )
         for address in cycle(given.token_addresses):
             await self.allowed.wait()
             try:
-                async with self._attempting():
+                async with self._interruptible():
                     certificate_pem, client_id = await enrol(
                         address, given, identity, lineage=lineage.to_bytes()
                     )
                 break
             except ConnectionError as error:
-                self._be_offline(address, error, hint=self._late_hint(given))
+                self._report_offline(address, error, hint=self._describe_expiry(given))
             except TimeoutError:
                 _log.debug("woken", address=address)
             await self._pause()
@@ -208,13 +211,13 @@ class Connector:
         begin_s, was_welcome = 0.0, False
         try:
             async with (
-                self._attempting(),
+                self._interruptible(),
                 session_at(address, enrolment, self._hello()) as live,
             ):
                 begin_s, was_welcome = self._clock.now_s(), True
                 await self._converse(live, address)
         except ConnectionError as error:
-            self._be_offline(address, error)
+            self._report_offline(address, error)
         except (ConnectionRefused, ProtocolError) as error:
             _log.warning("refused", address=address, error=str(error))
             self._on_event(AgentEvent.of(EventKind.REFUSED, message=str(error)))
@@ -224,7 +227,7 @@ class Connector:
             self.backoff.reset()
         return was_welcome
 
-    def _late_hint(self, given: Invitation) -> str:
+    def _describe_expiry(self, given: Invitation) -> str:
         """Describe the remedy for an expired invitation; empty if it has not expired."""
         # Both are ISO 8601 in UTC, so strings compare like times.
         if utc(self._clock.unix_s()) < given.expires_utc:
@@ -234,7 +237,7 @@ class Connector:
             f"(`fedlearn invite {given.name}`)"
         )
 
-    def _be_offline(self, address: str, error: ConnectionError, *, hint: str = "") -> None:
+    def _report_offline(self, address: str, error: ConnectionError, *, hint: str = "") -> None:
         """Report that there is no connection, but only once: devices are often offline."""
         if isinstance(error, ComeBackLater):  # keep the shortest absence of several addresses
             self._asked_s = min(error.after_s, self._asked_s or error.after_s)
@@ -245,11 +248,11 @@ class Connector:
         self._is_offline = True
 
     async def _converse(self, live: LiveSession, address: str) -> None:
-        self._is_offline, self._farewell = False, ""
+        self._is_offline, self._end_reason = False, ""
         self._attempt = self._asked_s = None
         run_id = live.session.welcome.run_id
         require_run_id(run_id)
-        self._keep_addresses(live.session.welcome.addresses, here=address)
+        self._save_addresses(live.session.welcome.addresses, here=address)
         try:
             self._home.forget_other_runs(run_id)
         except DeploymentError as error:  # tried again in the next session
@@ -257,7 +260,7 @@ class Connector:
         _log.info("connected", address=address, run_id=run_id)
         self._on_event(AgentEvent.of(EventKind.CONNECTED, message=address))
         self.live, self.run_id = live, run_id
-        self._post(Connected(run_id))
+        self._post(SessionStarted(run_id))
         ends: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._receive(live.session)),
             asyncio.create_task(live.session.watch()),
@@ -267,14 +270,14 @@ class Connector:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.live = None
-            _log.info("disconnected", address=address, reason=self._farewell)
-            self._on_event(AgentEvent.of(EventKind.DISCONNECTED, message=self._farewell))
-            self._post(Disconnected())
+            _log.info("disconnected", address=address, reason=self._end_reason)
+            self._on_event(AgentEvent.of(EventKind.DISCONNECTED, message=self._end_reason))
+            self._post(SessionEnded())
             await cancel([*live.jobs, *ends])
         for end in done:
             end.result()  # raises the error that ended the session
 
-    def _keep_addresses(self, announced: Sequence[str], *, here: str) -> None:
+    def _save_addresses(self, announced: Sequence[str], *, here: str) -> None:
         """Save the addresses at which the coordinator says it can be reached, now or soon."""
         assert self.enrolment is not None
         is_secure = bool(self.enrolment.invitation.ca_pem)
@@ -293,18 +296,18 @@ class Connector:
             match message.WhichOneof("what"):
                 case "task":
                     task = OpenTask.of(message.task, now_unix_s=self._clock.unix_s())
-                    self._post(Offered(task))
+                    self._post(TaskOffered(task))
                 case "ahead":
                     now_unix_s = self._clock.unix_s()
-                    task = OpenTask.of(message.ahead, now_unix_s=now_unix_s, is_ahead=True)
-                    self._post(SentAhead(task))
+                    task = OpenTask.of(message.ahead, now_unix_s=now_unix_s, is_announced=True)
+                    self._post(ModelAnnounced(task))
                 case "cancel":
                     key = TaskKey.of(message.cancel.key)
-                    self._post(Withdrawn(key, message.cancel.reason))
+                    self._post(TaskWithdrawn(key, message.cancel.reason))
                 case "come_back":
                     self._asked_s = message.come_back.after_s
                     self.backoff.reset()  # an orderly end, not a failure
-                    self._farewell = message.come_back.reason
+                    self._end_reason = message.come_back.reason
                     return
                 case "receipt":
                     self._on_receipt(message.receipt)

@@ -34,25 +34,25 @@ class WorkControl:
         self, home: Home, clock: Clock, *, on_report: Callable[[float, float], None]
     ) -> None:
         self._home, self._clock, self._on_report = home, clock, on_report
-        self._called_off = threading.Event()
+        self._cancelled = threading.Event()
         self.download: asyncio.Task[None] | None = None
         self._next_checkpoint_s = self._next_report_s = float("-inf")
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """Cancel the task at its next :meth:`check`; call this from the event loop's thread."""
-        self._called_off.set()
+        self._cancelled.set()
         if self.download is not None:
             self.download.cancel()
 
     @property
-    def is_called_off(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether the task was cancelled."""
-        return self._called_off.is_set()
+        return self._cancelled.is_set()
 
     def check(self) -> None:
         """Raise :class:`Cancelled` if the task was cancelled."""
-        if self.is_called_off:
-            raise Cancelled("the task was called off")
+        if self.is_cancelled:
+            raise Cancelled("the task was cancelled")
 
     def report(self, *, fraction: float, loss: float) -> None:
         """Report progress to the application, at most ten times a second."""

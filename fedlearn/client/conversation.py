@@ -2,21 +2,21 @@
 
 The life of one task, as events and actions::
 
-    Offered -> Begin -> Answered -> Hold -> Held -> Deliver -> Settled -> Drop
-                 |
-                 +-- cancelled (coordinator, conditions, user) -> CallOff -> Ended
+    TaskOffered -> Begin -> Answer -> Hold -> ReplyStored -> Deliver -> ReplySettled -> Drop
+                     |
+                     +-- cancelled (coordinator, conditions, user) -> Cancel -> WorkEnded
 
 The work on a task (download and training) is one action. It ends with exactly one of
-:class:`Answered` and :class:`Ended`, even after a cancellation, because training stops only at the
-end of a batch. A task that arrives in between waits for that.
+:class:`Answer` and :class:`WorkEnded`, even after a cancellation, because training stops only at
+the end of a batch. A task that arrives in between waits for that.
 
 The coordinator may announce a model before it sends a task for it, so that the client can prefetch
 it. Once the model is here and the client is idle, it starts to train. The next task for which this
 model is recent enough then adopts that work::
 
-    SentAhead -> Fetched -> Begin -> Offered -> Adopt -> Answered -> Hold
-                              |
-                              +-- Answered before any task came -> Offered -> Hold
+    ModelAnnounced -> ModelFetched -> Begin -> TaskOffered -> Adopt -> Answer -> Hold
+                                        |
+                                        +-- Answer before any task came -> TaskOffered -> Hold
 """
 
 from collections.abc import Callable
@@ -31,40 +31,40 @@ from fedlearn.transport.content import NO_QUESTION, TaskKey
 
 
 @dataclass(frozen=True)
-class Connected:
+class SessionStarted:
     """The coordinator has welcomed this client to its run."""
 
     run_id: str
 
 
 @dataclass(frozen=True)
-class Disconnected:
+class SessionEnded:
     """The session has ended, for any reason."""
 
 
 @dataclass(frozen=True)
-class Offered:
+class TaskOffered:
     """The coordinator has sent a task."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
-class SentAhead:
+class ModelAnnounced:
     """The coordinator has announced a model that a coming task may need."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
-class Fetched:
+class ModelFetched:
     """A prefetched model has arrived."""
 
     task: OpenTask
 
 
 @dataclass(frozen=True)
-class Withdrawn:
+class TaskWithdrawn:
     """The coordinator no longer waits for this task's reply."""
 
     key: TaskKey
@@ -72,14 +72,14 @@ class Withdrawn:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ReplySettled:
     """A receipt has arrived: the coordinator has the reply, or does not want it."""
 
     key: TaskKey
 
 
 @dataclass(frozen=True)
-class Answered:
+class Answer:
     """Work on a task has produced a reply and a new client state (``None`` if unchanged)."""
 
     task: OpenTask
@@ -89,19 +89,19 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkEnded:
     """Work on the task has ended without a reply: cancelled, or the download failed."""
 
 
 @dataclass(frozen=True)
-class Held:
+class ReplyStored:
     """A reply has been stored durably."""
 
     held: HeldReply
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class ConditionsChecked:
     """The conditions were checked, as they are every second; ``unmet`` lists those that fail."""
 
     unmet: tuple[str, ...]
@@ -109,23 +109,23 @@ class Surveyed:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StopRequested:
     """The user or the operating system has asked this process to end."""
 
 
 Event: TypeAlias = (
-    Connected
-    | Disconnected
-    | Offered
-    | SentAhead
-    | Fetched
-    | Withdrawn
-    | Settled
-    | Answered
-    | Ended
-    | Held
-    | Surveyed
-    | Stopped
+    SessionStarted
+    | SessionEnded
+    | TaskOffered
+    | ModelAnnounced
+    | ModelFetched
+    | TaskWithdrawn
+    | ReplySettled
+    | Answer
+    | WorkEnded
+    | ReplyStored
+    | ConditionsChecked
+    | StopRequested
 )
 
 # Actions: what to do about it.
@@ -139,7 +139,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class CallOff:
+class Cancel:
     """Cancel the work on a task; it ends at the next batch."""
 
     key: TaskKey
@@ -162,7 +162,7 @@ class Adopt:
 class Hold:
     """Store a reply durably, together with the client state after it."""
 
-    answered: Answered
+    answered: Answer
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Disconnect:
     """End the session."""
 
 
-Action: TypeAlias = Begin | Adopt | CallOff | Erase | Hold | Deliver | Drop | Disconnect
+Action: TypeAlias = Begin | Adopt | Cancel | Erase | Hold | Deliver | Drop | Disconnect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,14 +202,14 @@ class Conversation:
         is_stopping: Whether this process is to end.
         unmet: Conditions that do not hold.
         task: The task in work; a cancelled one stays here until its work has ended.
-        is_called_off: Whether the task in work was cancelled.
+        is_cancelled: Whether the task in work was cancelled.
         is_withdrawn: Whether the coordinator no longer wants the reply to the task in work.
         waiting: A task that arrived while a cancelled one is still ending.
         held: The finished reply that is not settled yet.
         run_id: The run of the latest session; empty before the first.
         begun_round: Round of the newest model of this run on which training has started, or -1.
-        told: The newest announced model that is not fetched yet.
-        ahead: A prefetched model on which work has not started.
+        announced: The newest announced model that is not fetched yet.
+        prefetched: A prefetched model on which work has not started.
         ready: The result of work in advance for which no task has come yet.
     """
 
@@ -217,15 +217,15 @@ class Conversation:
     is_stopping: bool = False
     unmet: tuple[str, ...] = ("not looked at yet",)
     task: OpenTask | None = None
-    is_called_off: bool = False
+    is_cancelled: bool = False
     is_withdrawn: bool = False
     waiting: OpenTask | None = None
     held: HeldReply | None = None
     run_id: str = ""
     begun_round: int = -1
-    told: OpenTask | None = None
-    ahead: OpenTask | None = None
-    ready: Answered | None = None
+    announced: OpenTask | None = None
+    prefetched: OpenTask | None = None
+    ready: Answer | None = None
 
     @property
     def may_connect(self) -> bool:
@@ -240,7 +240,7 @@ class Conversation:
     @property
     def to_fetch(self) -> OpenTask | None:
         """The model to prefetch, if any; none while a prefetched one is still unused."""
-        return self.told if self.is_connected and self.ahead is None else None
+        return self.announced if self.is_connected and self.prefetched is None else None
 
 
 Transition: TypeAlias = tuple[Conversation, tuple[Action, ...]]
@@ -249,121 +249,125 @@ Transition: TypeAlias = tuple[Conversation, tuple[Action, ...]]
 def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911 - one line per event
     """Return the client's state after ``event``, and the actions to perform."""
     match event:
-        case Connected(run_id):
-            return _connected(here, run_id)
-        case Disconnected():
-            return replace(here, is_connected=False, told=None), ()
-        case Offered(task):
-            return _offered(here, task)
-        case SentAhead(task):
-            return _sent_ahead(here, task)
-        case Fetched(task):
-            return _fetched(here, task)
-        case Withdrawn(key, reason):
-            return _withdrawn(here, key, reason)
-        case Settled(key):
+        case SessionStarted(run_id):
+            return _start_session(here, run_id)
+        case SessionEnded():
+            return replace(here, is_connected=False, announced=None), ()
+        case TaskOffered(task):
+            return _consider_task(here, task)
+        case ModelAnnounced(task):
+            return _note_announcement(here, task)
+        case ModelFetched(task):
+            return _use_prefetched(here, task)
+        case TaskWithdrawn(key, reason):
+            return _withdraw(here, key, reason)
+        case ReplySettled(key):
             return _forget_reply(here, key, "settled")
-        case Answered():
-            return _answered(here, event)
-        case Ended():
-            return _ended(here)
-        case Held(held):
+        case Answer():
+            return _finish_work(here, event)
+        case WorkEnded():
+            return _end_work(here)
+        case ReplyStored(held):
             return replace(here, held=held), ((Deliver(held),) if here.is_connected else ())
-        case Surveyed():
-            return _surveyed(here, event)
-        case Stopped():
-            stopping = replace(here, is_stopping=True, waiting=None, told=None, ahead=None)
-            return _call_off(stopping, "stopped")
+        case ConditionsChecked():
+            return _apply_conditions(here, event)
+        case StopRequested():
+            stopping = replace(
+                here, is_stopping=True, waiting=None, announced=None, prefetched=None
+            )
+            return _cancel(stopping, "stopped")
 
 
-def _connected(here: Conversation, run_id: str) -> Transition:
+def _start_session(here: Conversation, run_id: str) -> Transition:
     if here.run_id != run_id:
-        here = replace(here, run_id=run_id, begun_round=-1, told=None, ahead=None, ready=None)
+        here = replace(
+            here, run_id=run_id, begun_round=-1, announced=None, prefetched=None, ready=None
+        )
     here, actions = _give_up(
         replace(here, is_connected=True), lambda each: each.key.run_id != run_id, "its run is over"
     )
     return here, (*actions, *(() if here.held is None else (Deliver(here.held),)))
 
 
-def _offered(here: Conversation, task: OpenTask) -> Transition:
+def _consider_task(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping:
         return here, ()  # the session is about to end; the task is offered again in the next one
     if here.held is not None and here.held.key == task.key:
         return here, (Deliver(here.held, is_asked_again=True),)
     if here.task is None:
         return _begin(here, task)
-    if here.task.key == task.key and not here.is_called_off:
+    if here.task.key == task.key and not here.is_cancelled:
         return here, ()  # offered again in a new session: the work continues
-    if here.task.is_ahead and here.task.may_answer(task) and not here.is_called_off:
+    if here.task.is_announced and here.task.may_answer(task) and not here.is_cancelled:
         return replace(here, task=task), (Adopt(task),)
     # The coordinator has one open task per client, so a different task means that the one in work
     # has been closed.
     here = replace(here, waiting=task, is_withdrawn=here.is_withdrawn or here.task.key != task.key)
-    return _call_off(here, "the coordinator has moved on")
+    return _cancel(here, "the coordinator has moved on")
 
 
 def _begin(here: Conversation, task: OpenTask) -> Transition:
-    here = replace(here, task=None, waiting=None, is_called_off=False, is_withdrawn=False)
+    here = replace(here, task=None, waiting=None, is_cancelled=False, is_withdrawn=False)
     if task.key.kind != TRAIN_KIND:
         return replace(here, task=task), (Begin(task),)
     ready, here = here.ready, replace(here, ready=None)
     if ready is not None and ready.task.may_answer(task):
-        here, actions = _next(here)
+        here, actions = _start_next(here)
         return here, (Hold(replace(ready, task=task)), *actions)
     here = replace(here, task=task, begun_round=task.key.round_num)
-    return _without_old(here), (Begin(task),)
+    return _drop_old_models(here), (Begin(task),)
 
 
-def _sent_ahead(here: Conversation, task: OpenTask) -> Transition:
+def _note_announcement(here: Conversation, task: OpenTask) -> Transition:
     may_be_of_use = not (here.unmet or here.is_stopping) and task.key.run_id == here.run_id
-    return (_without_old(replace(here, told=task)) if may_be_of_use else here), ()
+    return (_drop_old_models(replace(here, announced=task)) if may_be_of_use else here), ()
 
 
-def _fetched(here: Conversation, task: OpenTask) -> Transition:
+def _use_prefetched(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping or task.key.run_id != here.run_id:
         return here, ()
-    # Keep `told` if it differs from the fetched model: a newer one was announced meanwhile.
-    told = None if here.told == task else here.told
-    return _next(_without_old(replace(here, told=told, ahead=task)))
+    # Keep `announced` if it differs from the fetched model: a newer one was announced meanwhile.
+    announced = None if here.announced == task else here.announced
+    return _start_next(_drop_old_models(replace(here, announced=announced, prefetched=task)))
 
 
-def _without_old(here: Conversation) -> Conversation:
+def _drop_old_models(here: Conversation) -> Conversation:
     """Drop announced and prefetched models that are no newer than the one last trained on."""
-    told, ahead = (
+    announced, prefetched = (
         None if each is None or each.key.round_num <= here.begun_round else each
-        for each in (here.told, here.ahead)
+        for each in (here.announced, here.prefetched)
     )
-    return replace(here, told=told, ahead=ahead)
+    return replace(here, announced=announced, prefetched=prefetched)
 
 
-def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Transition:
-    if here.told is not None and _is_meant(here.told, key):
-        here = replace(here, told=None)
-    if here.ahead is not None and _is_meant(here.ahead, key):
-        here = replace(here, ahead=None)
-    if here.ready is not None and _is_meant(here.ready.task, key):
+def _withdraw(here: Conversation, key: TaskKey, reason: str) -> Transition:
+    if here.announced is not None and _is_withdrawn_by(here.announced, key):
+        here = replace(here, announced=None)
+    if here.prefetched is not None and _is_withdrawn_by(here.prefetched, key):
+        here = replace(here, prefetched=None)
+    if here.ready is not None and _is_withdrawn_by(here.ready.task, key):
         here = replace(here, ready=None)
     if here.waiting is not None and here.waiting.key == key:
         here = replace(here, waiting=None)
-    if here.task is not None and _is_meant(here.task, key):
-        return _call_off(replace(here, is_withdrawn=True), reason)
+    if here.task is not None and _is_withdrawn_by(here.task, key):
+        return _cancel(replace(here, is_withdrawn=True), reason)
     return _forget_reply(here, key, reason)
 
 
-def _is_meant(task: OpenTask, withdrawn: TaskKey) -> bool:
+def _is_withdrawn_by(task: OpenTask, withdrawn: TaskKey) -> bool:
     """Check whether a withdrawal covers ``task``.
 
     Withdrawing an announced model also withdraws all earlier ones of its run.
     """
-    if not (task.is_ahead and withdrawn.exchange == NO_QUESTION):
+    if not (task.is_announced and withdrawn.exchange == NO_QUESTION):
         return task.key == withdrawn
     return task.key.run_id == withdrawn.run_id and task.key.round_num <= withdrawn.round_num
 
 
-def _call_off(here: Conversation, reason: str) -> Transition:
-    if here.task is None or here.is_called_off:
+def _cancel(here: Conversation, reason: str) -> Transition:
+    if here.task is None or here.is_cancelled:
         return here, ()
-    return replace(here, is_called_off=True), (CallOff(here.task.key, reason),)
+    return replace(here, is_cancelled=True), (Cancel(here.task.key, reason),)
 
 
 def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
@@ -372,57 +376,59 @@ def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
     return replace(here, held=None), (Drop(here.held, reason),)
 
 
-def _answered(here: Conversation, event: Answered) -> Transition:
+def _finish_work(here: Conversation, event: Answer) -> Transition:
     if here.is_withdrawn:
-        return _ended(here)
+        return _end_work(here)
     task = here.task or event.task  # `here.task` is the adopting task, if work started in advance
-    here = replace(here, task=None, is_called_off=False)
-    if task.is_ahead:
-        return _next(replace(here, ready=None if event.is_failure else event))
+    here = replace(here, task=None, is_cancelled=False)
+    if task.is_announced:
+        return _start_next(replace(here, ready=None if event.is_failure else event))
     if here.waiting is not None and here.waiting.key == task.key:
         here = replace(here, waiting=None)  # finished before the cancellation took effect
     if event.state is not None and task.key.kind != TRAIN_KIND:
         here = replace(here, ready=None)  # it was computed from the state before this task
-    here, actions = _next(here)
+    here, actions = _start_next(here)
     return here, (Hold(replace(event, task=task)), *actions)
 
 
-def _ended(here: Conversation) -> Transition:
+def _end_work(here: Conversation) -> Transition:
     erase = (Erase(),) if here.is_withdrawn else ()
     # Work that ended without being cancelled has lost its connection. Reconnecting makes the
     # coordinator offer the task again.
-    is_missed = not here.is_called_off and here.task is not None and not here.task.is_ahead
+    is_missed = not here.is_cancelled and here.task is not None and not here.task.is_announced
     leave = (Disconnect(),) if is_missed and here.is_connected else ()
-    here = replace(here, task=None, is_called_off=False, is_withdrawn=False)
-    here, actions = _next(here)
+    here = replace(here, task=None, is_cancelled=False, is_withdrawn=False)
+    here, actions = _start_next(here)
     return here, (*erase, *actions, *leave)
 
 
-def _next(here: Conversation) -> Transition:
+def _start_next(here: Conversation) -> Transition:
     """If the client is idle, begin the waiting task, or else work on a prefetched model."""
     if here.task is not None or here.unmet or here.is_stopping:
         return here, ()
     if here.waiting is not None:
         return _begin(here, here.waiting)
-    task = here.ahead
+    task = here.prefetched
     if task is None or here.ready is not None or not here.is_connected:
         return here, ()
     here = replace(here, task=task, begun_round=task.key.round_num)
-    return _without_old(here), (Begin(task),)
+    return _drop_old_models(here), (Begin(task),)
 
 
-def _surveyed(here: Conversation, event: Surveyed) -> Transition:
+def _apply_conditions(here: Conversation, event: ConditionsChecked) -> Transition:
     here, actions = _give_up(
         here, lambda each: each.expires_unix_s < event.now_unix_s, "its deadline is long past"
     )
     here = replace(here, unmet=event.unmet)
     if not event.unmet:
         return here, actions
-    here, called_off = _call_off(replace(here, waiting=None, told=None, ahead=None), "conditions")
+    here, cancelled = _cancel(
+        replace(here, waiting=None, announced=None, prefetched=None), "conditions"
+    )
     # Stay connected while a reply is being delivered, unless the network must not be used.
     may_stay = here.held is not None and not any("unmetered" in each for each in event.unmet)
     leave = (Disconnect(),) if here.is_connected and not may_stay else ()
-    return here, (*actions, *called_off, *leave)
+    return here, (*actions, *cancelled, *leave)
 
 
 def _give_up(
@@ -432,6 +438,6 @@ def _give_up(
     actions: tuple[Action, ...] = ()
     for each in (here.task, here.held):
         if each is not None and is_over(each):
-            here, more = _withdrawn(here, each.key, reason)
+            here, more = _withdraw(here, each.key, reason)
             actions += more
     return here, actions

@@ -38,7 +38,7 @@ _CLOCK_WRONG = re.compile(r"certificate (has expired|is not yet valid)")
 _PROXY_REFUSES = re.compile(r"HTTP proxy returned response code (\d+)")
 
 
-class Verdict(StrEnum):
+class CheckOutcome(StrEnum):
     """The outcome of one check."""
 
     OK = "ok"
@@ -51,13 +51,13 @@ class Finding:
     """The result of one check: its name, its outcome, and a message with the remedy."""
 
     name: str
-    verdict: Verdict
+    outcome: CheckOutcome
     message: str
 
     @property
     def is_fine(self) -> bool:
         """Whether this device can take part in spite of it."""
-        return self.verdict is not Verdict.BAD
+        return self.outcome is not CheckOutcome.BAD
 
 
 def diagnose(
@@ -81,59 +81,63 @@ def diagnose(
         invited = Invitation.load(invitation)
         enrolment = Home(home).keys.enrolment()
     except DeploymentError as error:
-        yield Finding("invitation", Verdict.BAD, str(error))
+        yield Finding("invitation", CheckOutcome.BAD, str(error))
         return
-    yield _invitation(invited, enrolment, now_unix_s=clock.unix_s())
-    disk = _disk(home)
+    yield _check_invitation(invited, enrolment, now_unix_s=clock.unix_s())
+    disk = _check_disk(home)
     yield disk
-    if enrolment is None or not enrolment.is_with(invited):
-        looks = (_look(each, invited, clock) for each in addresses or invited.token_addresses)
-        yield from _one_clock(chain.from_iterable(looks))
+    if enrolment is None or not enrolment.has_redeemed(invited):
+        looks = (
+            _check_connection(each, invited, clock) for each in addresses or invited.token_addresses
+        )
+        yield from _drop_repeated_clock(chain.from_iterable(looks))
     elif disk.is_fine:  # not if the folder is in use: this would end the running client's session
-        yield from _session(enrolment, addresses or enrolment.invitation.addresses, clock)
+        yield from _check_session(enrolment, addresses or enrolment.invitation.addresses, clock)
     if trainer is not None:
-        yield _data(trainer)
+        yield _check_data(trainer)
 
 
-def _invitation(invited: Invitation, enrolment: Enrolment | None, *, now_unix_s: float) -> Finding:
-    if enrolment is not None and enrolment.is_with(invited):
+def _check_invitation(
+    invited: Invitation, enrolment: Enrolment | None, *, now_unix_s: float
+) -> Finding:
+    if enrolment is not None and enrolment.has_redeemed(invited):
         advice = enrolment.renewal_advice(now_unix_s=now_unix_s)
-        verdict = Verdict.OK if advice is None else Verdict.WARNING
-        return Finding("invitation", verdict, advice or f"{invited.name} is enrolled")
+        outcome = CheckOutcome.OK if advice is None else CheckOutcome.WARNING
+        return Finding("invitation", outcome, advice or f"{invited.name} is enrolled")
     now = utc(now_unix_s)
     if invited.expires_utc < now:  # both ISO 8601 in UTC, so strings compare like times
         words = f"expired at {invited.expires_utc}, it is {now} by this clock; ask for a new one"
-        return Finding("invitation", Verdict.BAD, words)
+        return Finding("invitation", CheckOutcome.BAD, words)
     words = f"for {invited.name}, until {invited.expires_utc}"
     if enrolment is not None:
         words += f"; {enrolment.invitation.name} is enrolled here and will be anew"
-    return Finding("invitation", Verdict.OK, words)
+    return Finding("invitation", CheckOutcome.OK, words)
 
 
-def _one_clock(findings: Iterable[Finding]) -> Iterator[Finding]:
+def _drop_repeated_clock(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Drop repeated findings about the clock, which the certificate of each address yields."""
-    said = set[Verdict]()
+    said = set[CheckOutcome]()
     for finding in findings:
         if finding.name != "clock":
             yield finding
-        elif finding.verdict not in said:
-            said.add(finding.verdict)
+        elif finding.outcome not in said:
+            said.add(finding.outcome)
             yield finding
 
 
-def _disk(home: Path) -> Finding:
+def _check_disk(home: Path) -> Finding:
     place = next(each for each in (home, *home.absolute().parents) if each.is_dir())
-    if (obstacle := _obstacle(home, place)) is not None:
-        return Finding("disk", Verdict.BAD, obstacle)
+    if (obstacle := _find_obstacle(home, place)) is not None:
+        return Finding("disk", CheckOutcome.BAD, obstacle)
     free_bytes = shutil.disk_usage(place).free
     words = f"{free_bytes / 2**30:.1f} GiB free in {place}"
     if free_bytes >= _ENOUGH_BYTES:
-        return Finding("disk", Verdict.OK, words)
+        return Finding("disk", CheckOutcome.OK, words)
     words += f"; make it {_ENOUGH_BYTES / 2**30:.0f} GiB, or less for a small model"
-    return Finding("disk", Verdict.BAD, words)
+    return Finding("disk", CheckOutcome.BAD, words)
 
 
-def _obstacle(home: Path, place: Path) -> str | None:
+def _find_obstacle(home: Path, place: Path) -> str | None:
     """Describe why a client cannot work in ``home``, without changing anything there.
 
     ``place`` is the innermost folder on its path that exists. ``None`` means no obstacle.
@@ -151,23 +155,27 @@ def _obstacle(home: Path, place: Path) -> str | None:
     return None
 
 
-def _look(address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:
+def _check_connection(address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:
     """Connect in the same way as the client, and ask if the invitation is still unused."""
     try:
         asyncio.run(asyncio.wait_for(look(address, invited), _TIMEOUT_S))
     except TimeoutError:
-        words = f"{address} has not answered within {_TIMEOUT_S:g} s; {_ask_for(address)}"
-        yield Finding("connection", Verdict.BAD, words)
+        words = f"{address} has not answered within {_TIMEOUT_S:g} s; {_suggest_checks(address)}"
+        yield Finding("connection", CheckOutcome.BAD, words)
     except ConnectionError as error:
         yield explain(address, str(error), now=utc(clock.unix_s()))
     except (ConnectionRefused, ProtocolError, DeploymentError) as error:
-        yield Finding("invitation", Verdict.BAD, str(error))
+        yield Finding("invitation", CheckOutcome.BAD, str(error))
     else:
-        yield Finding("connection", Verdict.OK, f"{address} answers, and the invitation is open")
+        yield Finding(
+            "connection", CheckOutcome.OK, f"{address} answers, and the invitation is open"
+        )
         if invited.ca_pem:
-            yield Finding("TLS", Verdict.OK, "its certificate is of the invitation's authority")
+            yield Finding(
+                "TLS", CheckOutcome.OK, "its certificate is of the invitation's authority"
+            )
             now = utc(clock.unix_s())
-            yield Finding("clock", Verdict.OK, f"{now}, within the certificate's time")
+            yield Finding("clock", CheckOutcome.OK, f"{now}, within the certificate's time")
 
 
 def explain(address: str, error: str, *, now: str) -> Finding:
@@ -180,26 +188,26 @@ def explain(address: str, error: str, *, now: str) -> Finding:
     """
     if found := _CLOCK_WRONG.search(error):
         words = f"{address}: {found[0]} at {now}, this device's time; set its clock"
-        return Finding("clock", Verdict.BAD, words)
+        return Finding("clock", CheckOutcome.BAD, words)
     if "CERTIFICATE_VERIFY_FAILED" in error:
         words = (
             f"{address} shows a certificate of another authority: it is not the coordinator of "
             "this invitation, or a proxy in between opens TLS; have it pass this address on unread"
         )
-        return Finding("TLS", Verdict.BAD, words)
+        return Finding("TLS", CheckOutcome.BAD, words)
     if found := _PROXY_REFUSES.search(error):
         words = (
             f"the HTTP proxy answers {found[1]} when it is asked for {address}; have it allow "
             f"CONNECT {address}, and put a user and password that it wants into https_proxy"
         )
-        return Finding("proxy", Verdict.BAD, words)
+        return Finding("proxy", CheckOutcome.BAD, words)
     if "handshake failed" in error:
         words = f"{error}; {address} is no coordinator, or something in between cuts TLS off"
-        return Finding("TLS", Verdict.BAD, words)
-    return Finding("connection", Verdict.BAD, f"{error}; {_ask_for(address)}")
+        return Finding("TLS", CheckOutcome.BAD, words)
+    return Finding("connection", CheckOutcome.BAD, f"{error}; {_suggest_checks(address)}")
 
 
-def _ask_for(address: str) -> str:
+def _suggest_checks(address: str) -> str:
     """Describe what to check if there is no connection."""
     if any(os.environ.get(name) for name in _PROXY_VARIABLES):
         way = "through the proxy that https_proxy names, unless no_proxy excepts it"
@@ -211,58 +219,58 @@ def _ask_for(address: str) -> str:
     )
 
 
-def _session(
+def _check_session(
     enrolment: Enrolment, addresses: tuple[str, ...], clock: WallClock
 ) -> Iterator[Finding]:
     """Open a session as this client at each address, and close it again."""
     for address in addresses:
         begin_unix_s = clock.unix_s()
         try:
-            welcome = asyncio.run(_welcome(enrolment, address))
+            welcome = asyncio.run(_open_session(enrolment, address))
         except ConnectionError as error:
             yield explain(address, str(error), now=utc(clock.unix_s()))
         except (ConnectionRefused, ProtocolError, DeploymentError) as error:
-            yield Finding("session", Verdict.BAD, str(error))
+            yield Finding("session", CheckOutcome.BAD, str(error))
         else:
-            yield Finding("session", Verdict.OK, f"welcome to run {welcome.run_id}")
-            yield _offset(welcome.unix_s, begin_unix_s, clock.unix_s())
+            yield Finding("session", CheckOutcome.OK, f"welcome to run {welcome.run_id}")
+            yield _check_offset(welcome.unix_s, begin_unix_s, clock.unix_s())
 
 
-def _offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -> Finding:
+def _check_offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -> Finding:
     """Compare the coordinator's clock with this one, read before and after the request.
 
     Only certificates and the user's conditions depend on it: deadlines are sent as seconds left.
     """
     ahead_s = max(0.0, begin_unix_s - their_unix_s) - max(0.0, their_unix_s - end_unix_s)
-    verdict, words = Verdict.OK, f"within {_MAX_OFFSET_S:.0f} s of the coordinator's clock"
+    outcome, words = CheckOutcome.OK, f"within {_MAX_OFFSET_S:.0f} s of the coordinator's clock"
     if abs(ahead_s) > _MAX_OFFSET_S:
         side = "ahead of" if ahead_s > 0 else "behind"
-        verdict, words = (
-            Verdict.WARNING,
+        outcome, words = (
+            CheckOutcome.WARNING,
             (
                 f"this device's clock is {abs(ahead_s):.0f} s {side} the coordinator's; set it, or "
                 "certificates will begin and end at the wrong time here"
             ),
         )
-    return Finding("clock offset", verdict, words)
+    return Finding("clock offset", outcome, words)
 
 
-async def _welcome(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
+async def _open_session(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
     hello = wire_pb2.Hello(software=SOFTWARE, only_looks=True)
     async with session_at(address, enrolment, hello) as live:
         return live.session.welcome
 
 
-def _data(name: str) -> Finding:
+def _check_data(name: str) -> Finding:
     try:
         with in_users_code():
             trainer = make_trainer(name)
             if (try_out := getattr(trainer, "try_out", None)) is not None:
                 try_out()  # runs some of its examples through its model
     except FedlearnError as error:
-        return Finding("data", Verdict.BAD, str(error))
+        return Finding("data", CheckOutcome.BAD, str(error))
     num_examples = getattr(trainer, "num_examples", None)
     if num_examples is None:
-        return Finding("data", Verdict.OK, f"{name} was made")
-    verdict = Verdict.OK if num_examples > 0 else Verdict.BAD
-    return Finding("data", verdict, f"{name} has {num_examples} examples")
+        return Finding("data", CheckOutcome.OK, f"{name} was made")
+    outcome = CheckOutcome.OK if num_examples > 0 else CheckOutcome.BAD
+    return Finding("data", outcome, f"{name} has {num_examples} examples")

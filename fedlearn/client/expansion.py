@@ -29,12 +29,12 @@ _NICER = 10
 _NICEST = 19
 
 #: A step and its masks; ``None`` if there was nothing to expand, or the expansion was dropped.
-_Found: TypeAlias = tuple[Shared, tuple[Words, ...]] | None
+_Expansion: TypeAlias = tuple[Shared, tuple[Words, ...]] | None
 
 _log = structlog.get_logger(__name__)
 
 
-class MasksAhead:
+class MaskExpander:
     """Expands the masks of the current session on a low-priority background thread.
 
     It holds the masks of one step at most, and only in memory: after a restart, masks are expanded
@@ -43,10 +43,10 @@ class MasksAhead:
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix="fedlearn-masks", initializer=_give_way
+            1, thread_name_prefix="fedlearn-masks", initializer=_lower_priority
         )
         # The current or finished expansion, with an event that cancels it.
-        self._latest: tuple[threading.Event, Future[_Found]] | None = None
+        self._latest: tuple[threading.Event, Future[_Expansion]] | None = None
 
     def follow(self, secure: SecureClient, state: bytes) -> None:
         """Drop earlier masks, and start to expand those that ``state`` will need.
@@ -56,7 +56,7 @@ class MasksAhead:
         """
         self.drop()
         is_dropped = threading.Event()
-        self._latest = is_dropped, self._worker.submit(_expanded, secure, state, is_dropped)
+        self._latest = is_dropped, self._worker.submit(_expand, secure, state, is_dropped)
 
     def take(self, step: Shared) -> tuple[Words, ...] | None:
         """Wait for the masks of ``step``, and return them; ``None`` if there are none.
@@ -87,7 +87,7 @@ class MasksAhead:
         self._worker.shutdown(wait=False)
 
 
-def _expanded(secure: SecureClient, state: bytes, is_dropped: threading.Event) -> _Found:
+def _expand(secure: SecureClient, state: bytes, is_dropped: threading.Event) -> _Expansion:
     """Expand the masks that a client in ``state`` needs next; ``None`` if none, or if dropped."""
 
     def check() -> None:
@@ -98,7 +98,7 @@ def _expanded(secure: SecureClient, state: bytes, is_dropped: threading.Event) -
         check()
         session = KeptState.of(state).session
         step = None if session is None else session.step
-        if not isinstance(step, Shared) or expanded_bytes(step.session.terms.lanes) > (
+        if not isinstance(step, Shared) or count_mask_bytes(step.session.terms.lanes) > (
             MAX_EXPANDED_BYTES
         ):
             return None
@@ -111,12 +111,12 @@ def _expanded(secure: SecureClient, state: bytes, is_dropped: threading.Event) -
     return step, words
 
 
-def expanded_bytes(lanes: Iterable[Lane]) -> int:
+def count_mask_bytes(lanes: Iterable[Lane]) -> int:
     """Return the memory that the masks of these lanes take, in bytes."""
     return sum(lane.size * lane.dtype.itemsize for lane in lanes)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this thread and the threads it starts; Linux has one per thread."""
     if sys.platform == "linux":
         thread = threading.get_native_id()

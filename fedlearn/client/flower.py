@@ -76,7 +76,7 @@ def client_app(
         policy, history_file = policy_of(node), _history_file(keys)
         require_no_daily_limit(policy, source="the policy of this node")
         judge = Judge(policy)
-        trainer = _WhenAsked(node, make_trainer)
+        trainer = _LazyTrainer(node, make_trainer)
         secure = judge.secure_client(
             node.client_id,
             keys.identity,
@@ -92,7 +92,7 @@ def client_app(
             data: bytes, state: bytes, *, personal: bytes, constants: bytes
         ) -> tuple[bytes, bytes]:
             try:
-                Judge(policy, is_bound=is_bound(history_file, state)).encoded(
+                Judge(policy, is_bound=is_bound(history_file, state)).check_request(
                     data, num_tasks_today=0, spent=0.0
                 )
             except PolicyViolation as violation:
@@ -208,7 +208,7 @@ def _pin_file(node: Node, keys: Keys) -> PinFile | None:
 
 
 @dataclass(frozen=True)
-class _WhenAsked:
+class _LazyTrainer:
     """Creates the trainer on first use, inside the session, which hides error messages."""
 
     node: Node

@@ -125,7 +125,7 @@ class ClientFolder:
 
     def has_consent(self) -> bool:
         """Check whether the user has given consent."""
-        return content_of(self.folder / "consent").decode().strip() == _GRANTED.decode()
+        return read_or_empty(self.folder / "consent").decode().strip() == _GRANTED.decode()
 
     def set_consent(self, *, granted: bool) -> None:
         """Save the user's decision durably.
@@ -161,9 +161,15 @@ class ClientFolder:
         """
         counts = ("tasks.json", "evaluations.json")
         files = [self.folder / name for name in counts]
-        places = [self._task, self._ahead, self._constants, self._spool, self.folder / "state"]
+        places = [
+            self._task,
+            self._prefetched,
+            self._constants,
+            self._replies,
+            self.folder / "state",
+        ]
         remove_all([*places, *files])
-        remove_all(half_written(self.folder, of=counts))
+        remove_all(find_half_written(self.folder, of=counts))
 
     def forget(self, *, timeout_s: float = 0.0) -> None:
         """Remove all of this client's files, including the keys.
@@ -175,7 +181,7 @@ class ClientFolder:
             DeploymentError: As for :meth:`locked`; or something cannot be removed.
         """
         with self.locked(timeout_s=timeout_s):
-            remove_all(half_written(self.folder, of=_OWN))
+            remove_all(find_half_written(self.folder, of=_OWN))
             remove_all([self.folder / name for name in _OWN])
         with suppress(OSError):
             (self.folder / "lock").unlink()  # after closing it: Windows cannot remove an open file
@@ -186,7 +192,7 @@ class ClientFolder:
         return self.folder / "task"
 
     @property
-    def _ahead(self) -> Path:
+    def _prefetched(self) -> Path:
         return self.folder / "ahead"
 
     @property
@@ -194,7 +200,7 @@ class ClientFolder:
         return self.folder / "constants"
 
     @property
-    def _spool(self) -> Path:
+    def _replies(self) -> Path:
         return self.folder / "spool"
 
 
@@ -209,7 +215,7 @@ def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
     return Path(base) / "fedlearn" / name
 
 
-def content_of(path: Path) -> bytes:
+def read_or_empty(path: Path) -> bytes:
     """Read a file; empty if it does not exist."""
     try:
         return path.read_bytes()
@@ -217,7 +223,7 @@ def content_of(path: Path) -> bytes:
         return b""
 
 
-def half_written(folder: Path, *, of: Iterable[str] = ("*",)) -> list[Path]:
+def find_half_written(folder: Path, *, of: Iterable[str] = ("*",)) -> list[Path]:
     """List the temporary files that processes killed during a write have left in ``folder``."""
     return [path for name in of for path in folder.glob(f".{name}.{_SUFFIX}.tmp")]
 

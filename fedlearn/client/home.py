@@ -27,7 +27,7 @@ from typing import TypeVar
 import structlog
 from pydantic import TypeAdapter
 
-from fedlearn.client.folder import ClientFolder, content_of, half_written, remove_all
+from fedlearn.client.folder import ClientFolder, find_half_written, read_or_empty, remove_all
 from fedlearn.client.keyring import Keyring
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
@@ -88,26 +88,26 @@ class Home(ClientFolder):
             "key": task.key._asdict(),
             "digest": task.message.digest.hex(),
             "personal_digest": digest_of(task.message.personal).hex(),
-            "is_ahead": task.is_ahead,
+            "is_ahead": task.is_announced,
         }
         if self._task_values != values:
             self.close_task()
             make_private_folder(self._task)
             write_private(self._task / "task.json", json.dumps(values).encode())
-        fetched = self._ahead / task.message.digest.hex()
+        fetched = self._prefetched / task.message.digest.hex()
         with disk_errors(fetched, raises=DeploymentError, doing="move"):
             if fetched.is_file():
                 fetched.replace(self.request)
         return self._crashes
 
-    def ahead(self, digest: bytes) -> Path:
+    def prepare_prefetch(self, digest: bytes) -> Path:
         """Return the path for a prefetched request, and remove any other prefetched request."""
-        path = self._ahead / digest.hex()
-        make_private_folder(self._ahead)
-        remove_all([each for each in self._ahead.iterdir() if each != path])
+        path = self._prefetched / digest.hex()
+        make_private_folder(self._prefetched)
+        remove_all([each for each in self._prefetched.iterdir() if each != path])
         return path
 
-    def constants(self, digest: bytes) -> Path:
+    def prepare_constants(self, digest: bytes) -> Path:
         """Return the path for a model's constants, and remove those of any other model."""
         path = self._constants / digest.hex()
         make_private_folder(self._constants)
@@ -138,7 +138,7 @@ class Home(ClientFolder):
 
     def checkpoint(self) -> bytes:
         """Load the current task's checkpoint; empty if there is none."""
-        return content_of(self._task / "checkpoint")
+        return read_or_empty(self._task / "checkpoint")
 
     def set_checkpoint(self, content: bytes) -> None:
         """Save the current task's checkpoint durably."""
@@ -152,9 +152,9 @@ class Home(ClientFolder):
 
     def state(self, run_id: str) -> bytes:
         """Load the client's state in a run; empty at first."""
-        return content_of(self._state(run_id))
+        return read_or_empty(self._state_path(run_id))
 
-    def untouched(self, *, before_unix_s: float) -> list[str]:
+    def list_stale_runs(self, *, before_unix_s: float) -> list[str]:
         """List the runs whose state was last written before ``before_unix_s``."""
         folder = self.folder / "state"
         if not folder.is_dir():
@@ -163,7 +163,7 @@ class Home(ClientFolder):
 
     def set_state(self, run_id: str, state: bytes) -> None:
         """Replace the client's state in a run; use :meth:`hold` if a reply belongs to it."""
-        write_private(self._state(run_id), state)
+        write_private(self._state_path(run_id), state)
 
     # The reply
 
@@ -182,8 +182,8 @@ class Home(ClientFolder):
 
         A ``state`` of ``None`` keeps the present state. An error changes nothing.
         """
-        new, number = self._spool / "new", max(self._numbers(), default=0) + 1
-        path = self._spool / f"{number:08d}" / "reply"
+        new, number = self._replies / "new", max(self._list_numbers(), default=0) + 1
+        path = self._replies / f"{number:08d}" / "reply"
         held = HeldReply(
             key=task.key,
             digest=digest_of(reply),
@@ -198,9 +198,9 @@ class Home(ClientFolder):
         if state is not None:
             write_private(new / "state", state)
         write_private(new / "reply.json", json.dumps(held.values()).encode())
-        with disk_errors(self._spool, raises=DeploymentError):
+        with disk_errors(self._replies, raises=DeploymentError):
             new.rename(path.parent)
-            sync_folder(self._spool)
+            sync_folder(self._replies)
         self._promote_state(path.parent, run_id=task.key.run_id)
         self.close_task()
         self._keep_only(number)
@@ -212,17 +212,17 @@ class Home(ClientFolder):
         # Remove interrupted writes, which may contain keys. Leave out `consent` and `rotate`, which
         # another process may be writing now.
         for name in ("new", "old"):
-            shutil.rmtree(self._spool / name, ignore_errors=True)
-        written = half_written(self.folder, of=_FILES)
+            shutil.rmtree(self._replies / name, ignore_errors=True)
+        written = find_half_written(self.folder, of=_FILES)
         for name in ("identity", "identity.new", "task"):
-            written += half_written(self.folder / name)
-        remove_all([*written, self._ahead])
+            written += find_half_written(self.folder / name)
+        remove_all([*written, self._prefetched])
         # A task that was started in advance is lost at no cost: the coordinator offers it again.
         if self._task_values.get("is_ahead"):
             self.close_task()
         held = None
-        for number in sorted(self._numbers()):
-            folder = self._spool / f"{number:08d}"
+        for number in sorted(self._list_numbers()):
+            folder = self._replies / f"{number:08d}"
             found = _read_reply(folder)
             if found is not None:
                 held = found
@@ -240,16 +240,16 @@ class Home(ClientFolder):
 
     def num_tasks_today(self, now_unix_s: float) -> int:
         """Count the trainings of the last 24 hours, without the current task's."""
-        times = self._recent(self._trainings, now_unix_s)
+        times = self._load_recent(self._trainings, now_unix_s)
         return len(times) - (self._begin_unix_s in times)
 
     def num_evaluations_today(self, now_unix_s: float) -> int:
         """Count the evaluations of the last 24 hours, without the current task's."""
-        times = self._recent(self._evaluations, now_unix_s)
+        times = self._load_recent(self._evaluations, now_unix_s)
         return len(times) - (self._begin_unix_s in times)
 
     @property
-    def training(self) -> bytes:
+    def training_id(self) -> bytes:
         """Id of the current training once it has begun; it stays the same when work resumes."""
         return digest_of(json.dumps([self._task_values, self._begin_unix_s]).encode())
 
@@ -264,22 +264,22 @@ class Home(ClientFolder):
     def _count(self, path: Path, now_unix_s: float) -> None:
         begin_unix_s = self._begin_unix_s
         # A task resumed more than a day later counts again, for the day on which it resumes.
-        if begin_unix_s is None or not _is_of_today(begin_unix_s, now_unix_s):
+        if begin_unix_s is None or not _is_recent(begin_unix_s, now_unix_s):
             begin_unix_s = now_unix_s
             write_private(self._task / "begin", repr(begin_unix_s).encode())
-        times = self._recent(path, now_unix_s)
+        times = self._load_recent(path, now_unix_s)
         if begin_unix_s not in times:  # may hold on resuming, too: a crash between the two writes
             times.append(begin_unix_s)
             write_private(path, json.dumps(times).encode())
 
-    def spent_today(self, now_unix_s: float, *, without: bytes = b"") -> float:
+    def sum_spent_today(self, now_unix_s: float, *, without: bytes = b"") -> float:
         """Add up the privacy costs that :meth:`spend` recorded in the last 24 hours.
 
         Args:
             now_unix_s: The current time.
             without: Id of a session or training to leave out.
         """
-        spent = self._spent(now_unix_s)
+        spent = self._load_spent(now_unix_s)
         return sum(squared for known, (_, squared) in spent.items() if known != without.hex())
 
     def spend(self, known: bytes, squared: float, now_unix_s: float) -> None:
@@ -290,23 +290,23 @@ class Home(ClientFolder):
             squared: Its :func:`fedlearn.secagg.policy.squared_distance`.
             now_unix_s: The current time.
         """
-        spent = self._spent(now_unix_s)
+        spent = self._load_spent(now_unix_s)
         spent.setdefault(known.hex(), (now_unix_s, squared))
         write_private(self.folder / "privacy.json", json.dumps(spent).encode())
 
-    def _spent(self, now_unix_s: float) -> dict[str, tuple[float, float]]:
+    def _load_spent(self, now_unix_s: float) -> dict[str, tuple[float, float]]:
         path = self.folder / "privacy.json"
-        found = _values(path, _SPENT, holds="what was spent of the day's ε")
+        found = _read_values(path, _SPENT, holds="what was spent of the day's ε")
         return {
             session: (unix_s, squared)
             for session, (unix_s, squared) in (found or {}).items()
-            if _is_of_today(unix_s, now_unix_s)
+            if _is_recent(unix_s, now_unix_s)
         }
 
     @property
     def _begin_unix_s(self) -> float | None:
         """When the current task's training began; ``None`` if it has not begun."""
-        return _values(self._task / "begin", _BEGIN, holds="when training began")
+        return _read_values(self._task / "begin", _BEGIN, holds="when training began")
 
     @property
     def _trainings(self) -> Path:
@@ -316,34 +316,34 @@ class Home(ClientFolder):
     def _evaluations(self) -> Path:
         return self.folder / "evaluations.json"
 
-    def _recent(self, path: Path, now_unix_s: float) -> list[float]:
-        times = _values(path, _TIMES, holds="times of the last day")
-        return [each for each in times or [] if _is_of_today(each, now_unix_s)]
+    def _load_recent(self, path: Path, now_unix_s: float) -> list[float]:
+        times = _read_values(path, _TIMES, holds="times of the last day")
+        return [each for each in times or [] if _is_recent(each, now_unix_s)]
 
-    def _state(self, run_id: str) -> Path:
+    def _state_path(self, run_id: str) -> Path:
         return self.folder / "state" / run_id
 
     @property
     def _task_values(self) -> dict[str, object]:
-        return _values(self._task / "task.json", _TASK, holds="a task's description") or {}
+        return _read_values(self._task / "task.json", _TASK, holds="a task's description") or {}
 
     @property
     def _crashes(self) -> int:
-        return _values(self._task / "crashes", _CRASHES, holds="how often work crashed") or 0
+        return _read_values(self._task / "crashes", _CRASHES, holds="how often work crashed") or 0
 
-    def _numbers(self) -> list[int]:
-        if not self._spool.is_dir():
+    def _list_numbers(self) -> list[int]:
+        if not self._replies.is_dir():
             return []
-        return [int(path.name) for path in self._spool.iterdir() if path.name.isdecimal()]
+        return [int(path.name) for path in self._replies.iterdir() if path.name.isdecimal()]
 
     def _keep_only(self, number: int | None) -> None:
-        for other in self._numbers():
+        for other in self._list_numbers():
             if other != number:
-                self._discard(self._spool / f"{other:08d}")
+                self._discard(self._replies / f"{other:08d}")
 
     def _discard(self, folder: Path) -> None:
         """Remove a reply's folder atomically, by renaming it first."""
-        old = self._spool / "old"
+        old = self._replies / "old"
         shutil.rmtree(old, ignore_errors=True)
         with suppress(OSError):  # Windows cannot rename it while the reply is being sent
             folder.rename(old)
@@ -355,7 +355,7 @@ class Home(ClientFolder):
             return
         make_private_folder(self.folder / "state")
         with disk_errors(self.folder, raises=DeploymentError):
-            (folder / "state").replace(self._state(run_id))
+            (folder / "state").replace(self._state_path(run_id))
             sync_folder(self.folder / "state")
 
 
@@ -367,13 +367,13 @@ def _read_reply(folder: Path) -> HeldReply | None:
         return None
 
 
-def _is_of_today(unix_s: float, now_unix_s: float) -> bool:
+def _is_recent(unix_s: float, now_unix_s: float) -> bool:
     # The absolute value handles clock changes. A time from a clock that was once far ahead must not
     # block the client until that date, and setting the clock back a little must not reset counters.
     return abs(now_unix_s - unix_s) < _DAY_S
 
 
-def _values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> ValuesT | None:
+def _read_values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> ValuesT | None:
     """Parse a JSON file; ``None`` if it is missing or damaged, and damage is logged.
 
     Raises:

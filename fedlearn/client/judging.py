@@ -90,7 +90,7 @@ class Judge:
 
     Example:
         >>> judge = Judge(Policy(max_epochs=2))
-        >>> judge.announced("TrainRequest", settings={"epochs": 2}, num_tasks_today=0)
+        >>> judge.check_announcement("TrainRequest", settings={"epochs": 2}, num_tasks_today=0)
     """
 
     policy: Policy
@@ -132,7 +132,7 @@ class Judge:
             return policy
         return replace(policy, noise=self._noise_floor(spent))
 
-    def announced(
+    def check_announcement(
         self,
         kind: str,
         *,
@@ -164,7 +164,7 @@ class Judge:
                 settings, num_tasks_today
             )  # a session's other messages ask for none
 
-    def encoded(
+    def check_request(
         self,
         data: bytes | mmap,
         *,
@@ -176,9 +176,9 @@ class Judge:
 
         Args:
             data: The encoded request; of a memory-mapped file, only the header is read.
-            num_tasks_today: As for :meth:`announced`.
-            num_evaluations_today: As for :meth:`announced`.
-            spent: As for :meth:`announced`.
+            num_tasks_today: As for :meth:`check_announcement`.
+            num_evaluations_today: As for :meth:`check_announcement`.
+            spent: As for :meth:`check_announcement`.
 
         Returns:
             The request; ``None`` if it is not a valid one, which the session will report.
@@ -196,15 +196,17 @@ class Judge:
                 | SecureTrainRequest(train=TrainRequest(settings=settings))
                 | SecureTermsRequest(notice=TrainingNotice(settings=settings))
             ):
-                self.announced(
+                self.check_announcement(
                     request.kind, settings=settings, num_tasks_today=num_tasks_today, spent=spent
                 )
             case SecureEvaluateRequest() | SecureTermsRequest(notice=EvaluationNotice()):
                 self._judge_evaluation(num_evaluations_today)
                 self._judge_evaluation_noise()
-                self.announced(request.kind, settings=None, num_tasks_today=num_tasks_today)
+                self.check_announcement(
+                    request.kind, settings=None, num_tasks_today=num_tasks_today
+                )
             case EvaluateRequest() | SecureStageRequest():
-                self.announced(
+                self.check_announcement(
                     request.kind,
                     settings=None,
                     num_tasks_today=num_tasks_today,
@@ -287,7 +289,7 @@ class Judge:
             )
         for name, value in extra.items():
             if (allowed := policy.objection(name, value)) is not None:
-                asked = f"the free-form setting {_quoted(name)} = {_quoted(value)}"
+                asked = f"the free-form setting {_quote(name)} = {_quote(value)}"
                 raise PolicyViolation(rule="extra", asked=asked, limit=allowed)
 
     def _judge_update(self, settings: Settings, spent: float) -> None:
@@ -312,6 +314,6 @@ class Judge:
         )
 
 
-def _quoted(value: object) -> str:
+def _quote(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

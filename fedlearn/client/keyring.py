@@ -45,7 +45,7 @@ class Enrolment:
     redeemed: tuple[str, ...]
     lineage: Lineage
 
-    def is_with(self, invitation: Invitation) -> bool:
+    def has_redeemed(self, invitation: Invitation) -> bool:
         """Check whether ``invitation`` was redeemed already; if not, the client enrols again."""
         return not invitation.token or token_digest(invitation.token) in self.redeemed
 
@@ -90,7 +90,7 @@ class Enrolment:
             "number and its state"
         )
 
-    def followed_by(self, identity: Identity) -> Lineage:
+    def extend_lineage(self, identity: Identity) -> Lineage:
         """Extend the lineage by ``identity``, signed by both keys; deterministic."""
         return self.lineage.followed_by(
             identity.public_key, client_id=self.client_id, old=self.identity, new=identity
@@ -112,15 +112,15 @@ class Keyring:
 
         Any process may call this, even while another one replaces the keys.
         """
-        while (place := self._identity_place()) is not None:
+        while (place := self._locate_identity()) is not None:
             try:
                 return _read_enrolment(place[0])
             except DeploymentError:
-                if self._identity_place() == place:
+                if self._locate_identity() == place:
                     raise  # otherwise the keys were replaced while we read them: try again
         return None
 
-    def _identity_place(self) -> tuple[Path, int] | None:
+    def _locate_identity(self) -> tuple[Path, int] | None:
         """Return the folder of the present keys and its inode; ``None`` if there are none.
 
         Between the two renames in :meth:`_take_over`, the keys are still in ``identity.new``.
@@ -128,8 +128,8 @@ class Keyring:
         with suppress(FileNotFoundError, NotADirectoryError):
             return self._current, self._current.stat().st_ino
         with suppress(FileNotFoundError, NotADirectoryError):
-            if (self._coming / "enrolment.json").exists():
-                return self._coming, self._coming.stat().st_ino
+            if (self._next / "enrolment.json").exists():
+                return self._next, self._next.stat().st_ino
         return None
 
     @property
@@ -137,46 +137,46 @@ class Keyring:
         return self.folder / "identity"
 
     @property
-    def _coming(self) -> Path:
+    def _next(self) -> Path:
         return self.folder / "identity.new"
 
     def finish_take_over(self) -> None:
         """Complete a replacement of the keys that a crash interrupted."""
-        if not self._current.exists() and (self._coming / "enrolment.json").exists():
+        if not self._current.exists() and (self._next / "enrolment.json").exists():
             with disk_errors(self.folder, raises=DeploymentError):
-                self._coming.rename(self._current)
+                self._next.rename(self._current)
                 sync_folder(self.folder)
         if self._current.exists():
             shutil.rmtree(self.folder / "identity.old", ignore_errors=True)
 
-    def coming_identity(self) -> Identity:
+    def load_next_identity(self) -> Identity:
         """Return the keys to enrol with; they stay the same until enrolment succeeds."""
         self.finish_take_over()
-        return Identity.at(self._coming)
+        return Identity.at(self._next)
 
-    def coming_lineage(self, invitation: Invitation) -> Lineage:
-        """Return the lineage of :meth:`coming_identity`, which extends that of the present keys.
+    def build_next_lineage(self, invitation: Invitation) -> Lineage:
+        """Return the lineage of :meth:`load_next_identity`, which extends that of the present keys.
 
         A new lineage starts in another deployment, under another name, or when the present one has
         reached its maximal length.
         """
-        before, identity = self.enrolment(), self.coming_identity()
+        before, identity = self.enrolment(), self.load_next_identity()
         if before is not None and before.lineage.num_rotations < MAX_SUCCESSIONS:
             mine = before.invitation
             if (mine.ca_pem, mine.name) == (invitation.ca_pem, invitation.name):
-                return before.followed_by(identity)
+                return before.extend_lineage(identity)
         return Lineage(identity.public_key)
 
     def enrol(
         self, invitation: Invitation, *, certificate_pem: bytes, client_id: ClientId
     ) -> Enrolment:
-        """Make the keys of :meth:`coming_identity` this client's keys, after enrolment.
+        """Make the keys of :meth:`load_next_identity` this client's keys, after enrolment.
 
         They replace the keys of an earlier enrolment; state, task, reply and pins stay. Pins of
         another deployment have no effect in this one.
         """
-        before, lineage = self.enrolment(), self.coming_lineage(invitation)
-        identity = self.coming_identity()
+        before, lineage = self.enrolment(), self.build_next_lineage(invitation)
+        identity = self.load_next_identity()
         # The statements in a lineage name the client id, so they are worthless under another one.
         if before is None or before.client_id != client_id:
             lineage = Lineage(identity.public_key)
@@ -193,23 +193,23 @@ class Keyring:
 
     def _take_over(self, enrolment: Enrolment) -> Enrolment:
         enrolment = replace(enrolment, invitation=enrolment.invitation.without_secrets())
-        write_private(self._coming / "certificate.pem", enrolment.certificate_pem)
-        enrolment.invitation.save(self._coming / "invitation.json")
+        write_private(self._next / "certificate.pem", enrolment.certificate_pem)
+        enrolment.invitation.save(self._next / "invitation.json")
         values = {
             "client_id": enrolment.client_id,
             "redeemed": enrolment.redeemed,
             "lineage": enrolment.lineage.to_bytes().hex(),
         }
-        write_private(self._coming / "enrolment.json", json.dumps(values).encode())
+        write_private(self._next / "enrolment.json", json.dumps(values).encode())
         with disk_errors(self.folder, raises=DeploymentError):
             if self._current.exists():
                 self._current.rename(self.folder / "identity.old")
-            self._coming.rename(self._current)
+            self._next.rename(self._current)
             sync_folder(self.folder)
         self.finish_take_over()
         return enrolment
 
-    def ask_rotation(self) -> Enrolment:
+    def request_rotation(self) -> Enrolment:
         """Request new keys for this client; return its enrolment with the present ones.
 
         The process that works in the folder finds the request and carries it out.
@@ -241,16 +241,16 @@ class Keyring:
         return noted.strip() == enrolment.identity.public_key.hex()
 
     def rotate(self, enrolment: Enrolment, *, certificate_pem: bytes) -> Enrolment:
-        """Replace the keys of ``enrolment`` by those of :meth:`coming_identity`."""
-        identity = self.coming_identity()
+        """Replace the keys of ``enrolment`` by those of :meth:`load_next_identity`."""
+        identity = self.load_next_identity()
         after = replace(
             enrolment,
             identity=identity,
             certificate_pem=certificate_pem,
-            lineage=enrolment.followed_by(identity),
+            lineage=enrolment.extend_lineage(identity),
         )
         taken = self._take_over(after)
-        self.keep_keys()
+        self.clear_rotation_request()
         return taken
 
     def renew(self, enrolment: Enrolment, *, certificate_pem: bytes) -> Enrolment:
@@ -266,7 +266,7 @@ class Keyring:
         invitation.save(self._current / "invitation.json")
         return replace(enrolment, invitation=invitation)
 
-    def keep_keys(self) -> None:
+    def clear_rotation_request(self) -> None:
         """Clear the request for new keys, after they were replaced or refused."""
         (self.folder / "rotate").unlink(missing_ok=True)
 
@@ -285,7 +285,7 @@ class Keyring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Content:
+class _EnrolmentFile:
     """The part of an enrolment that ``enrolment.json`` holds."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
@@ -295,7 +295,7 @@ class _Content:
     lineage: bytes
 
 
-_CONTENT = TypeAdapter(_Content)
+_CONTENT = TypeAdapter(_EnrolmentFile)
 
 
 def _read_enrolment(folder: Path) -> Enrolment:

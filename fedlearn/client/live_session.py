@@ -20,7 +20,7 @@ class LiveSession:
     Attributes:
         leave: Set this to end the session.
         jobs: The jobs that run.
-        delivered: Keys of the replies that were sent in this session.
+        sent_replies: Keys of the replies that were sent in this session.
     """
 
     connection: GatewayConnection
@@ -28,7 +28,7 @@ class LiveSession:
     enrolment: Enrolment
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     jobs: set["asyncio.Task[None]"] = field(default_factory=set)
-    delivered: set[TaskKey] = field(default_factory=set)
+    sent_replies: set[TaskKey] = field(default_factory=set)
 
     def spawn(self, job: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run ``job`` until it is done or the session ends."""
@@ -37,21 +37,21 @@ class LiveSession:
         task.add_done_callback(self.jobs.discard)
         return task
 
-    def tell(self, message: wire_pb2.FromClient) -> None:
+    def send(self, message: wire_pb2.FromClient) -> None:
         """Send a message without waiting; it may get lost."""
         self.spawn(self._send(message))
 
     def report_phase(self, key: TaskKey, phase: "wire_pb2.Progress.Phase") -> None:
         """Report the phase of the work on a task to the coordinator."""
         progress = wire_pb2.Progress(key=key.message(), phase=phase)
-        self.tell(wire_pb2.FromClient(progress=progress))
+        self.send(wire_pb2.FromClient(progress=progress))
 
-    def result(self, key: TaskKey, reply: bytes) -> wire_pb2.FromClient:
+    def build_result(self, key: TaskKey, reply: bytes) -> wire_pb2.FromClient:
         """Build the signed message that carries a reply inline."""
-        envelope = self.envelope(key, digest=digest_of(reply), num_bytes=len(reply))
+        envelope = self.build_envelope(key, digest=digest_of(reply), num_bytes=len(reply))
         return wire_pb2.FromClient(result=wire_pb2.Result(envelope=envelope, data=reply))
 
-    def envelope(self, key: TaskKey, *, digest: bytes, num_bytes: int) -> wire_pb2.Envelope:
+    def build_envelope(self, key: TaskKey, *, digest: bytes, num_bytes: int) -> wire_pb2.Envelope:
         """Build the signed envelope that announces a reply."""
         client_id, message = self.enrolment.client_id, key.message()
         signed = signed_bytes(message, client_id=client_id, digest=digest)

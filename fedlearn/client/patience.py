@@ -13,14 +13,14 @@ _PATIENCE_S = 30.0
 
 
 @contextmanager
-def told_while_it_lasts(
-    words: str, tell: Callable[[AgentEvent], None], *, patience_s: float = _PATIENCE_S
+def report_while_running(
+    words: str, report: Callable[[AgentEvent], None], *, patience_s: float = _PATIENCE_S
 ) -> Iterator[None]:
     """Report this thread's position in the code while the block runs for long, ever less often.
 
     Args:
         words: What is still running, for the message.
-        tell: Called with each report, on another thread.
+        report: Called with each report, on another thread.
         patience_s: Seconds until the first report.
     """
     thread, is_over = threading.get_ident(), threading.Event()
@@ -30,7 +30,7 @@ def told_while_it_lasts(
         while not is_over.wait(next_s):
             place = user_line(sys._current_frames().get(thread))  # noqa: SLF001 - no other way
             message = f"{words} after {total_s:g} s, at {place}"
-            tell(AgentEvent(kind=EventKind.WAITING, message=message))
+            report(AgentEvent(kind=EventKind.WAITING, message=message))
             next_s, total_s = total_s, 2 * total_s
 
     threading.Thread(target=watch, name="fedlearn-patience", daemon=True).start()

@@ -61,7 +61,7 @@ class Restarts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class ProcessExit:
     """How a training process has ended.
 
     Attributes:
@@ -110,13 +110,13 @@ class TrainingProcess:
 
         Args:
             options: Options of the client.
-            python: Path of the interpreter, such as :func:`interpreter` returns.
+            python: Path of the interpreter, such as :func:`find_interpreter` returns.
 
         Raises:
             OSError: There is no such interpreter, or the system is out of memory or processes.
         """
         mark = fresh_mark()
-        environ = client_environment() | {MARK: mark}
+        environ = make_client_environment() | {MARK: mark}
         process, link = start_linked(_CHILD, environ=environ, python=python)
         with ExitStack() as if_failed:
             if_failed.callback(link.close)
@@ -159,7 +159,7 @@ class TrainingProcess:
                     else:
                         yield event
 
-    def follow(self, on_event: Callable[[AgentEvent], None]) -> Ending:
+    def follow(self, on_event: Callable[[AgentEvent], None]) -> ProcessExit:
         """Pass on events until the process exits; then end the processes its trainer started.
 
         Args:
@@ -177,22 +177,22 @@ class TrainingProcess:
             code = self.end()
             self.link.close()
         is_meant = is_final or self.was_asked_to_stop
-        return Ending(code=code, crash=None if is_meant else f"exit code {code}{words}")
+        return ProcessExit(code=code, crash=None if is_meant else f"exit code {code}{words}")
 
     def ask_to_stop(self) -> None:
         """Ask the process to stop at the next batch, or at once if it is still starting."""
         self.was_asked_to_stop = True
-        self.tell(Stop())
+        self.send(Stop())
 
     def suspend(self) -> None:
         """Pause the process and its group until :meth:`resume`; no effect on Windows."""
         if sys.platform != "win32":
-            self._send(signal.SIGSTOP)
+            self._signal_group(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let the process and its group continue after :meth:`suspend`."""
         if sys.platform != "win32":
-            self._send(signal.SIGCONT)
+            self._signal_group(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill the process and its group."""
@@ -210,19 +210,21 @@ class TrainingProcess:
         self._family.release()
         return code
 
-    def tell(self, told: Facts | Changes | Wake | Stop) -> None:
+    def send(self, message: Facts | Changes | Wake | Stop) -> None:
         """Send facts or a command; they are lost if the process has exited."""
         with suppress(OSError):
-            self.link.sendall(json.dumps({type(told).__name__: asdict(told)}).encode() + b"\n")
+            self.link.sendall(
+                json.dumps({type(message).__name__: asdict(message)}).encode() + b"\n"
+            )
 
-    def _send(self, number: signal.Signals) -> None:
+    def _signal_group(self, number: signal.Signals) -> None:
         # Do not take the lock: a signal handler may run this in the thread that holds it.
         if sys.platform != "win32" and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
 
-def interpreter() -> str:
+def find_interpreter() -> str:
     """Return the Python interpreter for training processes, by default the application's own.
 
     A frozen application, or one that embeds Python, must name an interpreter with
@@ -249,7 +251,7 @@ def is_training_process() -> bool:
     return spec is not None and spec.name in (_CHILD, WORKER)
 
 
-def client_environment() -> dict[str, str]:
+def make_client_environment() -> dict[str, str]:
     """Build the environment for the client's processes, in which gRPC logs nothing.
 
     gRPC would log every failed handshake, and the client reports those that matter as events. A

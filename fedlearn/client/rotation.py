@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 class KeyRotation:
     """Renews a client's certificate, and rotates its keys when the user has asked for that.
 
-    Users ask with :meth:`~fedlearn.client.keyring.Keyring.ask_rotation`.
+    Users ask with :meth:`~fedlearn.client.keyring.Keyring.request_rotation`.
 
     A renewal keeps the keys. A rotation replaces the identity key and the TLS key together, with a
     statement signed by both the old and the new identity key. Both need a valid certificate, and
@@ -73,15 +73,15 @@ class KeyRotation:
             now_unix_s=self._clock.unix_s()
         )
 
-    async def carried_out(self, enrolment: Enrolment) -> Enrolment:
+    async def carry_out(self, enrolment: Enrolment) -> Enrolment:
         """Try the renewal or rotation; return the new enrolment, or the same one on failure."""
         self._noted_s = -math.inf  # after the first attempt, no longer wait for sessions to end
         keys = self._home.keys
         is_rotation = keys.wants_rotation(enrolment)
         identity, lineage = enrolment.identity, enrolment.lineage
         if is_rotation:
-            identity = keys.coming_identity()
-            lineage = enrolment.followed_by(identity)
+            identity = keys.load_next_identity()
+            lineage = enrolment.extend_lineage(identity)
         for address in enrolment.invitation.token_addresses:
             try:
                 certificate_pem, _ = await enrol(
@@ -95,7 +95,7 @@ class KeyRotation:
                 _log.warning("rotation_waits", address=address, error=str(error))
             except EnrolmentRefused as error:
                 if is_rotation:
-                    keys.keep_keys()
+                    keys.clear_rotation_request()
                 self._next_renewal_s = self._clock.now_s() + _NEXT_RENEWAL_S
                 _log.error("rotation_refused", address=address, error=str(error))
                 self._on_event(AgentEvent(kind=EventKind.REFUSED, message=str(error)))
@@ -104,12 +104,12 @@ class KeyRotation:
                 self._next_renewal_s = self._clock.now_s() + _NEXT_RENEWAL_S
                 replace = keys.rotate if is_rotation else keys.renew
                 taken = replace(enrolment, certificate_pem=certificate_pem)
-                self._tell(taken, is_rotation=is_rotation)
+                self._report(taken, is_rotation=is_rotation)
                 return taken
         self._next_s = self._clock.now_s() + _AGAIN_S
         return enrolment
 
-    def _tell(self, taken: Enrolment, *, is_rotation: bool) -> None:
+    def _report(self, taken: Enrolment, *, is_rotation: bool) -> None:
         if is_rotation:
             words = f"identity key {fingerprint(taken.identity.public_key)}"
             _log.info("keys_replaced", num_rotations=taken.lineage.num_rotations)

@@ -13,16 +13,16 @@ import structlog
 import torch
 
 from fedlearn.client import conversation
-from fedlearn.client.ahead import FetchingAhead
 from fedlearn.client.conditions import Device, Facts, local_time
 from fedlearn.client.connecting import Connector
 from fedlearn.client.control import WorkControl
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.expansion import MasksAhead
+from fedlearn.client.expansion import MaskExpander
 from fedlearn.client.home import Home
 from fedlearn.client.live_session import LiveSession, cancel
 from fedlearn.client.options import Changes, RuntimeOptions
-from fedlearn.client.sharing import trainer_of
+from fedlearn.client.prefetch import Prefetcher
+from fedlearn.client.sharing import make_client_trainer
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
 from fedlearn.core.clock import SystemClock
@@ -74,8 +74,8 @@ class Runtime:
         self._events: asyncio.Queue[conversation.Event] = asyncio.Queue()
         self._control: WorkControl | None = None
         self._work: asyncio.Task[None] | None = None
-        self._masks = MasksAhead()
-        self._settled: TaskKey | None = None  # key of the last reply that has a receipt
+        self._masks = MaskExpander()
+        self._last_receipt: TaskKey | None = None  # key of the last reply that has a receipt
         self._connector = Connector(
             self._home,
             invitation=options.invitation,
@@ -95,7 +95,7 @@ class Runtime:
             on_event=on_event,
             exit_code=options.exit_code,
         )
-        self._ahead = FetchingAhead(
+        self._prefetcher = Prefetcher(
             home=self._home,
             clock=self._clock,
             post=self._events.put_nowait,
@@ -106,12 +106,12 @@ class Runtime:
 
     def stop(self) -> None:
         """Stop at the next batch; call this from the event loop's thread."""
-        self._events.put_nowait(conversation.Stopped())
+        self._events.put_nowait(conversation.StopRequested())
         asyncio.get_running_loop().call_later(_STOP_S, self._broken.set)
 
-    def tell(self, facts: Facts) -> None:
+    def update_facts(self, facts: Facts) -> None:
         """Store facts about the device from the application; they are valid for a few seconds."""
-        self._device.tell(facts)
+        self._device.set_facts(facts)
 
     def change(self, changes: Changes) -> None:
         """Replace the conditions and the policy; call this from the event loop's thread.
@@ -121,7 +121,7 @@ class Runtime:
         self._conditions, self._policy = changes.conditions, changes.policy
         self._worker = replace(self._worker, policy=changes.policy)
         if (live := self._connector.live) is not None:
-            live.tell(wire_pb2.FromClient(eligibility=self._eligibility()))
+            live.send(wire_pb2.FromClient(eligibility=self._eligibility()))
 
     def wake(self) -> None:
         """Try to connect now instead of waiting; call this from the event loop's thread."""
@@ -187,7 +187,7 @@ class Runtime:
             # Only after all actions, because starting a fetch removes the model fetched before,
             # which the work just started may still need.
             to_fetch = self._here.to_fetch if self._policy.train_ahead else None
-            self._ahead.follow(to_fetch, self._connector.live)
+            self._prefetcher.follow(to_fetch, self._connector.live)
         if self._work is not None:
             await self._work
 
@@ -209,8 +209,8 @@ class Runtime:
             case conversation.Adopt(task):
                 if (live := self._connector.live) is not None:
                     live.report_phase(task.key, wire_pb2.Progress.TRAINING)
-            case conversation.CallOff(key, reason):
-                self._call_off(key, reason)
+            case conversation.Cancel(key, reason):
+                self._cancel(key, reason)
             case conversation.Erase():
                 self._home.close_task()
             case conversation.Hold(answered):
@@ -228,14 +228,14 @@ class Runtime:
     async def _begin(self, task: OpenTask) -> None:
         if self._work is not None:
             await self._work  # returns at once, since it has posted its last event
-        await self._ahead.stop()  # it may be fetching the very model that this task needs
-        self._ahead.times.begin(self._clock.now_s())
+        await self._prefetcher.stop()  # it may be fetching the very model that this task needs
+        self._prefetcher.times.begin(self._clock.now_s())
         loop, about = asyncio.get_running_loop(), AgentEvent.of(EventKind.PROGRESS, key=task.key)
 
         def on_report(fraction: float, loss: float) -> None:
             event = replace(about, fraction=fraction, loss=loss)
             loop.call_soon_threadsafe(self._on_event, event)
-            loop.call_soon_threadsafe(self._ahead.progressed, fraction)
+            loop.call_soon_threadsafe(self._prefetcher.update_progress, fraction)
 
         self._control = WorkControl(self._home, self._clock, on_report=on_report)
         self._work = asyncio.create_task(self._work_on(task, self._control))
@@ -245,9 +245,9 @@ class Runtime:
         if not work.cancelled() and work.exception() is not None:
             self._broken.set()
 
-    def _call_off(self, key: TaskKey, reason: str) -> None:
+    def _cancel(self, key: TaskKey, reason: str) -> None:
         assert self._control is not None  # there is work
-        self._control.call_off()
+        self._control.cancel()
         _log.info("task_called_off", round_num=key.round_num, reason=reason)
         self._on_event(AgentEvent.of(EventKind.CANCELLED, key=key, message=reason))
 
@@ -256,19 +256,19 @@ class Runtime:
         self._worker.require_allowed(task)
 
     async def _work_on(self, task: OpenTask, control: WorkControl) -> None:
-        """Work on one task; always posts :class:`Answered` or :class:`Ended` at the end."""
-        event: conversation.Event = conversation.Ended()
+        """Work on one task; always posts :class:`Answer` or :class:`WorkEnded` at the end."""
+        event: conversation.Event = conversation.WorkEnded()
         try:
             event = await self._worker.answer(task, control)
         finally:
-            is_whole = isinstance(event, conversation.Answered)
-            self._ahead.times.end(self._clock.now_s(), is_whole=is_whole)
+            is_whole = isinstance(event, conversation.Answer)
+            self._prefetcher.times.end(self._clock.now_s(), is_whole=is_whole)
             self._events.put_nowait(event)
 
-    async def _hold(self, answered: conversation.Answered) -> None:
-        task, told = answered.task, peek(answered.reply)
-        if isinstance(told, TrainReply) and told.round_num != task.key.round_num:
-            numbers = {"round_num": task.key.round_num, "based_on": told.round_num}
+    async def _hold(self, answered: conversation.Answer) -> None:
+        task, content = answered.task, peek(answered.reply)
+        if isinstance(content, TrainReply) and content.round_num != task.key.round_num:
+            numbers = {"round_num": task.key.round_num, "based_on": content.round_num}
             _log.info("answered_with_work_ahead", **numbers)
         try:
             held = await asyncio.to_thread(
@@ -281,11 +281,11 @@ class Runtime:
             # Send the failure once, without storing it: the disk cannot be written.
             reply = encode(Failure(type(error).__name__))
             if (live := self._connector.live) is not None:
-                live.tell(live.result(task.key, reply))
+                live.send(live.build_result(task.key, reply))
             return
-        if held.key == self._settled:  # the same task was offered and answered again
-            self._settled = None
-        await self._handle(conversation.Held(held))
+        if held.key == self._last_receipt:  # the same task was offered and answered again
+            self._last_receipt = None
+        await self._handle(conversation.ReplyStored(held))
         self._expand_masks(task, answered.state)
 
     def _deliver(self, held: HeldReply, *, is_asked_again: bool) -> None:
@@ -296,9 +296,9 @@ class Runtime:
         # A lost upload ends with an error, so it needs no repetition here. An inline reply can get
         # lost without an error; the coordinator recognises a duplicate.
         is_due = is_asked_again and held.is_inline
-        if held.key in live.delivered and not is_due:
+        if held.key in live.sent_replies and not is_due:
             return
-        live.delivered.add(held.key)
+        live.sent_replies.add(held.key)
         if not held.is_failure():  # a failure was reported when it happened
             self._on_event(AgentEvent.of(EventKind.UPLOADING, key=held.key))
         live.report_phase(held.key, wire_pb2.Progress.UPLOADING)
@@ -307,9 +307,11 @@ class Runtime:
     async def _send(self, live: LiveSession, held: HeldReply) -> None:
         try:
             if held.is_inline:
-                await live.session.send(live.result(held.key, held.path.read_bytes()))
+                await live.session.send(live.build_result(held.key, held.path.read_bytes()))
             else:
-                envelope = live.envelope(held.key, digest=held.digest, num_bytes=held.num_bytes)
+                envelope = live.build_envelope(
+                    held.key, digest=held.digest, num_bytes=held.num_bytes
+                )
                 self._take_receipt(await live.connection.upload(envelope, held.path))
         except (ConnectionError, ConnectionRefused, ProtocolError) as error:
             _log.debug("delivery_broken", error=str(error))
@@ -318,8 +320,8 @@ class Runtime:
             if self._here.held != held:  # it was withdrawn and removed before it was sent
                 return
             _log.error("reply_unreadable", round_num=held.key.round_num, error=str(error))
-            live.delivered.discard(held.key)  # its task is offered and answered again
-            self._events.put_nowait(conversation.Settled(held.key))
+            live.sent_replies.discard(held.key)  # its task is offered and answered again
+            self._events.put_nowait(conversation.ReplySettled(held.key))
 
     def _expand_masks(self, task: OpenTask, state: bytes | None) -> None:
         """Drop earlier masks, and start to expand those that the next message needs, if any."""
@@ -333,9 +335,9 @@ class Runtime:
 
     def _take_receipt(self, receipt: wire_pb2.Receipt) -> None:
         key = TaskKey.of(receipt.key)
-        if key == self._settled:  # a duplicate receipt, as after a reply sent again on reconnecting
+        if key == self._last_receipt:  # a duplicate, as after a reply was sent again
             return
-        self._settled = key
+        self._last_receipt = key
         kind = _VERDICTS.get(receipt.verdict, EventKind.REFUSED)
         about = {"kind": key.kind, "round_num": key.round_num, "verdict": kind.value}
         if kind is EventKind.REFUSED:
@@ -349,7 +351,7 @@ class Runtime:
         if kind is not EventKind.ACCEPTED:
             self._masks.drop()  # the secure-aggregation session continues without this client
         self._connector.backoff.reset()
-        self._events.put_nowait(conversation.Settled(key))
+        self._events.put_nowait(conversation.ReplySettled(key))
         # If this ended a secure-aggregation session, rotate keys now, before the next one begins.
         self._connector.leave_for_rotation()
 
@@ -370,25 +372,25 @@ class Runtime:
             # "cuda" rather than "cuda:1": the index means nothing to the coordinator
             device=str(getattr(self._trainer, "device", "cpu")).partition(":")[0],
             takes_ahead=self._policy.train_ahead,
-            **self._facts.known(),
+            **self._facts.select_known(),
         )
 
     async def _survey(self) -> None:
         """Check every second for reasons to stop: consent, conditions, deadlines."""
         if self._conditions.idle:  # idleness is measured between two calls, so make the first now
-            await asyncio.to_thread(self._device.facts)
+            await asyncio.to_thread(self._device.gather_facts)
             await asyncio.sleep(_SURVEY_S)
         while True:
-            facts = await asyncio.to_thread(self._device.facts)
+            facts = await asyncio.to_thread(self._device.gather_facts)
             now_unix_s = self._clock.unix_s()
             unmet = self._conditions.unmet(facts, local=local_time(now_unix_s))
             if unmet != self._here.unmet:
-                self._say_unmet(unmet)
+                self._report_unmet(unmet)
             if facts != self._facts:
                 self._facts = facts
                 if (live := self._connector.live) is not None:
-                    live.tell(wire_pb2.FromClient(eligibility=self._eligibility()))
-            self._events.put_nowait(conversation.Surveyed(unmet, now_unix_s))
+                    live.send(wire_pb2.FromClient(eligibility=self._eligibility()))
+            self._events.put_nowait(conversation.ConditionsChecked(unmet, now_unix_s))
             self._look_at_certificate(now_unix_s)
             self._connector.leave_for_rotation()
             if not self._home.has_consent() and not self._here.is_stopping:
@@ -406,7 +408,7 @@ class Runtime:
             _log.warning("certificate_ends", advice=advice)
             self._on_event(AgentEvent.of(EventKind.EXPIRING, message=advice))
 
-    def _say_unmet(self, unmet: tuple[str, ...]) -> None:
+    def _report_unmet(self, unmet: tuple[str, ...]) -> None:
         # An unknown condition never holds, so the client would silently never train: warn.
         log = _log.warning if any("unknown" in each for each in unmet) else _log.info
         log("conditions", unmet=unmet)
@@ -424,4 +426,4 @@ def make_runtime(options: RuntimeOptions, *, on_event: Callable[[AgentEvent], No
     """
     give_way(options.resources.niceness)
     torch.set_num_threads(options.resources.num_threads)
-    return Runtime(options, trainer_of(options), on_event=on_event)
+    return Runtime(options, make_client_trainer(options), on_event=on_event)

@@ -8,7 +8,7 @@ from functools import partial
 
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
-from fedlearn.client.process import WORKER, client_environment
+from fedlearn.client.process import WORKER, make_client_environment
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.parallel.workers import WorkerProcess, take_gpu
 from fedlearn.training.trainer import LocalTrainer
@@ -32,7 +32,7 @@ class WorkerOptions:
     num_threads: int
 
 
-def trainer_of(options: RuntimeOptions) -> LocalTrainer:
+def make_client_trainer(options: RuntimeOptions) -> LocalTrainer:
     """Create the trainer that the options name, and its workers if there are several.
 
     Exceptions of the trainer propagate.
@@ -45,10 +45,10 @@ def trainer_of(options: RuntimeOptions) -> LocalTrainer:
     if options.resources.num_workers == 1:
         return make()
     take_gpu(0)
-    return SharedTrainer(make, start=partial(_started, options))
+    return SharedTrainer(make, start=partial(_start_workers, options))
 
 
-def _started(options: RuntimeOptions) -> Sequence[WorkerProcess]:
+def _start_workers(options: RuntimeOptions) -> Sequence[WorkerProcess]:
     """Start all workers.
 
     Raises:
@@ -57,12 +57,12 @@ def _started(options: RuntimeOptions) -> Sequence[WorkerProcess]:
     with ExitStack() as if_failed:
         workers = list[WorkerProcess]()
         for rank in range(1, options.resources.num_workers):
-            told = WorkerOptions(
+            worker_options = WorkerOptions(
                 trainer=options.trainer, rank=rank, num_threads=options.resources.num_threads
             )
-            worker = WorkerProcess.start(WORKER, environ=client_environment(), stdout=_STDERR)
+            worker = WorkerProcess.start(WORKER, environ=make_client_environment(), stdout=_STDERR)
             if_failed.callback(worker.end)
-            worker.link.send_bytes(json.dumps(asdict(told)).encode())
+            worker.link.send_bytes(json.dumps(asdict(worker_options)).encode())
             workers.append(worker)
         if_failed.pop_all()
     return workers

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def signals_call(callbacks: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+def call_on_signals(callbacks: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
     """Call functions in the running event loop when signals arrive; in the main thread only.
 
     Args:

@@ -48,22 +48,26 @@ class OpenTask:
             of a request; both are sent again whenever the task is offered again.
         expires_unix_s: When to give up without further word from the coordinator, by this client's
             clock; infinite without a deadline.
-        is_ahead: Whether it was only announced, so that the coordinator does not wait for it yet.
+        is_announced: Whether it was only announced; the coordinator does not wait for it yet.
     """
 
     key: TaskKey
     message: wire_pb2.Task = field(repr=False)
     expires_unix_s: float
-    is_ahead: bool = False
+    is_announced: bool = False
 
     @classmethod
-    def of(cls, message: wire_pb2.Task, *, now_unix_s: float, is_ahead: bool = False) -> "OpenTask":
+    def of(
+        cls, message: wire_pb2.Task, *, now_unix_s: float, is_announced: bool = False
+    ) -> "OpenTask":
         """Read the task from a ``message`` just received; raises as :func:`require_run_id`."""
         require_run_id(message.key.run_id)
         left_s = message.remaining_s + GRACE_S if message.remaining_s > 0.0 else math.inf
         key = TaskKey.of(message.key)
         expires_unix_s = now_unix_s + left_s
-        return cls(key=key, message=message, expires_unix_s=expires_unix_s, is_ahead=is_ahead)
+        return cls(
+            key=key, message=message, expires_unix_s=expires_unix_s, is_announced=is_announced
+        )
 
     def may_answer(self, asked: "OpenTask") -> bool:
         """Check whether the result of this announced task is recent enough to answer ``asked``."""
@@ -125,7 +129,7 @@ class HeldReply:
         """
         found = require_json(
             file,
-            _DESCRIBED,
+            _REPLY_DESCRIPTION,
             raises=DeploymentError,
             holds="a reply's description",
             remedy="the reply is dropped, and the coordinator asks again if there is time",
@@ -142,7 +146,7 @@ class HeldReply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Described:
+class _ReplyDescription:
     """The type of the values that :meth:`HeldReply.values` returns."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
@@ -154,4 +158,4 @@ class _Described:
     max_inline_bytes: int
 
 
-_DESCRIBED = TypeAdapter(_Described)
+_REPLY_DESCRIPTION = TypeAdapter(_ReplyDescription)

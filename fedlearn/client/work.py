@@ -13,9 +13,9 @@ import structlog
 
 from fedlearn.client.connecting import Connector
 from fedlearn.client.control import WorkControl
-from fedlearn.client.conversation import Answered, Ended, Event
+from fedlearn.client.conversation import Answer, Event, WorkEnded
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.expansion import MasksAhead
+from fedlearn.client.expansion import MaskExpander
 from fedlearn.client.home import Home
 from fedlearn.client.judging import Judge, noise_share
 from fedlearn.client.keyring import Enrolment
@@ -55,7 +55,7 @@ _MAX_CRASHES = 3
 _log = structlog.get_logger(__name__)
 
 
-class _Wanted(NamedTuple):
+class _Download(NamedTuple):
     """A file that a task needs."""
 
     digest: bytes
@@ -84,7 +84,7 @@ class Worker:
     policy: Policy
     clock: WallClock
     connector: Connector
-    masks: MasksAhead
+    masks: MaskExpander
     on_event: Callable[[AgentEvent], None]
     exit_code: int | None = None
     thread: ThreadPoolExecutor = field(
@@ -104,17 +104,17 @@ class Worker:
         self.thread.shutdown(wait=False)
 
     async def answer(self, task: OpenTask, control: WorkControl) -> Event:
-        """Work on one task; every expected error ends in :class:`Answered` or :class:`Ended`."""
+        """Work on one task; every expected error ends in :class:`Answer` or :class:`WorkEnded`."""
         try:
             return await self._answer_within_policy(task, control)
         except PolicyViolation as violation:
-            self._tell_refusal(task.key, violation)
-            return failed(task, str(violation), state=self._ended_session(task))
+            self._report_refusal(task.key, violation)
+            return build_failure(task, str(violation), state=self._end_secure_session(task))
         except (DeploymentError, ProtocolError) as error:
-            self._tell_failure(task.key, str(error))
-            return failed(task, type(error).__name__)
+            self._report_failure(task.key, str(error))
+            return build_failure(task, type(error).__name__)
 
-    def _ended_session(self, task: OpenTask) -> bytes | None:
+    def _end_secure_session(self, task: OpenTask) -> bytes | None:
         """Return the state without the session of ``task``; ``None`` if it does not change."""
         before = self.home.state(task.key.run_id)
         after = after_failure(before) if task.key.kind == SECURE_KIND else before
@@ -125,11 +125,11 @@ class Worker:
         assert enrolment is not None  # tasks arrive over a session
         num_crashes = self.home.open_task(task)
         self.require_allowed(task)
-        if words := self._why_lost(num_crashes):
-            self._tell_failure(task.key, words)
-            return failed(task, words)
-        if not await self._fetch(task, control) or control.is_called_off:
-            return Ended()
+        if words := self._explain_loss(num_crashes):
+            self._report_failure(task.key, words)
+            return build_failure(task, words)
+        if not await self._fetch(task, control) or control.is_cancelled:
+            return WorkEnded()
         loop = asyncio.get_running_loop()
         request = await loop.run_in_executor(self.thread, self._judge_in_full)
         is_evaluation = isinstance(request, EvaluateRequest | SecureEvaluateRequest)
@@ -142,8 +142,12 @@ class Worker:
             enrolment.client_id,
             self.trainer,
             self.secure_client(enrolment),
-            on_refusal=lambda told: loop.call_soon_threadsafe(self._tell_refusal, task.key, told),
-            on_failure=lambda told: loop.call_soon_threadsafe(self._tell_failure, task.key, told),
+            on_refusal=lambda words: loop.call_soon_threadsafe(
+                self._report_refusal, task.key, words
+            ),
+            on_failure=lambda words: loop.call_soon_threadsafe(
+                self._report_failure, task.key, words
+            ),
             pin_file=self.home.keys.pin_file(enrolment),
             history_file=self.home.keys.history_file(enrolment),
             expanded=self.masks.take,
@@ -151,7 +155,7 @@ class Worker:
         work = partial(self._train, task, session, control, request)
         return await loop.run_in_executor(self.thread, work)
 
-    def _why_lost(self, num_crashes: int) -> str:
+    def _explain_loss(self, num_crashes: int) -> str:
         """Explain why to give up a task after crashes; empty to try it again.
 
         A trainer that exited would do so again, so the coordinator should not wait for it. One that
@@ -175,7 +179,7 @@ class Worker:
             PolicyViolation: The policy forbids the task, whatever its request contains.
         """
         now_unix_s = self.clock.unix_s()
-        self.judge.announced(
+        self.judge.check_announcement(
             task.key.kind,
             settings=None,
             num_tasks_today=self.home.num_tasks_today(now_unix_s),
@@ -189,25 +193,25 @@ class Worker:
             enrolment.identity,
             coordinator_key=enrolment.invitation.coordinator_key,
             num_threads=num_cores(),
-            spent=self.home.spent_today(self.clock.unix_s()),
+            spent=self.home.sum_spent_today(self.clock.unix_s()),
         )
 
     def _judge_in_full(self) -> Request | None:
         """Check the request on disk, in the training thread; ``None`` if it is not valid."""
         now_unix_s = self.clock.unix_s()
-        return self.judge.encoded(
+        return self.judge.check_request(
             mapped(self.home.request),
             num_tasks_today=self.home.num_tasks_today(now_unix_s),
             num_evaluations_today=self.home.num_evaluations_today(now_unix_s),
-            spent=self.home.spent_today(now_unix_s, without=self.home.training),
+            spent=self.home.sum_spent_today(now_unix_s, without=self.home.training_id),
         )
 
     async def _fetch(self, task: OpenTask, control: WorkControl) -> bool:
         """Write the request and its model's constants to disk; return whether both are complete."""
         message = task.message
         if message.constants_digest:
-            path = self.home.constants(message.constants_digest)
-            constants = _Wanted(message.constants_digest, message.constants_bytes, path)
+            path = self.home.prepare_constants(message.constants_digest)
+            constants = _Download(message.constants_digest, message.constants_bytes, path)
             if not await self._download(constants, task, control):
                 return False
         if message.data:
@@ -215,10 +219,10 @@ class Worker:
                 raise ProtocolError("the request's bytes are not those that were announced")
             write_private(self.home.request, message.data)
             return True
-        wanted = _Wanted(message.digest, message.num_bytes, self.home.request)
+        wanted = _Download(message.digest, message.num_bytes, self.home.request)
         return await self._download(wanted, task, control)
 
-    async def _download(self, wanted: "_Wanted", task: OpenTask, control: WorkControl) -> bool:
+    async def _download(self, wanted: "_Download", task: OpenTask, control: WorkControl) -> bool:
         """Download the missing part of a file; return whether it is complete."""
         missing = wanted.num_bytes - (wanted.path.stat().st_size if wanted.path.exists() else 0)
         self.home.require_space(max(0, missing))
@@ -266,31 +270,31 @@ class Worker:
                 data,
                 before,
                 personal=task.message.personal,
-                constants=self._constants_of(task),
+                constants=self._load_constants(task),
                 control=control,
             )
         except Cancelled:
-            return Ended()
+            return WorkEnded()
         finally:
             self.home.end_work()
         most = task.message.max_reply_bytes
         if 0 < most < len(reply):
             words = f"a reply of {len(reply)} bytes, at most {most} are taken"
             session.on_failure(words)
-            return failed(task, words)
+            return build_failure(task, words)
         is_failure = isinstance(peek(reply), Failure)
-        return Answered(task, reply, None if state == before else state, is_failure)
+        return Answer(task, reply, None if state == before else state, is_failure)
 
-    def _constants_of(self, task: OpenTask) -> bytes | mmap:
+    def _load_constants(self, task: OpenTask) -> bytes | mmap:
         """Return the model's constants that were sent separately, verified on download."""
         digest = task.message.constants_digest
-        return mapped(self.home.constants(digest)) if digest else b""
+        return mapped(self.home.prepare_constants(digest)) if digest else b""
 
     def _charge_update(self, request: TrainRequest) -> None:
         """Charge the daily ε budget for an update that has its own noise."""
         if share := noise_share(request.settings):
             squared = squared_distance_of(share)
-            self.home.spend(self.home.training, squared, self.clock.unix_s())
+            self.home.spend(self.home.training_id, squared, self.clock.unix_s())
 
     def _charge_sum(self, state: bytes) -> None:
         """Charge the daily ε budget for the noisy sum to which this client is about to contribute.
@@ -306,22 +310,22 @@ class Worker:
         if session is None or not all(lane.noise for lane in session.terms.lanes):
             return
         now_unix_s = self.clock.unix_s()
-        spent = self.home.spent_today(now_unix_s, without=session.id)
+        spent = self.home.sum_spent_today(now_unix_s, without=session.id)
         self.judge.terms_policy(spent).judge_noise(session.terms)
         corruption = self.policy.secure_aggregation.corruption
         squared = squared_distance(session.terms, corruption=corruption)
         self.home.spend(session.id, squared, now_unix_s)
 
-    def _tell_refusal(self, key: TaskKey, violation: PolicyViolation) -> None:
+    def _report_refusal(self, key: TaskKey, violation: PolicyViolation) -> None:
         log_refusal(violation, round_num=key.round_num)
         self.on_event(AgentEvent.of(EventKind.POLICY, key=key, message=str(violation)))
 
-    def _tell_failure(self, key: TaskKey, words: str) -> None:
+    def _report_failure(self, key: TaskKey, words: str) -> None:
         """Report a failure to the user only: ``words`` may quote the data."""
         _log.error("task_failed", round_num=key.round_num, error=words)
         self.on_event(AgentEvent.of(EventKind.FAILED, key=key, message=words))
 
 
-def failed(task: OpenTask, reason: str, *, state: bytes | None = None) -> Answered:
-    """Build the event that answers a task with a failure; ``state`` as in :class:`Answered`."""
-    return Answered(task, encode(Failure(reason)), state, is_failure=True)
+def build_failure(task: OpenTask, reason: str, *, state: bytes | None = None) -> Answer:
+    """Build the event that answers a task with a failure; ``state`` as in :class:`Answer`."""
+    return Answer(task, encode(Failure(reason)), state, is_failure=True)

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
-from fedlearn.client.diagnosis import Finding, Verdict, diagnose
+from fedlearn.client.diagnosis import CheckOutcome, Finding, diagnose
 from fedlearn.client.loading import find_modules_here
 from fedlearn.config import load_client
 from fedlearn.deployment.join import home_of
@@ -35,7 +35,7 @@ def check_before(
     known = require_addresses(addresses)
     findings = diagnose(invitation, home=folder, trainer=task, addresses=known)
     for finding in chain(own, findings):
-        print(f"{finding.verdict:<4} {finding.name}: {finding.message}", file=out, flush=True)
+        print(f"{finding.outcome:<4} {finding.name}: {finding.message}", file=out, flush=True)
         problems += [] if finding.is_fine else [finding.name]
     if problems:
         raise DeploymentError(
@@ -47,7 +47,7 @@ def _config_finding(config: Path) -> Finding:
     try:
         policy = load_client(config).to_policy()
     except ConfigError as error:
-        return Finding("config", Verdict.BAD, str(error))
+        return Finding("config", CheckOutcome.BAD, str(error))
     if warning := policy.secure_aggregation.warning:
-        return Finding("config", Verdict.WARNING, f"{config}: {warning}")
-    return Finding("config", Verdict.OK, f"{config} can be used")
+        return Finding("config", CheckOutcome.WARNING, f"{config}: {warning}")
+    return Finding("config", CheckOutcome.OK, f"{config} can be used")

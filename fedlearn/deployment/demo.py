@@ -187,7 +187,7 @@ def _join(places: Places, number: int, stage: Stage) -> None:
         invitation = Operator(places, database, SystemClock()).invite(name, tags=(), path=path)
     address = invitation.token_addresses[0]
     certificate_pem, client_id = asyncio.run(
-        enrol(address, invitation, home.keys.coming_identity())
+        enrol(address, invitation, home.keys.load_next_identity())
     )
     home.keys.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
     task = f"{part.__name__}:trainer"

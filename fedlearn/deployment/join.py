@@ -20,7 +20,7 @@ import structlog
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder, default_home
 from fedlearn.client.options import Connection, Resources, RuntimeOptions, Wake
-from fedlearn.client.process import STOP_S, STUCK, Restarts, TrainingProcess, interpreter
+from fedlearn.client.process import STOP_S, STUCK, Restarts, TrainingProcess, find_interpreter
 from fedlearn.config import ClientConfig
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
@@ -80,7 +80,7 @@ def join(
         log_level=structlog.get_logger().get_effective_level(),
     )
     supervisor = _Supervisor(options, folder, out)
-    with _signals_call(supervisor):
+    with _call_on_signals(supervisor):
         supervisor.run()
     return not supervisor.is_stuck
 
@@ -115,7 +115,7 @@ class _Supervisor:
         self._is_woken = True
         if self._child is not None:
             self._child.resume()
-            self._child.tell(Wake())
+            self._child.send(Wake())
 
     def suspend(self) -> None:
         """Suspend both processes on Ctrl-Z; the terminal does not reach the training process."""
@@ -141,7 +141,7 @@ class _Supervisor:
     def _run_child(self) -> None:
         """Run one training process to its end."""
         try:
-            child = TrainingProcess.start(self.options, python=interpreter())
+            child = TrainingProcess.start(self.options, python=find_interpreter())
         except OSError as error:
             if self.options.exit_code is None:  # the first process: retrying may never help
                 raise DeploymentError(f"the training process cannot be started: {error}") from error
@@ -203,7 +203,7 @@ def home_of(invitation: Path) -> Path:
 
 
 @contextmanager
-def _signals_call(supervisor: _Supervisor) -> Iterator[None]:
+def _call_on_signals(supervisor: _Supervisor) -> Iterator[None]:
     callbacks = {signal.SIGTERM: supervisor.stop, signal.SIGINT: supervisor.stop}
     if sys.platform != "win32":
         # SIGCONT is harmless before this handler is installed, and the system sends it by itself

@@ -215,7 +215,9 @@ class Site:
         self.invite(f"client-{number}")
         keys, invitation = self.home(number).keys, Invitation.load(self._invitation(number))
         address = self.config.coordinator.address  # not a standby's
-        certificate_pem, client_id = asyncio.run(enrol(address, invitation, keys.coming_identity()))
+        certificate_pem, client_id = asyncio.run(
+            enrol(address, invitation, keys.load_next_identity())
+        )
         assert client_id == number
         keys.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
 

@@ -628,7 +628,7 @@ def test_an_offline_client_is_quiet(
     if verbosity is not None:
         monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
     home, invitation = Home(application.home), coordinator.invite("laptop")
-    invited, identity = Invitation.load(invitation), home.keys.coming_identity()
+    invited, identity = Invitation.load(invitation), home.keys.load_next_identity()
     certificate_pem, client_id = asyncio.run(enrol(invited.token_addresses[0], invited, identity))
     with something_between() as (address, visits):
         moved = replace(invited, addresses=(address,))

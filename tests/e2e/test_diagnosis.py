@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from fedlearn.client import live_session
-from fedlearn.client.diagnosis import Finding, Verdict, diagnose, explain
+from fedlearn.client.diagnosis import CheckOutcome, Finding, diagnose, explain
 from fedlearn.client.home import Home
 from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
@@ -70,7 +70,7 @@ def found(
 def enrolled(invitation: Path, tmp_path: Path) -> Home:
     """Redeem an invitation, as a joining client does."""
     home, invited = Home(tmp_path / "home"), Invitation.load(invitation)
-    identity = home.keys.coming_identity()
+    identity = home.keys.load_next_identity()
     address = invited.token_addresses[0]
     certificate_pem, client_id = asyncio.run(enrol(address, invited, identity))
     home.keys.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
@@ -101,7 +101,7 @@ def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) ->
     findings = found(invitation, tmp_path)
     assert findings["session"].message.startswith("welcome to run")
     assert findings["invitation"].message == "laptop is enrolled"
-    assert {finding.verdict for finding in findings.values()} == {Verdict.OK}
+    assert {finding.outcome for finding in findings.values()} == {CheckOutcome.OK}
     with home.locked():
         findings = found(invitation, tmp_path)
     assert "in use" in findings["disk"].message
@@ -297,20 +297,20 @@ def test_a_clock_outside_the_certificates_time_is_told_as_such(verb: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("by_s", "verdict", "words"),
+    ("by_s", "outcome", "words"),
     [
-        (50.0, Verdict.OK, "within 60 s"),
-        (3600.0, Verdict.WARNING, "s ahead of the coordinator's; set it"),
-        (-3600.0, Verdict.WARNING, "s behind the coordinator's; set it"),
+        (50.0, CheckOutcome.OK, "within 60 s"),
+        (3600.0, CheckOutcome.WARNING, "s ahead of the coordinator's; set it"),
+        (-3600.0, CheckOutcome.WARNING, "s behind the coordinator's; set it"),
     ],
 )
 def test_a_clock_that_is_off_is_a_warning_and_no_obstacle(
-    invitation: Path, tmp_path: Path, by_s: float, verdict: Verdict, words: str
+    invitation: Path, tmp_path: Path, by_s: float, outcome: CheckOutcome, words: str
 ) -> None:
     """Measured against the coordinator's clock, which its welcome contains."""
     enrolled(invitation, tmp_path)
     finding = found(invitation, tmp_path, clock=WrongClock(by_s))["clock offset"]
-    assert (finding.verdict, finding.is_fine) == (verdict, True)
+    assert (finding.outcome, finding.is_fine) == (outcome, True)
     assert words in finding.message
 
 
@@ -325,7 +325,7 @@ def test_a_certificate_that_ends_soon_is_a_warning(
     left_s = expires_unix_s(enrolment.certificate_pem) - SystemClock().unix_s()
     clock = WrongClock(left_s - 10 * 86_400.0)
     finding = found(invitation, tmp_path, clock=clock)["invitation"]
-    assert finding.verdict is Verdict.WARNING
+    assert finding.outcome is CheckOutcome.WARNING
     assert "fedlearn invite laptop" in finding.message
     finding = found(coordinator.invite("laptop"), tmp_path)["invitation"]
     assert "laptop is enrolled here" in finding.message

@@ -95,7 +95,7 @@ def test_joining_with_a_new_invitation_renews_in_place(launcher: Launcher, tmp_p
         assert (before.client_id, after.client_id) == (1, 1)
         assert after.identity.public_key != before.identity.public_key
         assert after.certificate_pem != before.certificate_pem
-        assert after.is_with(Invitation.load(second))
+        assert after.has_redeemed(Invitation.load(second))
         with laptop.joined(first, "old") as process:  # an old one changes nothing
             assert trained(coordinator) == 3.0
             assert process.out().startswith("connected")

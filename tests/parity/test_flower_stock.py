@@ -50,7 +50,7 @@ from tests.parity.test_flower import (
 SEED = 5
 
 
-def trainer_of(client_id: int, make: Callable[[], nn.Module] = make_model) -> TorchTrainer:
+def make_client_trainer(client_id: int, make: Callable[[], nn.Module] = make_model) -> TorchTrainer:
     rows = population().load(np.asarray([client_id]))
     index = torch.from_numpy(rows.rows)
     features, labels = only(rows.features)[index], rows.labels[index]
@@ -68,7 +68,7 @@ def foreign_app(local: LocalUpdate, make: Callable[[], nn.Module] = make_model) 
         round_num, seed = config["server-round"], config["seed"]
         assert isinstance(round_num, int)
         assert isinstance(seed, int)
-        result = trainer_of(client_id, make).train(
+        result = make_client_trainer(client_id, make).train(
             message.content.array_records["arrays"].to_torch_state_dict(),
             context=TrainContext(
                 client_id=ClientId(client_id),
@@ -156,7 +156,7 @@ def start() -> Params:
 def by_flower(strategy: StockFedAvg, local: LocalUpdate, **config: float) -> Params:
     """Return the model that one of Flower's strategies trains with our clients."""
     app = client_app(
-        lambda node: trainer_of(node.client_id), policy_of=lambda _: Policy(), local=local
+        lambda node: make_client_trainer(node.client_id), policy_of=lambda _: Policy(), local=local
     )
     grid = StockGrid(VirtualClock(), app, nodes={10 + each: each for each in range(len(SIZES))})
     params = start()

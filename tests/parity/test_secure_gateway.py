@@ -116,7 +116,7 @@ class Member:
     invitation: Path
     spool: Spool
     is_connected: threading.Event = field(default_factory=threading.Event)
-    is_called_off: threading.Event = field(default_factory=threading.Event)
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
     runtime: Runtime | None = None
     loop: asyncio.AbstractEventLoop | None = None
     thread: threading.Thread | None = None
@@ -135,7 +135,7 @@ class Member:
     def end_in_training(self) -> None:
         """Stop this client's runtime, as its user would, while the trainer has the model."""
         self.ask_to_stop()
-        assert self.is_called_off.wait(LONG_S)
+        assert self.is_cancelled.wait(LONG_S)
 
     def stop(self) -> None:
         self.ask_to_stop()
@@ -155,7 +155,7 @@ class Member:
         if event.kind is EventKind.CONNECTED:
             self.is_connected.set()
         elif event.kind is EventKind.CANCELLED:
-            self.is_called_off.set()
+            self.is_cancelled.set()
 
 
 @dataclass

@@ -35,7 +35,7 @@ class Telling(TorchTrainer):
         return replace(result, metrics={**result.metrics, **told})
 
 
-def trainer_of(features: Tensor, labels: Tensor) -> Telling:
+def make_client_trainer(features: Tensor, labels: Tensor) -> Telling:
     return Telling.of(make_model, features, labels, device="cpu")
 
 
@@ -58,7 +58,7 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(1)
 
 
-def run(trainer: Any = trainer_of, **engine: Any) -> fl.Run:
+def run(trainer: Any = make_client_trainer, **engine: Any) -> fl.Run:
     rng = np.random.default_rng(1)
     data = fl.from_arrays(
         rng.normal(size=(200, 3)),

@@ -43,7 +43,7 @@ def oracle(policy: Policy, *, is_bound: bool = False) -> Oracle:
     def ask(weight: Tensor, bias: Tensor) -> EvaluateReply:
         nonlocal num_asked
         data = encode(EvaluateRequest(round_num=1, tensors={"weight": weight, "bias": bias}))
-        judge.encoded(data, num_tasks_today=0, num_evaluations_today=num_asked, spent=0.0)
+        judge.check_request(data, num_tasks_today=0, num_evaluations_today=num_asked, spent=0.0)
         num_asked += 1
         reply = decode(session.handle(data, b"")[0])
         assert isinstance(reply, EvaluateReply)

@@ -63,7 +63,7 @@ PHASES = [
 ]
 #: Phases of a client that works on a prefetched model, or is about to.
 CLIENT_PHASES = [
-    Crash("a model is about to come ahead", Home.ahead, "after"),
+    Crash("a model is about to come ahead", Home.prepare_prefetch, "after"),
     Crash("work ahead is opened", Home.open_task, "after", 3),
     Crash("in the middle of it", Home.begin_work, "after", 3),
     Crash("it is done", Home.end_work, "after", 3),

@@ -96,14 +96,14 @@ def test_power_is_read_from_the_kernel(
 ) -> None:
     """A mouse's battery does not count; a machine without a battery is on mains power."""
     folder = supplies(tmp_path / "power_supply", **kinds)
-    assert Device(VirtualClock(), power_supplies=folder).facts().on_power is on_power
+    assert Device(VirtualClock(), power_supplies=folder).gather_facts().on_power is on_power
 
 
 @pytest.mark.linux
 def test_what_the_kernel_does_not_show_is_unknown(tmp_path: Path) -> None:
     """As on another operating system."""
     nowhere = tmp_path / "nothing"
-    assert Device(VirtualClock(), power_supplies=nowhere).facts().on_power is None
+    assert Device(VirtualClock(), power_supplies=nowhere).gather_facts().on_power is None
 
 
 class Processors(NamedTuple):
@@ -127,7 +127,7 @@ def test_a_device_is_idle_while_others_use_little_of_its_processors(
         busy_s += used_s
         times = Processors(user=busy_s, idle=clock.now_s(), iowait=clock.now_s())
         monkeypatch.setattr("psutil.cpu_times", lambda times=times: times)
-        seen.append(device.facts().idle)
+        seen.append(device.gather_facts().idle)
         clock.sleep(1.0)
     assert seen[0] is None
     assert seen[1:6] == [True] * 5
@@ -155,11 +155,11 @@ def test_what_a_trainers_own_processes_use_is_not_somebody_elses(
     clock = VirtualClock()
     device = Device(clock)
     monkeypatch.setattr("psutil.cpu_times", lambda: Processors(user=0.0))
-    device.facts()
+    device.gather_facts()
     clock.sleep(1.0)
     monkeypatch.setattr("psutil.cpu_times", lambda: Processors(user=0.5))
     if not is_own:
-        assert device.facts().idle is False
+        assert device.gather_facts().idle is False
         return
     with subprocess.Popen(
         [sys.executable, "-c", LOADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -167,14 +167,14 @@ def test_what_a_trainers_own_processes_use_is_not_somebody_elses(
         assert process.stdout is not None
         assert process.stdin is not None
         process.stdout.readline()
-        assert device.facts().idle is True
+        assert device.gather_facts().idle is True
         process.stdin.write("\n")
 
 
 def test_probes_are_asked_and_may_not_know() -> None:
     """Facts without a probe, or whose probe returns None, are unknown."""
     probes = Probes(idle=lambda: True, unmetered=lambda: None)
-    assert probes.facts() == Facts(idle=True)
+    assert probes.poll() == Facts(idle=True)
 
 
 @pytest.mark.linux
@@ -182,14 +182,14 @@ def test_what_the_application_tells_holds_while_a_probe_takes_its_time(tmp_path:
     """A slow probe must not make conditions flap; if it hangs, the fact becomes unknown."""
     clock, nowhere = VirtualClock(), tmp_path / "nothing"
     device = Device(clock, power_supplies=nowhere)
-    device.tell(Facts(on_power=True))
+    device.set_facts(Facts(on_power=True))
     clock.sleep(9.0)
-    assert device.facts().on_power is True
-    device.tell(Facts(on_power=False))
+    assert device.gather_facts().on_power is True
+    device.set_facts(Facts(on_power=False))
     clock.sleep(9.0)
-    assert device.facts().on_power is False
+    assert device.gather_facts().on_power is False
     clock.sleep(2.0)
-    assert device.facts().on_power is None
+    assert device.gather_facts().on_power is None
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_processes_that_end_meanwhile_do_not_end_the_survey() -> None:
     try:
         device = Device(SystemClock())
         for _ in range(1000):
-            device.found()
+            device.query_system()
     finally:
         for each in shells:
             each.kill()

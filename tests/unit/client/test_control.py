@@ -36,7 +36,7 @@ def test_a_task_ends_at_its_next_check(home: Home) -> None:
     """Checks before it was called off pass."""
     control = silent(home, VirtualClock())
     control.check()
-    control.call_off()
+    control.cancel()
     with pytest.raises(Cancelled):
         control.check()
 

@@ -9,27 +9,27 @@ import pytest
 from fedlearn.client.conversation import (
     Action,
     Adopt,
-    Answered,
+    Answer,
     Begin,
-    CallOff,
-    Connected,
+    Cancel,
+    ConditionsChecked,
     Conversation,
     Deliver,
     Disconnect,
-    Disconnected,
     Drop,
-    Ended,
     Erase,
     Event,
-    Fetched,
-    Held,
     Hold,
-    Offered,
-    SentAhead,
-    Settled,
-    Stopped,
-    Surveyed,
-    Withdrawn,
+    ModelAnnounced,
+    ModelFetched,
+    ReplySettled,
+    ReplyStored,
+    SessionEnded,
+    SessionStarted,
+    StopRequested,
+    TaskOffered,
+    TaskWithdrawn,
+    WorkEnded,
     step,
 )
 from fedlearn.client.tasks import HeldReply, OpenTask
@@ -55,7 +55,7 @@ def task(round_num: int = 0, *, expires_unix_s: float = math.inf) -> OpenTask:
 
 def ahead(round_num: int, *, last: int = 9) -> OpenTask:
     message = wire_pb2.Task(key=key(round_num).message(), last_round_num=last)
-    return OpenTask(key=key(round_num), message=message, expires_unix_s=math.inf, is_ahead=True)
+    return OpenTask(key=key(round_num), message=message, expires_unix_s=math.inf, is_announced=True)
 
 
 def evaluation(round_num: int) -> OpenTask:
@@ -73,8 +73,8 @@ def held(round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = mat
     )
 
 
-def answered(round_num: int = 0) -> Answered:
-    return Answered(task(round_num), b"reply", None)
+def answered(round_num: int = 0) -> Answer:
+    return Answer(task(round_num), b"reply", None)
 
 
 def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation, list[Action]]:
@@ -86,23 +86,23 @@ def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation
     return here, done
 
 
-def answered_for(begun: OpenTask, *, asked: OpenTask) -> tuple[Answered, Answered]:
+def answered_for(begun: OpenTask, *, asked: OpenTask) -> tuple[Answer, Answer]:
     """Return the result of work on a prefetched model: as reported, and as held for the task."""
-    return Answered(begun, b"ahead", None), Answered(asked, b"ahead", None)
+    return Answer(begun, b"ahead", None), Answer(asked, b"ahead", None)
 
 
-FINE = Surveyed((), 0.0)
-BROKEN = Surveyed(("on_power",), 0.0)
-METERED = Surveyed(("unmetered (unknown)",), 0.0)
-HELLO = Connected("run")
-WORKING: tuple[Event, ...] = (HELLO, Offered(task()))
-FINISHED: tuple[Event, ...] = (*WORKING, answered(), Held(held()))
+FINE = ConditionsChecked((), 0.0)
+BROKEN = ConditionsChecked(("on_power",), 0.0)
+METERED = ConditionsChecked(("unmetered (unknown)",), 0.0)
+HELLO = SessionStarted("run")
+WORKING: tuple[Event, ...] = (HELLO, TaskOffered(task()))
+FINISHED: tuple[Event, ...] = (*WORKING, answered(), ReplyStored(held()))
 STARTED: list[Action] = [Begin(task())]
 SENT: list[Action] = [*STARTED, Hold(answered()), Deliver(held())]
 
 #: The model of round 1 was prefetched during training in round 0, and training on it has begun.
 OVERLAPPED: tuple[Event, ...] = (
-    *(*WORKING, SentAhead(ahead(1)), Fetched(ahead(1)), answered(), Held(held())),
+    *(*WORKING, ModelAnnounced(ahead(1)), ModelFetched(ahead(1)), answered(), ReplyStored(held())),
 )
 BEGUN: list[Action] = [*STARTED, Hold(answered()), Begin(ahead(1)), Deliver(held())]
 DONE, HELD_FOR_2 = answered_for(ahead(1), asked=task(2))
@@ -110,133 +110,151 @@ DONE, HELD_FOR_2 = answered_for(ahead(1), asked=task(2))
 AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "what came ahead is begun when the work before is done": (OVERLAPPED, BEGUN),
     "what is told ahead and is not here is not begun": (
-        (*WORKING, SentAhead(ahead(1)), answered(), Held(held())),
+        (*WORKING, ModelAnnounced(ahead(1)), answered(), ReplyStored(held())),
         SENT,
     ),
     "what comes later is begun then": (
-        (*FINISHED, SentAhead(ahead(1)), Fetched(ahead(1))),
+        (*FINISHED, ModelAnnounced(ahead(1)), ModelFetched(ahead(1))),
         [*SENT, Begin(ahead(1))],
     ),
     "the next question takes work ahead over": (
-        (*OVERLAPPED, Offered(task(2)), DONE, Held(held(2))),
+        (*OVERLAPPED, TaskOffered(task(2)), DONE, ReplyStored(held(2))),
         [*BEGUN, Adopt(task(2)), Hold(HELD_FOR_2), Deliver(held(2))],
     ),
     "what is done ahead waits for the next question": (
-        (*OVERLAPPED, DONE, Settled(key()), Offered(task(2)), Held(held(2))),
+        (*OVERLAPPED, DONE, ReplySettled(key()), TaskOffered(task(2)), ReplyStored(held(2))),
         [*BEGUN, Drop(held(), "settled"), Hold(HELD_FOR_2), Deliver(held(2))],
     ),
     "nothing more is begun ahead of that question": (
-        (*OVERLAPPED, DONE, SentAhead(ahead(3)), Fetched(ahead(3))),
+        (*OVERLAPPED, DONE, ModelAnnounced(ahead(3)), ModelFetched(ahead(3))),
         BEGUN,
     ),
     "with that question the next is begun": (
-        (*OVERLAPPED, DONE, SentAhead(ahead(3)), Fetched(ahead(3)), Offered(task(2))),
+        (*OVERLAPPED, DONE, ModelAnnounced(ahead(3)), ModelFetched(ahead(3)), TaskOffered(task(2))),
         [*BEGUN, Hold(HELD_FOR_2), Begin(ahead(3))],
     ),
     "a newer model replaces one that is not begun": (
-        (*WORKING, SentAhead(ahead(1)), Fetched(ahead(1)), Fetched(ahead(2)), answered()),
+        (
+            *WORKING,
+            ModelAnnounced(ahead(1)),
+            ModelFetched(ahead(1)),
+            ModelFetched(ahead(2)),
+            answered(),
+        ),
         [*STARTED, Hold(answered()), Begin(ahead(2))],
     ),
     "a question replaces an older model that is not begun": (
-        (*WORKING, SentAhead(ahead(1)), answered(), Offered(task(2)), Fetched(ahead(1)), Ended()),
+        (
+            *WORKING,
+            ModelAnnounced(ahead(1)),
+            answered(),
+            TaskOffered(task(2)),
+            ModelFetched(ahead(1)),
+            WorkEnded(),
+        ),
         [*STARTED, Hold(answered()), Begin(task(2)), Disconnect()],
     ),
     "no model is trained twice": (
-        (*WORKING, Fetched(ahead(0)), answered()),
+        (*WORKING, ModelFetched(ahead(0)), answered()),
         [*STARTED, Hold(answered())],
     ),
     "work ahead that is too old is called off for the question": (
         (
-            *(*WORKING, Fetched(ahead(1, last=3)), answered()),
-            *(Offered(task(4)), Ended()),
+            *(*WORKING, ModelFetched(ahead(1, last=3)), answered()),
+            *(TaskOffered(task(4)), WorkEnded()),
         ),
         [
             *(*STARTED, Hold(answered()), Begin(ahead(1, last=3))),
-            *(CallOff(key(1), "the coordinator has moved on"), Erase(), Begin(task(4))),
+            *(Cancel(key(1), "the coordinator has moved on"), Erase(), Begin(task(4))),
         ],
     ),
     "work ahead is called off for an evaluation": (
-        (*OVERLAPPED, Offered(evaluation(1)), Ended()),
+        (*OVERLAPPED, TaskOffered(evaluation(1)), WorkEnded()),
         [
-            *(*BEGUN, CallOff(key(1), "the coordinator has moved on")),
+            *(*BEGUN, Cancel(key(1), "the coordinator has moved on")),
             *(Erase(), Begin(evaluation(1))),
         ],
     ),
     "what is done ahead outlasts an evaluation": (
         (
-            *(*OVERLAPPED, DONE, Offered(evaluation(1))),
-            *(Answered(evaluation(1), b"loss", None), Offered(task(2))),
+            *(*OVERLAPPED, DONE, TaskOffered(evaluation(1))),
+            *(Answer(evaluation(1), b"loss", None), TaskOffered(task(2))),
         ),
         [
             *(*BEGUN, Begin(evaluation(1))),
-            *(Hold(Answered(evaluation(1), b"loss", None)), Hold(HELD_FOR_2)),
+            *(Hold(Answer(evaluation(1), b"loss", None)), Hold(HELD_FOR_2)),
         ],
     ),
     "it is of no use where that changed the client's state": (
         (
-            *(*OVERLAPPED, DONE, Offered(evaluation(1))),
-            *(Answered(evaluation(1), b"loss", b"state"), Offered(task(2))),
+            *(*OVERLAPPED, DONE, TaskOffered(evaluation(1))),
+            *(Answer(evaluation(1), b"loss", b"state"), TaskOffered(task(2))),
         ),
         [
             *(*BEGUN, Begin(evaluation(1))),
-            *(Hold(Answered(evaluation(1), b"loss", b"state")), Begin(task(2))),
+            *(Hold(Answer(evaluation(1), b"loss", b"state")), Begin(task(2))),
         ],
     ),
     "conditions call work ahead off, and forget what was told": (
-        (*OVERLAPPED, SentAhead(ahead(2)), BROKEN, Ended(), FINE, HELLO),
-        [*BEGUN, CallOff(key(1), "conditions"), Deliver(held())],
+        (*OVERLAPPED, ModelAnnounced(ahead(2)), BROKEN, WorkEnded(), FINE, HELLO),
+        [*BEGUN, Cancel(key(1), "conditions"), Deliver(held())],
     ),
     "work ahead that failed before anybody asked is forgotten": (
-        (*OVERLAPPED, replace(DONE, is_failure=True), Offered(task(2))),
+        (*OVERLAPPED, replace(DONE, is_failure=True), TaskOffered(task(2))),
         [*BEGUN, Begin(task(2))],
     ),
     "work ahead that failed answers the question that has taken it over": (
-        (*OVERLAPPED, Offered(task(2)), replace(DONE, is_failure=True)),
+        (*OVERLAPPED, TaskOffered(task(2)), replace(DONE, is_failure=True)),
         [*BEGUN, Adopt(task(2)), Hold(replace(HELD_FOR_2, is_failure=True))],
     ),
     "work ahead goes on without a connection": (
-        (*OVERLAPPED, Disconnected(), Connected("run"), Offered(task(2)), DONE),
+        (*OVERLAPPED, SessionEnded(), SessionStarted("run"), TaskOffered(task(2)), DONE),
         [*BEGUN, Deliver(held()), Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
-    "work ahead that ends in nothing costs no session": ((*OVERLAPPED, Ended()), BEGUN),
+    "work ahead that ends in nothing costs no session": ((*OVERLAPPED, WorkEnded()), BEGUN),
     "a question that took it over and ends in nothing is offered anew": (
-        (*OVERLAPPED, Offered(task(2)), Ended()),
+        (*OVERLAPPED, TaskOffered(task(2)), WorkEnded()),
         [*BEGUN, Adopt(task(2)), Disconnect()],
     ),
     "work ahead is withdrawn": (
-        (*OVERLAPPED, Withdrawn(key(1), "over"), Ended()),
-        [*BEGUN, CallOff(key(1), "over"), Erase()],
+        (*OVERLAPPED, TaskWithdrawn(key(1), "over"), WorkEnded()),
+        [*BEGUN, Cancel(key(1), "over"), Erase()],
     ),
     "what is done ahead is withdrawn": (
-        (*OVERLAPPED, DONE, Withdrawn(key(1), "over"), Offered(task(2))),
+        (*OVERLAPPED, DONE, TaskWithdrawn(key(1), "over"), TaskOffered(task(2))),
         [*BEGUN, Begin(task(2))],
     ),
     "work ahead is withdrawn with a newer model that was sent ahead": (
-        (*OVERLAPPED, SentAhead(ahead(3)), Withdrawn(no_question(3), "limited"), Ended()),
-        [*BEGUN, CallOff(key(1), "limited"), Erase()],
+        (
+            *OVERLAPPED,
+            ModelAnnounced(ahead(3)),
+            TaskWithdrawn(no_question(3), "limited"),
+            WorkEnded(),
+        ),
+        [*BEGUN, Cancel(key(1), "limited"), Erase()],
     ),
     "what is done ahead is withdrawn with a newer model that was sent ahead": (
-        (*OVERLAPPED, DONE, Withdrawn(no_question(3), "limited"), Offered(task(4))),
+        (*OVERLAPPED, DONE, TaskWithdrawn(no_question(3), "limited"), TaskOffered(task(4))),
         [*BEGUN, Begin(task(4))],
     ),
     "what is done ahead stays where an older model is withdrawn": (
-        (*OVERLAPPED, DONE, Withdrawn(no_question(0), "limited"), Offered(task(2))),
+        (*OVERLAPPED, DONE, TaskWithdrawn(no_question(0), "limited"), TaskOffered(task(2))),
         [*BEGUN, Hold(HELD_FOR_2)],
     ),
     "a question that took work ahead over is not withdrawn with it": (
-        (*OVERLAPPED, Offered(task(2)), Withdrawn(no_question(3), "limited"), DONE),
+        (*OVERLAPPED, TaskOffered(task(2)), TaskWithdrawn(no_question(3), "limited"), DONE),
         [*BEGUN, Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
     "what is told ahead of another run is nothing": (
-        (*WORKING, Fetched(replace(ahead(1), key=key(1, "another"))), answered()),
+        (*WORKING, ModelFetched(replace(ahead(1), key=key(1, "another"))), answered()),
         [*STARTED, Hold(answered())],
     ),
     "another run forgets what was done ahead": (
-        (*OVERLAPPED, DONE, Disconnected(), Connected("another"), Connected("run")),
+        (*OVERLAPPED, DONE, SessionEnded(), SessionStarted("another"), SessionStarted("run")),
         [*BEGUN, Drop(held(), "its run is over")],
     ),
     "nothing is begun ahead while stopping": (
-        (HELLO, Stopped(), SentAhead(ahead(1)), Fetched(ahead(1))),
+        (HELLO, StopRequested(), ModelAnnounced(ahead(1)), ModelFetched(ahead(1))),
         [],
     ),
 }
@@ -244,80 +262,89 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
 TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "a task is worked on and its reply delivered": (FINISHED, SENT),
     "a receipt settles the reply": (
-        (*FINISHED, Settled(key())),
+        (*FINISHED, ReplySettled(key())),
         [*SENT, Drop(held(), "settled")],
     ),
-    "a receipt for something else settles nothing": ((*FINISHED, Settled(key(5))), SENT),
-    "a task that is offered again is not begun again": ((*WORKING, Offered(task())), STARTED),
+    "a receipt for something else settles nothing": ((*FINISHED, ReplySettled(key(5))), SENT),
+    "a task that is offered again is not begun again": ((*WORKING, TaskOffered(task())), STARTED),
     "a task that is answered is answered again, not worked on again": (
-        (*FINISHED, Offered(task())),
+        (*FINISHED, TaskOffered(task())),
         [*SENT, Deliver(held(), is_asked_again=True)],
     ),
     "a task that is offered again while its last batch runs is answered once": (
-        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), answered(), Held(held())),
+        (
+            *WORKING,
+            BROKEN,
+            SessionEnded(),
+            FINE,
+            HELLO,
+            TaskOffered(task()),
+            answered(),
+            ReplyStored(held()),
+        ),
         [
             *STARTED,
-            CallOff(key(), "conditions"),
+            Cancel(key(), "conditions"),
             Disconnect(),
             Hold(answered()),
             Deliver(held()),
         ],
     ),
     "a task that is offered again while its last batch runs goes on if that was the end": (
-        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), Ended()),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Begin(task())],
+        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkEnded()),
+        [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a reply waits for the next session": (
-        (*WORKING, Disconnected(), answered(), Held(held()), HELLO),
+        (*WORKING, SessionEnded(), answered(), ReplyStored(held()), HELLO),
         SENT,
     ),
     "a withdrawn task is called off and erased": (
-        (*WORKING, Withdrawn(key(), "closed"), Ended()),
-        [*STARTED, CallOff(key(), "closed"), Erase()],
+        (*WORKING, TaskWithdrawn(key(), "closed"), WorkEnded()),
+        [*STARTED, Cancel(key(), "closed"), Erase()],
     ),
     "a task that was finished before it heard is dropped": (
-        (*WORKING, Withdrawn(key(), "closed"), answered()),
-        [*STARTED, CallOff(key(), "closed"), Erase()],
+        (*WORKING, TaskWithdrawn(key(), "closed"), answered()),
+        [*STARTED, Cancel(key(), "closed"), Erase()],
     ),
     "a reply whose task is withdrawn is dropped": (
-        (*FINISHED, Withdrawn(key(), "closed")),
+        (*FINISHED, TaskWithdrawn(key(), "closed")),
         [*SENT, Drop(held(), "closed")],
     ),
     "a withdrawal of something else changes nothing": (
-        (*WORKING, Withdrawn(key(5), "closed")),
+        (*WORKING, TaskWithdrawn(key(5), "closed")),
         STARTED,
     ),
     "another task waits until the batch is over": (
-        (*WORKING, Offered(task(1)), Ended()),
+        (*WORKING, TaskOffered(task(1)), WorkEnded()),
         [
             *STARTED,
-            CallOff(key(), "the coordinator has moved on"),
+            Cancel(key(), "the coordinator has moved on"),
             Erase(),
             Begin(task(1)),
         ],
     ),
     "a task that waited may be withdrawn before it begins": (
-        (*WORKING, Offered(task(1)), Withdrawn(key(1), "closed"), Ended()),
-        [*STARTED, CallOff(key(), "the coordinator has moved on"), Erase()],
+        (*WORKING, TaskOffered(task(1)), TaskWithdrawn(key(1), "closed"), WorkEnded()),
+        [*STARTED, Cancel(key(), "the coordinator has moved on"), Erase()],
     ),
     "a broken condition calls the task off, keeps its checkpoint and leaves": (
-        (*WORKING, BROKEN, Ended()),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect()],
+        (*WORKING, BROKEN, WorkEnded()),
+        [*STARTED, Cancel(key(), "conditions"), Disconnect()],
     ),
     "a task that was finished when the condition broke is kept": (
-        (*WORKING, BROKEN, Disconnected(), answered()),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Hold(answered())],
+        (*WORKING, BROKEN, SessionEnded(), answered()),
+        [*STARTED, Cancel(key(), "conditions"), Disconnect(), Hold(answered())],
     ),
     "the task goes on when the condition holds again and it is still open": (
-        (*WORKING, BROKEN, Disconnected(), Ended(), FINE, HELLO, Offered(task())),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Begin(task())],
+        (*WORKING, BROKEN, SessionEnded(), WorkEnded(), FINE, HELLO, TaskOffered(task())),
+        [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that is offered again before the batch is over begins after it": (
-        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), Ended()),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Begin(task())],
+        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkEnded()),
+        [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that comes while a condition is broken is left": (
-        (HELLO, BROKEN, Offered(task())),
+        (HELLO, BROKEN, TaskOffered(task())),
         [Disconnect()],
     ),
     "a reply on its way may arrive although a condition breaks": ((*FINISHED, BROKEN), SENT),
@@ -326,44 +353,50 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Disconnect()],
     ),
     "work whose download broke leaves and is offered again": (
-        (*WORKING, Ended()),
+        (*WORKING, WorkEnded()),
         [*STARTED, Disconnect()],
     ),
     "work whose download broke with the session is offered again by the next": (
-        (*WORKING, Disconnected(), Ended(), HELLO, Offered(task())),
+        (*WORKING, SessionEnded(), WorkEnded(), HELLO, TaskOffered(task())),
         [*STARTED, Begin(task())],
     ),
     "stopping calls the task off and keeps it": (
-        (*WORKING, Stopped(), Ended()),
-        [*STARTED, CallOff(key(), "stopped")],
+        (*WORKING, StopRequested(), WorkEnded()),
+        [*STARTED, Cancel(key(), "stopped")],
     ),
     "stopping keeps a reply that was just finished": (
-        (*WORKING, Stopped(), answered()),
-        [*STARTED, CallOff(key(), "stopped"), Hold(answered())],
+        (*WORKING, StopRequested(), answered()),
+        [*STARTED, Cancel(key(), "stopped"), Hold(answered())],
     ),
-    "nothing begins while stopping": ((HELLO, Stopped(), Offered(task())), []),
+    "nothing begins while stopping": ((HELLO, StopRequested(), TaskOffered(task())), []),
     "it is called off once": (
-        (*WORKING, BROKEN, BROKEN, Stopped()),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Disconnect()],
+        (*WORKING, BROKEN, BROKEN, StopRequested()),
+        [*STARTED, Cancel(key(), "conditions"), Disconnect(), Disconnect()],
     ),
     "a reply of a run that is over is dropped": (
-        (*FINISHED, Disconnected(), Connected("another")),
+        (*FINISHED, SessionEnded(), SessionStarted("another")),
         [*SENT, Drop(held(), "its run is over")],
     ),
     "work for a run that is over is called off": (
-        (*WORKING, Disconnected(), Connected("another"), Ended()),
-        [*STARTED, CallOff(key(), "its run is over"), Erase()],
+        (*WORKING, SessionEnded(), SessionStarted("another"), WorkEnded()),
+        [*STARTED, Cancel(key(), "its run is over"), Erase()],
     ),
     "work long past its deadline is given up": (
-        (HELLO, Offered(task(expires_unix_s=9.0)), FINE, Surveyed((), 10.0), Ended()),
+        (
+            HELLO,
+            TaskOffered(task(expires_unix_s=9.0)),
+            FINE,
+            ConditionsChecked((), 10.0),
+            WorkEnded(),
+        ),
         [
             Begin(task(expires_unix_s=9.0)),
-            CallOff(key(), "its deadline is long past"),
+            Cancel(key(), "its deadline is long past"),
             Erase(),
         ],
     ),
     "a reply long past its deadline is dropped": (
-        (Held(held(expires_unix_s=9.0)), FINE, Surveyed((), 10.0)),
+        (ReplyStored(held(expires_unix_s=9.0)), FINE, ConditionsChecked((), 10.0)),
         [Drop(held(expires_unix_s=9.0), "its deadline is long past")],
     ),
 }
@@ -382,15 +415,15 @@ def test_conversations_go_as_in_the_table(name: str) -> None:
 
 def test_one_model_is_fetched_ahead_at_a_time() -> None:
     """A newer model is not fetched while one waits to be trained, nor without a session."""
-    told, _ = play(*WORKING, SentAhead(ahead(1)))
+    told, _ = play(*WORKING, ModelAnnounced(ahead(1)))
     assert told.to_fetch == ahead(1)
-    newer, _ = play(SentAhead(ahead(2)), here=told)
+    newer, _ = play(ModelAnnounced(ahead(2)), here=told)
     assert newer.to_fetch == ahead(2)
-    here, _ = play(Fetched(ahead(1)), here=newer)
+    here, _ = play(ModelFetched(ahead(1)), here=newer)
     assert here.to_fetch is None
     begun, _ = play(answered(), here=here)
     assert begun.to_fetch == ahead(2)
-    assert play(Disconnected(), here=begun)[0].to_fetch is None
+    assert play(SessionEnded(), here=begun)[0].to_fetch is None
 
 
 def test_nothing_connects_before_the_device_was_looked_at() -> None:
@@ -399,13 +432,13 @@ def test_nothing_connects_before_the_device_was_looked_at() -> None:
     assert not fresh.may_connect
     assert play(FINE, here=fresh)[0].may_connect
     assert not play(FINE, BROKEN, here=fresh)[0].may_connect
-    assert not play(FINE, Stopped(), here=fresh)[0].may_connect
+    assert not play(FINE, StopRequested(), here=fresh)[0].may_connect
 
 
 def test_a_process_ends_when_its_work_has() -> None:
     """At once if there is no work."""
-    assert play(Stopped())[0].is_done
-    busy, _ = play(*WORKING, Stopped())
+    assert play(StopRequested())[0].is_done
+    busy, _ = play(*WORKING, StopRequested())
     assert not busy.is_done
-    assert play(Ended(), here=busy)[0].is_done
-    assert not play(*WORKING, Ended())[0].is_done
+    assert play(WorkEnded(), here=busy)[0].is_done
+    assert not play(*WORKING, WorkEnded())[0].is_done

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedlearn.client import expansion
-from fedlearn.client.expansion import MasksAhead, expanded_bytes
+from fedlearn.client.expansion import MaskExpander, count_mask_bytes
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.errors import Cancelled
@@ -101,9 +101,9 @@ def step_of(state: ClientState) -> Shared:
 
 
 @pytest.fixture
-def ahead() -> Iterator[MasksAhead]:
+def ahead() -> Iterator[MaskExpander]:
     Counting.num_expansions = 0
-    found = MasksAhead()
+    found = MaskExpander()
     yield found
     found.close()
 
@@ -114,7 +114,7 @@ def zero(terms: Terms) -> Contribution:
     return Contribution(values=values, weight=1, request_hash=terms.request_hash)
 
 
-def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MasksAhead) -> None:
+def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MaskExpander) -> None:
     """One neighbour never shared its secrets, so its mask is removed. Masks are used only once."""
     states, packets = shared()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
@@ -129,13 +129,13 @@ def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MasksAhead) -> No
     assert ahead.take(step_of(state)) is None
 
 
-def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MasksAhead) -> None:
+def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MaskExpander) -> None:
     """A new process has none ready, but its vector is the same. Control: the old one had them."""
     states, packets = shared()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)
     ahead.follow(client(), kept(state))
-    restarted = MasksAhead()
+    restarted = MaskExpander()
     assert restarted.take(step_of(state)) is None
     plain, _ = client().handle(message, state, contribute=zero, expanded=restarted.take)
     restarted.close()
@@ -144,7 +144,7 @@ def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MasksAhe
     assert Counting.num_expansions == 1
 
 
-def test_masks_of_another_session_are_never_used(ahead: MasksAhead) -> None:
+def test_masks_of_another_session_are_never_used(ahead: MaskExpander) -> None:
     """They are kept for their own session. Control: that session gets them."""
     mine, other = shared()[0][CLIENTS[0]], shared(attempt=1)[0][CLIENTS[0]]
     ahead.follow(client(), kept(mine))
@@ -152,7 +152,7 @@ def test_masks_of_another_session_are_never_used(ahead: MasksAhead) -> None:
     assert ahead.take(step_of(mine)) is not None
 
 
-def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MasksAhead) -> None:
+def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MaskExpander) -> None:
     """The same session with another self-mask, as if the first answer could not be stored."""
     states, _ = shared()
     step = step_of(states[CLIENTS[0]])
@@ -168,7 +168,7 @@ def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MasksAhead) -
     assert ahead.take(step) is not None
 
 
-def test_what_was_dropped_is_gone_and_what_follows_takes_its_place(ahead: MasksAhead) -> None:
+def test_what_was_dropped_is_gone_and_what_follows_takes_its_place(ahead: MaskExpander) -> None:
     """Masks of at most one step are held."""
     first, second = shared()[0][CLIENTS[0]], shared(attempt=1)[0][CLIENTS[0]]
     ahead.follow(client(), kept(first))
@@ -182,7 +182,7 @@ def test_what_was_dropped_is_gone_and_what_follows_takes_its_place(ahead: MasksA
 
 @pytest.mark.parametrize("state", [ClientState.fresh(bytes(16)), None])
 def test_there_is_nothing_to_expand_before_secrets_are_shared(
-    ahead: MasksAhead, state: ClientState | None
+    ahead: MaskExpander, state: ClientState | None
 ) -> None:
     data = b"" if state is None else kept(state)
     ahead.follow(client(), data)
@@ -191,11 +191,11 @@ def test_there_is_nothing_to_expand_before_secrets_are_shared(
 
 
 def test_masks_above_the_bound_are_not_expanded_ahead(
-    ahead: MasksAhead, monkeypatch: pytest.MonkeyPatch
+    ahead: MaskExpander, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: masks exactly at the bound are expanded."""
     state = shared()[0][CLIENTS[0]]
-    num_bytes = expanded_bytes(step_of(state).session.terms.lanes)
+    num_bytes = count_mask_bytes(step_of(state).session.terms.lanes)
     monkeypatch.setattr(expansion, "MAX_EXPANDED_BYTES", num_bytes - 1)
     ahead.follow(client(), kept(state))
     assert ahead.take(step_of(state)) is None
@@ -204,7 +204,7 @@ def test_masks_above_the_bound_are_not_expanded_ahead(
     assert ahead.take(step_of(state)) is not None
 
 
-def test_an_expansion_that_is_called_off_ends(ahead: MasksAhead) -> None:
+def test_an_expansion_that_is_called_off_ends(ahead: MaskExpander) -> None:
     """An exception raised by the check is passed on."""
 
     def check() -> None:

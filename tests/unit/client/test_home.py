@@ -239,7 +239,7 @@ def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
     assert home.state("run") == b""
 
 
-def half_written(folder: Path, name: str) -> Path:
+def find_half_written(folder: Path, name: str) -> Path:
     """Leave a temporary file, as if a process was killed while writing."""
     folder.mkdir(exist_ok=True)
     path = folder / f".{name}.{'0123456789abcdef'}.tmp"
@@ -251,13 +251,13 @@ def test_what_a_killed_process_has_half_written_is_removed(home: Home) -> None:
     """Control: files that another process may be writing, and files of others, are kept."""
     home.open_task(task())
     ours = [
-        half_written(home.folder, "pins.json"),
-        half_written(home.folder, "tasks.json"),
-        half_written(home.folder / "identity.new", "identity.pem"),
-        half_written(home.folder / "identity", "enrolment.json"),
-        half_written(home.folder / "task", "checkpoint"),
+        find_half_written(home.folder, "pins.json"),
+        find_half_written(home.folder, "tasks.json"),
+        find_half_written(home.folder / "identity.new", "identity.pem"),
+        find_half_written(home.folder / "identity", "enrolment.json"),
+        find_half_written(home.folder / "task", "checkpoint"),
     ]
-    others = [half_written(home.folder, "consent"), home.folder / ".notes.tmp"]
+    others = [find_half_written(home.folder, "consent"), home.folder / ".notes.tmp"]
     others[1].write_text("somebody's")
     home.recover()
     assert [path.exists() for path in (*ours, *others)] == [False] * 5 + [True] * 2
@@ -360,7 +360,7 @@ def test_a_damaged_count_is_told_and_counts_as_none(home: Home, name: str, conte
     counts: dict[str, Callable[[float], float]] = {
         "tasks.json": home.num_tasks_today,
         "evaluations.json": home.num_evaluations_today,
-        "privacy.json": home.spent_today,
+        "privacy.json": home.sum_spent_today,
     }
     assert counts[name](1000.0) > 0
     (home.folder / name).write_bytes(content)
@@ -399,7 +399,7 @@ def test_counts_that_cannot_be_read_are_not_taken_for_none(home: Home) -> None:
     """Otherwise a failing disk would reset the day's privacy budget."""
     (home.folder / "privacy.json").mkdir(parents=True)
     with pytest.raises(DeploymentError, match=r"cannot read .*privacy\.json"):
-        home.spent_today(1000.0)
+        home.sum_spent_today(1000.0)
 
 
 @pytest.mark.parametrize("note", ["", "{", '{"pid": 1}', '{"pid": "x", "parent": 1, "mark": "m"}'])
@@ -430,13 +430,13 @@ def test_a_full_disk_is_an_error_with_a_remedy(home: Home) -> None:
 def test_erasing_keeps_identity_and_consent(home: Home) -> None:
     """Forgetting removes those too."""
     home.set_consent(granted=False)
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     home.keys.enrol(invitation(b"t"), certificate_pem=b"certificate", client_id=ClientId(3))
     home.open_task(task(1))
     home.hold(task(), reply=b"reply", state=b"state")
     home.erase()
     assert sorted(path.name for path in home.folder.iterdir()) == ["consent", "identity"]
-    half_written(home.folder, "consent")
+    find_half_written(home.folder, "consent")
     home.forget()
     assert not home.folder.exists()
 
@@ -444,7 +444,7 @@ def test_erasing_keeps_identity_and_consent(home: Home) -> None:
 def test_what_others_keep_in_the_folder_is_not_forgotten(home: Home) -> None:
     """An application may have given a folder that it also uses itself."""
     home.set_consent(granted=True)
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     (home.folder / "letters").mkdir()
     (home.folder / "letters" / "first.txt").write_text("precious")
     home.forget()
@@ -520,12 +520,12 @@ def test_what_sessions_take_of_the_days_privacy_adds_up(home: Home) -> None:
     home.spend(b"first", 0.5, 0.0)
     home.spend(b"second", 0.25, 50_000.0)
     home.spend(b"second", 0.25, 51_000.0)
-    assert home.spent_today(60_000.0) == 0.75
-    assert home.spent_today(60_000.0, without=b"first") == 0.25
+    assert home.sum_spent_today(60_000.0) == 0.75
+    assert home.sum_spent_today(60_000.0, without=b"first") == 0.25
     home.erase()
-    assert home.spent_today(60_000.0) == 0.75
-    assert home.spent_today(90_000.0) == 0.25
-    assert home.spent_today(136_500.0) == 0.0
+    assert home.sum_spent_today(60_000.0) == 0.75
+    assert home.sum_spent_today(90_000.0) == 0.25
+    assert home.sum_spent_today(136_500.0) == 0.0
 
 
 def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home) -> None:
@@ -539,9 +539,11 @@ def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home)
 
 def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
     """A token works once, so the client has no more use for it, but a thief might."""
-    identity = home.keys.coming_identity()
+    identity = home.keys.load_next_identity()
     assert home.keys.enrolment() is None
-    assert home.keys.coming_identity().public_key == identity.public_key, "tried again with these"
+    assert home.keys.load_next_identity().public_key == identity.public_key, (
+        "tried again with these"
+    )
     home.keys.enrol(invitation(b"token"), certificate_pem=b"certificate", client_id=ClientId(3))
     found = Home(home.folder).keys.enrolment()
     assert found is not None
@@ -552,12 +554,12 @@ def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
 
 def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
     """After a crash between the two renames, the new keys are used."""
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     first = home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     second = home.keys.enrol(invitation(b"2"), certificate_pem=b"second", client_id=ClientId(3))
     assert second.identity.public_key != first.identity.public_key
-    assert [second.is_with(invitation(token)) for token in (b"1", b"2", b"3", b"")] == [
+    assert [second.has_redeemed(invitation(token)) for token in (b"1", b"2", b"3", b"")] == [
         True,
         True,
         False,
@@ -576,7 +578,7 @@ def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
 
 
 def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
     assert home.keys.enrolment() is not None, "the control"
     path = home.folder / "identity" / "enrolment.json"

@@ -21,7 +21,7 @@ def rule(
 ) -> str | None:
     """Return the rule that refuses a request; ``None`` if it is accepted."""
     try:
-        Judge(policy).announced(kind, settings=settings, num_tasks_today=num_tasks_today)
+        Judge(policy).check_announcement(kind, settings=settings, num_tasks_today=num_tasks_today)
     except PolicyViolation as violation:
         return violation.rule
     return None
@@ -38,7 +38,9 @@ def test_more_passes_than_allowed_are_refused(epochs: Any) -> None:  # Any: a pe
     """Also if ``epochs`` is not a valid number, or missing."""
     settings: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     with pytest.raises(PolicyViolation) as refused:
-        Judge(Policy(max_epochs=2)).announced("TrainRequest", settings=settings, num_tasks_today=0)
+        Judge(Policy(max_epochs=2)).check_announcement(
+            "TrainRequest", settings=settings, num_tasks_today=0
+        )
     assert (refused.value.rule, refused.value.limit) == ("max_epochs", "at most 2")
     assert refused.value.asked == f"epochs = {epochs!r}"
 
@@ -80,10 +82,10 @@ def test_free_form_settings_are_judged_by_name_kind_and_size(
     """In secure aggregation they are judged as soon as the training is announced."""
     judge, settings = Judge(Policy(extra=policy)), {f"extra.{name}": value}
     if limit is None:
-        judge.announced(kind, settings=settings, num_tasks_today=0)
+        judge.check_announcement(kind, settings=settings, num_tasks_today=0)
         return
     with pytest.raises(PolicyViolation) as refused:
-        judge.announced(kind, settings=settings, num_tasks_today=0)
+        judge.check_announcement(kind, settings=settings, num_tasks_today=0)
     assert (refused.value.rule, refused.value.limit) == ("extra", limit)
 
 
@@ -93,7 +95,7 @@ def test_as_many_free_form_settings_as_allowed_are_taken() -> None:
     assert rule(policy, {"epochs": 1, "batch_size": 2, "extra.a": 1}) is None
     assert rule(policy, {"extra.a": 1, "extra.b": 2}) == "extra.max_settings"
     with pytest.raises(PolicyViolation) as refused:
-        Judge(policy).announced(
+        Judge(policy).check_announcement(
             "TrainRequest", settings={"extra.a": "x" * 10**6}, num_tasks_today=0
         )
     assert len(refused.value.asked) < 200

@@ -14,7 +14,7 @@ from fedlearn.client.conditions import Conditions
 from fedlearn.client.events import EventKind
 from fedlearn.client.options import Resources, RuntimeOptions
 from fedlearn.client.policy import Policy
-from fedlearn.client.process import TrainingProcess, interpreter
+from fedlearn.client.process import TrainingProcess, find_interpreter
 from fedlearn.errors import DeploymentError
 
 
@@ -27,7 +27,7 @@ def _named_again() -> Iterator[None]:
 
 
 def test_a_training_process_runs_in_the_applications_python() -> None:
-    assert interpreter() == sys.executable
+    assert find_interpreter() == sys.executable
 
 
 @pytest.mark.usefixtures("_named_again")
@@ -42,9 +42,9 @@ def test_an_application_that_is_its_own_interpreter_is_not_started_again(
     monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
     multiprocessing.set_executable(program)
     with pytest.raises(DeploymentError, match=f"{program}.*multiprocessing.set_executable"):
-        interpreter()
+        find_interpreter()
     multiprocessing.set_executable("/opt/app/bin/python3")
-    assert interpreter() == "/opt/app/bin/python3"
+    assert find_interpreter() == "/opt/app/bin/python3"
 
 
 @pytest.fixture

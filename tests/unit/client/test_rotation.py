@@ -74,7 +74,7 @@ def invitation(token: bytes, *, name: str = "laptop", ca_pem: bytes = b"authorit
 
 
 def enrolled(home: Home, given: Invitation, *, client_id: int = 3) -> Enrolment:
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     return home.keys.enrol(given, certificate_pem=b"PEM", client_id=ClientId(client_id))
 
 
@@ -90,12 +90,12 @@ def test_rotated_keys_follow_from_those_before(home: Home) -> None:
     """Client id, invitation and redeemed tokens are kept; the request to rotate is removed."""
     first = enrolled(home, invitation(b"1"))
     assert first.lineage == Lineage(first.identity.public_key)
-    assert home.keys.ask_rotation().identity.public_key == first.identity.public_key
+    assert home.keys.request_rotation().identity.public_key == first.identity.public_key
     assert home.keys.wants_rotation(first)
     second = home.keys.rotate(first, certificate_pem=b"second")
     assert not home.keys.wants_rotation(second)
     assert (second.client_id, second.certificate_pem) == (3, b"second")
-    assert second.is_with(invitation(b"1"))
+    assert second.has_redeemed(invitation(b"1"))
     assert second.lineage.key_after(0) == first.identity.public_key
     assert second.lineage.key == second.identity.public_key
     second.lineage.check(ClientId(3))
@@ -104,7 +104,7 @@ def test_rotated_keys_follow_from_those_before(home: Home) -> None:
 def test_a_note_about_earlier_keys_counts_for_nothing(home: Home) -> None:
     """As after a crash between replacing the keys and removing the request."""
     first = enrolled(home, invitation(b"1"))
-    home.keys.ask_rotation()
+    home.keys.request_rotation()
     note = (home.folder / "rotate").read_bytes()
     second = home.keys.rotate(first, certificate_pem=b"second")
     (home.folder / "rotate").write_bytes(note)
@@ -114,14 +114,14 @@ def test_a_note_about_earlier_keys_counts_for_nothing(home: Home) -> None:
 def test_a_client_that_is_not_enrolled_has_nothing_to_rotate(home: Home) -> None:
     """Nor does a client whose chain of keys has its maximal length."""
     with pytest.raises(DeploymentError, match="is not enrolled"):
-        home.keys.ask_rotation()
+        home.keys.request_rotation()
     current = enrolled(home, invitation(b"1"))
     for _ in range(MAX_SUCCESSIONS):
         current = home.keys.rotate(current, certificate_pem=b"PEM")
     with pytest.raises(DeploymentError, match="replaced its keys 64 times"):
-        home.keys.ask_rotation()
-    home.keys.coming_identity()
-    assert home.keys.coming_lineage(invitation(b"2")).num_rotations == 0
+        home.keys.request_rotation()
+    home.keys.load_next_identity()
+    assert home.keys.build_next_lineage(invitation(b"2")).num_rotations == 0
 
 
 def test_a_new_invitation_of_the_same_deployment_goes_on_with_the_chain(home: Home) -> None:
@@ -226,7 +226,7 @@ class Client:
 
     def __post_init__(self) -> None:
         given = Invitation.load(self.coordinator.invite("laptop"))
-        identity = self.home.keys.coming_identity()
+        identity = self.home.keys.load_next_identity()
         address = given.token_addresses[0]
         certificate_pem, client_id = asyncio.run(enrol(address, given, identity))
         self.home.keys.enrol(given, certificate_pem=certificate_pem, client_id=ClientId(client_id))
@@ -242,7 +242,7 @@ class Client:
         return self.rotation.is_due(self.enrolment, run_id=run_id, is_connected=is_connected)
 
     def rotate(self, enrolment: Enrolment | None = None) -> Enrolment:
-        return asyncio.run(self.rotation.carried_out(enrolment or self.enrolment))
+        return asyncio.run(self.rotation.carry_out(enrolment or self.enrolment))
 
     def connect(self, enrolment: Enrolment) -> int:
         """Connect, and return the client id in the coordinator's welcome."""
@@ -265,7 +265,7 @@ def test_the_coordinator_takes_keys_that_the_old_one_signed(client: Client) -> N
     """It accepts only the new certificate from then on, and the client id is the same."""
     before = client.enrolment
     assert not client.is_due()
-    client.home.keys.ask_rotation()
+    client.home.keys.request_rotation()
     assert client.is_due()
     after = client.rotate()
     assert not client.is_due()
@@ -278,10 +278,10 @@ def test_the_coordinator_takes_keys_that_the_old_one_signed(client: Client) -> N
 
 def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
     """The coordinator has the new keys and refuses the old ones, but the client does not know."""
-    client.home.keys.ask_rotation()
-    before, identity = client.enrolment, client.home.keys.coming_identity()
+    client.home.keys.request_rotation()
+    before, identity = client.enrolment, client.home.keys.load_next_identity()
     address = before.invitation.token_addresses[0]
-    lineage = before.followed_by(identity).to_bytes()
+    lineage = before.extend_lineage(identity).to_bytes()
     shown = credentials_of(before)
     asyncio.run(enrol(address, before.invitation, identity, lineage=lineage, credentials=shown))
     with pytest.raises(ConnectionRefused):
@@ -293,7 +293,7 @@ def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
 
 def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
     """A connected client tries again later, a disconnected one at once."""
-    client.home.keys.ask_rotation()
+    client.home.keys.request_rotation()
     gone = replace(
         client.enrolment,
         invitation=replace(client.enrolment.invitation, addresses=("127.0.0.1:1",)),
@@ -307,7 +307,7 @@ def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
 
 def test_a_revoked_client_keeps_its_keys_and_is_told(client: Client) -> None:
     """The client reports it once, and does not ask again."""
-    client.home.keys.ask_rotation()
+    client.home.keys.request_rotation()
     client.coordinator.revoke("laptop")
     before = client.enrolment
     assert client.rotate() is not None
@@ -380,7 +380,7 @@ def test_a_renewal_survives_a_kill_at_any_step(
 def test_keys_that_are_asked_for_come_before_a_renewal(client: Client) -> None:
     """New keys come with a new certificate, and the coordinator may have them already."""
     client.clock.elapsed_s = expires_unix_s(client.enrolment.certificate_pem) - DAY_S
-    client.home.keys.ask_rotation()
+    client.home.keys.request_rotation()
     assert client.rotate().lineage.num_rotations == 1
     assert not client.is_due()
 
@@ -390,14 +390,14 @@ def test_a_chain_from_another_key_is_refused(client: Client) -> None:
     mine = client.enrolment.identity
     identity = Identity(identity_key=Identity.create().identity_key, tls_key=mine.tls_key)
     stranger = replace(client.enrolment, identity=identity, lineage=Lineage(identity.public_key))
-    client.home.keys.ask_rotation()
+    client.home.keys.request_rotation()
     client.rotate(stranger)
     assert "does not follow from one that is known here" in client.events[0].message
 
 
 def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
     """The session uses the old key. If it never ends, the rotation happens anyway."""
-    client.home.keys.ask_rotation()
+    client.home.keys.request_rotation()
     secret = SecretBytes.generate(32)
     fresh = ClientState.fresh(bytes(16))
     begun = fresh.at(Advertised(TERMS, ADVERT, secret, secret))

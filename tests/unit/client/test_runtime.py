@@ -183,7 +183,10 @@ class ScriptedGateway:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         self._pushed = pushed = queue.Queue[wire_pb2.FromCoordinator | None]()
         welcome = wire_pb2.Welcome(
-            protocol=wire.PROTOCOL, client_id=3, run_id=self.run_id, addresses=self.announced
+            protocol=wire.PROTOCOL,
+            client_id=3,
+            run_id=self.run_id,
+            addresses=self.announced,
         )
         yield wire_pb2.FromCoordinator(welcome=welcome)
 
@@ -332,7 +335,7 @@ class Client:
     async def _keep_telling(self) -> None:
         while True:
             if self._told is not None:
-                self.runtime.tell(self._told)
+                self.runtime.update_facts(self._told)
             await asyncio.sleep(0.5)
 
     def call(self, function: Callable[..., None], *args: object) -> None:
@@ -340,14 +343,14 @@ class Client:
         self._loop.put(loop)
         loop.call_soon_threadsafe(function, *args)
 
-    def tell(self, facts: Facts) -> None:
+    def update_facts(self, facts: Facts) -> None:
         """Report these facts from now on, repeatedly, as an application does."""
 
-        def tell() -> None:
+        def update_facts() -> None:
             self._told = facts
-            self.runtime.tell(facts)
+            self.runtime.update_facts(facts)
 
-        self.call(tell)
+        self.call(update_facts)
 
     def wait_for(self, kind: EventKind) -> AgentEvent:
         while True:
@@ -387,7 +390,7 @@ def home(tmp_path: Path, gateway: ScriptedGateway) -> Home:
     """The folder of an enrolled client that has given consent."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     home.keys.enrol(invitation_to(gateway), certificate_pem=b"", client_id=ClientId(3))
     return home
 
@@ -781,16 +784,16 @@ def test_a_condition_that_breaks_ends_the_batch_and_one_that_holds_resumes(
     trainer.is_free.set()
     conditions = Conditions(on_power=True)
     with client(home, trainer, conditions=conditions) as running:
-        running.tell(Facts(on_power=True))
+        running.update_facts(Facts(on_power=True))
         running.wait_for(EventKind.CONNECTED)
         gateway.offer(train_request())
         assert trainer.begun.get(timeout=WAIT_S) == 0
         running.wait_for(EventKind.PROGRESS)
-        running.tell(Facts(on_power=False))
+        running.update_facts(Facts(on_power=False))
         assert running.wait_for(EventKind.WAITING).message == "on_power"
         assert running.wait_for(EventKind.CANCELLED).message == "conditions"
         trainer.is_free.set()
-        running.tell(Facts(on_power=True))
+        running.update_facts(Facts(on_power=True))
         running.wait_for(EventKind.CONNECTED)
         gateway.offer(train_request())
         assert trainer.begun.get(timeout=WAIT_S) == 1
@@ -804,7 +807,7 @@ def test_a_required_condition_that_is_unknown_does_not_hold(
     monkeypatch.setenv("PATH", "")  # no program to ask the system
     with client(home, Quick(), conditions=Conditions(unmetered=True)) as running:
         assert running.wait_for(EventKind.WAITING).message == "unmetered (unknown)"
-        running.tell(Facts(unmetered=True))
+        running.update_facts(Facts(unmetered=True))
         running.wait_for(EventKind.CONNECTED)
         assert gateway.hear("hello").eligibility.unmetered
 
@@ -1118,7 +1121,7 @@ def secure_home(tmp_path: Path, gateway: ScriptedGateway) -> Home:
     """Like ``home``, with the coordinator's key in the invitation."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     invitation = replace(invitation_to(gateway), coordinator_key=COORDINATOR_KEY)
     home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
     return home
@@ -1625,7 +1628,7 @@ def test_waking_a_client_ends_an_attempt_that_nobody_answers(
         addresses = (f"{host}:{port}", gateway.address)
         home = Home(tmp_path / "client")
         home.set_consent(granted=True)
-        home.keys.coming_identity()
+        home.keys.load_next_identity()
         invitation = replace(invitation_to(gateway), addresses=addresses)
         home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
         with client(home, Quick()) as running:
@@ -1646,7 +1649,7 @@ def test_an_address_that_refuses_costs_no_pause_where_there_is_another(
     closed.close()
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
-    home.keys.coming_identity()
+    home.keys.load_next_identity()
     invitation = replace(invitation_to(gateway), addresses=(f"{host}:{port}", gateway.address))
     home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
     with capture_logs() as logs, client(home, Quick()) as running:
@@ -1761,7 +1764,7 @@ def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
     for days in (310, 665):
         home = Home(tmp_path / f"client-{days}")
         home.set_consent(granted=True)
-        csr_pem = home.keys.coming_identity().csr_pem("laptop")
+        csr_pem = home.keys.load_next_identity().csr_pem("laptop")
         certificate_pem = authority.sign(csr_pem, name="laptop", client_id=3, valid_days=days)
         home.keys.enrol(
             invitation_to(gateway), certificate_pem=certificate_pem, client_id=ClientId(3)
@@ -1769,7 +1772,7 @@ def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
         with client(home, Stepper()) as running:
             running.wait_for(EventKind.CONNECTED)
             for on_power in (True, False):  # each is reported after a check
-                running.tell(Facts(on_power=on_power))
+                running.update_facts(Facts(on_power=on_power))
                 while gateway.hear("eligibility").on_power is not on_power:
                     pass
         advice = [each.message for each in running.others() if each.kind is EventKind.EXPIRING]

@@ -14,7 +14,7 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import Resources, RuntimeOptions
-from fedlearn.client.sharing import trainer_of
+from fedlearn.client.sharing import make_client_trainer
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -119,7 +119,7 @@ def options(file: Path, name: str, num_workers: int) -> RuntimeOptions:
 @pytest.fixture(scope="module")
 def shared(file: Path) -> Iterator[SharedTrainer]:
     """A trainer that uses two processes."""
-    trainer = trainer_of(options(file, "trainer", 2))
+    trainer = make_client_trainer(options(file, "trainer", 2))
     assert isinstance(trainer, SharedTrainer)
     yield trainer
     trainer.close()
@@ -273,14 +273,14 @@ def test_a_trainer_that_cannot_be_shared_is_refused_at_the_start(
     """With the reason, and without leaving workers. With one process it is not checked."""
     before = workers()
     with pytest.raises(DeploymentError, match=words):
-        trainer_of(options(file, name, 2))
+        make_client_trainer(options(file, name, 2))
     assert workers() == before
-    assert not isinstance(trainer_of(options(file, name, 1)), SharedTrainer)
+    assert not isinstance(make_client_trainer(options(file, name, 1)), SharedTrainer)
 
 
 def test_a_model_that_is_another_in_each_process_is_told_from_one(file: Path) -> None:
     """As with a forward pass that keeps statistics of its own examples."""
-    trainer = trainer_of(options(file, "drifting", 2))
+    trainer = make_client_trainer(options(file, "drifting", 2))
     assert isinstance(trainer, SharedTrainer)
     tensors = {**weights(), "seen": torch.zeros(1, dtype=torch.float64)}
     with pytest.raises(ProcessesParted, match="has another model after the training"):

@@ -219,7 +219,7 @@ link.sendall(b'{{"kind": "failed", "message": "it was started", "is_final": true
 """)
     python.chmod(0o700)
     monkeypatch.setattr(Backoff, "next_s", lambda _: 0.0)
-    monkeypatch.setattr(join_module, "interpreter", lambda: str(python))
+    monkeypatch.setattr(join_module, "find_interpreter", lambda: str(python))
     out = Restoring(tmp_path / "gone")
     with FakeCoordinator() as coordinator:
         start = partial(

@@ -94,7 +94,7 @@ def together(folder: Path, world_size: int, body: Callable[[Cluster], ResultT]) 
         return list(pool.map(run, range(world_size)))
 
 
-def trainer_of(dtype: torch.dtype = torch.float64, *, num_parts: int = 2) -> TorchTrainer:
+def make_client_trainer(dtype: torch.dtype = torch.float64, *, num_parts: int = 2) -> TorchTrainer:
     return TorchTrainer.of(
         lambda: make_model(dtype),
         *examples(NUM_EXAMPLES, dtype),
@@ -113,7 +113,7 @@ def trained(
     """Train a model with dropout and batches in parts; a control variate is broadcast to all."""
     params = Params.of(make_model(dtype))
     control = torch.linspace(-0.1, 0.1, params.layout.num_trainable, dtype=dtype)
-    return trainer_of(dtype, num_parts=num_parts).train_with(
+    return make_client_trainer(dtype, num_parts=num_parts).train_with(
         processes, params.named(), context=context(local, broadcast={"control": control})
     )
 
@@ -311,7 +311,9 @@ def test_who_leaves_a_training_takes_the_others_out(tmp_path: Path, nth: int) ->
         if group.rank == 0:
             called_off = replace(called_off, control=CalledOff(nth))
         with pytest.raises(Cancelled if group.rank == 0 else ProcessesParted):
-            trainer_of().train_with(group, Params.of(make_model()).named(), context=called_off)
+            make_client_trainer().train_with(
+                group, Params.of(make_model()).named(), context=called_off
+            )
         return trained(SGD, group)
 
     assert gap(together(tmp_path, 3, run)[0], trained(SGD)) <= TOLERANCE[torch.float64]

@@ -74,15 +74,15 @@ TRAIN = TrainRequest(
 class Trainer:
     """Moves the model by one, counts its trainings, and may be called off."""
 
-    def __init__(self, *, num_examples: int = 3, is_called_off: bool = False) -> None:
+    def __init__(self, *, num_examples: int = 3, is_cancelled: bool = False) -> None:
         self.num_trainings = 0
         self.num_examples = num_examples
-        self.is_called_off = is_called_off
+        self.is_cancelled = is_cancelled
 
     honours = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        if self.is_called_off:
+        if self.is_cancelled:
             raise Cancelled
         self.num_trainings += 1
         return LocalResult(
@@ -217,12 +217,12 @@ def test_a_failed_message_ends_the_session_and_keeps_the_trainers_state() -> Non
 
 def test_a_training_that_is_called_off_may_be_done_again() -> None:
     """Nothing was sent, so the state stands."""
-    trainer = Trainer(is_called_off=True)
+    trainer = Trainer(is_cancelled=True)
     desk = Desk([trainer, Trainer(), Trainer()])
     packets = desk.packets(desk.terms())[ClientId(0)]
     with pytest.raises(Cancelled):
         desk.ask(0, packets, train=True)
-    trainer.is_called_off = False
+    trainer.is_cancelled = False
     assert isinstance(desk.ask(0, packets, train=True), messages.MaskedVector)
 
 

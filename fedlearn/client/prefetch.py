@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from fedlearn.client.conversation import Event, Fetched
+from fedlearn.client.conversation import Event, ModelFetched
 from fedlearn.client.home import Home
 from fedlearn.client.live_session import LiveSession, cancel
 from fedlearn.client.tasks import OpenTask
@@ -64,14 +64,14 @@ class TrainingTimes:
 
 
 @dataclass(kw_only=True, eq=False)
-class FetchingAhead:
+class Prefetcher:
     """Prefetches a model so that it arrives shortly before the current training ends.
 
     Starting as late as possible gets the newest model. One model is fetched at a time; a fetch that
     fails is not retried. Use it from the event loop only.
 
     Attributes:
-        post: Called with :class:`Fetched` when a model has arrived.
+        post: Called with :class:`ModelFetched` when a model has arrived.
         require_allowed: Raises :class:`~fedlearn.errors.PolicyViolation` for a model that this
             client would refuse to train on.
         times: Timing of the current training.
@@ -93,12 +93,12 @@ class FetchingAhead:
         self._wanted, self._live = wanted, live
         if wanted is None and self._job is not None:
             self._job.cancel()
-        self._begin_if_due()
+        self._start_if_due()
 
-    def progressed(self, fraction: float) -> None:
+    def update_progress(self, fraction: float) -> None:
         """Update the progress of the current training, and start the fetch if it is due."""
         self.times.fraction = fraction
-        self._begin_if_due()
+        self._start_if_due()
 
     async def stop(self) -> None:
         """Cancel the fetch; a partial download stays on disk."""
@@ -106,7 +106,7 @@ class FetchingAhead:
             await cancel([self._job])
             self._job = self._tried = None
 
-    def _begin_if_due(self) -> None:
+    def _start_if_due(self) -> None:
         wanted, live = self._wanted, self._live
         is_busy = self._job is not None and not self._job.done()
         if wanted is None or live is None or wanted is self._tried or is_busy:
@@ -121,7 +121,7 @@ class FetchingAhead:
         try:
             self.require_allowed(task)
             self.home.require_space(message.num_bytes)
-            path = self.home.ahead(message.digest)
+            path = self.home.prepare_prefetch(message.digest)
             await live.connection.download(message.digest, num_bytes=message.num_bytes, path=path)
         except (
             ConnectionError,
@@ -133,4 +133,4 @@ class FetchingAhead:
             _log.debug("not_fetched_ahead", round_num=task.key.round_num, error=str(error))
             return
         self._last_s = self.clock.now_s() - begin_s
-        self.post(Fetched(task))
+        self.post(ModelFetched(task))
