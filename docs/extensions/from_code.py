@@ -24,7 +24,7 @@ import fedlearn
 from fedlearn.cli.app import app as command_line
 from fedlearn.config import ClientConfig, Config, Section
 from fedlearn.config.cohort import OTHER_DATA
-from fedlearn.config.keys import about, inside, kinds_of, members_of
+from fedlearn.config.keys import describe_table, kinds_of, members_of, table_path
 from fedlearn.config.section import tag_of
 
 
@@ -101,9 +101,9 @@ def configuration_tables(
         for member in members_of(info):
             yield from configuration_tables(
                 member,
-                inside((*path, name), info),
+                table_path((*path, name), info),
                 tag_of(info),
-                summary=about(info, member),
+                summary=describe_table(info, member),
                 default=info.default,
             )
 

@@ -9,7 +9,7 @@ from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.strategy import Bounded
 from fedlearn.assembly.pieces import PiecesT
 from fedlearn.assembly.server_training import server_task
-from fedlearn.config.pieces import built
+from fedlearn.config.components import build_component
 from fedlearn.core.messages import Scalar
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.distillation import Distilling
@@ -44,7 +44,7 @@ def complete(pieces: PiecesT) -> PiecesT:
 
 def _bounded(pieces: PiecesT) -> PiecesT:
     """Add the bounds on updates that the configuration sets, if any."""
-    bounds = built(UpdateBounds, pieces.config.updates)
+    bounds = build_component(UpdateBounds, pieces.config.updates)
     if bounds == GENEROUS:
         return pieces
     return replace(pieces, algorithm=Bounded(pieces.algorithm, bounds))

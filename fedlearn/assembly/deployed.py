@@ -19,8 +19,8 @@ from fedlearn.assembly.private import with_privacy
 from fedlearn.assembly.secure import roster_draw
 from fedlearn.assembly.server_training import own_population
 from fedlearn.assembly.training import training_of
-from fedlearn.config.data import NoData
-from fedlearn.config.pieces import built
+from fedlearn.config.components import build_component
+from fedlearn.config.data import NoDataSection
 from fedlearn.config.tree import Config
 from fedlearn.core.distribution import split
 from fedlearn.errors import ConfigError
@@ -49,9 +49,9 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             "centralized is true, but a coordinator has no pooled examples; remove it, or run "
             "`fedlearn simulate`"
         )
-    config = config.resolved(num_clients=None)
-    has_data = not isinstance(config.data, NoData)
-    data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
+    config = config.resolve(num_clients=None)
+    has_data = not isinstance(config.data, NoDataSection)
+    data = config.data.load(seed=config.seed, data_dir=data_dir) if has_data else None
     pieces = complete(
         Deployment(
             **training_of(config, data),
@@ -59,7 +59,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             test=None if data is None else data.stored_test,
             sampler=config.cohort.build(),
             policy=config.straggler_policy(),
-            requirements=built(Requirements, config.coordinator.eligibility),
+            requirements=build_component(Requirements, config.coordinator.eligibility),
             draw=roster_draw(config),
             config=config,
             by_round=config.client.settings_by_round(),

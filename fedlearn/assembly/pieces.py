@@ -14,7 +14,7 @@ from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.secure import secure_plan
-from fedlearn.config.pieces import built
+from fedlearn.config.components import build_component
 from fedlearn.config.tree import Config, EarlyStoppingSection
 from fedlearn.core.distribution import NUM_CLIENTS, Direction, split
 from fedlearn.core.model_factory import ModelFactory
@@ -160,7 +160,7 @@ class Pieces:
                 f"early_stopping.target is {section.target}, but an accuracy is at most 1; give a "
                 "fraction such as 0.95"
             )
-        return built(
+        return build_component(
             EarlyStopping,
             section,
             metric=name if part is None else f"clients/{name}_{part}",
@@ -182,7 +182,7 @@ class Pieces:
                 "noise, and when the run ends, or which model is the best, would tell of them; "
                 "leave early_stopping out, or watch what a central test set measures"
             )
-        return built(EarlyStopping, section, metric="", direction="min")
+        return build_component(EarlyStopping, section, metric="", direction="min")
 
 
 @dataclass(frozen=True, kw_only=True)

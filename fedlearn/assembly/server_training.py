@@ -10,7 +10,7 @@ import torch
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.assembly.pieces import ALONE, Pieces
 from fedlearn.assembly.training import training_of
-from fedlearn.config.data import NoData
+from fedlearn.config.data import NoDataSection
 from fedlearn.config.tree import Config
 from fedlearn.core.features import tensors_of
 from fedlearn.core.params import Layout
@@ -73,8 +73,8 @@ def alone(config: Config, *, data_dir: Path) -> Pieces:
         ConfigError: There are no data, or the components do not fit together.
         DataError: Data are missing or cannot be trained on.
     """
-    has_data = not isinstance(config.data, NoData)
-    data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
+    has_data = not isinstance(config.data, NoDataSection)
+    data = config.data.load(seed=config.seed, data_dir=data_dir) if has_data else None
     return Pieces(
         **training_of(config, data),
         test=None if data is None else data.stored_test,

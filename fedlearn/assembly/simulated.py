@@ -80,7 +80,7 @@ def simulation(
         ConfigError: A factory cannot be imported, or the components do not fit together.
         DataError: Data are missing or cannot be trained on.
     """
-    data = config.data.federated(seed=config.seed, data_dir=data_dir)
+    data = config.data.load(seed=config.seed, data_dir=data_dir)
     if of_clients is not None:
         data = replace(data, population=of_clients(data.population))
     for name, section in config.metrics.items():
@@ -123,7 +123,7 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
     if config.coordinator.training.is_on and not config.coordinator.training.files:
         data, own = set_apart(config, data)
     population = data.population.num_clients
-    config = config.resolved(num_clients=population)
+    config = config.resolve(num_clients=population)
     pooled = config.centralized
     policy = ALONE if pooled else config.straggler_policy()
     if (asynchrony := config.asynchrony()) is not None:
@@ -140,7 +140,7 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
         )
     devices = experiment.devices
     if devices is None and not pooled:
-        devices = config.devices.modelled(data.population, data_dir=data_dir)
+        devices = config.devices.build_behaviour(data.population, data_dir=data_dir)
     pieces = Simulation(
         make_model=ModelFactory.of(experiment.make_model),
         objective=experiment.objective,

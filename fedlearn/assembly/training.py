@@ -10,7 +10,7 @@ from torch import Tensor
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.config.training import Loss, MetricSection, Model, PythonModel
+from fedlearn.config.training import LossSection, MetricSection, ModelSection, PythonModelSection
 from fedlearn.config.tree import Config
 from fedlearn.core.features import named
 from fedlearn.core.model_factory import ModelFactory
@@ -49,7 +49,7 @@ def model_factory(config: Config, data: FederatedData | None) -> ModelFactory:
             called.
     """
     model, shaped = config.model, dict[str, object]()
-    if not isinstance(model, PythonModel):
+    if not isinstance(model, PythonModelSection):
         assert data is not None  # the configuration requires a model of the user's without data
         _require_one_input(model, data.test)
         outputs = _num_outputs(config.loss, data.test)
@@ -60,7 +60,7 @@ def model_factory(config: Config, data: FederatedData | None) -> ModelFactory:
     return made
 
 
-def _require_memory(make_model: ModelFactory, model: Model) -> None:
+def _require_memory(make_model: ModelFactory, model: ModelSection) -> None:
     """Refuse a model too large for this machine, before the kernel kills the process."""
     with torch.device("meta"):  # shapes without memory
         parameters = list(make_model().parameters())
@@ -77,7 +77,7 @@ def _require_memory(make_model: ModelFactory, model: Model) -> None:
         )
 
 
-def _require_one_input(model: Model, test: Examples) -> None:
+def _require_one_input(model: ModelSection, test: Examples) -> None:
     inputs, remedy = named(test.features), '(model.kind = "python")'
     if not isinstance(test.features, Tensor):
         raise ConfigError(
@@ -86,7 +86,7 @@ def _require_one_input(model: Model, test: Examples) -> None:
         )
 
 
-def _num_outputs(loss: Loss, test: Examples) -> int:
+def _num_outputs(loss: LossSection, test: Examples) -> int:
     """Return the number of outputs of the network per example."""
     values = test.labels.shape[1:].numel()
     if loss.kind in ("bce_with_logits", "mse") or test.num_classes is None:
@@ -100,7 +100,7 @@ def _num_outputs(loss: Loss, test: Examples) -> int:
     return test.num_classes
 
 
-def _require_fitting(loss: Loss, test: Examples) -> None:
+def _require_fitting(loss: LossSection, test: Examples) -> None:
     """Refuse a loss that is not defined for these labels."""
     if loss.kind == "cross_entropy" and test.num_classes is None:
         raise ConfigError(

@@ -145,7 +145,7 @@ def check(
     from fedlearn.assembly import algorithm, deployment, roster_draw, secure_plan
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load, render
-    from fedlearn.config.data import NoData
+    from fedlearn.config.data import NoDataSection
     from fedlearn.experiment.layout import table_text
     from fedlearn.experiment.privacy import built_on
     from fedlearn.experiment.simulate import resolve_config
@@ -153,7 +153,7 @@ def check(
     config = load(experiment, overrides=overrides or ())
     # Secure aggregation comes first: it also applies to a deployment whose other settings cannot
     # be simulated.
-    served, facts = config.resolved(num_clients=None), list[tuple[str, str]]()
+    served, facts = config.resolve(num_clients=None), list[tuple[str, str]]()
     if config.privacy.is_on:  # the noise depends on the clients, so the run must be built
         pieces = built_on(config, data_dir=site(config, data_dir=data_dir).addresses.data_dir)
         plan, privacy = pieces.secure, pieces.privacy
@@ -170,7 +170,7 @@ def check(
     for line in table_text(facts).splitlines():
         typer.echo(f"# {line}")
     here = site(config, data_dir=data_dir)
-    if isinstance(config.data, NoData):  # it cannot be simulated, only deployed
+    if isinstance(config.data, NoDataSection):  # it cannot be simulated, only deployed
         deployment(config, data_dir=here.addresses.data_dir).make_model()
         notes: Sequence[str] = ("a deployment: the coordinator has no data, the clients evaluate",)
     else:

@@ -460,7 +460,7 @@ def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
 @contextmanager
 def _operator(config: Path) -> Iterator["Operator"]:
     """Open the deployment of a configuration file; create no database if nothing was deployed."""
-    from fedlearn.config import load_served
+    from fedlearn.config import load_serving
     from fedlearn.core.clock import SystemClock
     from fedlearn.deployment.operator import Operator
     from fedlearn.deployment.places import Places
@@ -470,6 +470,6 @@ def _operator(config: Path) -> Iterator["Operator"]:
             f"{config}: there is no such file; name the coordinator's configuration with "
             "--config, or write one: `fedlearn init`"
         )
-    places = Places.of(load_served(config), environ=os.environ)
+    places = Places.of(load_serving(config), environ=os.environ)
     with places.database() as database:
         yield Operator(places, database, SystemClock())

@@ -97,7 +97,7 @@ def train(
     from fedlearn.parallel.worker import end
 
     config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
-    config = config.resolved(num_clients=config.num_partitioned)
+    config = config.resolve(num_clients=config.num_partitioned)
     here = site(config, runs_dir=runs_dir, data_dir=data_dir)
     path = output or Path("model.safetensors")
     # Only rank 0 writes. Check that it can before hours of training, not after them.
@@ -155,7 +155,7 @@ def memory(
     from fedlearn.experiment.memory import outlook, outlook_of, picture
 
     config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
-    config = config.resolved(num_clients=config.num_partitioned)
+    config = config.resolve(num_clients=config.num_partitioned)
     if parameters is None:
         found = outlook(config, site(config, data_dir=data_dir))
     else:

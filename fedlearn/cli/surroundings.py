@@ -10,8 +10,8 @@ from shutil import get_terminal_size
 from types import FrameType
 
 from fedlearn.cli.failures import RunEnded
-from fedlearn.config import Served, resolve_addresses
-from fedlearn.config.served import Stored
+from fedlearn.config import ServingConfig, resolve_addresses
+from fedlearn.config.serving import HasStore
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.progress import Progress, next_command, progress_to
@@ -20,7 +20,7 @@ from fedlearn.experiment.site import Site
 
 
 def site(
-    config: Stored | None = None,
+    config: HasStore | None = None,
     progress: Progress | None = None,
     *,
     runs_dir: Path | None = None,
@@ -31,7 +31,7 @@ def site(
     Without a ``progress``, plain lines are printed; a command that runs nothing needs none.
     """
     addresses = resolve_addresses(
-        config or Served(), environ=os.environ, runs_dir=runs_dir, data_dir=data_dir
+        config or ServingConfig(), environ=os.environ, runs_dir=runs_dir, data_dir=data_dir
     )
     told = progress or progress_to(sys.stdout, as_json=False)
     return Site(addresses, os.environ, SystemClock(), told)

@@ -6,7 +6,7 @@ once, each with its file and line. Passwords come from the environment (:func:`r
 and are never part of the tree.
 
 Names are imported on first use. The whole tree imports torch; commands for operators, which need
-only :func:`load_served`, should not wait for that.
+only :func:`load_serving`, should not wait for that.
 """
 
 import importlib
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fedlearn.config.files import load as load
     from fedlearn.config.files import render as render
     from fedlearn.config.section import Section as Section
-    from fedlearn.config.served import Served as Served
-    from fedlearn.config.served import load_served as load_served
+    from fedlearn.config.serving import ServingConfig as ServingConfig
+    from fedlearn.config.serving import load_serving as load_serving
     from fedlearn.config.tree import Config as Config
     from fedlearn.config.tree import config_hash as config_hash
 
@@ -32,7 +32,7 @@ _HOME = {
     "client": "ClientConfig load_client",
     "files": "from_mapping load render",
     "section": "Section",
-    "served": "Served load_served",
+    "serving": "ServingConfig load_serving",
     "tree": "Config config_hash",
 }
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedlearn.config.served import Stored
+from fedlearn.config.serving import HasStore
 from fedlearn.core.redaction import without_password
 
 
@@ -24,7 +24,7 @@ class Addresses:
 
 
 def resolve_addresses(
-    config: Stored,
+    config: HasStore,
     *,
     environ: Mapping[str, str],
     runs_dir: Path | None = None,

@@ -7,13 +7,15 @@ from pydantic import Field
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.stragglers import BelowMinimum
-from fedlearn.config.pieces import built, declared_by
-from fedlearn.config.section import Problem, Section, without_effect
+from fedlearn.config.components import build_component, with_keys_of
+from fedlearn.config.section import Problem, Section, find_ineffective_keys
 from fedlearn.config.staleness import StalenessSection
-from fedlearn.config.toml import shown
+from fedlearn.config.toml import quote
 
 
-@declared_by(Asynchrony, given=StalenessSection.model_fields.keys(), buffer_size=10, concurrency=20)
+@with_keys_of(
+    Asynchrony, given=StalenessSection.model_fields.keys(), buffer_size=10, concurrency=20
+)
 class AsynchronousSection(Section):
     """Whether clients train at all times, and the server steps whenever a buffer is full."""
 
@@ -30,7 +32,11 @@ class AsynchronousSection(Section):
 
     def problems(self) -> Iterable[Problem]:
         """Refuse keys that are set without effect."""
-        return () if self.is_on else without_effect(self, table="asynchronous", off="off", on=_ON)
+        return (
+            ()
+            if self.is_on
+            else find_ineffective_keys(self, table="asynchronous", off="off", on=_ON)
+        )
 
     def asynchrony(self, staleness: StalenessSection) -> Asynchrony | None:
         """Build the settings of asynchronous rounds; ``None`` if rounds are synchronous.
@@ -38,7 +44,7 @@ class AsynchronousSection(Section):
         Raises:
             ValueError: More clients would be in flight than can count.
         """
-        return built(Asynchrony, self, **staleness.model_dump()) if self.is_on else None
+        return build_component(Asynchrony, self, **staleness.model_dump()) if self.is_on else None
 
     def problems_with(self, values: Mapping[str, object]) -> Iterator[Problem]:
         """Yield conflicts with the rest of the tree, whose ``values`` are by dotted key."""
@@ -61,7 +67,7 @@ class AsynchronousSection(Section):
             yield Problem(("cohort.num_wanted", "asynchronous.buffer_size"), text)
         for key, (allowed, why) in _NEEDED.items():
             if values[key] not in allowed:
-                text = f"is {shown(values[key])}, but {_MODE} is {shown(self.mode)}{why}"
+                text = f"is {quote(values[key])}, but {_MODE} is {quote(self.mode)}{why}"
                 yield Problem((key, _MODE), text)
 
 
@@ -99,11 +105,11 @@ _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def buffers_in(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated yet
+def imply_buffers(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated yet
     """Return the defaults that an asynchronous algorithm or table implies for unset keys.
 
     Example:
-        >>> buffers_in({"algorithm": {"name": "fedasync"}})["cohort"]
+        >>> imply_buffers({"algorithm": {"name": "fedasync"}})["cohort"]
         {'num_wanted': 1}
     """
     algorithm, table = raw.get("algorithm", {}), raw.get("asynchronous", {})

@@ -13,44 +13,44 @@ from pydantic import Field, StringConstraints
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import ExtraPolicy, Policy, PrivacyPolicy, SecureAggregationPolicy
-from fedlearn.config.pieces import built, declared_by, refused
-from fedlearn.config.problems import Sources, checked
+from fedlearn.config.components import build_component, find_problem, with_keys_of
+from fedlearn.config.problems import Sources, validate
 from fedlearn.config.reading import read
-from fedlearn.config.section import Problem, Section, told_as
+from fedlearn.config.section import Problem, Section, describe_as
 from fedlearn.core.ranges import Count
 
 TimeOfDay: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
 Between: TypeAlias = Annotated[
     tuple[TimeOfDay, ...],
     Field(strict=False, min_length=2, max_length=2),
-    told_as('two times of day, ["22:00", "06:00"]', type="array"),
+    describe_as('two times of day, ["22:00", "06:00"]', type="array"),
 ]
 
 
-@declared_by(SecureAggregationPolicy)
+@with_keys_of(SecureAggregationPolicy)
 class SecureAggregationPolicySection(Section):
     """What this client demands of secure aggregation."""
 
     def problems(self) -> Iterator[Problem]:
         """Refuse values that the policy refuses."""
-        return refused(partial(built, SecureAggregationPolicy, self))
+        return find_problem(partial(build_component, SecureAggregationPolicy, self))
 
 
-@declared_by(PrivacyPolicy)
+@with_keys_of(PrivacyPolicy)
 class PrivacyPolicySection(Section):
     """What this client demands of differential privacy."""
 
     def problems(self) -> Iterator[Problem]:
         """Refuse values that the policy refuses."""
-        return refused(partial(built, PrivacyPolicy, self))
+        return find_problem(partial(build_component, PrivacyPolicy, self))
 
 
-@declared_by(ExtraPolicy)
+@with_keys_of(ExtraPolicy)
 class ExtraPolicySection(Section):
     """Which of the coordinator's free-form settings (client.extra) reach this client's trainer."""
 
 
-@declared_by(Policy)
+@with_keys_of(Policy)
 class PolicySection(Section):
     """What this client refuses, whatever the coordinator asks."""
 
@@ -68,7 +68,7 @@ class PolicySection(Section):
     )
 
 
-@declared_by(Conditions)
+@with_keys_of(Conditions)
 class ConditionsSection(Section):
     """When this device may train; a condition that cannot be checked does not hold."""
 
@@ -80,7 +80,7 @@ class ConditionsSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Refuse values that the conditions refuse."""
-        return refused(partial(built, Conditions, self))
+        return find_problem(partial(build_component, Conditions, self))
 
 
 class TrainingSection(Section):
@@ -94,7 +94,7 @@ class TrainingSection(Section):
     )
 
 
-@declared_by(Reconnection)
+@with_keys_of(Reconnection)
 class ReconnectionSection(Section):
     """How soon this client tries to reconnect to its coordinator."""
 
@@ -136,18 +136,20 @@ class ClientConfig(Section):
 
     def to_policy(self) -> Policy:
         """Build the client's policy."""
-        secure = built(SecureAggregationPolicy, self.policy.secure_aggregation)
-        privacy = built(PrivacyPolicy, self.policy.privacy)
-        extra = built(ExtraPolicy, self.policy.extra)
-        return built(Policy, self.policy, secure_aggregation=secure, privacy=privacy, extra=extra)
+        secure = build_component(SecureAggregationPolicy, self.policy.secure_aggregation)
+        privacy = build_component(PrivacyPolicy, self.policy.privacy)
+        extra = build_component(ExtraPolicy, self.policy.extra)
+        return build_component(
+            Policy, self.policy, secure_aggregation=secure, privacy=privacy, extra=extra
+        )
 
     def to_conditions(self) -> Conditions:
         """Build the conditions under which the device may train."""
-        return built(Conditions, self.conditions)
+        return build_component(Conditions, self.conditions)
 
     def to_reconnection(self) -> Reconnection:
         """Build the client's reconnection settings."""
-        return built(Reconnection, self.reconnection)
+        return build_component(Reconnection, self.reconnection)
 
 
 def load_client(path: Path | None) -> ClientConfig:
@@ -161,4 +163,4 @@ def load_client(path: Path | None) -> ClientConfig:
         True
     """
     raw, text = ({}, "") if path is None else read(path)
-    return checked(ClientConfig, raw, sources=Sources(str(path or "the defaults"), text))
+    return validate(ClientConfig, raw, sources=Sources(str(path or "the defaults"), text))

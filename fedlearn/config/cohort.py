@@ -9,9 +9,13 @@ from pydantic import Field
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.config.called import Called, require_attributes, user_call
-from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds
+from fedlearn.config.components import DeclaredSection, build_component, kind, kinds, with_keys_of
 from fedlearn.config.section import PathText, Section
+from fedlearn.config.user_functions import (
+    UserFunctionSection,
+    bind_user_function,
+    require_attributes,
+)
 from fedlearn.core.ranges import Count, Positive
 from fedlearn.simulation import behaviour, sources
 from fedlearn.simulation.population import Population
@@ -29,7 +33,7 @@ OTHER_DATA: Final[Mapping[str, Mapping[str, Any]]] = {
 USUAL_WANTED, REAL_DEADLINE_S = 10, 600.0
 
 
-class Cohort(DeclaredSection):
+class CohortSection(DeclaredSection):
     """Which clients a round asks to train, and how many."""
 
     sampling: str = Field(description="How clients are drawn.")
@@ -42,7 +46,7 @@ class Cohort(DeclaredSection):
 
 COHORTS = kinds(
     "sampling",
-    Cohort,
+    CohortSection,
     kind("uniform", "A fixed number of clients, uniformly without replacement.", UniformSampler),
     kind(
         "poisson",
@@ -58,7 +62,7 @@ COHORTS = kinds(
 )
 
 
-@declared_by(
+@with_keys_of(
     StragglerPolicy,
     given=("num_wanted",),
     over_selection=1.3,
@@ -81,7 +85,7 @@ class StragglersSection(Section):
     )
 
 
-@declared_by(UpdateBounds, max_norm=GENEROUS.max_norm, max_examples=GENEROUS.max_examples)
+@with_keys_of(UpdateBounds, max_norm=GENEROUS.max_norm, max_examples=GENEROUS.max_examples)
 class UpdatesSection(Section):
     """Bounds on an unmasked update: one that exceeds them is refused, and its client fails.
 
@@ -90,32 +94,32 @@ class UpdatesSection(Section):
     """
 
 
-class Bandwidth(DeclaredSection):
+class BandwidthSection(DeclaredSection):
     """How fast devices communicate."""
 
     kind: str = Field(description="How bandwidths are modelled.")
 
-    def modelled(self, data_dir: Path) -> behaviour.Bandwidth:
+    def build_bandwidth(self, data_dir: Path) -> behaviour.Bandwidth:
         """Build the model of the devices' bandwidths."""
         made: behaviour.Bandwidth = self.build()
         return made
 
 
-class TracesBandwidth(Bandwidth):
+class TracesBandwidthSection(BandwidthSection):
     """Recorded bandwidths, one trace a client."""
 
     path: PathText | None = Field(
         None, description="The npz file; without it, bandwidth_traces.npz in the data directory."
     )
 
-    def modelled(self, data_dir: Path) -> behaviour.Bandwidth:
+    def build_bandwidth(self, data_dir: Path) -> behaviour.Bandwidth:
         """Load the recorded bandwidths; raises DataError if they are missing or damaged."""
         return sources.bandwidth_traces(Path(self.path or data_dir / "bandwidth_traces.npz"))
 
 
 BANDWIDTHS = kinds(
     "kind",
-    Bandwidth,
+    BandwidthSection,
     kind(
         "lognormal",
         "Bandwidths that are log-normal over the population, fixed over the run.",
@@ -123,38 +127,46 @@ BANDWIDTHS = kinds(
         median_mbit_per_s=5.0,
         sigma=1.0,
     ),
-    kind("traces", "Recorded bandwidths, one trace a client.", TracesBandwidth),
+    kind("traces", "Recorded bandwidths, one trace a client.", TracesBandwidthSection),
 )
 
 
-class Devices(DeclaredSection):
+class DevicesSection(DeclaredSection):
     """The simulated devices."""
 
     kind: str = Field(description="What the simulated devices do.")
 
-    def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
+    def build_behaviour(
+        self, population: Population, *, data_dir: Path
+    ) -> behaviour.ClientBehaviour:
         """Build the simulated behaviour of the devices of ``population``."""
         made: behaviour.ClientBehaviour = self.build()
         return made
 
 
-class LognormalDevices(Devices):
+class LognormalDevicesSection(DevicesSection):
     """Devices whose speeds differ, and which sometimes fail."""
 
-    bandwidth: Annotated[Bandwidth, BANDWIDTHS] = BANDWIDTHS.of("lognormal")
+    bandwidth: Annotated[BandwidthSection, BANDWIDTHS] = BANDWIDTHS.of("lognormal")
 
-    def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
+    def build_behaviour(
+        self, population: Population, *, data_dir: Path
+    ) -> behaviour.ClientBehaviour:
         """Build their behaviour; raises DataError if bandwidth traces are missing or damaged."""
-        return built(behaviour.Behaviour, self, bandwidth=self.bandwidth.modelled(data_dir))
+        return build_component(
+            behaviour.Behaviour, self, bandwidth=self.bandwidth.build_bandwidth(data_dir)
+        )
 
 
-class PythonDevices(Called, Devices):
+class PythonDevicesSection(UserFunctionSection, DevicesSection):
     """Devices from a user function, which is called with the population, then ``args``."""
 
-    def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
+    def build_behaviour(
+        self, population: Population, *, data_dir: Path
+    ) -> behaviour.ClientBehaviour:
         """Call the user function; raises ConfigError if it does not return a behaviour."""
         key, needed = "devices.factory", ("durations_s", "failures")
-        made: behaviour.ClientBehaviour = user_call(
+        made: behaviour.ClientBehaviour = bind_user_function(
             key, self.factory, self.args, given=(population,)
         )()
         require_attributes(key, self.factory, made, needed, "it must be a ClientBehaviour")
@@ -163,12 +175,12 @@ class PythonDevices(Called, Devices):
 
 DEVICES = kinds(
     "kind",
-    Devices,
+    DevicesSection,
     kind("ideal", "Ideal devices: they take no time and never fail.", behaviour.Instant),
     kind(
         "lognormal",
         "Devices whose speeds differ, and which sometimes fail.",
-        LognormalDevices,
+        LognormalDevicesSection,
         behaviour.Behaviour,
         median_ms_per_example=20.0,
         speed_sigma=1.0,
@@ -178,6 +190,6 @@ DEVICES = kinds(
     kind(
         "python",
         "Devices that a function of yours returns, which is given the population, then args.",
-        PythonDevices,
+        PythonDevicesSection,
     ),
 )

@@ -2,11 +2,11 @@
 
 from typing import Annotated
 
-from fedlearn.config.server_training import SERVER_TRAININGS, ServerTraining
+from fedlearn.config.server_training import SERVER_TRAININGS, ServerTrainingSection
 from fedlearn.config.service import ServiceSection
 
 
 class CoordinatorSection(ServiceSection):
     """The deployed coordinator. A simulation ignores it, except for ``training``."""
 
-    training: Annotated[ServerTraining, SERVER_TRAININGS] = SERVER_TRAININGS.of("adamw")
+    training: Annotated[ServerTrainingSection, SERVER_TRAININGS] = SERVER_TRAININGS.of("adamw")

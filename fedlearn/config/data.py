@@ -6,10 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedlearn.config.called import Called, not_returned, user_call
-from fedlearn.config.pieces import DeclaredSection, built, kind, kinds
+from fedlearn.config.components import DeclaredSection, build_component, kind, kinds
 from fedlearn.config.section import Arrays, Columns, Fraction, PathText, Problem
-from fedlearn.config.toml import shown
+from fedlearn.config.toml import quote
+from fedlearn.config.user_functions import (
+    UserFunctionSection,
+    bind_user_function,
+    wrong_return_error,
+)
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.simulation import sources
@@ -24,7 +28,7 @@ from fedlearn.simulation.federated_data import (
 from fedlearn.simulation.partition import Dirichlet, Iid, Shards
 
 
-class Partition(DeclaredSection):
+class PartitionSection(DeclaredSection):
     """How the training examples are divided among clients."""
 
     kind: str = Field(description="How the examples are divided.")
@@ -32,7 +36,7 @@ class Partition(DeclaredSection):
 
 PARTITIONS = kinds(
     "kind",
-    Partition,
+    PartitionSection,
     kind(
         "iid",
         "Shuffle the examples and deal them out: sizes differ by one at most.",
@@ -68,12 +72,12 @@ PARTITIONS = kinds(
 _NO_GROUPS = 'or set data.partition.kind to "iid", "dirichlet", "shards" or "bootstrap"'
 
 
-class Data(DeclaredSection):
+class DataSection(DeclaredSection):
     """Where the examples come from, and how they are divided among clients."""
 
     source: str = Field(description="Where the examples come from.")
 
-    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Load the clients' examples and the test set.
 
         Args:
@@ -87,11 +91,11 @@ class Data(DeclaredSection):
         raise NotImplementedError
 
 
-class _Divided(Data):
-    partition: Annotated[Partition, PARTITIONS] = PARTITIONS.of("natural")
+class _PartitionedSection(DataSection):
+    partition: Annotated[PartitionSection, PARTITIONS] = PARTITIONS.of("natural")
 
 
-class DigitsData(_Divided):
+class DigitsSection(_PartitionedSection):
     """The 1,797 real 8 x 8 digits inside scikit-learn."""
 
     test_fraction: Fraction = Field(
@@ -104,26 +108,26 @@ class DigitsData(_Divided):
             text = 'the digits have no natural clients; take data.source = "mnist-by-writer", '
             yield Problem(("partition.kind", "source"), f'"natural": {text}{_NO_GROUPS}')
 
-    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Return the clients and the test set."""
         digits = sources.digits(test_fraction=self.test_fraction, seed=Seed(seed).derive("data"))
         return from_examples(digits, partition=self.partition.build(), seed=seed)
 
 
-class MnistByWriterData(Data):
+class MnistByWriterSection(DataSection):
     """MNIST with one client per writer: 539 training writers, none of them in the test set."""
 
     path: PathText | None = Field(
         None, description="The npz file; without it, mnist.npz in the data directory."
     )
 
-    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Return the clients and the test set."""
         mnist = sources.mnist_by_writer(Path(self.path or data_dir / "mnist.npz"))
         return from_examples(mnist, partition=Natural(), seed=seed)
 
 
-class NpzData(_Divided):
+class NpzSection(_PartitionedSection):
     """Arrays in a numpy npz file."""
 
     path: PathText = Field(description="The npz file.")
@@ -162,14 +166,16 @@ class NpzData(_Divided):
             text = f'"natural" needs client ids; name their array in data.groups, {_NO_GROUPS}'
             yield Problem(("partition.kind", "source"), text)
 
-    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Return the clients and the test set."""
         arrays = (self.test_features, self.test_labels)
         test = self.test_fraction if None in arrays else arrays
-        return built(from_npz, self, test=test, partition=self.partition.build(), seed=seed)
+        return build_component(
+            from_npz, self, test=test, partition=self.partition.build(), seed=seed
+        )
 
 
-class ParquetData(_Divided):
+class ParquetSection(_PartitionedSection):
     """Columns of Parquet files; they may be larger than memory."""
 
     path: PathText = Field(description="The training file, or a directory of them.")
@@ -189,18 +195,18 @@ class ParquetData(_Divided):
             text = f'"natural" needs client ids; name data.client_column, {_NO_GROUPS}'
             yield Problem(("partition.kind", "source"), text)
         taken = {self.label_column, self.client_column} - {None}
-        twice = [column for column in self._named_columns() if column in taken]
+        twice = [column for column in self._list_columns() if column in taken]
         if twice:
-            text = f"has {shown(twice)}, which are labels or client ids; remove them"
+            text = f"has {quote(twice)}, which are labels or client ids; remove them"
             yield Problem(("feature_columns",), text)
 
-    def _named_columns(self) -> Iterator[str]:
+    def _list_columns(self) -> Iterator[str]:
         if self.feature_columns != "all":
             columns = self.feature_columns
             for each in columns.values() if isinstance(columns, dict) else columns:
                 yield from [each] if isinstance(each, str) else each
 
-    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Return the clients and the test set."""
         if self.partition.kind != "natural":
             raise ConfigError(
@@ -217,16 +223,18 @@ class ParquetData(_Divided):
         )
 
 
-class PythonData(Called, _Divided):
+class PythonDataSection(UserFunctionSection, _PartitionedSection):
     """A data set that a function of yours returns."""
 
-    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Return the clients and the test set."""
-        made = user_call("data.factory", self.factory, self.args)()
+        made = bind_user_function("data.factory", self.factory, self.args)()
         if isinstance(made, sources.TrainTest):
             return from_examples(made, partition=self.partition.build(), seed=seed)
         if not isinstance(made, FederatedData):
-            raise not_returned("data.factory", self.factory, made, "FederatedData or TrainTest")
+            raise wrong_return_error(
+                "data.factory", self.factory, made, "FederatedData or TrainTest"
+            )
         if self.partition.kind != "natural":
             raise ConfigError(
                 f'data.partition.kind is "{self.partition.kind}", but {self.factory} returned '
@@ -236,10 +244,10 @@ class PythonData(Called, _Divided):
         return made
 
 
-class NoData(Data):
+class NoDataSection(DataSection):
     """No examples at the coordinator: a deployment in which clients evaluate as well."""
 
-    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Raise ConfigError: there are no examples to simulate."""
         raise ConfigError(
             'data.source is "none", which is for a coordinator whose clients have all the '
@@ -249,22 +257,24 @@ class NoData(Data):
 
 DATA = kinds(
     "source",
-    Data,
+    DataSection,
     kind(
         "digits",
         "The 1,797 real 8 x 8 digits inside scikit-learn.",
-        DigitsData,
+        DigitsSection,
         partition=PARTITIONS.of("dirichlet"),
     ),
     kind(
         "mnist-by-writer",
         "MNIST with one client per writer: 539 training writers, none of them in the test set.",
-        MnistByWriterData,
+        MnistByWriterSection,
     ),
-    kind("npz", "Arrays in a numpy npz file.", NpzData),
-    kind("parquet", "Columns of Parquet files; they may be larger than memory.", ParquetData),
-    kind("python", "A data set that a function of yours returns.", PythonData),
+    kind("npz", "Arrays in a numpy npz file.", NpzSection),
+    kind("parquet", "Columns of Parquet files; they may be larger than memory.", ParquetSection),
+    kind("python", "A data set that a function of yours returns.", PythonDataSection),
     kind(
-        "none", "No examples at the coordinator: a deployment whose clients evaluate, too.", NoData
+        "none",
+        "No examples at the coordinator: a deployment whose clients evaluate, too.",
+        NoDataSection,
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fedlearn.config.keys import ANY_NAME, value_at
 from fedlearn.config.reading import with_value
-from fedlearn.config.toml import Key, shown
+from fedlearn.config.toml import Key, quote
 
 _STALENESS = ("max_staleness", "staleness_weight", "staleness_exponent", "staleness_hinge")
 
@@ -42,7 +42,7 @@ def advise(path: Key) -> str | None:
         if key in RENAMED:
             return f"it is {RENAMED[key]} now"
         if key in FIXED:
-            return f"it is always {shown(FIXED[key])} now; remove it"
+            return f"it is always {quote(FIXED[key])} now; remove it"
     return None
 
 
@@ -70,13 +70,13 @@ def read_earlier(raw: dict[str, Any]) -> dict[str, Any]:  # Any, here and below:
     for old, fixed in FIXED.items():
         for table, key in _tables_with(raw, old):
             if (value := table.pop(key)) != fixed:
-                raise ValueError(f"{old}: is {shown(value)}, and is always {shown(fixed)} now")
+                raise ValueError(f"{old}: is {quote(value)}, and is always {quote(fixed)} now")
     return raw
 
 
-def _tables_with(raw: Any, dotted: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each table of ``raw`` that has the key ``dotted``, with the key's last part."""
-    *path, key = dotted.split(".")
+def _tables_with(raw: Any, dotted_key: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each table of ``raw`` that has the key ``dotted_key``, with the key's last part."""
+    *path, key = dotted_key.split(".")
     tables = [raw]
     for name in path:
         inner = [each for each in tables if isinstance(each, dict)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlearn.config.keys import value_at
-from fedlearn.config.problems import Complaint, Override, Sources, checked
+from fedlearn.config.problems import Complaint, Override, Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths, with_value
 from fedlearn.config.toml import Key, keys_in, toml_lines
 from fedlearn.config.tree import Config
@@ -47,13 +47,13 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
     accepted: list[Override] = []
     for order, text in enumerate(overrides):
         try:
-            override = _override(text)
-            raw = _applied(override, raw)
+            override = _parse_override(text)
+            raw = _apply(override, raw)
             accepted.append(override)
         except ValueError as error:
             complaints.append(Complaint((math.inf, order), f"--set {redacted(text)}: {error}"))
     sources = Sources(str(file or "the defaults"), toml, tuple(accepted))
-    return checked(Config, raw, sources=sources, complaints=complaints)
+    return validate(Config, raw, sources=sources, complaints=complaints)
 
 
 def from_mapping(values: Mapping[str, object], *, source: str) -> Config:
@@ -73,8 +73,8 @@ def from_mapping(values: Mapping[str, object], *, source: str) -> Config:
         >>> config.num_rounds, config.model
         (5, Mlp(kind='mlp', hidden=(32, 16)))
     """
-    raw = _with_absolute_paths(_plain(values), Path.cwd())
-    return checked(Config, raw, sources=Sources(source))
+    raw = _with_absolute_paths(_to_toml_values(values), Path.cwd())
+    return validate(Config, raw, sources=Sources(source))
 
 
 def render(config: Config) -> str:
@@ -88,13 +88,13 @@ def render(config: Config) -> str:
     return "\n".join(toml_lines(tree, ())).strip("\n") + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _to_toml_values(value: Any) -> Any:
     """Convert a Python value to the types that TOML files are read as."""
     match value:
         case Mapping():
-            return {str(key): _plain(each) for key, each in value.items()}
+            return {str(key): _to_toml_values(each) for key, each in value.items()}
         case list() | tuple():
-            return [_plain(each) for each in value]
+            return [_to_toml_values(each) for each in value]
         case Path():
             return str(value)
         case _ if hasattr(value, "tolist"):  # numpy's numbers and arrays, tensors
@@ -107,7 +107,7 @@ def _with_absolute_paths(raw: dict[str, Any], base: Path) -> dict[str, Any]:
     return with_absolute_paths(raw, base, root=Config, more=_OWN_STRATEGY)
 
 
-def _override(text: str) -> Override:
+def _parse_override(text: str) -> Override:
     for sign in re.finditer("=", text):  # a quoted key may contain "="
         with suppress(ValueError):
             found = list(keys_in(tomllib.loads(f"{text[: sign.start()]}= 0")))
@@ -116,7 +116,7 @@ def _override(text: str) -> Override:
     raise ValueError("not of the form section.key=value, as client.epochs=3")
 
 
-def _applied(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
+def _apply(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of ``raw`` with the value of ``override`` set."""
     # Paths in an override are relative to the working directory, not to the file.
     alone = _with_absolute_paths(with_value({}, override.path, override.value), Path.cwd())

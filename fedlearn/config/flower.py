@@ -5,11 +5,11 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fedlearn.config.section import Problem, Section, told_as
+from fedlearn.config.section import Problem, Section, describe_as
 
 Entries: TypeAlias = Annotated[
     dict[Annotated[str, Field(min_length=1)], bool | int | float | str],
-    told_as("a table of texts, finite numbers and truth values", type="object"),
+    describe_as("a table of texts, finite numbers and truth values", type="object"),
 ]
 #: The entry that fedlearn itself puts into every message.
 ROUND = "server-round"

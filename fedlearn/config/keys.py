@@ -8,13 +8,13 @@ from pydantic import WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from fedlearn.config.section import OneOf, Section, tag_of
-from fedlearn.config.toml import Key, dotted, shown
+from fedlearn.config.toml import Key, join_key, quote
 
 #: Placeholder in a path for a name that the user chooses.
 ANY_NAME = "NAME"
 
 
-class Place(NamedTuple):
+class KeyInfo(NamedTuple):
     """A key in a tree of tables.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     info: FieldInfo | None
 
     @classmethod
-    def at(cls, loc: Iterable[str | int], *, root: type[Section]) -> "Place":
+    def at(cls, loc: Iterable[str | int], *, root: type[Section]) -> "KeyInfo":
         """Return the place in a ``root`` that pydantic's error location ``loc`` refers to.
 
         Parts of ``loc`` below a key, such as the index in an array, are dropped.
@@ -80,19 +80,19 @@ class Place(NamedTuple):
             return {"allowed": "a table"}
         if self.info and self.members:
             tag = tag_of(self.info)
-            kind = "" if tag is None else f"; its kind is {dotted((*self.path, tag))}"
+            kind = "" if tag is None else f"; its kind is {join_key((*self.path, tag))}"
             return {"allowed": f"a table{kind}"}
         document = self.owner.model_json_schema()
         schema: dict[str, Any] = document["properties"][self.path[-1]]
         reference = schema.get("$ref", "").rpartition("/")[2]
         return document["$defs"][reference] if reference else schema
 
-    def condition(self) -> str:
+    def describe_kind(self) -> str:
         """Describe the kind that its table must have for this key to exist."""
-        kinds = " or ".join(map(shown, kinds_of(self.owner, self.tag)))
-        return f"{''.join(map(dotted, self.kind_keys))} = {kinds}"
+        kinds = " or ".join(map(quote, kinds_of(self.owner, self.tag)))
+        return f"{''.join(map(join_key, self.kind_keys))} = {kinds}"
 
-    def holds(self, trees: Iterable[Any]) -> bool:
+    def is_in(self, trees: Iterable[Any]) -> bool:
         """Return whether it exists in the kind of table that the ``trees`` select.
 
         The first tree that names a kind decides.
@@ -112,16 +112,16 @@ class Place(NamedTuple):
         return None
 
 
-def known_keys(model: type[Section], prefix: Key = (), tag: str | None = None) -> Iterator[Place]:
+def walk_keys(model: type[Section], prefix: Key = (), tag: str | None = None) -> Iterator[KeyInfo]:
     """Yield every key of a ``model`` and of the tables inside it, of all their kinds.
 
     ``prefix`` is the path of the table, and ``tag`` the key that selects its kind, if any.
     """
     for name, info in model.model_fields.items():
         path = (*prefix, name)
-        yield Place(path, model, tag, info)
+        yield KeyInfo(path, model, tag, info)
         for member in members_of(info):
-            yield from known_keys(member, inside(path, info), tag_of(info))
+            yield from walk_keys(member, table_path(path, info), tag_of(info))
 
 
 def members_of(info: FieldInfo) -> tuple[type[Section], ...]:
@@ -131,7 +131,7 @@ def members_of(info: FieldInfo) -> tuple[type[Section], ...]:
     return tuple(each for each in options if isclass(each) and issubclass(each, Section))
 
 
-def about(info: FieldInfo, member: type[Section]) -> str:
+def describe_table(info: FieldInfo, member: type[Section]) -> str:
     """Return the one-line description of a field's table, or of its kind ``member``."""
     return info.description or str(getattr(member, "about", ""))
 
@@ -141,7 +141,7 @@ def is_named(info: FieldInfo) -> bool:
     return get_origin(info.annotation) is dict and bool(members_of(info))
 
 
-def inside(path: Key, info: FieldInfo) -> Key:
+def table_path(path: Key, info: FieldInfo) -> Key:
     """Return the path of the tables in a field; ``NAME`` stands for a name the user chooses."""
     return (*path, ANY_NAME) if is_named(info) else path
 

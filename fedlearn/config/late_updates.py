@@ -6,13 +6,13 @@ from typing import Literal
 from pydantic import Field
 
 from fedlearn.algorithms.late_updates import LateUpdates
-from fedlearn.config.pieces import built, declared_by
-from fedlearn.config.section import Problem, Section, without_effect
+from fedlearn.config.components import build_component, with_keys_of
+from fedlearn.config.section import Problem, Section, find_ineffective_keys
 from fedlearn.config.staleness import StalenessSection
-from fedlearn.config.toml import shown
+from fedlearn.config.toml import quote
 
 
-@declared_by(
+@with_keys_of(
     LateUpdates,
     given=(*StalenessSection.model_fields, "deadline_window"),
     deadline_quantile=None,
@@ -36,7 +36,7 @@ class LateUpdatesSection(Section):
         """Return the rule for late updates, or ``None`` if they are dropped."""
         if not self.are_kept:
             return None
-        return built(LateUpdates, self, deadline_window=_WINDOW, **staleness.model_dump())
+        return build_component(LateUpdates, self, deadline_window=_WINDOW, **staleness.model_dump())
 
     def problems(self) -> Iterable[Problem]:
         """Refuse keys without effect, and deadlines that adapt although late updates are dropped.
@@ -48,7 +48,7 @@ class LateUpdatesSection(Section):
             return
         quantile = self.model_dump()["deadline_quantile"]
         if quantile is None:
-            yield from without_effect(self, table="late_updates", off="drop", on="keep")
+            yield from find_ineffective_keys(self, table="late_updates", off="drop", on="keep")
         else:
             text = (
                 f"is {quantile:g}, but late updates are dropped: nobody "
@@ -63,7 +63,7 @@ class LateUpdatesSection(Section):
             return
         for key, (allowed, why) in _NEEDED.items():
             if values[key] not in allowed:
-                text = f'is {shown(values[key])}, but {_MODE} is "keep"{why}'
+                text = f'is {quote(values[key])}, but {_MODE} is "keep"{why}'
                 yield Problem((key, _MODE), text)
         longest, least = values["stragglers.deadline_s"], self.model_dump()["least_deadline_s"]
         if isinstance(longest, float) and least > longest:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedlearn.config.section import Fraction, Problem, Section, without_effect
+from fedlearn.config.section import Fraction, Problem, Section, find_ineffective_keys
 from fedlearn.core.ranges import Count, Positive
 
 
@@ -90,7 +90,7 @@ class PrivacySection(Section):
     def problems(self) -> Iterator[Problem]:
         """Refuse incomplete or contradictory parameters, and keys without effect."""
         if not self.is_on:
-            yield from without_effect(self, table="privacy", off="off", on="central")
+            yield from find_ineffective_keys(self, table="privacy", off="off", on="central")
             return
         if self.clip_quantile is not None and self.mode != "central":
             text = (
@@ -98,7 +98,7 @@ class PrivacySection(Section):
                 'norm for all of a run; leave it out, or set the mode to "central"'
             )
             yield Problem(("clip_quantile", "mode"), text)
-        yield from self._not_banded()
+        yield from self._check_bands()
         if self.reproducible and self.mode in ("local", "example"):
             text = f'is true, but privacy.mode is "{self.mode}", whose clients draw secret noise'
             yield Problem(("reproducible", "mode"), f"{text}; leave it out")
@@ -109,7 +109,7 @@ class PrivacySection(Section):
             text = "is missing, and so is privacy.noise_multiplier; give one of them, or both"
             yield Problem(("epsilon", "noise_multiplier"), text)
 
-    def _not_banded(self) -> Iterator[Problem]:
+    def _check_bands(self) -> Iterator[Problem]:
         """Refuse settings that do not allow correlated noise."""
         if self.bands is None:
             return

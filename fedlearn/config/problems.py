@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fedlearn.config.earlier import advise
-from fedlearn.config.keys import Place, kinds_of, known_keys, value_at
+from fedlearn.config.keys import KeyInfo, kinds_of, value_at, walk_keys
 from fedlearn.config.section import Section, tag_of
-from fedlearn.config.toml import Key, dotted, key_lines, shown
+from fedlearn.config.toml import Key, join_key, key_lines, quote
 from fedlearn.core.redaction import redacted
 from fedlearn.errors import ConfigError
 
@@ -60,18 +60,18 @@ class Sources:
 
     def complain(self, keys: Sequence[Key], text: str) -> Complaint:
         """Build a complaint about ``keys[0]``, located where one of ``keys`` was set."""
-        order, place = self._place(keys)
-        return Complaint(order, f"{place}: {dotted(keys[0])}: {text}")
+        order, place = self._locate(keys)
+        return Complaint(order, f"{place}: {join_key(keys[0])}: {text}")
 
-    def _place(self, keys: Sequence[Key]) -> tuple[tuple[float, int], str]:
+    def _locate(self, keys: Sequence[Key]) -> tuple[tuple[float, int], str]:
         """Return the sort order and name of the override or line that set one of ``keys``.
 
         If none was set, it is the line of the nearest table around ``keys[0]``, or the file.
         """
         parents = [keys[0][:depth] for depth in reversed(range(1, len(keys[0])))]
         lines = [key for key in keys if key in self.lines]
-        setting = [self._override(key, inside=False) for key in keys]
-        inside = [] if lines else [self._override(key, inside=True) for key in keys]
+        setting = [self._find_override(key, inside=False) for key in keys]
+        inside = [] if lines else [self._find_override(key, inside=True) for key in keys]
         for index in (*setting, *inside):
             if index is not None:
                 return (math.inf, index), f"--set {redacted(self.overrides[index].text)}"
@@ -79,7 +79,7 @@ class Sources:
             return (self.lines[key], 0), f"{self.name}:{self.lines[key]}"
         return (0, 0), self.name
 
-    def _override(self, key: Key, *, inside: bool) -> int | None:
+    def _find_override(self, key: Key, *, inside: bool) -> int | None:
         """Return the index of the last override of ``key`` or a table around it.
 
         With ``inside``, it is the last override of ``key`` or of a key inside it.
@@ -91,7 +91,7 @@ class Sources:
         return None
 
 
-def checked(
+def validate(
     root: type[SectionT],
     raw: dict[str, Any],
     *,
@@ -105,15 +105,15 @@ def checked(
             Integers beyond 64 bits are reported alone.
     """
     if huge := [
-        sources.complain([key], f"is {shown(value)}; give an integer below 2^63")
-        for key, value in _numbers_in(raw)
+        sources.complain([key], f"is {quote(value)}; give an integer below 2^63")
+        for key, value in _walk_leaves(raw)
         if isinstance(value, int) and value not in _INTEGERS
     ]:
         raise _config_error(huge)
     try:
         tree = root.model_validate(raw)
     except ValidationError as error:
-        explained = (_explain(details, raw, sources, root) for details in _distinct(error))
+        explained = (_explain(details, raw, sources, root) for details in _drop_repeated(error))
         found = [complaint for each in explained for complaint in each]
         raise _config_error([*complaints, *found]) from error
     if complaints:
@@ -121,20 +121,20 @@ def checked(
     return tree
 
 
-def _numbers_in(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
+def _walk_leaves(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Yield the leaves of a tree with their keys; items of an array have the array's key."""
     match value:
         case dict():
             for key, item in value.items():
-                yield from _numbers_in(item, (*path, str(key)))
+                yield from _walk_leaves(item, (*path, str(key)))
         case list() | tuple():
             for item in value:
-                yield from _numbers_in(item, path)
+                yield from _walk_leaves(item, path)
         case _:
             yield path, value
 
 
-def _distinct(error: ValidationError) -> Collection[ErrorDetails]:
+def _drop_repeated(error: ValidationError) -> Collection[ErrorDetails]:
     """Return its errors; of equal errors in several items of an array, only the first."""
     found: dict[Key, ErrorDetails] = {}
     for details in error.errors():
@@ -153,7 +153,7 @@ def _explain(
     details: ErrorDetails, raw: Any, sources: Sources, root: type[Section]
 ) -> Iterator[Complaint]:
     """Translate one pydantic error into complaints about keys of the configuration."""
-    place = Place.at(details["loc"], root=root)
+    place = KeyInfo.at(details["loc"], root=root)
     path, value = place.path, value_at(raw, place.path)
     match details["type"]:
         case "inconsistent":
@@ -161,24 +161,26 @@ def _explain(
                 keys = [(*path, *key.split(".")) for key in problem.keys]
                 yield sources.complain(keys, problem.text)
         case "extra_forbidden":
-            yield sources.complain([path], f"unknown key; {_advise(place, value, raw, root)}")
+            yield sources.complain([path], f"unknown key; {_suggest_key(place, value, raw, root)}")
         case "missing":
-            text = f"is missing; give {_allowed(place.schema())}"
+            text = f"is missing; give {_describe_allowed(place.schema())}"
             yield sources.complain([path, *place.kind_keys], text)
         case "union_tag_invalid":
             assert place.info
             tag = str(tag_of(place.info))
             kinds = [kind for member in place.members for kind in kinds_of(member, tag)]
-            yield sources.complain([(*path, tag), path], _wrong(value[tag], {"enum": kinds}))
+            yield sources.complain(
+                [(*path, tag), path], _describe_error(value[tag], {"enum": kinds})
+            )
         case _:
-            yield sources.complain([path], _wrong(value, place.schema()))
+            yield sources.complain([path], _describe_error(value, place.schema()))
 
 
-def _wrong(value: Any, schema: Mapping[str, Any]) -> str:
-    options = [option["const"] for option in _options(schema) if "const" in option]
-    text = f"is {shown(value)}; give {_allowed(schema)}"
+def _describe_error(value: Any, schema: Mapping[str, Any]) -> str:
+    options = [option["const"] for option in _alternatives(schema) if "const" in option]
+    text = f"is {quote(value)}; give {_describe_allowed(schema)}"
     nearest = difflib.get_close_matches(str(value), options, n=1)
-    return f"{text}; did you mean {shown(nearest[0])}?" if nearest else text
+    return f"{text}; did you mean {quote(nearest[0])}?" if nearest else text
 
 
 _RANGES = {
@@ -196,58 +198,62 @@ _NOUNS = {
 }
 
 
-def _options(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the alternatives of a JSON schema, constants one by one."""
     constants: list[Mapping[str, Any]] = [{"const": value} for value in schema.get("enum", ())]
     options: Sequence[Mapping[str, Any]] = schema.get("anyOf") or constants or [schema]
     return [option for option in options if option.get("type") != "null"]
 
 
-def _allowed(schema: Mapping[str, Any]) -> str:
+def _describe_allowed(schema: Mapping[str, Any]) -> str:
     """Describe in words the values that a JSON schema allows."""
-    options = _options(schema)
+    options = _alternatives(schema)
     if len(options) > 1:
-        return " or ".join([", ".join(map(_allowed, options[:-1])), _allowed(options[-1])])
+        return " or ".join(
+            [", ".join(map(_describe_allowed, options[:-1])), _describe_allowed(options[-1])]
+        )
     only = options[0]
     if "allowed" in only:
         return str(only["allowed"])
     if "const" in only:
-        return shown(only["const"])
+        return quote(only["const"])
     if only.get("type") == "array":
-        return f"an array, each of it {_allowed(only['items'])}"
+        return f"an array, each of it {_describe_allowed(only['items'])}"
     noun = _NOUNS[only["type"]] if only.get("minLength", 0) == 0 else "a string that is not empty"
     limits = [f"{sign} {only[key]}" for key, sign in _RANGES.items() if key in only]
     return f"{noun} {' and '.join(limits)}".strip()
 
 
-def _advise(place: Place, value: Any, raw: Any, root: type[Section]) -> str:
+def _suggest_key(place: KeyInfo, value: Any, raw: Any, root: type[Section]) -> str:
     """Suggest a replacement for the unknown key of ``place``."""
     if (now := advise(place.path)) is not None:
         return now
-    known, trees = tuple(known_keys(root)), (raw, root().model_dump())
-    elsewhere = [each.condition() for each in known if each.path == place.path]
+    known, trees = tuple(walk_keys(root)), (raw, root().model_dump())
+    elsewhere = [each.describe_kind() for each in known if each.path == place.path]
     if elsewhere:
         return f"it goes with {' or with '.join(elsewhere)}; remove it or change the kind"
     alike = [each for each in known if each.is_table == isinstance(value, dict)]
-    best = max(alike, key=lambda each: _likeness(each, place.path, trees))
-    if _likeness(best, place.path, trees)[0] < _ALIKE:
+    best = max(alike, key=lambda each: _score_match(each, place.path, trees))
+    if _score_match(best, place.path, trees)[0] < _ALIKE:
         return f"the keys here are {', '.join(place.owner.model_fields)}"
-    kind = "" if best.holds(trees) else f" It goes with {best.condition()}."
-    return f"did you mean {dotted(best.path)}?{kind}"
+    kind = "" if best.is_in(trees) else f" It goes with {best.describe_kind()}."
+    return f"did you mean {join_key(best.path)}?{kind}"
 
 
 _ALIKE = 0.7  # difflib's ratio after one or two typos in a word
 
 
-def _likeness(known: Place, path: Key, trees: Iterable[Any]) -> tuple[float, bool, bool, float]:
+def _score_match(
+    known: KeyInfo, path: Key, trees: Iterable[Any]
+) -> tuple[float, bool, bool, float]:
     *section, key = path
     name = known.path[-1]
     # "lr" stands for "learning_rate".
     initials = "".join(word[0] for word in name.split("_")) if "_" in name else name
-    leaf = 1.0 if key.lower() == initials else _ratio(key.lower(), name)
-    whole = _ratio(dotted(path), dotted(known.path))
-    return leaf, known.path[:-1] == tuple(section), known.holds(trees), whole
+    leaf = 1.0 if key.lower() == initials else _similarity(key.lower(), name)
+    whole = _similarity(join_key(path), join_key(known.path))
+    return leaf, known.path[:-1] == tuple(section), known.is_in(trees), whole
 
 
-def _ratio(left: str, right: str) -> float:
+def _similarity(left: str, right: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fedlearn.config.keys import ANY_NAME, known_keys, value_at
+from fedlearn.config.keys import ANY_NAME, value_at, walk_keys
 from fedlearn.config.section import Section
-from fedlearn.config.toml import Key, keys_in, shown
+from fedlearn.config.toml import Key, keys_in, quote
 from fedlearn.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def with_absolute_paths(
     ``more`` has further keys that may hold a path, each with its form.
     """
     # The form of path by key, over all kinds of each table.
-    formats = {each.path: kind for each in known_keys(root) if (kind := each.path_format())}
+    formats = {each.path: kind for each in walk_keys(root) if (kind := each.path_format())}
     formats |= more
     for path in keys_in(raw):
         value = value_at(raw, path)
@@ -71,7 +71,7 @@ def with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[s
         return table | {key: value}
     inner = table.get(key, {})
     if not isinstance(inner, dict):
-        text = f"{key} is {shown(inner)} and not a table; remove one of the two"
+        text = f"{key} is {quote(inner)} and not a table; remove one of the two"
         raise ValueError(text)  # noqa: TRY004  what is wrong is the text of an override
     return table | {key: with_value(inner, rest, value)}
 

@@ -63,7 +63,7 @@ class Section(BaseModel):
         return raw | kinds
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         problems = tuple(self.problems())
         if problems:
             text = "; ".join(problem.text for problem in problems)
@@ -100,7 +100,7 @@ class OneOf(Generic[SectionT]):
         return handler.generate_schema(Annotated[union, Field(discriminator=self.tag)])
 
 
-def without_effect(section: Section, *, table: str, off: str, on: str) -> Iterator[Problem]:
+def find_ineffective_keys(section: Section, *, table: str, off: str, on: str) -> Iterator[Problem]:
     """Yield a problem for each key of a table that is set although its ``mode`` is ``off``."""
     for name, info in type(section).model_fields.items():
         if name != "mode" and getattr(section, name) != info.default:
@@ -108,7 +108,7 @@ def without_effect(section: Section, *, table: str, off: str, on: str) -> Iterat
             yield Problem((name, "mode"), text)
 
 
-def told_as(allowed: str, **schema: str) -> WithJsonSchema:
+def describe_as(allowed: str, **schema: str) -> WithJsonSchema:
     """Annotate a type with a description of its allowed values, for errors and the reference.
 
     Args:
@@ -124,32 +124,34 @@ _Names: TypeAlias = Annotated[tuple[_Name, ...], Field(strict=False, min_length=
 _Argument: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")]
 Arrays: TypeAlias = Annotated[
     _Name | _Names | Annotated[dict[_Argument, _Name], Field(min_length=1)],
-    told_as("a name, an array of names or a table of names by argument"),
+    describe_as("a name, an array of names or a table of names by argument"),
 ]
 Columns: TypeAlias = Annotated[
     _Names
     | Annotated[tuple[_Names, ...], Field(strict=False, min_length=1)]
     | Annotated[dict[_Argument, _Names], Field(min_length=1)],
-    told_as("an array of names, an array of such arrays or a table of them by argument"),
+    describe_as("an array of names, an array of such arrays or a table of them by argument"),
 ]
 PathText: TypeAlias = Annotated[
-    str, StringConstraints(pattern=r"^[^\x00]+$"), told_as("a path", format="path")
+    str, StringConstraints(pattern=r"^[^\x00]+$"), describe_as("a path", format="path")
 ]
 Factory: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9_.]*|[^\x00]+\.py):[A-Za-z_][A-Za-z0-9_]*$"),
-    told_as('"module:function" or "path/to/file.py:function"', format="factory"),
+    describe_as('"module:function" or "path/to/file.py:function"', format="factory"),
 ]
 RunName: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64),
-    told_as("at most 64 letters, digits, dots, dashes and underscores, a letter or digit first"),
+    describe_as(
+        "at most 64 letters, digits, dots, dashes and underscores, a letter or digit first"
+    ),
 ]
 Scalars: TypeAlias = Annotated[
     dict[str, bool | int | float | str],
-    told_as("a table of strings, finite numbers and booleans", type="object"),
+    describe_as("a table of strings, finite numbers and booleans", type="object"),
 ]
 Args: TypeAlias = Annotated[
     dict[str, JsonValue],
-    told_as("a table of strings, finite numbers, booleans, arrays and tables", type="object"),
+    describe_as("a table of strings, finite numbers, booleans, arrays and tables", type="object"),
 ]

@@ -7,7 +7,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 from fedlearn.algorithms.lanes import LaneSpec
-from fedlearn.config.pieces import built, declared_by
+from fedlearn.config.components import build_component, with_keys_of
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.section import Problem, Section
 from fedlearn.core.ranges import BelowOne, Positive
@@ -21,7 +21,7 @@ from fedlearn.secagg.plan import SecurePlan
 _ETA_BITS = 30
 
 
-@declared_by(
+@with_keys_of(
     Assumptions,
     SecurePlan,
     given=(
@@ -111,7 +111,7 @@ class SecureAggregationSection(Section):
             ConfigError: No parameters satisfy the assumptions.
         """
         active = self.adversary == "active"
-        assumptions = built(
+        assumptions = build_component(
             Assumptions,
             self,
             adversary=Adversary.ACTIVE_SERVER if active else Adversary.HONEST_BUT_CURIOUS,
@@ -139,7 +139,7 @@ class SecureAggregationSection(Section):
         parameters = self.parameters(num_clients)
         names = ("clip_norm", "noise_multiplier") if privacy.is_distributed else ()
         noise = {name: getattr(privacy, name) for name in names}
-        return built(
+        return build_component(
             SecurePlan,
             self,
             parameters=parameters,
@@ -156,7 +156,7 @@ class SecureAggregationSection(Section):
             ConfigError: No parameters satisfy the assumptions.
         """
         parameters = self.parameters(num_clients)
-        return built(EvaluationPlan, self, parameters=parameters, measures=measures)
+        return build_component(EvaluationPlan, self, parameters=parameters, measures=measures)
 
     def problems_with(
         self, *, num_asked: int, num_wanted: int, min_reports: int | None

@@ -6,7 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds, refused
+from fedlearn.config.components import (
+    DeclaredSection,
+    build_component,
+    find_problem,
+    kind,
+    kinds,
+    with_keys_of,
+)
 from fedlearn.config.section import Columns, PathText, Problem, Section
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Count, Positive, Whole
@@ -18,7 +25,7 @@ from fedlearn.parallel.streams import Stream
 from fedlearn.parallel.table_stream import TableFiles
 
 
-@declared_by(TableFiles, given=("path", "feature_columns", "window_bytes"), label_column="label")
+@with_keys_of(TableFiles, given=("path", "feature_columns", "window_bytes"), label_column="label")
 class FilesSection(Section):
     """Parquet or Arrow files that the coordinator trains on; they may be larger than memory."""
 
@@ -34,7 +41,7 @@ class FilesSection(Section):
         """Return the files."""
         columns = None if self.feature_columns == "all" else self.feature_columns
         path = Path(self.path)
-        return built(
+        return build_component(
             TableFiles, self, path=path, feature_columns=columns, window_bytes=_WINDOW_BYTES
         )
 
@@ -44,7 +51,7 @@ _ROUND_STEPS = 10
 _WINDOW_BYTES = 256 << 20
 
 
-class ServerTraining(DeclaredSection):
+class ServerTrainingSection(DeclaredSection):
     """The coordinator's own training, in addition to that of its clients."""
 
     optimizer: str = Field(description="By what the coordinator's own training steps.")
@@ -92,7 +99,7 @@ class ServerTraining(DeclaredSection):
 
     def problems(self) -> Iterator[Problem]:
         """Refuse values that the plan refuses, keys without effect, and decay without an end."""
-        yield from refused(lambda: self.plan(Seed(0)))
+        yield from find_problem(lambda: self.plan(Seed(0)))
         values = self.model_dump()
         if self.every_rounds and values["decay"] != "none":
             text = (
@@ -126,12 +133,12 @@ class ServerTraining(DeclaredSection):
 
     def plan(self, seed: Seed) -> TrainingPlan:
         """Build the training plan; raises ConfigError or ValueError if values contradict."""
-        spread = built(Spread, self, mesh=built(Mesh, self))
-        return built(
+        spread = build_component(Spread, self, mesh=build_component(Mesh, self))
+        return build_component(
             TrainingPlan,
             self,
-            optimizer=self._stepping(),
-            rate=built(Rate, self),
+            optimizer=self._build_optimizer(),
+            rate=build_component(Rate, self),
             spread=spread,
             seed=seed,
         )
@@ -150,24 +157,24 @@ class ServerTraining(DeclaredSection):
         weights = [section.weight for section in self.files.values()]
         return Mixture(streams, weights=weights, seed=seed.derive("mixture"))
 
-    def _stepping(self) -> MakesOptimizer:
+    def _build_optimizer(self) -> MakesOptimizer:
         if self.optimizer == "sgd":
-            return built(Sgd, self)
+            return build_component(Sgd, self)
         if self.optimizer == "lars":
-            return built(Lars, self)
-        return built(AdamKin, self, decoupled=self.optimizer == "adamw")
+            return build_component(Lars, self)
+        return build_component(AdamKin, self, decoupled=self.optimizer == "adamw")
 
 
-_AROUND = (TrainingPlan, Rate, Spread, Mesh)
+_SHARED = (TrainingPlan, Rate, Spread, Mesh)
 
 SERVER_TRAININGS = kinds(
     "optimizer",
-    ServerTraining,
+    ServerTrainingSection,
     kind(
         "sgd",
         "Stochastic gradient descent.",
         Sgd,
-        *_AROUND,
+        *_SHARED,
         learning_rate=0.1,
         batch_size=64,
         num_steps=0,
@@ -176,7 +183,7 @@ SERVER_TRAININGS = kinds(
         "adamw adam",
         "Adam, or AdamW.",
         AdamKin,
-        *_AROUND,
+        *_SHARED,
         learning_rate=0.001,
         batch_size=64,
         num_steps=0,
@@ -185,7 +192,7 @@ SERVER_TRAININGS = kinds(
         "lars",
         "Layer-wise adaptive rates, for large batches.",
         Lars,
-        *_AROUND,
+        *_SHARED,
         learning_rate=1.0,
         batch_size=64,
         num_steps=0,

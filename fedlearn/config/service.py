@@ -5,9 +5,9 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, StringConstraints
 
-from fedlearn.config.pieces import declared_by
-from fedlearn.config.section import PathText, Problem, Section, told_as
-from fedlearn.config.toml import shown
+from fedlearn.config.components import with_keys_of
+from fedlearn.config.section import PathText, Problem, Section, describe_as
+from fedlearn.config.toml import quote
 from fedlearn.core.ranges import NotNegative, Positive, Whole
 from fedlearn.gateway.eligibility import Requirements
 from fedlearn.gateway.settings import GatewaySettings
@@ -16,7 +16,7 @@ from fedlearn.transport.addresses import ADDRESS_PATTERN, MAX_PORT
 Address: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=ADDRESS_PATTERN),
-    told_as('"host:port"'),
+    describe_as('"host:port"'),
 ]
 AddressList: TypeAlias = Annotated[tuple[Address, ...], Field(strict=False)]
 #: A tag is a key and a value.
@@ -24,7 +24,7 @@ TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*=[A-Za-z0-9._:/-]+$"
 Tag: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=TAG_PATTERN, max_length=100),
-    told_as('"key=value"'),
+    describe_as('"key=value"'),
 ]
 Tags: TypeAlias = Annotated[tuple[Tag, ...], Field(strict=False)]
 Names: TypeAlias = Annotated[
@@ -32,7 +32,7 @@ Names: TypeAlias = Annotated[
 ]
 
 
-@declared_by(Requirements)
+@with_keys_of(Requirements)
 class EligibilitySection(Section):
     """The tags and reported properties that a client needs to be sent tasks."""
 
@@ -45,7 +45,7 @@ class EligibilitySection(Section):
     )
 
 
-@declared_by(
+@with_keys_of(
     GatewaySettings,
     given=("max_handshakes", "handshake_timeout_s", "max_messages_per_s"),
     max_connected=2000,
@@ -128,15 +128,15 @@ class ServiceSection(Section):
     def problems(self) -> Iterator[Problem]:
         """Refuse ports out of range, two services on one address, and addresses without effect."""
         for name in ("address", "enrolment_address", "http_address"):
-            yield from self._no_port(name, getattr(self, name) or self.address)
+            yield from self._check_port(name, getattr(self, name) or self.address)
         for name in ("public_addresses", "public_enrolment_addresses"):
             for address in getattr(self, name):
-                yield from self._no_port(name, address)
+                yield from self._check_port(name, address)
         served = [self.address, self.enrolment_address, self.http_address]
         for place, name in enumerate(("enrolment_address", "http_address"), start=1):
             here = served[place]
-            if here is not None and here in served[:place] and _port(here):
-                text = f"is {shown(here)}, where another service listens; take other ports"
+            if here is not None and here in served[:place] and _parse_port(here):
+                text = f"is {quote(here)}, where another service listens; take other ports"
                 yield Problem((name, "address"), text)
         if self.public_enrolment_addresses and self.enrolment_address is None:
             text = (
@@ -145,11 +145,11 @@ class ServiceSection(Section):
             )
             yield Problem(("public_enrolment_addresses",), text)
 
-    def _no_port(self, name: str, address: str) -> Iterator[Problem]:
-        if _port(address) > MAX_PORT:
-            text = f"is {shown(address)}, but ports end at {MAX_PORT}; take a smaller one"
+    def _check_port(self, name: str, address: str) -> Iterator[Problem]:
+        if _parse_port(address) > MAX_PORT:
+            text = f"is {quote(address)}, but ports end at {MAX_PORT}; take a smaller one"
             yield Problem((name,), text)
 
 
-def _port(address: str) -> int:
+def _parse_port(address: str) -> int:
     return int(address.rpartition(":")[2])

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from functools import partial
 
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
-from fedlearn.config.pieces import built, declared_by, refused
+from fedlearn.config.components import build_component, find_problem, with_keys_of
 from fedlearn.config.section import Problem, Section
 
 
-@declared_by(
+@with_keys_of(
     Staleness,
     max_staleness=20,
     staleness_weight=StalenessWeight.POLYNOMIAL,
@@ -20,4 +20,4 @@ class StalenessSection(Section):
 
     def problems(self) -> Iterable[Problem]:
         """Refuse an exponent that gives the stalest updates almost no weight."""
-        return refused(partial(built, Staleness, self))
+        return find_problem(partial(build_component, Staleness, self))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fedlearn.config.pieces import declared_by
+from fedlearn.config.components import with_keys_of
 from fedlearn.config.section import PathText, Problem, Section
 from fedlearn.config.tables import Use
 from fedlearn.core.ranges import NotNegative
@@ -13,7 +13,7 @@ from fedlearn.core.redaction import without_password
 from fedlearn.store.retention import USUAL, Retention
 
 
-@declared_by(
+@with_keys_of(
     Retention,
     keep_last=USUAL.keep_last,
     keep_every=USUAL.keep_every,

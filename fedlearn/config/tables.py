@@ -13,7 +13,7 @@ class Use(Flag):
     """What a key or table is used for, besides describing the computation."""
 
     NONE = 0
-    SERVED = auto()
+    SERVING = auto()
     """It says how a deployment is served and recorded: operators' commands read it alone."""
     RESTART = auto()
     """It may change when a deployed run resumes, since it changes no result."""
@@ -30,7 +30,7 @@ PYTHON_PIECES: Final = "python"
 
 #: In the order of :class:`~fedlearn.config.tree.Config`.
 TABLES: Final[Mapping[str, Use]] = {
-    "name": Use.SERVED | Use.RESTART,
+    "name": Use.SERVING | Use.RESTART,
     "seed": Use.NONE,
     "num_rounds": Use.NONE,
     "centralized": Use.SIMULATED,
@@ -53,8 +53,8 @@ TABLES: Final[Mapping[str, Use]] = {
     "early_stopping": Use.NONE,
     "engine": Use.RESTART,
     "callbacks": Use.NONE,
-    "store": Use.SERVED | Use.RESTART,
-    "coordinator": Use.SERVED | Use.RESTART,
+    "store": Use.SERVING | Use.RESTART,
+    "coordinator": Use.SERVING | Use.RESTART,
     "flower": Use.SIMULATED,
 }
 

@@ -7,14 +7,14 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from fedlearn.config.cohort import OTHER_DATA
-from fedlearn.config.keys import ANY_NAME, about, is_named, kinds_of, members_of
+from fedlearn.config.keys import ANY_NAME, describe_table, is_named, kinds_of, members_of
 from fedlearn.config.section import Section, tag_of
-from fedlearn.config.toml import dotted, toml, toml_key
+from fedlearn.config.toml import format_key, format_toml, join_key
 
 _WIDTH = 98
 
 
-def template(config: Section, *, omit: Collection[str], heading: str) -> str:
+def render_template(config: Section, *, omit: Collection[str], heading: str) -> str:
     """Write ``config`` as TOML that loads to an equal tree, each key explained.
 
     A key that is not set appears as a comment.
@@ -26,41 +26,41 @@ def template(config: Section, *, omit: Collection[str], heading: str) -> str:
 
     Example:
         >>> from fedlearn.config import Config
-        >>> text = template(Config(seed=3), omit=["data", "name"], heading="An example.")
+        >>> text = render_template(Config(seed=3), omit=["data", "name"], heading="An example.")
         >>> print(text[:69])
         # An example.
         <BLANKLINE>
         # Seed of all that is random, 0 to 2**63 - 1.
         seed = 3
     """
-    lines = [*_comment(heading), *_table(config, (), frozenset(omit))]
+    lines = [*_comment(heading), *_write_table(config, (), frozenset(omit))]
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def _table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> Iterator[str]:
+def _write_table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> Iterator[str]:
     """Yield the lines of the keys of ``section``, then of the tables in it."""
     fields = {
         key: info
         for key, info in type(section).model_fields.items()
-        if dotted((*path, key)) not in omit
+        if join_key((*path, key)) not in omit
     }
     for key, info in fields.items():
         if not members_of(info):
             yield ""
-            yield from _key((*path, key), info, getattr(section, key))
+            yield from _write_key((*path, key), info, getattr(section, key))
     for key, info in fields.items():
         inner = getattr(section, key)
         if is_named(info):
-            yield from _named_tables(info, inner, (*path, key))
+            yield from _write_named_tables(info, inner, (*path, key))
         elif members_of(info):
             assert isinstance(inner, Section)
             yield from ("", "")
-            yield from _comment(_about(info, inner))
-            yield f"[{dotted((*path, key))}]"
-            yield from _table(inner, (*path, key), omit)
+            yield from _comment(_describe_kinds(info, inner))
+            yield f"[{join_key((*path, key))}]"
+            yield from _write_table(inner, (*path, key), omit)
 
 
-def _named_tables(
+def _write_named_tables(
     info: FieldInfo, tables: Mapping[str, Section], path: tuple[str, ...]
 ) -> Iterator[str]:
     """Yield the lines of tables whose names the user chooses; if none, a header in a comment."""
@@ -68,36 +68,37 @@ def _named_tables(
     yield from ("", "")
     yield from _comment(info.description)
     if not tables:
-        yield f"# [{dotted((*path, ANY_NAME))}]"
+        yield f"# [{join_key((*path, ANY_NAME))}]"
     for name, table in tables.items():
-        yield from ("", f"[{dotted((*path, name))}]")
-        yield from _table(table, (*path, name), frozenset())
+        yield from ("", f"[{join_key((*path, name))}]")
+        yield from _write_table(table, (*path, name), frozenset())
 
 
-def _key(path: tuple[str, ...], info: FieldInfo, value: object) -> Iterator[str]:
+def _write_key(path: tuple[str, ...], info: FieldInfo, value: object) -> Iterator[str]:
     assert info.description  # every field of the configuration has one
-    yield from _comment(f"{info.description}{_left_out(path, info)}")
-    key = toml_key(path[-1])
-    yield f"# {key} =" if value is None else f"{key} = {toml(value)}"
+    yield from _comment(f"{info.description}{_describe_default(path, info)}")
+    key = format_key(path[-1])
+    yield f"# {key} =" if value is None else f"{key} = {format_toml(value)}"
 
 
-def _left_out(path: tuple[str, ...], info: FieldInfo) -> str:
+def _describe_default(path: tuple[str, ...], info: FieldInfo) -> str:
     """Describe a key's default if it depends on the data."""
     *table, key = path
-    other = OTHER_DATA.get(dotted(table), {})
+    other = OTHER_DATA.get(join_key(table), {})
     if key not in other:
         return ""
-    return f" Left out: {toml(info.default)} with the digits, {toml(other[key])} with other data."
+    digits, others = format_toml(info.default), format_toml(other[key])
+    return f" Default: {digits} with the digits, {others} with other data."
 
 
-def _about(info: FieldInfo, inner: Section) -> str:
+def _describe_kinds(info: FieldInfo, inner: Section) -> str:
     """Describe a table, and list its other kinds."""
-    tag, summary = tag_of(info), about(info, type(inner))
+    tag, summary = tag_of(info), describe_table(info, type(inner))
     if tag is None:
         return summary
     kinds = [kind for member in members_of(info) for kind in kinds_of(member, tag)]
     mine = get_args(type(inner).model_fields[tag].annotation)
-    others = ", ".join(toml(kind) for kind in kinds if kind not in mine)
+    others = ", ".join(format_toml(kind) for kind in kinds if kind not in mine)
     return f"{summary} Other kinds, with keys of their own: {others}." if others else summary
 
 

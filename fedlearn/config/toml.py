@@ -19,15 +19,15 @@ def toml_lines(table: Mapping[str, Any], path: Key) -> Iterator[str]:
     """Yield the lines of the table at ``path``: its own values, then the tables inside it."""
     inner = {key: value for key, value in table.items() if isinstance(value, dict)}
     if path and (len(inner) < len(table) or not table):
-        yield f"\n[{dotted(path)}]"
+        yield f"\n[{join_key(path)}]"
     for key, value in table.items():
         if key not in inner:
-            yield f"{toml_key(key)} = {toml(value)}"
+            yield f"{format_key(key)} = {format_toml(value)}"
     for key, value in inner.items():
         yield from toml_lines(value, (*path, key))
 
 
-def toml(value: Any) -> str:
+def format_toml(value: Any) -> str:
     """Format a value as TOML; tables and arrays on one line."""
     match value:
         case bool():
@@ -35,27 +35,27 @@ def toml(value: Any) -> str:
         case str():  # JSON's escapes are valid TOML, but TOML requires DEL to be escaped too
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case dict():
-            pairs = (f"{toml_key(key)} = {toml(each)}" for key, each in value.items())
+            pairs = (f"{format_key(key)} = {format_toml(each)}" for key, each in value.items())
             return f"{{{', '.join(pairs)}}}"
         case list() | tuple():
-            return f"[{', '.join(map(toml, value))}]"
+            return f"[{', '.join(map(format_toml, value))}]"
         case _:
             return str(value)
 
 
-def toml_key(key: str) -> str:
+def format_key(key: str) -> str:
     """Format a key as TOML, quoted if necessary."""
-    return key if _BARE_KEY.fullmatch(key) else toml(key)
+    return key if _BARE_KEY.fullmatch(key) else format_toml(key)
 
 
-def dotted(path: Iterable[str]) -> str:
+def join_key(path: Iterable[str]) -> str:
     """Return a path as a dotted key."""
-    return ".".join(map(toml_key, path))
+    return ".".join(map(format_key, path))
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """Format a value for an error: as TOML, without passwords, cut to a readable length."""
-    text = redacted(toml(value))
+    text = redacted(format_toml(value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 

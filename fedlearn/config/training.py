@@ -26,40 +26,53 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.config.called import Called, imported, not_returned, require_attributes, user_call
-from fedlearn.config.pieces import DeclaredSection, Make, built, kind, kinds, refused
+from fedlearn.config.components import (
+    DeclaredSection,
+    Make,
+    build_component,
+    find_problem,
+    kind,
+    kinds,
+)
 from fedlearn.config.section import Args, Factory, Problem, Scalars, Section
+from fedlearn.config.user_functions import (
+    UserFunctionSection,
+    bind_user_function,
+    import_function,
+    require_attributes,
+    wrong_return_error,
+)
 from fedlearn.core.ranges import Count
 from fedlearn.simulation import models
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.training.trainer import LocalTrainer
 
 
-class Model(DeclaredSection):
+class ModelSection(DeclaredSection):
     """What is trained."""
 
     kind: str = Field(description="Which model is trained.")
 
 
-class PythonModel(Called, Model):
+class PythonModelSection(UserFunctionSection, ModelSection):
     """A model that a function of yours returns."""
 
     def build(self, **given: object) -> Callable[[], nn.Module]:
         """Return a function that builds the network; it does not depend on the data."""
-        make = user_call("model.factory", self.factory, self.args)
-        return partial(_user_model, self.factory, make)
+        make = bind_user_function("model.factory", self.factory, self.args)
+        return partial(_call_model, self.factory, make)
 
 
-def _user_model(factory: str, make: Callable[[], object]) -> nn.Module:
+def _call_model(factory: str, make: Callable[[], object]) -> nn.Module:
     made = make()
     if not isinstance(made, nn.Module):
-        raise not_returned("model.factory", factory, made, "a torch module")
+        raise wrong_return_error("model.factory", factory, made, "a torch module")
     return made
 
 
 MODELS = kinds(
     "kind",
-    Model,
+    ModelSection,
     kind(
         "mlp",
         "Linear layers with ReLU between them, on flattened features.",
@@ -68,18 +81,18 @@ MODELS = kinds(
     ),
     kind("logistic", "Multinomial logistic regression on flattened features.", models.Logistic),
     kind("cnn", "Two convolutions with pooling and two linear layers (LeNet's shape).", models.Cnn),
-    kind("python", "A model that a function of yours returns.", PythonModel),
+    kind("python", "A model that a function of yours returns.", PythonModelSection),
     given=("feature_shape", "num_outputs"),
 )
 
 
-class Loss(DeclaredSection):
+class LossSection(DeclaredSection):
     """What local training minimises."""
 
     kind: str = Field(description="What local training minimises.")
 
 
-class PythonLoss(Called, Loss):
+class PythonLossSection(UserFunctionSection, LossSection):
     """A loss that a function of yours returns."""
 
     per_example: bool = Field(
@@ -90,32 +103,32 @@ class PythonLoss(Called, Loss):
 
     def build(self, **given: object) -> Objective:
         """Call the user function and wrap the loss that it returns."""
-        made = user_call("loss.factory", self.factory, self.args)()
+        made = bind_user_function("loss.factory", self.factory, self.args)()
         if not callable(made):
             needed = "a function from outputs and labels to one loss an example"
-            raise not_returned("loss.factory", self.factory, made, needed)
+            raise wrong_return_error("loss.factory", self.factory, made, needed)
         return CustomLoss(made, per_example=self.per_example)
 
 
-class CrossEntropyLoss(Loss):
+class CrossEntropyLossSection(LossSection):
     """Softmax cross-entropy over classes, with accuracy."""
 
     def problems(self) -> Iterator[Problem]:
         """Refuse values that the loss refuses."""
-        yield from refused(self.build)
+        yield from find_problem(self.build)
 
     def build(self, **given: object) -> CrossEntropy:
         """Build the loss."""
-        return built(CrossEntropy, self, **given)
+        return build_component(CrossEntropy, self, **given)
 
 
 LOSSES = kinds(
     "kind",
-    Loss,
+    LossSection,
     kind(
         "cross_entropy",
         "Softmax cross-entropy over classes, with accuracy.",
-        CrossEntropyLoss,
+        CrossEntropyLossSection,
         CrossEntropy,
     ),
     kind("mse", "Squared error, the mean over an example's outputs.", MeanSquaredError),
@@ -124,7 +137,7 @@ LOSSES = kinds(
         "Logistic loss, with accuracy at the threshold 1/2. One logit an example; labels 0 or 1.",
         BinaryCrossEntropy,
     ),
-    kind("python", "A loss that a function of yours returns.", PythonLoss),
+    kind("python", "A loss that a function of yours returns.", PythonLossSection),
 )
 
 
@@ -145,10 +158,10 @@ class MetricSection(Section):
         """Build the metric; the table must have a factory."""
         assert self.factory is not None
         key = f"metrics.{name}.factory"
-        return Metric(user_call(key, self.factory, self.args)(), direction=self.direction)
+        return Metric(bind_user_function(key, self.factory, self.args)(), direction=self.direction)
 
 
-class Algorithm(DeclaredSection):
+class AlgorithmSection(DeclaredSection):
     """The federated algorithm."""
 
     name: str = Field(description="The federated algorithm.")
@@ -159,16 +172,16 @@ class Algorithm(DeclaredSection):
         return made
 
 
-class FedSgdAlgorithm(Algorithm):
+class FedSgdSection(AlgorithmSection):
     """One gradient step a round: client.epochs is 1 and client.batch_size "all" by default."""
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Build FedSGD with the learning rate of ``local``."""
         assert isinstance(local, LocalSgd)  # the configuration makes sure
-        return built(recipes.FedSGD, self, learning_rate=local.learning_rate)
+        return build_component(recipes.FedSGD, self, learning_rate=local.learning_rate)
 
 
-class PythonAlgorithm(Algorithm):
+class PythonAlgorithmSection(AlgorithmSection):
     """A strategy of yours; its file may stand as the name itself."""
 
     factory: Factory = Field(
@@ -179,7 +192,7 @@ class PythonAlgorithm(Algorithm):
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Call the factory and check that it made a strategy."""
-        made = user_call("algorithm.name", self.factory, {"local": local, **self.args})()
+        made = bind_user_function("algorithm.name", self.factory, {"local": local, **self.args})()
         needed = ("local", "aggregation", "transforms", "lanes", "init", "at", "broadcast", "step")
         remedy = "let its class inherit from fedlearn.Strategy"
         require_attributes("algorithm.name", self.factory, made, needed, remedy)
@@ -187,20 +200,22 @@ class PythonAlgorithm(Algorithm):
         return strategy
 
 
-class FedBuffAlgorithm(Algorithm):
+class FedBuffSection(AlgorithmSection):
     """FedBuff; the table ``asynchronous`` says when it steps."""
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Build the server's step for the mean update of a buffer."""
-        return built(recipes.FedBuff, self, local=local, **_ANY_BUFFER, buffer_size=1).strategy
+        return build_component(
+            recipes.FedBuff, self, local=local, **_ANY_BUFFER, buffer_size=1
+        ).strategy
 
 
-class FedAsyncAlgorithm(Algorithm):
+class FedAsyncSection(AlgorithmSection):
     """FedAsync: FedBuff whose buffer is one update."""
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Build the server's step for a single update."""
-        return built(recipes.FedAsync, self, local=local, **_ANY_BUFFER).strategy
+        return build_component(recipes.FedAsync, self, local=local, **_ANY_BUFFER).strategy
 
 
 #: Placeholders that the recipes require; the strategy does not depend on them.
@@ -208,7 +223,7 @@ _ANY_BUFFER = {"concurrency": 1, "max_staleness": 0}
 
 ALGORITHMS = kinds(
     "name",
-    Algorithm,
+    AlgorithmSection,
     kind(
         "fedavg",
         "Federated averaging: the new model is the mean of the local ones.",
@@ -218,7 +233,7 @@ ALGORITHMS = kinds(
         "fedsgd",
         'FedSGD, one gradient step a round: client.epochs is 1 and client.batch_size "all" by'
         " default.",
-        FedSgdAlgorithm,
+        FedSgdSection,
         recipes.FedSGD,
     ),
     kind(
@@ -280,22 +295,26 @@ ALGORITHMS = kinds(
     kind(
         "fedbuff",
         "FedBuff; when it steps is a table of its own, ``asynchronous``.",
-        FedBuffAlgorithm,
+        FedBuffSection,
         recipes.FedBuff,
     ),
     kind(
         "fedasync",
         "FedAsync: FedBuff whose buffer is one update.",
-        FedAsyncAlgorithm,
+        FedAsyncSection,
         recipes.FedAsync,
         mixing=0.6,
     ),
-    kind("python", "A strategy of yours; its file may stand as the name itself.", PythonAlgorithm),
+    kind(
+        "python",
+        "A strategy of yours; its file may stand as the name itself.",
+        PythonAlgorithmSection,
+    ),
     given=("local", "learning_rate", *(each.name for each in fields(Asynchrony))),
 )
 
 
-class Client(DeclaredSection):
+class ClientSection(DeclaredSection):
     """Local training."""
 
     optimizer: str = Field(description="How a client trains.")
@@ -328,8 +347,8 @@ class Client(DeclaredSection):
         if self.trainer_args and self.trainer is None:
             text = "are given, but there is no client.trainer that takes them"
             yield Problem(("trainer_args", "trainer"), text)
-        yield from refused(self.local_update)
-        yield from refused(
+        yield from find_problem(self.local_update)
+        yield from find_problem(
             partial(ExtraSettings, inner=OwnTraining(), extra=tuple(self.extra.items()))
         )
 
@@ -337,30 +356,32 @@ class Client(DeclaredSection):
         """Build the clients' local update; raises ValueError if values contradict each other."""
         size = None if self.batch_size == "all" else self.batch_size
         if self.optimizer == "own":
-            return built(OwnTraining, self, batch_size=size)
+            return build_component(OwnTraining, self, batch_size=size)
         if self.optimizer == "sgd":
-            local: LocalUpdate = built(LocalSgd, self, batch_size=size)
+            local: LocalUpdate = build_component(LocalSgd, self, batch_size=size)
         else:
-            local = built(LocalAdam, self, batch_size=size, decoupled=self.optimizer == "adamw")
+            local = build_component(
+                LocalAdam, self, batch_size=size, decoupled=self.optimizer == "adamw"
+            )
         if self.model_dump()["gradient_clip_norm"] is not None:
-            local = built(ClippedGradients, self, inner=local)
-        scheduled = built(ScheduledRate, self, inner=local)
+            local = build_component(ClippedGradients, self, inner=local)
+        scheduled = build_component(ScheduledRate, self, inner=local)
         # A schedule with only default values changes nothing, so it is left out.
         return local if scheduled == ScheduledRate(inner=local) else scheduled
 
     def settings_by_round(self) -> RoundSettings | None:
         """Return the function from round number to settings; ``None`` if they do not change."""
-        return None if self.by_round is None else imported("client.by_round", self.by_round)
+        return None if self.by_round is None else import_function("client.by_round", self.by_round)
 
     def make_trainer(self) -> MakeTrainer | None:
         """Return the factory of simulated clients' trainers; ``None`` for fedlearn's own."""
         if self.trainer is None:
             return None
-        function = imported("client.trainer", self.trainer)
-        return partial(_trainer_of, self.trainer, partial(function, **self.trainer_args))
+        function = import_function("client.trainer", self.trainer)
+        return partial(_make_trainer, self.trainer, partial(function, **self.trainer_args))
 
 
-def _trainer_of(
+def _make_trainer(
     name: str, make: Callable[..., LocalTrainer], features: Tensor, labels: Tensor
 ) -> LocalTrainer:
     made = make(features, labels)
@@ -369,16 +390,16 @@ def _trainer_of(
     return made
 
 
-_AROUND: tuple[Make, ...] = (ClippedGradients, ScheduledRate)
+_WRAPPERS: tuple[Make, ...] = (ClippedGradients, ScheduledRate)
 
 CLIENTS = kinds(
     "optimizer",
-    Client,
+    ClientSection,
     kind(
         "sgd",
         "Minibatch SGD for E epochs with optional momentum and weight decay.",
         LocalSgd,
-        *_AROUND,
+        *_WRAPPERS,
         learning_rate=0.3,
         gradient_clip_norm=None,
     ),
@@ -386,7 +407,7 @@ CLIENTS = kinds(
         "adam adamw",
         "Minibatch Adam for E epochs; with decoupled decay, AdamW.",
         LocalAdam,
-        *_AROUND,
+        *_WRAPPERS,
         learning_rate=0.001,
         beta_1=0.9,
         beta_2=0.999,

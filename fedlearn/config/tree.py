@@ -10,43 +10,47 @@ from pydantic import Field, model_validator
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.config.asynchronous import AsynchronousSection, buffers_in
-from fedlearn.config.called import Called, require_attributes, user_call
+from fedlearn.config.asynchronous import AsynchronousSection, imply_buffers
 from fedlearn.config.cohort import (
     COHORTS,
     DEVICES,
     OTHER_DATA,
     REAL_DEADLINE_S,
     USUAL_WANTED,
-    Cohort,
-    Devices,
+    CohortSection,
+    DevicesSection,
     StragglersSection,
     UpdatesSection,
 )
+from fedlearn.config.components import build_component, find_problem
 from fedlearn.config.coordinator import CoordinatorSection
-from fedlearn.config.data import DATA, Data, NoData
+from fedlearn.config.data import DATA, DataSection, NoDataSection
 from fedlearn.config.earlier import read_earlier
 from fedlearn.config.flower import ROUND, FlowerSection, is_foreign
 from fedlearn.config.late_updates import LateUpdatesSection
-from fedlearn.config.pieces import built, refused
 from fedlearn.config.privacy import PrivacySection
-from fedlearn.config.problems import Sources, checked
+from fedlearn.config.problems import Sources, validate
 from fedlearn.config.section import Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.staleness import StalenessSection
 from fedlearn.config.store import StoreSection
 from fedlearn.config.tables import Use
-from fedlearn.config.toml import shown
+from fedlearn.config.toml import quote
 from fedlearn.config.training import (
     ALGORITHMS,
     CLIENTS,
     LOSSES,
     MODELS,
-    Algorithm,
-    Client,
-    Loss,
+    AlgorithmSection,
+    ClientSection,
+    LossSection,
     MetricSection,
-    Model,
+    ModelSection,
+)
+from fedlearn.config.user_functions import (
+    UserFunctionSection,
+    bind_user_function,
+    require_attributes,
 )
 from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 from fedlearn.errors import ConfigError
@@ -54,8 +58,8 @@ from fedlearn.rounds.run import RoundCallback
 
 _MAX_SEED = 2**63 - 1
 #: Keys of ``client`` that do not describe its training, and those that FedSGD leaves open.
-_BESIDE_TRAINING = Client.model_fields.keys() - {"optimizer", "epochs", "batch_size"}
-_BESIDE_THE_STEP = _BESIDE_TRAINING | {"learning_rate", "shuffle"}
+_NOT_TRAINING = ClientSection.model_fields.keys() - {"optimizer", "epochs", "batch_size"}
+_FREE_UNDER_FEDSGD = _NOT_TRAINING | {"learning_rate", "shuffle"}
 _MAX_ROUNDS = 1_000_000_000
 _USUAL_EVALUATED = 50
 
@@ -156,8 +160,8 @@ class EngineSection(Section):
         for name, allowed in sessions.items():
             value = getattr(self, name)
             if self.transport == "memory" and value not in allowed:
-                options = " or ".join(map(shown, allowed))
-                text = f'is {shown(value)}, but engine.transport is "memory"; give {options}'
+                options = " or ".join(map(quote, allowed))
+                text = f'is {quote(value)}, but engine.transport is "memory"; give {options}'
                 yield Problem((name, "transport"), text)
 
 
@@ -184,15 +188,15 @@ class Config(Section):
         description="Train the same model on the pooled examples instead: a round is client.epochs "
         "passes over all of them. The figure that a federated result is held to.",
     )
-    data: Annotated[Data, DATA] = DATA.of("digits")
-    model: Annotated[Model, MODELS] = MODELS.of("mlp")
-    loss: Annotated[Loss, LOSSES] = LOSSES.of("cross_entropy")
+    data: Annotated[DataSection, DATA] = DATA.of("digits")
+    model: Annotated[ModelSection, MODELS] = MODELS.of("mlp")
+    loss: Annotated[LossSection, LOSSES] = LOSSES.of("cross_entropy")
     metrics: dict[str, MetricSection] = Field(
         {}, description="What the model is measured by beyond the loss, by name."
     )
-    algorithm: Annotated[Algorithm, ALGORITHMS] = ALGORITHMS.of("fedavg")
-    client: Annotated[Client, CLIENTS] = CLIENTS.of("sgd")
-    cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
+    algorithm: Annotated[AlgorithmSection, ALGORITHMS] = ALGORITHMS.of("fedavg")
+    client: Annotated[ClientSection, CLIENTS] = CLIENTS.of("sgd")
+    cohort: Annotated[CohortSection, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = Field(
         StragglersSection(),
         description="When a round closes, and what happens when too few have reported by then.",
@@ -227,7 +231,7 @@ class Config(Section):
         description="Whether the released models hide each user's taking part, or its "
         "examples, and how well.",
     )
-    devices: Annotated[Devices, DEVICES] = DEVICES.of("lognormal")
+    devices: Annotated[DevicesSection, DEVICES] = DEVICES.of("lognormal")
     evaluation: EvaluationSection = Field(
         EvaluationSection(), description="When and on what the global model is evaluated."
     )
@@ -237,7 +241,7 @@ class Config(Section):
     engine: EngineSection = Field(
         EngineSection(), description="Where and how local training is computed."
     )
-    callbacks: dict[str, Called] = Field(
+    callbacks: dict[str, UserFunctionSection] = Field(
         {},
         description="Who is called after each round, by a name of your choice: what each function "
         "returns has after_round(record, model).",
@@ -261,7 +265,7 @@ class Config(Section):
         made = list[RoundCallback]()
         for name, each in self.callbacks.items():
             key = f"callbacks.{name}.factory"
-            callback = user_call(key, each.factory, each.args)()
+            callback = bind_user_function(key, each.factory, each.args)()
             remedy = "it must have after_round(record, model)"
             require_attributes(key, each.factory, callback, ("after_round",), remedy)
             made.append(callback)
@@ -269,7 +273,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _implied(cls, raw: Any) -> Any:  # Any: not validated yet
+    def _imply_defaults(cls, raw: Any) -> Any:  # Any: not validated yet
         """Add the defaults that some tables imply for unset keys of others.
 
         - An algorithm's name with a colon is the location of a user's own strategy.
@@ -301,26 +305,26 @@ class Config(Section):
                 implied[key] = {**other, **table}
         privacy = raw.get("privacy")
         if isinstance(privacy, dict) and privacy.get("mode", "off") != "off":
-            implied |= _private(raw | implied)
+            implied |= _imply_from_privacy(raw | implied)
         late, staleness = raw.get("late_updates"), raw.get("staleness", {})
         if isinstance(late, dict) and late.get("mode") == "keep" and isinstance(staleness, dict):
             implied["staleness"] = {"max_staleness": 5, "staleness_hinge": 0, **staleness}
-        return raw | implied | buffers_in(raw | implied)
+        return raw | implied | imply_buffers(raw | implied)
 
     def problems(self) -> Iterator[Problem]:
         """Yield the conflicts between sections."""
-        yield from self._too_few_clients()
-        yield from self._without_data()
+        yield from self._check_cohort_size()
+        yield from self._check_missing_data()
         if self.secure_aggregation.is_on:
-            yield from self._insecure()
+            yield from self._check_secure_aggregation()
         if self.privacy.is_on:
-            yield from self._not_private()
-        yield from self._unbounded()
+            yield from self._check_privacy()
+        yield from self._check_update_bounds()
         if self.flower.is_foreign:
-            yield from self._beyond_foreign_apps()
-        yield from self._not_asynchronous()
+            yield from self._check_foreign_apps()
+        yield from self._check_asynchrony()
         if self.algorithm.name == "fedsgd":
-            yield from self._more_than_a_step()
+            yield from self._check_fedsgd()
         if self.centralized and self.coordinator.training.is_on:
             text = "is true, but the coordinator trains as well (coordinator.training); remove one"
             yield Problem(("centralized",), text)
@@ -333,7 +337,7 @@ class Config(Section):
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
 
-    def _not_asynchronous(self) -> Iterator[Problem]:
+    def _check_asynchrony(self) -> Iterator[Problem]:
         """Refuse conflicts with asynchronous rounds or late updates, and staleness without both."""
         stragglers = self.stragglers.model_dump()
         values = {
@@ -348,7 +352,7 @@ class Config(Section):
         }
         yield from self.asynchronous.problems_with(values)
         yield from self.late_updates.problems_with(values)
-        for problem in refused(self.asynchrony):  # more clients in flight than can count
+        for problem in find_problem(self.asynchrony):  # more clients in flight than can count
             yield problem._replace(keys=(f"asynchronous.{problem.keys[0]}",))
         if not (self.asynchronous.is_on or self.late_updates.are_kept):
             for name, info in StalenessSection.model_fields.items():
@@ -363,7 +367,7 @@ class Config(Section):
         """Build the settings of asynchronous rounds; ``None`` if rounds are synchronous."""
         return self.asynchronous.asynchrony(self.staleness)
 
-    def _unbounded(self) -> Iterator[Problem]:
+    def _check_update_bounds(self) -> Iterator[Problem]:
         """Refuse bounds on updates under secure aggregation or privacy, which clip instead."""
         modes = {
             "secure_aggregation.mode": self.secure_aggregation.is_on,
@@ -373,23 +377,23 @@ class Config(Section):
         for name, default in UpdatesSection().model_dump().items():
             value = getattr(self.updates, name)
             if key is not None and value != default:
-                text = f"is {shown(value)}, but {key} is on, which clips; leave it out"
+                text = f"is {quote(value)}, but {key} is on, which clips; leave it out"
                 yield Problem((f"updates.{name}", key), text)
 
-    def _beyond_foreign_apps(self) -> Iterator[Problem]:
+    def _check_foreign_apps(self) -> Iterator[Problem]:
         """Refuse settings that ClientApps written without fedlearn would not follow."""
         apps, own = "flower.client_apps", CLIENTS.of("own").model_dump()
         whose = f'flower.client_apps is "{self.flower.client_apps}", whose ClientApps'
         if self.secure_aggregation.is_on:
             text = (
-                f"is {shown(self.secure_aggregation.mode)}, but {whose} send what they have learnt"
+                f"is {quote(self.secure_aggregation.mode)}, but {whose} send what they have learnt"
             )
             yield Problem(
                 ("secure_aggregation.mode", apps), f'{text} in the clear; set it to "off"'
             )
         if self.privacy.mode in ("distributed", "local", "example"):
             text = (
-                f"is {shown(self.privacy.mode)}, but {whose} add no noise and clip no gradients; "
+                f"is {quote(self.privacy.mode)}, but {whose} add no noise and clip no gradients; "
                 'set it to "central", where the coordinator does both, or to "off"'
             )
             yield Problem(("privacy.mode", apps), text)
@@ -408,38 +412,38 @@ class Config(Section):
         if ROUND in self.client.extra:
             text = f"is what {whose} read as the round; leave it out"
             yield Problem((f"client.extra.{ROUND}", apps), text)
-        asked = self.client.model_dump(exclude=set(_BESIDE_TRAINING))
+        asked = self.client.model_dump(exclude=set(_NOT_TRAINING))
         name = next((name for name in asked if asked[name] != own.get(name)), None)
         if name is not None:
             remedy = 'set it to "own"' if name == "optimizer" else "leave it out"
             text = (
-                f"is {shown(asked[name])}, but {whose} train as they are written; {remedy}, and "
+                f"is {quote(asked[name])}, but {whose} train as they are written; {remedy}, and "
                 "give what they read in client.extra"
             )
             yield Problem((f"client.{name}", apps), text)
 
-    def _more_than_a_step(self) -> Iterator[Problem]:
+    def _check_fedsgd(self) -> Iterator[Problem]:
         """Refuse local training other than FedSGD's.
 
         The learning rate is free, and so is ``shuffle``: the order does not matter in one batch.
         """
         asked = self.client.model_dump()
         plain = CLIENTS.of("sgd", epochs=1, batch_size="all").model_dump()
-        for name in plain.keys() - _BESIDE_THE_STEP:
+        for name in plain.keys() - _FREE_UNDER_FEDSGD:
             if name in asked and asked[name] != plain[name]:
                 text = (
-                    f"is {shown(asked[name])}, but FedSGD takes one step along the gradient; "
+                    f"is {quote(asked[name])}, but FedSGD takes one step along the gradient; "
                     'leave it out, or use "fedavg"'
                 )
                 yield Problem((f"client.{name}", "algorithm.name"), text)
 
-    def _without_data(self) -> Iterator[Problem]:
+    def _check_missing_data(self) -> Iterator[Problem]:
         """Refuse settings that need examples if the coordinator has none."""
-        if not isinstance(self.data, NoData):
+        if not isinstance(self.data, NoDataSection):
             return
         if self.model.kind != "python":
             text = (
-                f"is {shown(self.model.kind)}, which takes its shape from the data, but "
+                f"is {quote(self.model.kind)}, which takes its shape from the data, but "
                 'data.source is "none"; set it to "python" and name model.factory'
             )
             yield Problem(("model.kind", "data.source"), text)
@@ -453,15 +457,15 @@ class Config(Section):
             )
             yield Problem(("evaluation.clients", "data.source"), text)
 
-    def _insecure(self) -> Iterator[Problem]:
+    def _check_secure_aggregation(self) -> Iterator[Problem]:
         """Refuse settings that secure aggregation does not allow."""
         mode = "secure_aggregation.mode"
         if self.centralized:
-            text = f"is {shown(self.secure_aggregation.mode)}, but centralized pools the examples"
+            text = f"is {quote(self.secure_aggregation.mode)}, but centralized pools the examples"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
         if self.cohort.sampling != "uniform":
             text = (
-                f"is {shown(self.cohort.sampling)}, whose cohorts have no least size, but secure "
+                f"is {quote(self.cohort.sampling)}, whose cohorts have no least size, but secure "
                 'aggregation derives its threshold from the number of clients asked; use "uniform"'
             )
             yield Problem(("cohort.sampling", mode), text)
@@ -486,11 +490,11 @@ class Config(Section):
             keys = ("secure_aggregation.simulate_as", "engine.transport")
             yield Problem(keys, f'{text}leave it out, or set engine.transport to "engine"')
 
-    def _not_private(self) -> Iterator[Problem]:
+    def _check_privacy(self) -> Iterator[Problem]:
         """Refuse settings that differential privacy does not allow."""
         mode = "privacy.mode"
         if self.centralized:
-            text = f"is {shown(self.privacy.mode)}, but centralized pools the examples of all users"
+            text = f"is {quote(self.privacy.mode)}, but centralized pools the examples of all users"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
         takes_turns, bands = self.cohort.sampling == "cyclic", self.privacy.bands
         if self.privacy.mode == "central" and takes_turns != (bands is not None):
@@ -498,27 +502,27 @@ class Config(Section):
                 'is "cyclic", by which nobody is hidden, but privacy.bands is missing; give it, 1 '
                 'for independent noise, or sample by "poisson"'
                 if takes_turns
-                else f"is {shown(self.cohort.sampling)}, but privacy.bands is {bands}, whose ε "
+                else f"is {quote(self.cohort.sampling)}, but privacy.bands is {bands}, whose ε "
                 'rests on users that take turns; set it to "cyclic", or leave privacy.bands out'
             )
             yield Problem(("cohort.sampling", "privacy.bands"), text)
         if self.privacy.mode == "local" and self.cohort.sampling != "uniform":
             text = (
-                f"is {shown(self.cohort.sampling)}, but updates that are seen are hidden by no "
+                f"is {quote(self.cohort.sampling)}, but updates that are seen are hidden by no "
                 'coin; leave it at "uniform"'
             )
             yield Problem(("cohort.sampling", mode), text)
         if not self.privacy.is_distributed:
             if self.secure_aggregation.is_on:
                 text = (
-                    f"is {shown(self.privacy.mode)}, but under secure aggregation clients add the "
+                    f"is {quote(self.privacy.mode)}, but under secure aggregation clients add the "
                     'noise; set it to "distributed", or secure_aggregation.mode to "off"'
                 )
                 yield Problem((mode, "secure_aggregation.mode"), text)
             return
         if not self.secure_aggregation.is_on:
             text = (
-                f"is {shown(self.privacy.mode)}, but without secure aggregation the coordinator "
+                f"is {quote(self.privacy.mode)}, but without secure aggregation the coordinator "
                 'sees updates that have one share of the noise; set it to "central", or '
                 'secure_aggregation.mode to "complete"'
             )
@@ -538,7 +542,7 @@ class Config(Section):
     def _num_asked(self) -> int:
         stragglers, wanted = self.stragglers, self._num_wanted
         # Deadline and fewest reports are placeholders: they do not change how many are asked.
-        return built(
+        return build_component(
             StragglerPolicy, stragglers, num_wanted=wanted, deadline_s=math.inf, min_reports=1
         ).num_asked
 
@@ -548,7 +552,7 @@ class Config(Section):
         assert wanted != "auto"  # resolved
         return wanted
 
-    def _too_few_clients(self) -> Iterator[Problem]:
+    def _check_cohort_size(self) -> Iterator[Problem]:
         wanted, minimum = self.cohort.num_wanted, self.stragglers.min_reports
         if wanted == "auto":
             return
@@ -570,7 +574,7 @@ class Config(Section):
             remedy = "lower it or stragglers.over_selection, or raise data.partition.num_clients"
             yield Problem(keys, text + remedy)
 
-    def resolved(self, *, num_clients: int | None) -> "Config":
+    def resolve(self, *, num_clients: int | None) -> "Config":
         """Replace each "auto" in cohort, stragglers and evaluation by a value.
 
         Args:
@@ -582,9 +586,9 @@ class Config(Section):
         Example:
             >>> model = {"kind": "python", "factory": "app:network"}
             >>> own = Config(data={"source": "none"}, model=model)
-            >>> own.resolved(num_clients=None).stragglers.deadline_s
+            >>> own.resolve(num_clients=None).stragglers.deadline_s
             600.0
-            >>> own.resolved(num_clients=3).cohort.num_wanted
+            >>> own.resolve(num_clients=3).cohort.num_wanted
             3
         """
         automatic = (self.cohort.num_wanted, self.stragglers.deadline_s, self.evaluation.clients)
@@ -604,7 +608,7 @@ class Config(Section):
             tree["evaluation"]["clients"] = evaluated
         if self.stragglers.deadline_s == "auto":
             tree["stragglers"]["deadline_s"] = REAL_DEADLINE_S if num_clients is None else "none"
-        return checked(Config, tree, sources=Sources("the configuration"))
+        return validate(Config, tree, sources=Sources("the configuration"))
 
     @property
     def num_partitioned(self) -> int | None:
@@ -616,15 +620,15 @@ class Config(Section):
         wanted, stragglers = self._num_wanted, self.stragglers
         deadline_s, minimum = stragglers.deadline_s, stragglers.min_reports
         assert deadline_s != "auto"  # resolved
-        return built(
+        return build_component(
             StragglerPolicy,
             stragglers,
             num_wanted=wanted,
             deadline_s=math.inf if deadline_s == "none" else deadline_s,
-            min_reports=self._half() if minimum == "half" else minimum,
+            min_reports=self._resolve_min_reports() if minimum == "half" else minimum,
         )
 
-    def _half(self) -> int:
+    def _resolve_min_reports(self) -> int:
         """Resolve ``min_reports = "half"``: half of the reports wanted, rounded up.
 
         It is more if secure aggregation needs more, and the full buffer in an asynchronous run.
@@ -666,15 +670,15 @@ class Config(Section):
         except ValueError as error:
             raise ConfigError(f"{sources.name}: not valid JSON: {error}") from error
         if not isinstance(raw, dict):
-            raise ConfigError(f"{sources.name}: is {shown(raw)}, not a tree")
+            raise ConfigError(f"{sources.name}: is {quote(raw)}, not a tree")
         try:
             raw = read_earlier(raw)
         except ValueError as error:
             raise ConfigError(f"{sources.name}: {error}") from error
-        return checked(cls, raw, sources=sources)
+        return validate(cls, raw, sources=sources)
 
 
-def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
+def _imply_from_privacy(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
     """Return the defaults that privacy implies for unset keys."""
     implied, privacy = dict[str, Any](), raw["privacy"]
     brought: dict[str, dict[str, Any]] = {"algorithm": {"weight_by_examples": False}}

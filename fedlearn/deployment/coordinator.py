@@ -25,7 +25,7 @@ import torch
 from fedlearn import assembly
 from fedlearn.assembly.reach import Identities, Reach, require_plain
 from fedlearn.config import Config
-from fedlearn.config.pieces import built
+from fedlearn.config.components import build_component
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.interruption import Interruption, stop_signals
@@ -243,7 +243,7 @@ class Coordinator:
     def _lead(self, database: Database, lease: Lease) -> None:
         """Run the remaining rounds, and record how the run ended."""
         stored = database.run(self.places.run_name, guard=lease.guard)
-        stored.retention = built(Retention, self.places.config.store)
+        stored.retention = build_component(Retention, self.places.config.store)
         record = self._patiently(lambda: stored.record)
         if self.start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
             self._begin_anew(database, stored)
@@ -290,7 +290,7 @@ class Coordinator:
         if not self.insecure:
             self._authority = self.places.authority()
         gateway = Gateway(
-            built(GatewaySettings, section),
+            build_component(GatewaySettings, section),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
             spool_dir=spool_of(self.places.folder, run_id),

@@ -17,7 +17,7 @@ from fedlearn import assembly
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.assembly.reach import Identities, Reach
 from fedlearn.config import Config, resolve_addresses
-from fedlearn.config.pieces import built
+from fedlearn.config.components import build_component
 from fedlearn.deployment.flower_config import configuration, number
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.leader import Leader, ReachableClients
@@ -205,7 +205,7 @@ class _Served:
 
     def run(self, stored: StoredRun, lease: Lease) -> None:
         """Run the remaining rounds."""
-        stored.retention = built(Retention, self.leader.pieces.config.store)
+        stored.retention = build_component(Retention, self.leader.pieces.config.store)
         stored.finish(RunStatus.RUNNING, error="")
         self.leader.run(self._clients(stored.name), stored, stored.record, lease)
         self.leader.live_status.phase = Phase.DONE

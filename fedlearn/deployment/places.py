@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedlearn.config.addresses import Addresses, resolve_addresses
-from fedlearn.config.served import Deployed
+from fedlearn.config.serving import HasService
 from fedlearn.errors import DeploymentError
 from fedlearn.experiment.site import open_database
 from fedlearn.gateway.authority import Authority
@@ -33,12 +33,12 @@ def require_coordinator_system() -> None:
 class Places:
     """Paths and addresses of a deployment's parts."""
 
-    config: Deployed
+    config: HasService
     addresses: Addresses
 
     @classmethod
     def of(
-        cls, config: Deployed, *, environ: Mapping[str, str], data_dir: Path | None = None
+        cls, config: HasService, *, environ: Mapping[str, str], data_dir: Path | None = None
     ) -> "Places":
         """Resolve the places of ``config``: see :func:`~fedlearn.config.resolve_addresses`."""
         addresses = resolve_addresses(config, environ=environ, data_dir=data_dir)

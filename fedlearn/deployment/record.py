@@ -54,7 +54,7 @@ def ensure_deployed(
 def _require_same(config: Config, record: RunRecord) -> None:
     begun, now = (
         {key: value for key, value in leaves(each.model_dump(mode="json")) if value != {}}
-        for each in (config_of(record).resolved(num_clients=None), config)
+        for each in (config_of(record).resolve(num_clients=None), config)
     )
     differ = {key for key in begun | now if begun.get(key) != now.get(key)}
     if changed := sorted(key for key in differ if Use.RESTART not in TABLES[key.partition(".")[0]]):

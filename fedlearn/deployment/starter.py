@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Final
 
 from fedlearn.config import ClientConfig, Config, from_mapping
-from fedlearn.config.keys import known_keys
+from fedlearn.config.keys import walk_keys
 from fedlearn.config.tables import Use, tables_with
-from fedlearn.config.template import template
-from fedlearn.config.toml import dotted
+from fedlearn.config.template import render_template
+from fedlearn.config.toml import join_key
 from fedlearn.core.files import disk_errors
 from fedlearn.errors import DeploymentError
 
@@ -31,7 +31,7 @@ coordinator. All keys are here with their defaults; delete what you do not chang
 OF_OTHERS: Final = frozenset(
     [
         *tables_with(Use.SIMULATED),
-        *(dotted(key.path) for key in known_keys(Config) if key.has(Use.SIMULATED)),
+        *(join_key(key.path) for key in walk_keys(Config) if key.has(Use.SIMULATED)),
     ]
 )
 
@@ -63,8 +63,8 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
     if path.exists():
         raise DeploymentError(f"{path} is there already; name another file, or move it away")
     if of_client:
-        text = template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
+        text = render_template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
     else:
-        text = template(starter(), omit=OF_OTHERS, heading=_HEADING)
+        text = render_template(starter(), omit=OF_OTHERS, heading=_HEADING)
     with disk_errors(path, raises=DeploymentError), path.open("x", encoding="utf-8") as stream:
         stream.write(text)

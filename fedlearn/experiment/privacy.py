@@ -9,7 +9,7 @@ import numpy as np
 
 from fedlearn.assembly import Pieces, Simulation, deployment, simulation
 from fedlearn.config import Config
-from fedlearn.config.data import NoData
+from fedlearn.config.data import NoDataSection
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import ledger_of
@@ -108,7 +108,7 @@ def built_on(config: Config, *, data_dir: Path) -> Pieces:
         ConfigError: They cannot be built.
         DataError: Data are missing.
     """
-    if isinstance(config.data, NoData):
+    if isinstance(config.data, NoDataSection):
         return deployment(config, data_dir=data_dir)
     return simulation(config, data_dir=data_dir)
 

@@ -34,8 +34,8 @@ from fedlearn.assembly.server_jobs import FOLDER, Place
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.assembly.user_code import AfterRound
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
-from fedlearn.config.cohort import Devices
-from fedlearn.config.pieces import built
+from fedlearn.config.cohort import DevicesSection
+from fedlearn.config.components import build_component
 from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import Clock, SystemClock, utc_now
@@ -285,7 +285,7 @@ def _table_of(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[
     return {"kind": "python", "factory": _ARGUMENT_DEVICES}
 
 
-def _are_argument(devices: Devices) -> bool:
+def _are_argument(devices: DevicesSection) -> bool:
     return getattr(devices, "factory", None) == _ARGUMENT_DEVICES
 
 
@@ -521,7 +521,7 @@ def _execute(
         with ExitStack() as stack:
             stored = opened(site.database())
             stack.enter_context(stored.held())
-            stored.retention = built(Retention, pieces.config.store)
+            stored.retention = build_component(Retention, pieces.config.store)
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
             stored.finish(RunStatus.RUNNING, error="")

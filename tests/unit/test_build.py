@@ -40,11 +40,11 @@ from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.assembly import Experiment, Simulation, build_simulation, simulation
 from fedlearn.assembly.private import with_privacy
 from fedlearn.config import Config, from_mapping
-from fedlearn.config.called import user_call
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
 from fedlearn.config.data import DATA, PARTITIONS
 from fedlearn.config.section import OneOf
 from fedlearn.config.training import ALGORITHMS, CLIENTS, LOSSES, MODELS
+from fedlearn.config.user_functions import bind_user_function
 from fedlearn.core.features import only
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -996,7 +996,7 @@ def test_pieces_made_in_python_are_taken_as_they_are() -> None:
 
 
 def _user_function(factory: str, **args: object) -> Callable[[], Any]:  # Any: the user's
-    return user_call("model.factory", factory, args)
+    return bind_user_function("model.factory", factory, args)
 
 
 def test_functions_are_found_in_modules_and_files(user_file: Path) -> None:

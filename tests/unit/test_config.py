@@ -21,11 +21,11 @@ from fedlearn.config import (
     resolve_addresses,
 )
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
-from fedlearn.config.data import DATA, PARTITIONS, NpzData
+from fedlearn.config.data import DATA, PARTITIONS, NpzSection
 from fedlearn.config.earlier import FIXED, RENAMED
-from fedlearn.config.keys import known_keys, members_of
-from fedlearn.config.template import template
-from fedlearn.config.toml import dotted, key_lines
+from fedlearn.config.keys import members_of, walk_keys
+from fedlearn.config.template import render_template
+from fedlearn.config.toml import join_key, key_lines
 from fedlearn.config.training import ALGORITHMS, CLIENTS, MODELS
 from fedlearn.errors import ConfigError, TooFewReports
 
@@ -93,7 +93,7 @@ def test_the_default_tree_is_valid() -> None:
     assert Config.model_validate(Config().model_dump()) == Config()
     for section in sections():
         required = [name for name, info in section.model_fields.items() if info.is_required()]
-        if not required and not issubclass(section, NpzData):
+        if not required and not issubclass(section, NpzSection):
             assert section.model_validate(section().model_dump()) == section()
 
 
@@ -810,29 +810,29 @@ def test_as_many_are_wanted_as_can_be_asked_up_to_ten(
 ) -> None:
     """Over-selected clients fit into the population as well."""
     overrides = ["data.source=mnist-by-writer", f"stragglers.over_selection={over_selection}"]
-    resolved = load(None, overrides=overrides).resolved(num_clients=num_clients)
+    resolved = load(None, overrides=overrides).resolve(num_clients=num_clients)
     policy = resolved.straggler_policy()
     assert policy.num_wanted == num_wanted
     assert policy.num_asked <= num_clients
     assert policy.deadline_s == math.inf
-    assert resolved.resolved(num_clients=2) is resolved
+    assert resolved.resolve(num_clients=2) is resolved
 
 
 def test_a_deployment_has_a_deadline_and_wants_ten() -> None:
     """The number of clients is unknown, and one that vanishes must not block the run forever."""
-    served = load(None, overrides=["data.source=mnist-by-writer"]).resolved(num_clients=None)
+    served = load(None, overrides=["data.source=mnist-by-writer"]).resolve(num_clients=None)
     policy = served.straggler_policy()
     assert (policy.num_wanted, policy.num_asked, policy.deadline_s) == (10, 10, 600.0)
     written = load(None, overrides=["data.source=mnist-by-writer", "stragglers.deadline_s=none"])
-    assert written.resolved(num_clients=None).straggler_policy().deadline_s == math.inf
+    assert written.resolve(num_clients=None).straggler_policy().deadline_s == math.inf
 
 
 def test_what_contradicts_the_number_of_clients_is_refused_once_that_is_known() -> None:
     """As if the number had been written. The control: with enough clients it is accepted."""
     config = load(None, overrides=["data.source=mnist-by-writer", "stragglers.min_reports=5"])
     with pytest.raises(ConfigError, match=r"min_reports: is 5, above cohort.num_wanted \(3\)"):
-        config.resolved(num_clients=3)
-    assert config.resolved(num_clients=5).cohort.num_wanted == 5
+        config.resolve(num_clients=3)
+    assert config.resolve(num_clients=5).cohort.num_wanted == 5
 
 
 def test_half_of_the_reports_are_raised_to_what_secure_aggregation_needs() -> None:
@@ -994,7 +994,7 @@ def test_metrics_are_tables_by_name(tmp_path: Path) -> None:
     assert list(config.metrics) == ["r2", "dose", "f1"]
     assert config.metrics["r2"].factory == f"{tmp_path}/mine.py:r2"
     assert config.metrics["r2"].args == {"weighted": False}
-    for text in (render(config), template(config, omit=[], heading="All of it.")):
+    for text in (render(config), render_template(config, omit=[], heading="All of it.")):
         (tmp_path / "again.toml").write_text(text)
         assert load(tmp_path / "again.toml", overrides=[]) == config
     assert Config.from_json(config.canonical_json()) == config
@@ -1026,7 +1026,7 @@ def test_an_asynchronous_algorithm_brings_a_buffer_in_the_place_of_a_cohort(tmp_
     by_name = load(None, overrides=["algorithm.name=fedbuff", "asynchronous.buffer_size=7"])
     assert by_name.asynchronous.is_on
     assert (by_name.cohort.num_wanted, by_name.stragglers.deadline_s) == (7, "auto")
-    policy = by_name.resolved(num_clients=50).straggler_policy()
+    policy = by_name.resolve(num_clients=50).straggler_policy()
     assert (policy.num_asked, policy.min_reports, policy.deadline_s) == (7, 7, math.inf)
     by_table = load(
         None,
@@ -1038,7 +1038,7 @@ def test_an_asynchronous_algorithm_brings_a_buffer_in_the_place_of_a_cohort(tmp_
     assert (one.cohort.num_wanted, one.algorithm.model_dump()["mixing"]) == (1, 0.6)
     for config in (by_name, by_table, one):
         assert Config.from_json(config.canonical_json()) == config
-        (tmp_path / "again.toml").write_text(template(config, omit=[], heading="All of it."))
+        (tmp_path / "again.toml").write_text(render_template(config, omit=[], heading="All of it."))
         assert load(tmp_path / "again.toml", overrides=[]) == config
     assert not Config().asynchronous.is_on
 
@@ -1089,7 +1089,7 @@ def test_what_is_set_in_a_table_that_is_off_is_refused(override: str, mode: str)
 @pytest.mark.parametrize("key", [*RENAMED, *FIXED])
 def test_a_key_of_an_earlier_version_is_refused_with_what_to_write_now(key: str) -> None:
     """The new name is an existing key, and the old name is not."""
-    known = {dotted(each.path) for each in known_keys(Config)}
+    known = {join_key(each.path) for each in walk_keys(Config)}
     assert key not in known
     assert RENAMED.get(key, "seed") in known
     told = f"it is {RENAMED[key]} now" if key in RENAMED else "it is always"

@@ -9,7 +9,7 @@ from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import ExtraPolicy, Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config import ClientConfig, load_client
-from fedlearn.config.template import template
+from fedlearn.config.template import render_template
 from fedlearn.errors import ConfigError
 
 WHOLE = """\
@@ -183,7 +183,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_commented_file_loads_to_the_defaults(tmp_path: Path) -> None:
     """It has every key; those that are not set are comments."""
-    text = template(ClientConfig(), omit=(), heading="A client.")
+    text = render_template(ClientConfig(), omit=(), heading="A client.")
     assert load(tmp_path, text) == ClientConfig()
     keys: set[Any] = {*Policy.__dataclass_fields__, *SecureAggregationPolicy.__dataclass_fields__}
     keys |= {*PrivacyPolicy.__dataclass_fields__}

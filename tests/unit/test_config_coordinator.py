@@ -7,7 +7,7 @@ import pytest
 
 from fedlearn.config import Config, from_mapping, load
 from fedlearn.config.coordinator import CoordinatorSection
-from fedlearn.config.template import template
+from fedlearn.config.template import render_template
 from fedlearn.errors import ConfigError
 
 NO_DATA = {"data": {"source": "none"}, "model": {"kind": "python", "factory": "app:network"}}
@@ -99,14 +99,14 @@ def test_the_template_loads_to_the_tree_it_was_made_of(tmp_path: Path) -> None:
         source="test",
     )
     file = tmp_path / "coordinator.toml"
-    file.write_text(template(config, omit=(), heading="Heading."))
+    file.write_text(render_template(config, omit=(), heading="Heading."))
     assert load(file, overrides=()) == config
 
 
 def test_the_template_shows_and_explains_every_key() -> None:
     """Also keys that are not set; only omitted ones are missing."""
     omit = ("devices", "engine", "store.checkpoint_every_s")
-    text = template(Config(), omit=omit, heading="Heading.")
+    text = render_template(Config(), omit=omit, heading="Heading.")
     for name, info in CoordinatorSection.model_fields.items():
         assert name in text
         if name in ("eligibility", "training"):  # tables, whose own docstrings explain them

@@ -14,7 +14,7 @@ import torch
 import fedlearn as fl
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.cli.app import main
-from fedlearn.config.called import imported
+from fedlearn.config.user_functions import import_function
 from fedlearn.core.messages import ClientId, Failure, Settings, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -153,7 +153,7 @@ def test_a_result_that_cannot_be_used_ends_the_simulation_with_the_reason(
 
 
 def lbfgs(name: str) -> Callable[..., Any]:  # Any: what the guide defines
-    return imported("the guide", f"{Path('lbfgs.py').absolute()}:{name}")
+    return import_function("the guide", f"{Path('lbfgs.py').absolute()}:{name}")
 
 
 def data() -> fl.FederatedData:

@@ -25,9 +25,9 @@ from fedlearn.assembly import deployment
 from fedlearn.cli.app import app
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import Config, load, resolve_addresses
-from fedlearn.config.called import user_call
+from fedlearn.config.components import build_component
 from fedlearn.config.coordinator import CoordinatorSection
-from fedlearn.config.pieces import built
+from fedlearn.config.user_functions import bind_user_function
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, DataError, FedlearnError, StoreError
 from fedlearn.gateway.settings import GatewaySettings
@@ -132,7 +132,7 @@ def mismatch(config: Config, trainer: Path, data_dir: Path) -> str:
         make_trainer(name).evaluate(ours.named(), control=UNATTENDED)
     except (KeyError, ValueError, RuntimeError, FedlearnError) as error:
         return repr(error)
-    theirs = Params.of(user_call("model.factory", f"{trainer}:make_model", {})())
+    theirs = Params.of(bind_user_function("model.factory", f"{trainer}:make_model", {})())
     shapes = [
         {tensor: tuple(value.shape) for tensor, value in params.named().items()}
         for params in (ours, theirs)
@@ -220,7 +220,10 @@ def unit_problems(text: str, section: CoordinatorSection) -> list[str]:
     problems = [key for key, value in wanted.items() if service.get(key) != value]
     if float(service.get("TimeoutStopSec", "0")) <= 2 * section.shutdown_grace_s:
         problems.append("TimeoutStopSec")
-    if int(service.get("LimitNOFILE", "0")) < 4 * built(GatewaySettings, section).max_connected:
+    if (
+        int(service.get("LimitNOFILE", "0"))
+        < 4 * build_component(GatewaySettings, section).max_connected
+    ):
         problems.append("LimitNOFILE")
     if "MemoryDenyWriteExecute" in service:
         problems.append("MemoryDenyWriteExecute")

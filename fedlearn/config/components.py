@@ -35,7 +35,7 @@ PieceT = TypeVar("PieceT")
 Make: TypeAlias = Callable[..., Any]  # Any: each returns another type of piece
 
 
-def built(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
+def build_component(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
     """Build a piece from a table, by calling ``make`` with the keys that are its parameters.
 
     Args:
@@ -47,7 +47,7 @@ def built(make: Callable[..., PieceT], section: Section, **given: object) -> Pie
     return make(**{key: getattr(section, key) for key in keys} | given)
 
 
-def refused(make: Callable[[], object]) -> Iterator[Problem]:
+def find_problem(make: Callable[[], object]) -> Iterator[Problem]:
     """Call ``make`` and yield its error, if any, as a problem.
 
     The error's message must begin with the name of the field, which may be a dotted key.
@@ -88,8 +88,8 @@ class DeclaredSection(Section):
     make: ClassVar[Make]
 
     def build(self, **given: object) -> Any:  # Any: what ``make`` returns
-        """Build the piece; see :func:`built`."""
-        return built(type(self).make, self, **given)
+        """Build the piece; see :func:`build_component`."""
+        return build_component(type(self).make, self, **given)
 
 
 DeclaredT = TypeVar("DeclaredT", bound=DeclaredSection)
@@ -124,7 +124,7 @@ def kinds(
     return OneOf(tag, tuple(tables))
 
 
-def declared_by(
+def with_keys_of(
     *makes: Make,
     given: Collection[str] = (),
     **defaults: object,
@@ -134,11 +134,11 @@ def declared_by(
     See :func:`kinds` for the arguments.
     """
 
-    def with_keys(section: type[SectionT]) -> type[SectionT]:
+    def add_keys(section: type[SectionT]) -> type[SectionT]:
         fields = _fields(section, makes, given, defaults)
         return _derive(section, section.__name__, fields)
 
-    return with_keys
+    return add_keys
 
 
 def _derive(base: type[SectionT], name: str, fields: Mapping[str, Any]) -> type[SectionT]:

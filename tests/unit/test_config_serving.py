@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.config import Config, Served, load, load_served, resolve_addresses
+from fedlearn.config import Config, ServingConfig, load, load_serving, resolve_addresses
 from fedlearn.config.tables import TABLES, Use, tables_with
 from fedlearn.errors import ConfigError
 
@@ -25,15 +25,15 @@ epochs = 2
 def test_the_list_of_tables_has_every_key_of_the_tree_and_of_the_part_in_order() -> None:
     """A new table must be added to the list, since everything that needs the names reads it."""
     assert tuple(Config.model_fields) == tuple(TABLES)
-    assert tuple(Served.model_fields) == tables_with(Use.SERVED)
+    assert tuple(ServingConfig.model_fields) == tables_with(Use.SERVING)
 
 
 def test_the_part_says_what_the_tree_says(tmp_path: Path) -> None:
     """Paths too, which are relative to the file."""
     file = tmp_path / "coordinator.toml"
     file.write_text(FILE)
-    part, tree = load_served(file), load(file, overrides=())
-    assert isinstance(part, Served)
+    part, tree = load_serving(file), load(file, overrides=())
+    assert isinstance(part, ServingConfig)
     assert (part.name, part.store) == (tree.name, tree.store)
     left_out = {"training"}
     of_part, of_tree = (each.coordinator.model_dump(exclude=left_out) for each in (part, tree))
@@ -57,7 +57,7 @@ def test_a_wrong_file_is_told_as_the_whole_tree_tells_it(
     file = tmp_path / "coordinator.toml"
     file.write_text(f"[client]\nepochs = 0\n{text}\n")
     with pytest.raises(ConfigError) as light:
-        load_served(file)
+        load_serving(file)
     with pytest.raises(ConfigError) as whole:
         load(file, overrides=())
     assert str(light.value) == str(whole.value)
@@ -70,4 +70,4 @@ def test_what_is_computed_is_not_looked_at(tmp_path: Path) -> None:
     """Operators can inspect a run while its training configuration is being edited."""
     file = tmp_path / "coordinator.toml"
     file.write_text("[client]\nepochs = 0\n")
-    assert load_served(file) == Served()
+    assert load_serving(file) == ServingConfig()

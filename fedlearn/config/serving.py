@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from fedlearn.config.problems import Sources, checked
+from fedlearn.config.problems import Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths
 from fedlearn.config.section import RunName, Section
 from fedlearn.config.service import ServiceSection
@@ -13,7 +13,7 @@ from fedlearn.config.tables import TABLES, Use
 from fedlearn.errors import ConfigError
 
 
-class Stored(Protocol):
+class HasStore(Protocol):
     """A configuration that says where a run is recorded."""
 
     @property
@@ -21,7 +21,7 @@ class Stored(Protocol):
         """The table ``store``."""
 
 
-class Deployed(Stored, Protocol):
+class HasService(HasStore, Protocol):
     """A configuration that says how a deployment is served."""
 
     @property
@@ -33,7 +33,7 @@ class Deployed(Stored, Protocol):
         """The table ``coordinator``."""
 
 
-class Served(Section):
+class ServingConfig(Section):
     """The part of the tree that says how a deployment is served and recorded."""
 
     name: RunName | None = None
@@ -41,7 +41,7 @@ class Served(Section):
     coordinator: ServiceSection = ServiceSection()
 
 
-def load_served(path: Path) -> Deployed:
+def load_serving(path: Path) -> HasService:
     r"""Load from a TOML file how its deployment is served, and ignore what it computes.
 
     If that part is invalid, the whole file is loaded instead, so that the error lists all problems.
@@ -54,15 +54,17 @@ def load_served(path: Path) -> Deployed:
         >>> with TemporaryDirectory() as folder:
         ...     file = Path(folder, "coordinator.toml")
         ...     _ = file.write_text("name = 'clinics'\n[client]\nepochs = 2")
-        ...     load_served(file).name
+        ...     load_serving(file).name
         'clinics'
     """
     raw, toml = read(path)
     # Unknown keys stay in, to be refused below.
-    served = {key: value for key, value in raw.items() if Use.SERVED in TABLES.get(key, Use.SERVED)}
-    served = with_absolute_paths(served, path.absolute().parent, root=Served)
+    served = {
+        key: value for key, value in raw.items() if Use.SERVING in TABLES.get(key, Use.SERVING)
+    }
+    served = with_absolute_paths(served, path.absolute().parent, root=ServingConfig)
     with suppress(ConfigError):
-        return checked(Served, served, sources=Sources(str(path), toml))
+        return validate(ServingConfig, served, sources=Sources(str(path), toml))
     from fedlearn.config.files import load  # noqa: PLC0415 (it imports torch)
 
     return load(path, overrides=())

@@ -7,7 +7,14 @@ import pytest
 from annotated_types import doc
 from pydantic import Field, ValidationError
 
-from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds, refused
+from fedlearn.config.components import (
+    DeclaredSection,
+    build_component,
+    find_problem,
+    kind,
+    kinds,
+    with_keys_of,
+)
 from fedlearn.config.section import OneOf, Problem, Section
 from fedlearn.core.ranges import BelowOne, Count, Positive, Ranged
 
@@ -101,21 +108,21 @@ def test_a_value_that_the_piece_does_not_admit_is_no_value_of_the_table(
 def test_a_table_takes_from_several_pieces_what_it_does_not_have_itself() -> None:
     """Each piece is built from its own keys."""
 
-    @declared_by(Step, stand, rate=0.25, num_legs=4)
+    @with_keys_of(Step, stand, rate=0.25, num_legs=4)
     class Both(Section):
         """Both."""
 
         place: str = Field("there", description="Where.")
 
     both = Both()
-    assert built(Step, both) == Step(rate=0.25)
-    assert built(stand, both, num_legs=3) == ("there", 3)
+    assert build_component(Step, both) == Step(rate=0.25)
+    assert build_component(stand, both, num_legs=3) == ("there", 3)
 
 
 def test_what_a_piece_refuses_is_a_problem_of_the_key_that_it_names() -> None:
     """Text and remedy are the piece's. The control: a valid piece has no problem."""
     wrong = MOTIONS.of("step", decay=0.75)
-    assert list(refused(wrong.build)) == [
+    assert list(find_problem(wrong.build)) == [
         Problem(("decay",), "is 0.75, above rate (0.5); lower it")
     ]
-    assert not list(refused(MOTIONS.of("step").build))
+    assert not list(find_problem(MOTIONS.of("step").build))

@@ -14,7 +14,7 @@ from fedlearn.core.user_files import module_in
 from fedlearn.errors import ConfigError
 
 
-class Called(Section):
+class UserFunctionSection(Section):
     """A table that names a user function and its keyword arguments."""
 
     factory: Factory = Field(
@@ -23,7 +23,7 @@ class Called(Section):
     args: Args = Field({}, description="Keyword arguments of the function.")
 
 
-def user_call(
+def bind_user_function(
     key: str, factory: str, args: Mapping[str, object], *, given: Sequence[object] = ()
 ) -> Callable[[], Any]:  # Any: the user's own function
     """Import a function that the configuration names and bind its arguments, without calling it.
@@ -40,7 +40,7 @@ def user_call(
         ConfigError: It cannot be imported, there is no such function, or it does not take
             the arguments.
     """
-    function = imported(key, factory)
+    function = import_function(key, factory)
     try:
         inspect.signature(function).bind(*given, **args)
     except ValueError:  # functions written in C may have no signature
@@ -52,7 +52,7 @@ def user_call(
     return partial(function, *given, **args)
 
 
-def imported(key: str, factory: str) -> Callable[..., Any]:  # Any: the user's own function
+def import_function(key: str, factory: str) -> Callable[..., Any]:  # Any: the user's own function
     """Import a function that the configuration names; raises ConfigError if it cannot."""
     place, _, name = factory.rpartition(":")
     try:
@@ -68,7 +68,7 @@ def imported(key: str, factory: str) -> Callable[..., Any]:  # Any: the user's o
     return function
 
 
-def not_returned(key: str, factory: str, made: object, needed: str) -> ConfigError:
+def wrong_return_error(key: str, factory: str, made: object, needed: str) -> ConfigError:
     """Return the error for a function whose result is not what is ``needed``."""
     return ConfigError(f"{key}: {factory} returned {type(made).__name__}; it must return {needed}")
 
