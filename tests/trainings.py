@@ -17,7 +17,7 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.parallel.engine import Engine, run
+from fedlearn.parallel.engine import RankTrainer, run
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import AdamKin, Lars, MakesOptimizer, Rate, Sgd
 from fedlearn.parallel.parts import Cut
@@ -167,7 +167,7 @@ class Outcome:
         return tensors | {f"optimizer/{n}": value.double() for n, value in self.optimizer.items()}
 
 
-def trained(engine: Engine, *, until: int = NUM_STEPS) -> list[Progress]:
+def trained(engine: RankTrainer, *, until: int = NUM_STEPS) -> list[Progress]:
     """Train, and return what was told after each step: in rank 0, in the others nothing."""
     told = list[Progress]()
     run(
@@ -183,7 +183,7 @@ def trained(engine: Engine, *, until: int = NUM_STEPS) -> list[Progress]:
 
 def alone(task: Task, *, until: int = NUM_STEPS) -> Outcome:
     """Train in this process."""
-    engine = Engine(task, device=torch.device("cpu"))
+    engine = RankTrainer(task, device=torch.device("cpu"))
     losses = [each.loss for each in trained(engine, until=until)]
     return outcome(losses, engine.state())
 

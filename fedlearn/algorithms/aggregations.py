@@ -1,6 +1,6 @@
 """Aggregation rules: those that only need a sum over clients, and those that need every update.
 
-A summing rule is a monoid, ``init / accumulate / merged / finalize``. Its memory is constant, and
+A summing rule is a monoid, ``init / accumulate / merge / finalize``. Its memory is constant, and
 blocks, worker processes and secure aggregation can do its sums. A rule that needs every update at
 once is a single function. Its memory grows with the cohort, and secure aggregation refuses it.
 """
@@ -22,7 +22,7 @@ _COLUMNS = 1 << 16
 
 
 class Summable(Protocol):
-    """An aggregation state of sums, which :func:`merged` or an all-reduce can merge."""
+    """An aggregation state of sums, which :func:`merge` or an all-reduce can merge."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors to add up; they are added to in place."""
@@ -38,7 +38,7 @@ class SumAggregation(Protocol[StateT]):
         """Return the aggregation weights of clients with these example counts."""
 
     def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> StateT:
-        """Return the empty state, the identity of :func:`merged`."""
+        """Return the empty state, the identity of :func:`merge`."""
 
     def accumulate(self, state: StateT, updates: Updates) -> StateT:
         """Add ``updates`` to ``state``. May write to ``state``: use the returned one only."""
@@ -81,7 +81,7 @@ def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
     return weights_B
 
 
-def merged(left: StateT, right: StateT) -> StateT:
+def merge(left: StateT, right: StateT) -> StateT:
     """Merge the states of two sets of clients into ``left``, in place, and return it."""
     for mine, theirs in zip(left.tensors(), right.tensors(), strict=True):
         mine.add_(theirs)
@@ -128,7 +128,7 @@ class LaneSums:
         """Return the tensors that an all-reduce adds up."""
         return (*self.sums.values(), self.weight, self.num_clients)
 
-    def counted(self, weights_B: Tensor) -> "LaneSums":
+    def count_clients(self, weights_B: Tensor) -> "LaneSums":
         """Count the clients whose values were just added, in place."""
         self.weight.add_(weights_B.sum())
         self.num_clients.add_(len(weights_B))
@@ -186,7 +186,7 @@ class WeightedMean:
             is_weighted = name in state.weighted
             factors_B = weights_B if is_weighted else torch.ones_like(weights_B)
             _add(total, updates.lanes[name], factors_B)
-        return state.counted(weights_B)
+        return state.count_clients(weights_B)
 
     def finalize(self, state: LaneSums) -> Aggregate:
         """Return each sum divided by the sum of weights, or by the number of clients."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from fedlearn.algorithms.flight import Draw, Flight
-from fedlearn.algorithms.kept import Kept
+from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -42,7 +42,7 @@ class RoundRequest:
     strategy: Strategy
     broadcast: Lanes
     seed: int
-    kept: Kept = field(default_factory=dict)
+    kept: ClientStates = field(default_factory=dict)
     durations: Durations = ()
     counted: Mapping[ClientId, int] | None = None
 
@@ -112,7 +112,7 @@ class Collected:
         kept: Client state after the round; empty over a channel, where clients store it themselves.
         staleness: Number of updates in the aggregate by staleness, for an asynchronous or
             semi-synchronous round.
-        flight: Pending tasks at the close of such a round.
+        pending: Pending tasks at the close of such a round.
         durations: Clients' durations in the last rounds, if the deadline adapts to them.
         culprits: Clients that caused the failure to release anything; a retry should leave them
             out.
@@ -124,9 +124,9 @@ class Collected:
     participations: Participations
     duration_s: float
     train_metrics: Mapping[str, float] = field(default_factory=dict)
-    kept: Kept = field(default_factory=dict)
+    kept: ClientStates = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
-    flight: Flight = ()
+    pending: PendingTasks = ()
     durations: Durations = ()
     culprits: frozenset[ClientId] = frozenset()
     counted: Mapping[ClientId, int] | None = None
@@ -143,12 +143,17 @@ class Collector(Protocol):
         """Return the clients that can be asked now."""
 
     def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+        self,
+        pending: PendingTasks,
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
     ) -> Collected:
         """Collect one attempt at a round. A client's failure is data, never raised.
 
         Args:
-            flight: Pending tasks when the round opens; none in a synchronous round.
+            pending: Pending tasks when the round opens; none in a synchronous round.
             requests: By round, this round's request and those that the pending tasks belong to.
             round_num: Round index, from 0.
             draw: Draws the clients to ask.

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.flight import Draw, Flight, PendingTask
-from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -62,7 +62,7 @@ class Collection(ABC):
     Args:
         policy: When a round closes, and how long a client may take.
         staleness: Weights of stale updates; ``None``: all updates are based on this round's model.
-        flight: Pending tasks when the round opens.
+        pending: Pending tasks when the round opens.
         of: The attempt.
 
     Attributes:
@@ -82,7 +82,7 @@ class Collection(ABC):
         self,
         policy: StragglerPolicy,
         staleness: Staleness | None,
-        flight: Iterable[PendingTask],
+        pending: Iterable[PendingTask],
         of: Attempt,
     ) -> None:
         self.policy, self.of, self.round_num = policy, of, of.round_num
@@ -90,7 +90,7 @@ class Collection(ABC):
         self.metrics = WeightedMeans()
         self.waited_for = set[ClientId]()
         self._staleness = staleness
-        self._flying = {each.client_id: each for each in flight}
+        self._pending = {each.client_id: each for each in pending}
         self._taken = dict[ClientId, tuple[PendingTask, int]]()  # with the index of its row
         self._drawn = deque[PendingTask]()
         self._grace_s = 0.0
@@ -98,13 +98,13 @@ class Collection(ABC):
     # ---- What is known --------------------------------------------------------------------
 
     @property
-    def flight(self) -> Flight:
+    def pending(self) -> PendingTasks:
         """The pending tasks, in the order in which they were sent."""
-        return tuple(self._flying.values())
+        return tuple(self._pending.values())
 
     def awaits(self, client_id: ClientId) -> bool:
         """Whether a client is in flight."""
-        return client_id in self._flying
+        return client_id in self._pending
 
     @property
     def counted(self) -> list[PendingTask]:
@@ -185,9 +185,9 @@ class Collection(ABC):
 
     def pass_time(self, seconds: float) -> None:
         """Shift the opening of the round by ``seconds``: pending tasks are older by that much."""
-        self._flying = {
+        self._pending = {
             client_id: each._replace(asked_s=each.asked_s - seconds)
-            for client_id, each in self._flying.items()
+            for client_id, each in self._pending.items()
         }
 
     def give_up_stale(self) -> list[PendingTask]:
@@ -195,9 +195,9 @@ class Collection(ABC):
         if self._staleness is None:
             return []
         most = self._staleness.max_staleness
-        stale = [each for each in self._flying.values() if self.age(each) > most]
+        stale = [each for each in self._pending.values() if self.age(each) > most]
         for each in stale:
-            del self._flying[each.client_id]
+            del self._pending[each.client_id]
             took_s = -each.asked_s if math.isnan(each.duration_s) else each.duration_s
             reason = self._staleness.why_stale(self.age(each))
             self.settle(each._replace(duration_s=took_s), Status.STALE, reason=reason)
@@ -209,13 +209,13 @@ class Collection(ABC):
         Raises:
             RoundError: The client is not in flight.
         """
-        if client_id not in self._flying:
+        if client_id not in self._pending:
             raise RoundError(
                 f"client {client_id} was not asked, or has answered before in round "
                 f"{self.round_num + 1}"
             )
         self.waited_for.discard(client_id)
-        return self._flying.pop(client_id)
+        return self._pending.pop(client_id)
 
     def settle(self, task: PendingTask, status: Status, *, reason: str = "") -> None:
         """Record a client that sent no update, with the duration of its task."""
@@ -273,7 +273,7 @@ class Collection(ABC):
         """Settle the clients that are late at the close of the round."""
 
     @abstractmethod
-    def flight_after(self, closed_s: float) -> Flight:
+    def pending_after(self, closed_s: float) -> PendingTasks:
         """Return the tasks still pending after the close, with times relative to the next round."""
 
     def damp(
@@ -308,7 +308,7 @@ class Collection(ABC):
         aggregate: Aggregate | None,
         *,
         closed_s: float,
-        kept: Kept | None = None,
+        kept: ClientStates | None = None,
         counted: Mapping[ClientId, int] | None = None,
         participations: Participations | None = None,
     ) -> Collected:
@@ -329,7 +329,7 @@ class Collection(ABC):
             train_metrics=self.metrics.close(),
             kept=kept or {},
             staleness={} if self._staleness is None else dict(sorted(ages.items())),
-            flight=self.flight_after(closed_s),
+            pending=self.pending_after(closed_s),
             durations=self.durations(),
             counted=counted,
         )
@@ -355,10 +355,10 @@ class CohortCollection(Collection):
         self,
         policy: StragglerPolicy,
         late: LateUpdates | None,
-        flight: Iterable[PendingTask],
+        pending: Iterable[PendingTask],
         of: Attempt,
     ) -> None:
-        super().__init__(policy, late, flight, of)
+        super().__init__(policy, late, pending, of)
         self._late = late
         self._is_drawn = self._is_asked = self._is_over = False
         self._cohort = frozenset[ClientId]()
@@ -394,7 +394,7 @@ class CohortCollection(Collection):
             self.policy.num_asked,
             round_num=self.round_num,
             attempt=self.of.attempt,
-            busy=self._flying.keys(),
+            busy=self._pending.keys(),
         )
         self._is_drawn = True
         return [
@@ -408,15 +408,15 @@ class CohortCollection(Collection):
             return []
         self._is_asked = True
         if self._late is not None:
-            so_far_s = [-each.asked_s for each in self._flying.values()]
+            so_far_s = [-each.asked_s for each in self._pending.values()]
             self._deadline_s = self._late.deadline_s(
                 self.of.durations, so_far_s, longest_s=self.policy.deadline_s
             )
         asked = list(self._drawn)
         self._drawn.clear()
-        self._flying |= {each.client_id: each for each in asked}
+        self._pending |= {each.client_id: each for each in asked}
         self._cohort = frozenset(each.client_id for each in asked)
-        self.waited_for = set(self._cohort or self._flying)
+        self.waited_for = set(self._cohort or self._pending)
         return asked
 
     def limit(self, most: int) -> None:
@@ -457,15 +457,15 @@ class CohortCollection(Collection):
 
     def finish(self) -> None:
         """Settle late clients of this cohort; those of earlier ones were settled in their round."""
-        late = [each for each in self._flying.values() if each.client_id in self._cohort]
+        late = [each for each in self._pending.values() if each.client_id in self._cohort]
         for each in sorted(late, key=_lasts_s):
             self.settle(each, Status.LATE)
 
-    def flight_after(self, closed_s: float) -> Flight:
+    def pending_after(self, closed_s: float) -> PendingTasks:
         """Return the pending tasks; after too few reports, also the tasks of those reports."""
         if self._late is None:
             return ()
-        flying = [*self._flying.values(), *(self.counted if self.is_undone else ())]
+        flying = [*self._pending.values(), *(self.counted if self.is_undone else ())]
         flying.sort(key=lambda each: (each.asked_s, _lasts_s(each)))
         return tuple(each._replace(asked_s=each.asked_s - closed_s) for each in flying)
 
@@ -494,10 +494,10 @@ class BufferCollection(Collection):
         self,
         policy: StragglerPolicy,
         asynchrony: Asynchrony,
-        flight: Iterable[PendingTask],
+        pending: Iterable[PendingTask],
         of: Attempt,
     ) -> None:
-        super().__init__(policy, asynchrony, flight, of)
+        super().__init__(policy, asynchrony, pending, of)
         self._asynchrony, self._most = asynchrony, asynchrony.concurrency
         self.patience_s = policy.deadline_s
         self._answered = set[ClientId]()
@@ -539,13 +539,13 @@ class BufferCollection(Collection):
         """Draw clients for the rest of the round, so that one draw is enough unless some fail."""
         if self._drawn or not self._num_askable:
             return ()
-        free = self._most - len(self._flying)
+        free = self._most - len(self._pending)
         to_come = self._asynchrony.buffer_size - len(self._taken) - 1
         num, attempt = min(free + max(0, to_come), self._num_counting_more), self._num_draws
         others = partial(draw, num, round_num=self.round_num, attempt=attempt)
-        busy = self._flying.keys() | self._answered
+        busy = self._pending.keys() | self._answered
         drawn = others(busy=busy | self._failed)
-        if not drawn and self._failed and not self._flying:
+        if not drawn and self._failed and not self._pending:
             self._failed.clear()  # no other client is left
             drawn = others(busy=busy)
         self._num_draws += bool(drawn)
@@ -560,8 +560,8 @@ class BufferCollection(Collection):
         while self._drawn and self._num_askable:
             each = self._drawn.popleft()._replace(asked_s=now_s)
             # After a resume, replies may arrive in another order, so a drawn client may be busy.
-            if each.client_id not in self._flying and each.client_id not in self._answered:
-                self._flying[each.client_id] = each
+            if each.client_id not in self._pending and each.client_id not in self._answered:
+                self._pending[each.client_id] = each
                 asked.append(each)
         return asked
 
@@ -576,21 +576,21 @@ class BufferCollection(Collection):
     @property
     def is_over_limit(self) -> bool:
         """Whether more clients are in flight than the limit allows: then a reply frees no slot."""
-        return len(self._flying) > self._most
+        return len(self._pending) > self._most
 
     def could_ask_others(self, available: Iterable[ClientId]) -> bool:
         """Return whether some of these clients are neither in flight nor have replied."""
-        return not (self._flying.keys() | self._answered).issuperset(available)
+        return not (self._pending.keys() | self._answered).issuperset(available)
 
     @property
     def _num_askable(self) -> int:
-        free = self._most - len(self._flying)
+        free = self._most - len(self._pending)
         return max(0, min(free, self._num_counting_more))
 
     @property
     def _num_counting_more(self) -> int:
         """Most further updates that can count, after those in the buffer and in flight."""
-        return self._asynchrony.num_counting - len(self._flying) - len(self._taken)
+        return self._asynchrony.num_counting - len(self._pending) - len(self._taken)
 
     # ---- What happened --------------------------------------------------------------------
 
@@ -623,7 +623,7 @@ class BufferCollection(Collection):
 
     def wakes_s(self) -> float:
         """Return when the oldest pending task times out."""
-        first_s = min((each.asked_s for each in self._flying.values()), default=math.inf)
+        first_s = min((each.asked_s for each in self._pending.values()), default=math.inf)
         return max(first_s + self.patience_s, self._grace_s)
 
     def expire(self, now_s: float) -> list[PendingTask]:
@@ -633,7 +633,7 @@ class BufferCollection(Collection):
         """
         if not self.wakes_s() <= now_s:
             return []
-        first = min(self._flying.values(), key=lambda each: each.asked_s)
+        first = min(self._pending.values(), key=lambda each: each.asked_s)
         self.settle(self.land(first.client_id), Status.LATE)
         return [first]
 
@@ -645,24 +645,24 @@ class BufferCollection(Collection):
     def finish(self) -> None:
         """Do nothing: all pending tasks continue in the next round."""
 
-    def flight_after(self, closed_s: float) -> Flight:
+    def pending_after(self, closed_s: float) -> PendingTasks:
         """Return the pending tasks, in the order in which they were sent."""
         return tuple(
-            each._replace(asked_s=each.asked_s - closed_s) for each in self._flying.values()
+            each._replace(asked_s=each.asked_s - closed_s) for each in self._pending.values()
         )
 
 
 def collection_for(
     policy: StragglerPolicy,
     staleness: LateUpdates | Asynchrony | None,
-    flight: Iterable[PendingTask],
+    pending: Iterable[PendingTask],
     request: RoundRequest,
 ) -> Collection:
     """Create the state machine for one attempt: a buffer for :class:`Asynchrony`, else a cohort."""
     of = Attempt(request.round_num, request.attempt, request.durations)
     if isinstance(staleness, Asynchrony):
-        return BufferCollection(policy, staleness, flight, of)
-    return CohortCollection(policy, staleness, flight, of)
+        return BufferCollection(policy, staleness, pending, of)
+    return CohortCollection(policy, staleness, pending, of)
 
 
 def _lasts_s(task: PendingTask) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedlearn.algorithms.local import Around, LocalUpdate
-from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.core.messages import ClientId, Scalar, Settings
 
 #: Prefix of free-form settings. A trainer whose ``honours`` has it accepts all of them.
@@ -63,7 +63,7 @@ class ExtraSettings(Around):
 
 
 @dataclass(frozen=True)
-class WithExtra(Wrapped):
+class WithExtra(StrategyWrapper):
     """A strategy that sends free-form settings to the clients' trainers.
 
     Attributes:
@@ -81,25 +81,25 @@ class WithExtra(Wrapped):
     @property
     def local(self) -> LocalUpdate:
         """The inner local update with the free-form settings."""
-        return self._told(self.inner.local)
+        return self._with_extra(self.inner.local)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return each client's local update; all get the same free-form settings."""
         usual, told = self.inner.local, self.local
         return [
-            told if each is usual else self._told(each)
+            told if each is usual else self._with_extra(each)
             for each in self.inner.locals_for(client_ids)
         ]
 
-    def _told(self, local: LocalUpdate) -> LocalUpdate:
+    def _with_extra(self, local: LocalUpdate) -> LocalUpdate:
         return ExtraSettings(inner=local, extra=self.extra)
 
 
-def divided(settings: Settings) -> tuple[Settings, Settings]:
+def split_settings(settings: Settings) -> tuple[Settings, Settings]:
     """Split settings into the standard ones and the free-form ones, the latter without prefix.
 
     Example:
-        >>> divided({"epochs": 1, "extra.penalty": "l1"})
+        >>> split_settings({"epochs": 1, "extra.penalty": "l1"})
         ({'epochs': 1}, {'penalty': 'l1'})
     """
     extra = {

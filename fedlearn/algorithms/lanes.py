@@ -85,7 +85,7 @@ def size_of(over: Over | int, layout: Layout) -> int:
             return size
 
 
-def misfit(lanes: Lanes, specs: Sequence[LaneSpec], layout: Layout) -> str | None:
+def describe_misfit(lanes: Lanes, specs: Sequence[LaneSpec], layout: Layout) -> str | None:
     """Describe how lanes differ from their declaration; ``None`` if they fit."""
     if lanes.keys() != {spec.name for spec in specs}:
         wrong = sorted(lanes.keys() ^ {spec.name for spec in specs})[:3]

@@ -132,16 +132,16 @@ class LocalWork(Ranged):
         """Return the number of steps in one epoch, element-wise."""
         if self.batch_size is None:
             return np.ones_like(num_examples)
-        return -(-self.used_per_epoch(num_examples) // self.batch_size)
+        return -(-self.count_used_per_epoch(num_examples) // self.batch_size)
 
-    def used_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_used_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of examples used in one epoch, element-wise: all without ``drop_last``.
 
         A client's weight in the aggregate is based on this number.
 
         Example:
             >>> work = LocalWork(epochs=2, batch_size=4, drop_last=True)
-            >>> work.used_per_epoch(np.array([3, 4, 9])).tolist()
+            >>> work.count_used_per_epoch(np.array([3, 4, 9])).tolist()
             [3, 4, 8]
         """
         if self.batch_size is None or not self.drop_last:
@@ -151,13 +151,13 @@ class LocalWork(Ranged):
 
     def num_processed(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of examples processed in all epochs, element-wise."""
-        return self.used_per_epoch(num_examples) * self.epochs
+        return self.count_used_per_epoch(num_examples) * self.epochs
 
     def last_batch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the size of an epoch's last batch, element-wise."""
         if self.batch_size is None:
             return num_examples
-        return (self.used_per_epoch(num_examples) - 1) % self.batch_size + 1
+        return (self.count_used_per_epoch(num_examples) - 1) % self.batch_size + 1
 
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
         """Do nothing: training begins at the global model."""
@@ -440,9 +440,9 @@ def sums(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
 def new_memory(
     local: LocalUpdate, x: Tensors, *, kept: Mapping[str, Tensor]
 ) -> dict[str, list[Tensor]]:
-    """Allocate the memory for ``x`` [K, ...] and fill it; see :func:`load_kept`."""
+    """Allocate the memory for ``x`` [K, ...] and fill it; see :func:`load_client_state`."""
     memory = {name: _zeros(spec, x) for name, spec in local.memory.items()}
-    load_kept(local, memory, kept=kept)
+    load_client_state(local, memory, kept=kept)
     return memory
 
 
@@ -457,7 +457,7 @@ def _zeros(spec: MemorySpec, x: Tensors) -> list[Tensor]:
     return [x[0].new_zeros(len(x[0]), size, dtype=dtype) for size in sizes]
 
 
-def load_kept(local: LocalUpdate, memory: Memory, *, kept: Mapping[str, Tensor]) -> None:
+def load_client_state(local: LocalUpdate, memory: Memory, *, kept: Mapping[str, Tensor]) -> None:
     """Reset memory for a new round, in place: zeros, or what the first k clients kept, [k, n]."""
     for name, tensors in memory.items():
         for value in tensors:
@@ -545,16 +545,16 @@ def require_broadcast(broadcast: Mapping[str, Tensor], layout: Layout) -> None:
 def read_only(tensors: Iterable[Tensor], *, who: str) -> Iterator[None]:
     """Guard a block: raise ValueError at its end if ``who`` wrote to ``tensors`` in it."""
     watched = list(tensors)
-    before = written(watched)
+    before = count_writes(watched)
     yield
-    if written(watched) != before:
+    if count_writes(watched) != before:
         raise ValueError(
             f"{who} wrote to the tensors that it was given, which others use; return new ones, "
             "such as params.vector + delta instead of params.vector.add_(delta)"
         )
 
 
-def written(tensors: Iterable[Tensor]) -> int:
+def count_writes(tensors: Iterable[Tensor]) -> int:
     """Return a counter that grows with every in-place write to one of the tensors."""
     return sum(tensor._version for tensor in tensors)  # noqa: SLF001 - as autograd does
 
@@ -564,7 +564,7 @@ def rows(tensors: Tensors) -> Tensor:
     return torch.cat([value.reshape(len(value), -1) for value in tensors], dim=1)
 
 
-def shuffled_positions(
+def shuffle_positions(
     seed: Seed, *, round_num: int, client_id: int, epoch: int, num_examples: int
 ) -> NDArray[np.int64]:
     """Return the order in which a client visits its examples in one epoch.
@@ -580,11 +580,11 @@ def batch_positions(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the positions of each step's examples; only one epoch's order is held in memory."""
     size = work.batch_size or num_examples
-    num_used = int(work.used_per_epoch(np.asarray(num_examples)))
+    num_used = int(work.count_used_per_epoch(np.asarray(num_examples)))
     for epoch in range(work.epochs):
         order = np.arange(num_examples)
         if work.shuffle:
-            order = shuffled_positions(
+            order = shuffle_positions(
                 seed,
                 round_num=round_num,
                 client_id=client_id,

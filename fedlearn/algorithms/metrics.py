@@ -116,7 +116,7 @@ class Measures:
     metrics: Mapping[str, Metric]
 
     def __post_init__(self) -> None:
-        own = ("loss", *_declared(self.objective))
+        own = ("loss", *_require_names(self.objective))
         if not isinstance(self.metrics, Mapping):
             raise ConfigError(
                 f"metrics: is {type(self.metrics).__name__}; give a dict of metrics by name, such "
@@ -184,7 +184,7 @@ _RESERVED = {
 RESERVED = frozenset(_RESERVED)
 
 
-def reserved(name: str) -> str:
+def explain_reserved(name: str) -> str:
     """Return the error message for a metric with one of the :data:`RESERVED` names."""
     return f"{name!r} is {_RESERVED[name]} in records; give another name"
 
@@ -197,12 +197,12 @@ def require_name(name: str, *, taken: tuple[str, ...]) -> None:
             'letter first, and not "auto"'
         )
     if name in RESERVED:
-        raise ConfigError(f"metrics: {reserved(name)}")
+        raise ConfigError(f"metrics: {explain_reserved(name)}")
     if name in taken:
         raise ConfigError(f"metrics: the objective measures {name!r} already; give another name")
 
 
-def _declared(objective: Objective) -> tuple[str, ...]:
+def _require_names(objective: Objective) -> tuple[str, ...]:
     """Return the names of an objective's metrics; raise ConfigError if they are not declared."""
     for name in ("per_example", "directions"):
         if not hasattr(objective, name):
@@ -212,7 +212,7 @@ def _declared(objective: Objective) -> tuple[str, ...]:
                 '(of each of its metrics, as {"accuracy": "max"}; {} without any)'
             )
     for name in RESERVED & set(objective.directions):
-        raise ConfigError(f"the objective {type(objective).__name__}: {reserved(name)}")
+        raise ConfigError(f"the objective {type(objective).__name__}: {explain_reserved(name)}")
     return tuple(objective.directions)
 
 

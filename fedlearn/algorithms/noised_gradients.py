@@ -180,13 +180,13 @@ class NoisedGradients(Ranged, Around):
             like: Tensors with the dtypes that the results should have.
         """
         means = []
-        for each, model in zip(self._noised_levels(sums, sizes_K), like, strict=True):
+        for each, model in zip(self._add_noise_to_levels(sums, sizes_K), like, strict=True):
             scales_K = each.new_tensor([self.level / size for size in sizes_K])
             each.mul_(scales_K.view(-1, *[1] * (each.dim() - 1)))
             means.append(each.to(model.dtype))
         return means
 
-    def noised_step(
+    def take_noised_step(
         self,
         x: Tensors,
         sums: Tensors,
@@ -219,12 +219,12 @@ class NoisedGradients(Ranged, Around):
             noised = self.noised(sums, sizes_K, like=x)
             self.inner.step(x, noised, memory, broadcast=broadcast, moment=moment)
             return
-        levels = self._noised_levels(sums, sizes_K)
+        levels = self._add_noise_to_levels(sums, sizes_K)
         scale = affine.scale * self.level / sizes_K[0]
         for each, level in zip(x, levels, strict=True):
             each.add_(level, alpha=scale)
 
-    def _noised_levels(self, sums: Tensors, sizes_K: Sequence[int]) -> list[Tensor]:
+    def _add_noise_to_levels(self, sums: Tensors, sizes_K: Sequence[int]) -> list[Tensor]:
         """Truncate the sums to whole levels and add noise; may overwrite ``sums``."""
         num_examples, size = max(sizes_K), sum(each[0].numel() for each in sums)
         sensitivity = self.sensitivity(num_examples=num_examples, size=size)

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedlearn.algorithms.local import LocalUpdate
-from fedlearn.algorithms.strategy import Wrapped
+from fedlearn.algorithms.strategy import StrategyWrapper
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import CallError, ConfigError
 
 
 @dataclass(frozen=True)
-class PerClient(Wrapped):
+class PerClient(StrategyWrapper):
     """Gives each client its own local update.
 
     Attributes:

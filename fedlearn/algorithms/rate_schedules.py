@@ -79,13 +79,13 @@ class ScheduledRate(Ranged, Around):
     def affine(self, moment: Moment) -> Affine | None:
         """Return the inner update's affine step at the scheduled rate, if it has one."""
         inner = short_cut(self.inner)
-        return None if inner is None else inner(self._scheduled(moment))
+        return None if inner is None else inner(self._apply_schedule(moment))
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step at the scheduled rate."""
-        self.inner.step(x, grads, memory, broadcast=broadcast, moment=self._scheduled(moment))
+        self.inner.step(x, grads, memory, broadcast=broadcast, moment=self._apply_schedule(moment))
 
-    def _scheduled(self, moment: Moment) -> Moment:
+    def _apply_schedule(self, moment: Moment) -> Moment:
         return moment._replace(rate=moment.rate * self.factor(moment))

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from fedlearn.algorithms.extra_settings import ExtraSettings, divided
+from fedlearn.algorithms.extra_settings import ExtraSettings, split_settings
 from fedlearn.algorithms.local import Around, LocalUpdate, LocalWork
-from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.core.messages import ClientId, Scalar, Settings
 from fedlearn.errors import ConfigError
 
@@ -28,7 +28,7 @@ class RoundSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class InRound(Wrapped):
+class InRound(StrategyWrapper):
     """A strategy with the client settings of one round.
 
     Attributes:
@@ -86,7 +86,7 @@ def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> 
             '{"learning_rate": 0.1, "extra.temperature": 2.0}'
         )
     settings: Settings = {str(name): value for name, value in given.items()}
-    own, extra = divided(settings)
+    own, extra = split_settings(settings)
     if unknown := sorted(own.keys() - {_RATE}):
         raise ConfigError(
             f"{place}: it returned {unknown[0]!r}; a round has a learning_rate and extra.NAME"

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
-from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, divided
+from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, LocalWork, pieces_of
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -138,7 +138,7 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
                 f"local setting {PIECES!r} is {settings[PIECES]!r}; it names one update first, "
                 "then what is around it"
             )
-        update = _made(kind, values) if update is None else _made(kind, values, inner=update)
+        update = _build(kind, values) if update is None else _build(kind, values, inner=update)
     if not isinstance(update, LocalUpdate):
         raise SettingsRefused(f"local setting {PIECES!r} names no update")
     return update
@@ -157,7 +157,7 @@ def transforms_from(
         SettingsRefused: As :func:`update_from`.
     """
     kinds = _transform_kinds(settings, known)
-    return tuple(_made(kind, _read(settings, kind)) for kind in kinds)
+    return tuple(_build(kind, _read(settings, kind)) for kind in kinds)
 
 
 def without_transforms(settings: Settings, *, known: Collection[type[Transform]] = ()) -> Settings:
@@ -179,7 +179,7 @@ def last_noise(settings: Settings) -> float | None:
     names = _names(settings)
     if not names or TRANSFORMS.get(names[-1]) is not NoisedUpdates:
         return None
-    noised: NoisedUpdates = _made(NoisedUpdates, _read(settings, NoisedUpdates))
+    noised: NoisedUpdates = _build(NoisedUpdates, _read(settings, NoisedUpdates))
     return noised.noise_multiplier
 
 
@@ -283,7 +283,7 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
         >>> sgd = settings_of(LocalSgd(epochs=1, batch_size=8, learning_rate=0.1))
         >>> require_honoured(sgd, {"epochs", "batch_size", "learning_rate"}, who="Mine")
     """
-    rest, extra = divided(settings)
+    rest, extra = split_settings(settings)
     for name, value in extra.items():
         if EXTRA not in honoured and f"{EXTRA}.{name}" not in honoured:
             raise SettingsRefused(
@@ -301,12 +301,12 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
                 continue
             value = left.pop(field_name)
             if name in UPDATES and value != field.default and field_name not in honoured:
-                raise _ignored(field_name, value, who)
+                raise _explain_ignored(field_name, value, who)
     of_work = _fields(LocalWork)  # fields that users' own updates inherit
     for name, value in left.items():
         is_default = name in of_work and value == of_work[name].default
         if not (is_default or name in honoured):
-            raise _ignored(name, value, who)
+            raise _explain_ignored(name, value, who)
 
 
 def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -> None:
@@ -325,14 +325,14 @@ def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -
     )
 
 
-def _made(kind: _Kind, values: Mapping[str, Scalar], **inner: LocalUpdate) -> Any:  # Any: as kinds
+def _build(kind: _Kind, values: Mapping[str, Scalar], **inner: LocalUpdate) -> Any:  # Any: as kinds
     try:
         return kind(**values, **inner)
     except ValueError as error:
         raise SettingsRefused(f"local setting out of range: {error}") from error
 
 
-def _ignored(name: str, value: Scalar, who: str) -> SettingsRefused:
+def _explain_ignored(name: str, value: Scalar, who: str) -> SettingsRefused:
     return SettingsRefused(
         f"{who} does not honour the setting {name!r}, which is {value!r}: act on "
         f'context.settings["{name}"] and add the name to the trainer\'s `honours`, or have the '

@@ -121,7 +121,7 @@ class Strategy(Protocol):
 
 
 @dataclass(frozen=True)
-class Wrapped(Strategy):
+class StrategyWrapper(Strategy):
     """A strategy that wraps another and overrides parts of it.
 
     Attributes:
@@ -206,7 +206,7 @@ class Wrapped(Strategy):
 
 
 @dataclass(frozen=True)
-class Bounded(Wrapped):
+class Bounded(StrategyWrapper):
     """Replaces the bounds on updates of a strategy.
 
     Attributes:

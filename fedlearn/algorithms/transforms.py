@@ -41,7 +41,7 @@ class Transform(Protocol):
         """
 
 
-def transformed(
+def apply_transforms(
     updates: Updates, transforms: Sequence[Transform], *, seed: Seed, round_num: int
 ) -> Updates:
     """Apply transforms to updates; sessions and the simulation engine both call this.
@@ -143,7 +143,7 @@ class ClippedUpdates(Ranged):
     def __call__(self, updates: Updates) -> Updates:
         """Return the updates with their deltas clipped."""
         trained, statistics = updates.delta_parts()
-        clipped = clipped_rows(trained, bound=self.update_clip_norm)
+        clipped = clip_rows(trained, bound=self.update_clip_norm)
         delta = torch.cat([clipped, statistics], dim=1) if statistics.shape[1] else clipped
         return replace(updates, lanes={**updates.lanes, DELTA.name: delta})
 
@@ -263,13 +263,13 @@ def norms(rows: Rows) -> Tensor:
     return norms_B
 
 
-def clipped_rows(rows: Rows, *, bound: float) -> Tensor:
+def clip_rows(rows: Rows, *, bound: float) -> Tensor:
     """Return rows, each scaled down to an L2 norm of ``bound`` if it is larger: shape [B, n].
 
     A row with values that are not finite keeps some; a later check refuses it.
 
     Example:
-        >>> clipped_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), bound=2.5)
+        >>> clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), bound=2.5)
         tensor([[1.5000, 2.0000],
                 [0.3000, 0.4000]])
     """

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fedlearn.algorithms.collecting import Collector
-from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.assembly.pieces import Pieces
 from fedlearn.assembly.server_jobs import Place, with_server_steps
 from fedlearn.assembly.user_code import SharedNoise

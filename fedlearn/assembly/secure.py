@@ -5,7 +5,7 @@ from pathlib import Path
 from fedlearn.algorithms.aggregations import WeightedMean, require_weighted_mean
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 from fedlearn.identity.rosters import IdentityRoster
@@ -71,6 +71,9 @@ def roster_draw(config: Config) -> Draw | None:
 def _tells_each(strategy: Strategy) -> bool:
     """Whether the strategy, or one that it wraps, may give each client its own task."""
     tells = type(strategy).locals_for
-    if isinstance(strategy, Wrapped) and tells in (Wrapped.locals_for, ExampleNoised.locals_for):
+    if isinstance(strategy, StrategyWrapper) and tells in (
+        StrategyWrapper.locals_for,
+        ExampleNoised.locals_for,
+    ):
         return _tells_each(strategy.inner)
     return tells is not Strategy.locals_for

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import structlog
 
-from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.assembly.deployed import deployment
 from fedlearn.assembly.pieces import Pieces
 from fedlearn.assembly.server_training import server_task
@@ -19,7 +19,7 @@ from fedlearn.config import Config
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.errors import Diverged
-from fedlearn.parallel.distillation import Distilling, Watch
+from fedlearn.parallel.distillation import DistillationObserver, Distilling
 from fedlearn.parallel.jobs import Control, Job, train
 from fedlearn.parallel.server_steps import ServerSteps, Trains
 from fedlearn.parallel.task import Progress, Task, TrainingState
@@ -108,7 +108,7 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
     trains = _shared(_trains(pieces, task, place), place.cluster)
 
     def training(inner: Strategy) -> Strategy:
-        if isinstance(inner, Wrapped):
+        if isinstance(inner, StrategyWrapper):
             return replace(inner, inner=training(inner.inner))
         return ServerSteps(
             inner,
@@ -124,11 +124,11 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
 def _watched(strategy: Strategy, place: Place, *, report_every: int) -> Strategy:
     """Report the progress of distillation, and cancel it together with the run."""
     if isinstance(strategy, Distilling):
-        watch = Watch(control=place.control, report_every=report_every)
+        watch = DistillationObserver(control=place.control, report_every=report_every)
         if place.cluster.rank == 0:  # the other processes distil the same, and stay silent
             watch = replace(watch, report=partial(_tell, place, DISTILLATION))
         return replace(strategy, watch=watch)
-    if isinstance(strategy, Wrapped):
+    if isinstance(strategy, StrategyWrapper):
         inner = _watched(strategy.inner, place, report_every=report_every)
         return replace(strategy, inner=inner)
     return strategy

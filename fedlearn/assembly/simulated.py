@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.extra_settings import divided
+from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.round_settings import RoundSettings
@@ -159,7 +159,7 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
     )
     pieces = furnished(pieces, experiment.extra)
     by_round = experiment.by_round
-    names = {*experiment.extra, *({} if by_round is None else divided(by_round(0))[1])}
+    names = {*experiment.extra, *({} if by_round is None else split_settings(by_round(0))[1])}
     if names and experiment.make_trainer is None:
         raise ConfigError(
             f"client.extra tells {', '.join(sorted(names))}, but the clients of this simulation "

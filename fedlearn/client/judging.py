@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from mmap import mmap
 
-from fedlearn.algorithms.extra_settings import divided
+from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.settings import last_noise
 from fedlearn.client.policy import AdversaryName, Policy, PrivacyMode, SecureAggregationPolicy
 from fedlearn.core.codec import peek
@@ -268,7 +268,7 @@ class Judge:
             )
         if settings is None:
             return
-        self._judge_extra(divided(settings)[1])
+        self._judge_extra(split_settings(settings)[1])
         if self.policy.max_epochs is None:
             return
         epochs = settings.get("epochs")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import structlog
 
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
-from fedlearn.algorithms.flight import Draw, Flight
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId
 
@@ -101,9 +101,14 @@ class NotedCollector:
         return self.inner.available()
 
     def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+        self,
+        pending: PendingTasks,
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
     ) -> Collected:
         """Collect with the inner collector, then report the outcomes."""
-        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
+        collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
         self.note(collected.participations)
         return collected

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.reach import Reach
 from fedlearn.assembly.server_jobs import FOLDER, Place

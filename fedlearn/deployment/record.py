@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fedlearn import assembly
-from fedlearn.algorithms.flight import PendingTask
+from fedlearn.algorithms.pending_tasks import PendingTask
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config import Config
 from fedlearn.config.tables import TABLES, Use
@@ -112,13 +112,13 @@ def resume_round(
     if attempt == 0:  # no earlier attempt has clients in flight
         return ResumedRound(round_num=last.round_num, attempt=0)
     cohort = last.cohort if attempt == last.attempt else ()
-    flight = dict[ClientId, PendingTask]()
+    pending = dict[ClientId, PendingTask]()
     for opened in (journal.find(last.round_num, each) for each in range(last.attempt + 1)):
         if opened is None or opened.attempt == attempt:
             continue
         for place, client_id in enumerate(opened.cohort):
-            flight.pop(client_id, None)  # it had failed, and this attempt asked it again
-            flight[client_id] = PendingTask(
+            pending.pop(client_id, None)  # it had failed, and this attempt asked it again
+            pending[client_id] = PendingTask(
                 client_id=client_id,
                 based_on=opened.round_num,
                 attempt=opened.attempt,
@@ -129,7 +129,7 @@ def resume_round(
         round_num=last.round_num,
         attempt=attempt,
         cohort=cohort,
-        flight=tuple(each for each in flight.values() if each.client_id not in cohort),
+        pending=tuple(each for each in pending.values() if each.client_id not in cohort),
     )
 
 

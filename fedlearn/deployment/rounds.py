@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.collecting import ChannelCollector
-from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.plan import central_evaluator, initial_params, release_of, run_plan

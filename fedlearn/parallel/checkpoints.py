@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from fedlearn.errors import StoreError
-from fedlearn.parallel.engine import OPTIMIZER, PROGRESS, Engine, state_of
+from fedlearn.parallel.engine import OPTIMIZER, PROGRESS, RankTrainer, state_of
 from fedlearn.parallel.task import TrainingState
 
 _FOLDER = re.compile(r"step-(\d+)")
@@ -56,7 +56,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def save(engine: Engine, folder: Path, *, keep: int) -> None:
+def save(engine: RankTrainer, folder: Path, *, keep: int) -> None:
     """Write a checkpoint; every process of the training must call it.
 
     Args:
@@ -83,7 +83,7 @@ def prune(folder: Path, *, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def restore(engine: Engine, checkpoint: Path) -> None:
+def restore(engine: RankTrainer, checkpoint: Path) -> None:
     """Load a checkpoint into a training; every process of the training must call it.
 
     Raises:

@@ -22,14 +22,14 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Updates
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.algorithms.strategy import State, Stepped, Strategy, Wrapped
+from fedlearn.algorithms.strategy import State, Stepped, Strategy, StrategyWrapper
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.distribution import Direction
 from fedlearn.core.features import Features, called
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count
 from fedlearn.errors import ConfigError
-from fedlearn.parallel.engine import Engine, run
+from fedlearn.parallel.engine import RankTrainer, run
 from fedlearn.parallel.jobs import Control
 from fedlearn.parallel.streams import Stream
 from fedlearn.parallel.task import Progress, Task, TrainingState
@@ -100,7 +100,7 @@ def _tell_nobody(_progress: Progress) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class DistillationObserver:
     """Observer of a round's distillation, which may also cancel it.
 
     Attributes:
@@ -134,7 +134,7 @@ class Distillation(FullAggregation):
     num_steps: Count
     base: Tensor | None = None
     num_rounds: int = 0
-    watch: Watch = field(default_factory=Watch)
+    watch: DistillationObserver = field(default_factory=DistillationObserver)
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the mean's weights."""
@@ -161,7 +161,7 @@ class Distillation(FullAggregation):
         until, watch = done + self.num_steps, self.watch
         taught = Taught(task.stream, task, members)
         task = replace(task, stream=taught, objective=SoftCrossEntropy())
-        engine = Engine(task, device=student.vector.device)
+        engine = RankTrainer(task, device=student.vector.device)
         # Steps are counted through all rounds, so that each round continues with new examples.
         progress = torch.tensor([done, 0.0, 0.0, 0.0], dtype=torch.float64)
         engine.adopt(TrainingState(model=student.named(), progress=progress))
@@ -177,7 +177,7 @@ class Distillation(FullAggregation):
 
 
 @dataclass(frozen=True)
-class Distilling(Wrapped):
+class Distilling(StrategyWrapper):
     """A strategy whose rounds end in ensemble distillation.
 
     Attributes:
@@ -197,7 +197,7 @@ class Distilling(Wrapped):
     num_steps: Count
     base: Tensor | None = None
     num_rounds: int = 0
-    watch: Watch = field(default_factory=Watch, repr=False)
+    watch: DistillationObserver = field(default_factory=DistillationObserver, repr=False)
 
     own: ClassVar[frozenset[str]] = frozenset({_MODEL, _ROUNDS})
 

@@ -16,20 +16,20 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.features import Features, called, cut, named, only
 from fedlearn.errors import ConfigError, DataError, Diverged
 from fedlearn.parallel.loss_scale import LossScale
-from fedlearn.parallel.mesh import Place
+from fedlearn.parallel.mesh import MeshPosition
 from fedlearn.parallel.norms import by_mesh, own_part, sum_of_squares
 from fedlearn.parallel.optimizers import groups_of
 from fedlearn.parallel.parts import recompute
-from fedlearn.parallel.plan import Precision
+from fedlearn.parallel.plan import TrainingPrecision
 from fedlearn.parallel.prefetching import Batch, read_ahead
+from fedlearn.parallel.prepared_model import PreparedModel
 from fedlearn.parallel.task import Progress, Task, TrainingState
-from fedlearn.parallel.wrapped import Wrapped
 
 #: Prefixes of tensor names in a checkpoint, and the name of the progress tensor.
 _MODEL, OPTIMIZER, PROGRESS = "model/", "optimizer/", "progress"
 
 
-class Engine:
+class RankTrainer:
     """One process of a training: its part of the model, the optimiser and the batches.
 
     Attributes:
@@ -47,17 +47,17 @@ class Engine:
         plan, mesh = task.plan, task.plan.spread.mesh
         self.world_size = mesh.world_size
         self.rank = dist.get_rank() if self.world_size > 1 else 0
-        self._place: Place = mesh.coordinates(self.rank)
+        self._place: MeshPosition = mesh.coordinates(self.rank)
         module = task.make_model().to(device)
         if plan.spread.recompute:
             recompute(module)
-        self._grid, self._wrapped = None, Wrapped(module, module)
+        self._grid, self._wrapped = None, PreparedModel(module, module)
         if self.world_size > 1:
-            from fedlearn.parallel.wrapping import device_mesh, wrapped  # noqa: PLC0415 (seconds)
+            from fedlearn.parallel.preparing import device_mesh, prepare_model  # noqa: PLC0415 (seconds)
 
             _broadcast(module)
             self._grid = device_mesh(mesh, device)
-            self._wrapped = wrapped(module, plan.spread, self._grid, self._place.pipeline)
+            self._wrapped = prepare_model(module, plan.spread, self._grid, self._place.pipeline)
         self._wrapped.called.train()
         self._parameters = {
             name: each
@@ -71,14 +71,14 @@ class Engine:
             )
         self._optimizer = plan.optimizer.over(groups_of(self._parameters.values()))
         _prime(self._optimizer)
-        is_scaled = plan.spread.precision is Precision.FLOAT16
+        is_scaled = plan.spread.precision is TrainingPrecision.FLOAT16
         self._scale = LossScale(plan.spread.initial_loss_scale) if is_scaled else None
         self.step_num = 0
         self._batches: Iterator[Batch] = iter(())
         self._has_stepped = False
         self._schedule = None
         if mesh.pipeline > 1:
-            from fedlearn.parallel.wrapping import schedule  # noqa: PLC0415 (seconds)
+            from fedlearn.parallel.preparing import schedule  # noqa: PLC0415 (seconds)
 
             assert self._grid is not None  # there are several processes
             self._schedule = schedule(self._wrapped, plan.spread, self._grid, loss=self._loss)
@@ -92,7 +92,7 @@ class Engine:
         """
         state = self._wrapped.module.state_dict(keep_vars=False)
         model = {_MODEL + name: value for name, value in state.items()}
-        return model | {OPTIMIZER + name: value for name, value in self._kept().items()}
+        return model | {OPTIMIZER + name: value for name, value in self._optimizer_state().items()}
 
     def progress(self) -> Tensor:
         """Return the step number and the state of the loss scale: float64 [4]."""
@@ -140,7 +140,7 @@ class Engine:
                 assert group is not None  # the training's processes are those of the world
                 group.set_timeout(timeout)
 
-    def _kept(self) -> dict[str, Tensor]:
+    def _optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimiser state, by parameter and name."""
         return {
             f"{name}/{key}": value
@@ -168,7 +168,7 @@ class Engine:
         loss = self._gradients()
         self._require_alike()
         if self._scale is not None or plan.gradient_clip_norm is not None:
-            is_finite = self._scaled_gradients(plan.gradient_clip_norm)
+            is_finite = self._unscale_and_clip(plan.gradient_clip_norm)
         else:
             is_finite = True
         if is_finite:
@@ -202,13 +202,13 @@ class Engine:
         """Run the forward and backward passes of a step, one micro-batch after another."""
         spread = self.task.plan.spread
         if self._schedule is not None:
-            return self._piped()
+            return self._run_pipeline()
         features, labels = next(self._batches)
         num_parts, total = spread.num_micro_batches, torch.zeros((), dtype=torch.float64)
         total = total.to(self.device)
         for at, (part, targets) in enumerate(_parts(features, labels, num_parts)):
             # Gradients are summed over processes only in the backward pass of the last one.
-            with self._wrapped.synchronised(at == num_parts - 1):
+            with self._wrapped.sum_gradients(at == num_parts - 1):
                 with self._passes(), self._fitting(part, targets):
                     loss = self._loss(called(self._wrapped.called, part), targets) / num_parts
                 (loss if self._scale is None else loss * self._scale.value).backward()
@@ -226,10 +226,10 @@ class Engine:
             raise
         except errors as error:
             tensors = named(features) | {"labels": labels}
-            told = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+            descriptions = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
             raise DataError(
                 f"the model, or its loss, cannot take the examples of step {self.step_num}, "
-                f"{', '.join(told)}: {error}; change the data or the model"
+                f"{', '.join(descriptions)}: {error}; change the data or the model"
             ) from error
 
     def _require_alike(self) -> None:
@@ -270,13 +270,13 @@ class Engine:
                     "set replicate and shard to 1"
                 )
 
-    def _piped(self) -> Tensor:
+    def _run_pipeline(self) -> Tensor:
         assert self._schedule is not None  # checked by the caller
         stage, last = self._place.pipeline, self.task.plan.spread.mesh.pipeline - 1
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         # The schedule itself has gradients summed after its last micro-batch. In its first step it
         # also runs the stage once more to infer shapes, and that pass must not start a sum.
-        with self._passes(), self._wrapped.synchronised(False):
+        with self._passes(), self._wrapped.sum_gradients(False):
             if 0 < stage < last:
                 self._schedule.step()
                 return total
@@ -299,7 +299,7 @@ class Engine:
             return nullcontext()
         return torch.autocast(self.device.type, spread.precision.half)
 
-    def _scaled_gradients(self, limit: float | None) -> bool:
+    def _unscale_and_clip(self, limit: float | None) -> bool:
         """Unscale and clip the gradients; return False if the loss scale made them overflow."""
         grads = [each.grad for each in self._parameters.values() if each.grad is not None]
         scale = 1.0 if self._scale is None else self._scale.value
@@ -335,7 +335,7 @@ class Engine:
             stacked /= mesh.data * mesh.tensor  # in a pipeline, only the last stage has a loss
         return stacked.cpu()
 
-    def told(self, losses: Sequence[Tensor], *, seconds: float) -> Progress:
+    def build_report(self, losses: Sequence[Tensor], *, seconds: float) -> Progress:
         """Build a report from the losses since the last one; every process must call it."""
         plan, scale = self.task.plan, self._scale or LossScale(1.0)
         return Progress(
@@ -350,10 +350,10 @@ class Engine:
 
 
 #: Called after each step, in every process.
-AfterStep = Callable[[Engine], None]
+AfterStep = Callable[[RankTrainer], None]
 
 
-class Evaluator(Protocol):
+class TrainingEvaluator(Protocol):
     """Evaluates the model during a training; every process has one."""
 
     @property
@@ -363,19 +363,19 @@ class Evaluator(Protocol):
     def is_due(self, step_num: int) -> bool:
         """Return whether the model must be evaluated after ``step_num`` steps."""
 
-    def evaluate(self, engine: Engine) -> Mapping[str, float]:
+    def evaluate(self, engine: RankTrainer) -> Mapping[str, float]:
         """Evaluate the model; return the metrics in rank 0, and none in the other ranks."""
 
 
 def run(
-    engine: Engine,
+    engine: RankTrainer,
     *,
     until: int,
     clock: Clock,
     report_every: int,
     report: Callable[[Progress], None],
     after_step: AfterStep,
-    evaluator: Evaluator | None = None,
+    evaluator: TrainingEvaluator | None = None,
 ) -> None:
     """Train up to step ``until``, or until the evaluator ends the training.
 
@@ -408,18 +408,18 @@ def run(
             is_due = evaluator is not None and evaluator.is_due(engine.step_num)
             if engine.step_num % report_every == 0 or engine.step_num == until or is_due:
                 now_s = clock.now_s()
-                told = engine.told(losses, seconds=now_s - began_s)
+                progress = engine.build_report(losses, seconds=now_s - began_s)
                 losses, began_s = [], now_s
-                is_finite = math.isfinite(told.loss)
+                is_finite = math.isfinite(progress.loss)
                 if is_due and is_finite:
                     assert evaluator is not None  # it is due
-                    told = replace(told, metrics=evaluator.evaluate(engine))
+                    progress = replace(progress, metrics=evaluator.evaluate(engine))
                 if engine.rank == 0:
-                    report(told)
+                    report(progress)
                 if not is_finite:
                     raise Diverged(
-                        f"the loss is {told.loss} after step {told.step_num}; lower the learning "
-                        "rate, or clip gradients by gradient_clip_norm"
+                        f"the loss is {progress.loss} after step {progress.step_num}; lower the "
+                        "learning rate, or clip gradients by gradient_clip_norm"
                     )
             after_step(engine)
 

@@ -14,19 +14,19 @@ from pydantic import TypeAdapter
 from fedlearn.core.files import write_durably
 from fedlearn.core.json_files import read_json
 from fedlearn.errors import StoreError
-from fedlearn.parallel.engine import Engine, tensors_of
+from fedlearn.parallel.engine import RankTrainer, tensors_of
 from fedlearn.parallel.task import Evaluation, TrainingState
 
 
-class _Row(NamedTuple):
+class _EvaluationRow(NamedTuple):
     step: int
     value: float  # of the goal's metric
 
 
-_ROWS = TypeAdapter(list[_Row])
+_ROWS = TypeAdapter(list[_EvaluationRow])
 
 
-class Watch:
+class EvaluationResults:
     """Keeps the results of a training's evaluations; every process has one.
 
     With a folder, results survive a restart: a checkpoint is saved before its evaluation, and the
@@ -40,7 +40,7 @@ class Watch:
     """
 
     def __init__(
-        self, engine: Engine, evaluation: Evaluation, folder: Path | None, *, until: int
+        self, engine: RankTrainer, evaluation: Evaluation, folder: Path | None, *, until: int
     ) -> None:
         self._evaluation, self._folder, self._until = evaluation, folder, until
         self._rows = [each for each in self._read() if each.step <= engine.step_num]
@@ -57,7 +57,7 @@ class Watch:
         is_its_turn = step_num % self._evaluation.every == 0 or step_num == self._until
         return step_num > 0 and is_its_turn and step_num not in {each.step for each in self._rows}
 
-    def evaluate(self, engine: Engine, state: TrainingState | None) -> Mapping[str, float]:
+    def evaluate(self, engine: RankTrainer, state: TrainingState | None) -> Mapping[str, float]:
         """Evaluate the model; every process of the training must call it.
 
         Args:
@@ -85,7 +85,7 @@ class Watch:
         return self._best if self._folder is None else read_best(self._folder)
 
     def _add(self, state: TrainingState, value: float) -> None:
-        row, best = _Row(state.step_num, value), self._best_row()
+        row, best = _EvaluationRow(state.step_num, value), self._best_row()
         is_best = self._evaluation.goal.improves(value, math.nan if best is None else best.value)
         self._rows.append(row)
         if self._folder is None:
@@ -98,8 +98,8 @@ class Watch:
         if is_best:
             _forget_all_but(self._folder, row.step)
 
-    def _best_row(self) -> _Row | None:
-        best: _Row | None = None
+    def _best_row(self) -> _EvaluationRow | None:
+        best: _EvaluationRow | None = None
         for each in self._rows:
             known = math.nan if best is None else best.value
             best = each if self._evaluation.goal.improves(each.value, known) else best
@@ -112,7 +112,7 @@ class Watch:
         since = [each for each in self._rows if best is None or each.step > best.step]
         return patience is not None and len(since) >= patience
 
-    def _read(self) -> list[_Row]:
+    def _read(self) -> list[_EvaluationRow]:
         if self._folder is None:
             return []
         remedy = "remove the training's folder to train from the start"

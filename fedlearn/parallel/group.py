@@ -27,7 +27,7 @@ _LOOPBACK = "127.0.0.1"
 class Group:
     """A :class:`~fedlearn.core.cluster.Cluster` by torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-    Create one with :func:`joined` or :func:`world`.
+    Create one with :func:`join_group` or :func:`world`.
 
     Attributes:
         rank: Rank of this process, from 0.
@@ -126,7 +126,7 @@ def backend_for(devices: Mapping[int, str]) -> str:
     return "nccl" if on_gpus and are_apart else "gloo"
 
 
-def joined(
+def join_group(
     file: Path,
     *,
     backend: str,

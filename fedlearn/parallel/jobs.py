@@ -31,8 +31,8 @@ from fedlearn.core.json_files import read_json, require_json
 from fedlearn.core.mkl_environment import prepare_for_mkl
 from fedlearn.core.ranges import Count, Ranged, Whole
 from fedlearn.errors import ConfigError, Diverged, EngineError, StoreError
-from fedlearn.parallel.engine import Engine, run, tensors_of
-from fedlearn.parallel.evaluation import Watch, read_best
+from fedlearn.parallel.engine import RankTrainer, run, tensors_of
+from fedlearn.parallel.evaluation import EvaluationResults, read_best
 from fedlearn.parallel.local_world import loopback
 from fedlearn.parallel.task import Progress, Task, TrainingState
 from fedlearn.processes.starting import start_module
@@ -198,7 +198,7 @@ def train(
         begin(job, folder, start)
     else:
         shutil.rmtree(job.folder, ignore_errors=True)  # left by another job, if at all
-    engine = Engine(task, device=device_of({}))
+    engine = RankTrainer(task, device=device_of({}))
     if start is not None:
         engine.adopt(start)
     said = spec_of(job, start)
@@ -233,7 +233,7 @@ def device_of(environ: Mapping[str, str]) -> torch.device:
 
 
 def follow(
-    engine: Engine,
+    engine: RankTrainer,
     folder: Folder,
     *,
     job: JobSpec,
@@ -260,11 +260,11 @@ def follow(
     evaluator, began_s, is_first = None, clock.now_s(), True
     if (evaluation := engine.task.evaluation) is not None:
         kept = folder.path if folder.job.exists() else None
-        evaluator = _Evaluator(files, Watch(engine, evaluation, kept, until=until))
+        evaluator = _Evaluator(files, EvaluationResults(engine, evaluation, kept, until=until))
         if evaluator.is_due(engine.step_num):  # interrupted between checkpoint and evaluation
             evaluator.evaluate(engine)
 
-    def after_step(engine: Engine) -> None:
+    def after_step(engine: RankTrainer) -> None:
         nonlocal is_first
         control.check()
         if is_first:
@@ -292,7 +292,7 @@ def follow(
 class _Files:
     """Saves and restores a training's checkpoints, allowing for slow disks by a long timeout."""
 
-    def __init__(self, engine: Engine, folder: Folder) -> None:
+    def __init__(self, engine: RankTrainer, folder: Folder) -> None:
         self.engine, self._folder = engine, folder
         self._timeout = PATIENCE
         self._saved: int | None = None
@@ -357,7 +357,7 @@ class _Evaluator:
     """Evaluates the model, after its checkpoint was saved if the job writes checkpoints."""
 
     files: _Files
-    watch: Watch
+    watch: EvaluationResults
 
     @property
     def is_over(self) -> bool:
@@ -368,7 +368,7 @@ class _Evaluator:
         """Return whether the model must be evaluated after ``step_num`` steps."""
         return self.watch.is_due(step_num)
 
-    def evaluate(self, engine: Engine) -> Mapping[str, float]:
+    def evaluate(self, engine: RankTrainer) -> Mapping[str, float]:
         """Evaluate the model; return the metrics in rank 0, and none in the other ranks."""
         if self.watch.is_kept:
             self.files.save()
@@ -497,7 +497,7 @@ def _apart(
         finally:
             _end(process, reader)
     if folder.failure.exists():
-        raise _failed(folder)
+        raise _read_final_error(folder)
     from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
     result = checkpoints.latest(folder.checkpoints)
@@ -575,7 +575,7 @@ def _last_words(folder: Folder) -> str:
     return f"its processes wrote last:\n{said}"
 
 
-def _failed(folder: Folder) -> Exception:
+def _read_final_error(folder: Folder) -> Exception:
     """Return the error that a rank has recorded as final."""
     kind, _, text = folder.failure.read_text().partition("\n")
     made: Exception = getattr(errors, kind, EngineError)(text)

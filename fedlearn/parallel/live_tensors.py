@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class StepMemory:
     """Bytes that a process held in one step.
 
     Attributes:
@@ -124,7 +124,7 @@ def measured(
     module: nn.Module,
     optimizer: Optimizer,
     apart: Iterable[Tensor] = (),
-) -> Measured:
+) -> StepMemory:
     """Measure the memory of a training step on the CPU; the step runs twice.
 
     Args:
@@ -153,7 +153,7 @@ def measured(
     finally:
         hook.remove()
     held = bytes_of(fixed) + bytes_of(state)
-    return Measured(
+    return StepMemory(
         parameters=bytes_of(fixed),
         gradients=bytes_of(each.grad for each in parameters if each.grad is not None),
         optimizer_state=bytes_of(state),

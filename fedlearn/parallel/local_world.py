@@ -84,7 +84,7 @@ def in_processes(
     with TemporaryDirectory(prefix="fedlearn-world-") as folder:
         store = Path(folder) / "store"
         joins = [_Join(store, rank, world_size, timeout_s) for rank in range(world_size)]
-        return in_forks([partial(_joined, join, body) for join in joins], timeout_s=timeout_s)
+        return in_forks([partial(_join_and_run, join, body) for join in joins], timeout_s=timeout_s)
 
 
 def in_forks(
@@ -111,10 +111,10 @@ def in_forks(
         [1, 2]
     """
     with run_forks([partial(_be_rank, body) for body in bodies]) as ranks:
-        return _collected(ranks, timeout_s=timeout_s, meanwhile=meanwhile)
+        return _collect_results(ranks, timeout_s=timeout_s, meanwhile=meanwhile)
 
 
-def _collected(
+def _collect_results(
     ranks: Sequence[ForkedProcess], *, timeout_s: float, meanwhile: Callable[[], None]
 ) -> list[ResultT]:
     """Wait for the results, and return them by rank."""
@@ -129,7 +129,7 @@ def _collected(
         if not ready and left_s <= _TICK_S:
             break
         for rank in (rank for rank, link in waited_for.items() if link in ready):
-            outcome: _Done[ResultT] | _Failed | None = _heard(links[rank])
+            outcome: _Done[ResultT] | _Failed | None = _receive_outcome(links[rank])
             if outcome is None:
                 raise EngineError(
                     f"rank {rank} of {len(links)} {_ending(ranks[rank].wait())}, "
@@ -153,7 +153,7 @@ def _collected(
     return [outcome.value for outcome in done if isinstance(outcome, _Done)]
 
 
-def _heard(link: Link) -> _Done[ResultT] | _Failed | None:
+def _receive_outcome(link: Link) -> _Done[ResultT] | _Failed | None:
     """Receive a process's outcome; ``None`` if it has died without sending one."""
     try:
         sent = link.recv_bytes()
@@ -203,7 +203,7 @@ def _be_rank(body: Callable[[], object], link: Link) -> None:
     link.poll(None)  # wait to be killed: exiting now would cut off ranks that are not done
 
 
-def _joined(join: Callable[[], None], body: Callable[[], ResultT]) -> ResultT:
+def _join_and_run(join: Callable[[], None], body: Callable[[], ResultT]) -> ResultT:
     join()
     return body()
 

@@ -39,7 +39,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.parallel.live_tensors import LiveTensors, bytes_of, storage_of, tensors_in
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import MakesOptimizer
-from fedlearn.parallel.parts import blocks_of, cuts_of, sharded_blocks, stage_of
+from fedlearn.parallel.parts import blocks_of, cuts_of, find_blocks_to_shard, stage_of
 from fedlearn.parallel.plan import Spread, TrainingPlan
 
 
@@ -120,7 +120,7 @@ class Counted(Ranged):
         held = -(-self.num_parameters // spread) * self.bytes_per_parameter
         # So large that a state of a few bytes, such as Adam's step count, is rounded away below.
         probe = _Weight(shape=(1 << 20,), dtype=torch.float32, is_trained=True)
-        state, _ = _stepped([probe], optimizer)
+        state, _ = _count_step_bytes([probe], optimizer)
         remembered = round(state / probe.bytes) * held
         buckets = held if _is_replicated(mesh) else 0
         return Memory(
@@ -168,7 +168,7 @@ def predict(
         # tensors do not have.
         with FakeTensorMode():
             _place(module, device)
-            stages = _traced(
+            stages = _trace_stages(
                 module, plan, features=features, labels=labels, objective=objective, device=device
             )
     return tuple(
@@ -176,20 +176,20 @@ def predict(
     )
 
 
-def _memory(stage: "_Stage", plan: TrainingPlan, *, index: int, device: str) -> Memory:
+def _memory(stage: "_StageTrace", plan: TrainingPlan, *, index: int, device: str) -> Memory:
     spread = plan.spread
     mesh, parts = spread.mesh, spread.num_micro_batches
     is_sharded = _is_sharded(mesh)
     weights = [each.shard(mesh.shard) if is_sharded else each for each in stage.weights.values()]
     parameters = sum(each.bytes for each in weights) + stage.buffers
     gradients = sum(each.bytes for each in weights if each.is_trained)
-    state, update = _stepped(weights, plan.optimizer, in_lists=device != "cpu")
+    state, update = _count_step_bytes(weights, plan.optimizer, in_lists=device != "cpu")
     on_the_way = _on_the_way(spread, index)
     kept, moments = _moments(stage.segments, recompute=spread.recompute)
     others = stage.batch * parts + (on_the_way - 1) * kept
     activations = others + max(now for now, _ in moments)
     staying = _messages(stage, spread, index) + (gradients if _is_replicated(mesh) else 0)
-    transient = staying + (_gathered(stage, spread) if is_sharded else 0)
+    transient = staying + (_count_gathered_bytes(stage, spread) if is_sharded else 0)
     if spread.offload:
         peak = activations + transient
     else:
@@ -231,7 +231,7 @@ def _on_the_way(spread: Spread, index: int) -> int:
     return parts if spread.schedule == "gpipe" else min(parts, mesh.pipeline - index)
 
 
-def _messages(stage: "_Stage", spread: Spread, index: int) -> int:
+def _messages(stage: "_StageTrace", spread: Spread, index: int) -> int:
     """Return the bytes of a stage's buffers for tensors that it receives and sends."""
     first, last = index == 0, index == spread.mesh.pipeline - 1
     received = (0 if first else stage.inputs) + (0 if last else stage.outputs)
@@ -239,7 +239,7 @@ def _messages(stage: "_Stage", spread: Spread, index: int) -> int:
     return received * spread.num_micro_batches + sent
 
 
-def _gathered(stage: "_Stage", spread: Spread) -> int:
+def _count_gathered_bytes(stage: "_StageTrace", spread: Spread) -> int:
     """Return the peak bytes of gathered layers, including the buffers that they are gathered in."""
     half, weights = spread.precision.half, stage.weights
     by_block = [
@@ -284,7 +284,7 @@ class _Weight:
         return replace(self, shape=(-(-self.shape[0] // degree), *self.shape[1:]))
 
 
-def _stepped(
+def _count_step_bytes(
     weights: Iterable[_Weight], optimizer: MakesOptimizer, *, in_lists: bool = False
 ) -> tuple[int, int]:
     """Return the bytes of an optimiser's state, and of the temporary tensors of a step.
@@ -353,7 +353,7 @@ class _Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stage:
+class _StageTrace:
     """Trace of one micro-batch's forward pass through a pipeline stage.
 
     Attributes:
@@ -421,7 +421,7 @@ def _rising(moments: Sequence[tuple[int, Collection[int]]], own: Mapping[int, in
     return most
 
 
-class _Tracer(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
     """Records the operations of a forward pass on tensors without data.
 
     Args:
@@ -521,7 +521,7 @@ def _without_data() -> Iterator[None]:
         ) from error
 
 
-def _traced(
+def _trace_stages(
     module: nn.Module,
     plan: TrainingPlan,
     *,
@@ -529,7 +529,7 @@ def _traced(
     labels: Tensor,
     objective: Objective,
     device: str,
-) -> list[_Stage]:
+) -> list[_StageTrace]:
     """Trace the forward pass of one micro-batch through each stage."""
     spread, half = plan.spread, plan.spread.precision.half
     num_stages = spread.mesh.pipeline
@@ -550,7 +550,9 @@ def _traced(
         if shard_half is not None:
             _cast(part, shard_half)
             inputs = in_dtype(inputs, shard_half)
-        in_blocks = {each for block in sharded_blocks(part).values() for each in block.parameters()}
+        in_blocks = {
+            each for block in find_blocks_to_shard(part).values() for each in block.parameters()
+        }
         weights = {
             id(storage_of(each)): _Weight(
                 shape=tuple(each.shape),
@@ -560,7 +562,7 @@ def _traced(
             )
             for each, dtype in zip(part.parameters(), dtypes, strict=True)
         }
-        tracer = _Tracer(part, [*tensors_of(inputs), expected])
+        tracer = _OperationRecorder(part, [*tensors_of(inputs), expected])
         # FSDP2 casts the weights itself; without it, autocast does.
         amp = nullcontext() if half is None or shard_half else torch.autocast(device, half)
         with (
@@ -576,7 +578,7 @@ def _traced(
         tracer.segments[-1].weights += sorted(unused)
         first_batch = sum(each.nbytes for each in tensors_of(given)) if index == 0 else 0
         stages.append(
-            _Stage(
+            _StageTrace(
                 weights=weights,
                 buffers=bytes_of(part.buffers()),
                 batch=first_batch + (expected.nbytes if is_last else 0),
@@ -590,7 +592,7 @@ def _traced(
 
 
 @contextmanager
-def _followed(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
+def _followed(module: nn.Module, tracer: _OperationRecorder) -> Iterator[None]:
     """Show the tracer every operation in the context, and where blocks begin and end."""
     hooks = [
         hook

@@ -32,7 +32,7 @@ class Mesh(Ranged):
     Example:
         >>> mesh = Mesh(replicate=2, pipeline=3)
         >>> mesh.world_size, mesh.data, mesh.coordinates(4)
-        (6, 2, Place(pipeline=2, replicate=0, shard=0, tensor=0))
+        (6, 2, MeshPosition(pipeline=2, replicate=0, shard=0, tensor=0))
     """
 
     replicate: Annotated[
@@ -65,12 +65,12 @@ class Mesh(Ranged):
         """Number of processes."""
         return self.pipeline * self.data * self.tensor
 
-    def coordinates(self, rank: int) -> "Place":
+    def coordinates(self, rank: int) -> "MeshPosition":
         """Return the coordinates of the process with a rank, from 0."""
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.shard)
         pipeline, replicate = divmod(rank, self.replicate)
-        return Place(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
+        return MeshPosition(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
 
     def __str__(self) -> str:
         """Format the degrees above one, for messages.
@@ -89,7 +89,7 @@ NAMES = ("pipeline", "replicate", "shard", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MeshPosition:
     """The coordinates of a process in a mesh: one for each degree, from 0."""
 
     pipeline: int

@@ -74,14 +74,14 @@ class Mixture:
             stream.batch(part) if part else None
             for stream, part in zip(self.streams, self.parts(positions), strict=True)
         ]
-        return self.joined(parts, positions=positions)
+        return self.assemble(parts, positions=positions)
 
     def parts(self, positions: range) -> list[range]:
         """Return the positions of each stream that supply these positions; a range may be empty."""
-        starts, stops = self._given(positions.start), self._given(positions.stop)
+        starts, stops = self._count_supplied(positions.start), self._count_supplied(positions.stop)
         return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
-    def joined(self, parts: Sequence[Batch | None], *, positions: range) -> Batch:
+    def assemble(self, parts: Sequence[Batch | None], *, positions: range) -> Batch:
         """Assemble a batch from the examples that the streams supply for these positions.
 
         Args:
@@ -99,7 +99,7 @@ class Mixture:
         labels = torch.cat([labels for _, (_, labels) in given]).index_select(0, rows)
         return rebuilt(features, like=given[0][1][0]), labels
 
-    def _given(self, position: int) -> list[int]:
+    def _count_supplied(self, position: int) -> list[int]:
         """Return the number of examples that each stream supplies before a position."""
         block, place = divmod(position, self.block_length)
         before = _rounded(self._shares, block * self.block_length)

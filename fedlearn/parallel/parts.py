@@ -119,7 +119,7 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not _is_chain(module)
 
 
-def sharded_blocks(module: nn.Module) -> dict[str, nn.Module]:
+def find_blocks_to_shard(module: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks to shard, by name; the parameters of each are gathered together.
 
     A block that shares a parameter with another part of the model is left out, so that it is
@@ -206,7 +206,7 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
                 )
             is_cut = name.rpartition(".")[0] in cuts
             owner_of[name] = (place, name if is_cut else "")
-    for names in _tied(module):
+    for names in _find_tied_names(module):
         if len({owner_of[name] for name in names}) > 1:
             raise ConfigError(
                 f"{names[0]!r} and {names[1]!r} are one parameter, and on the mesh {mesh} they "
@@ -215,7 +215,7 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def _tied(module: nn.Module) -> list[list[str]]:
+def _find_tied_names(module: nn.Module) -> list[list[str]]:
     """Return all names of each parameter that has more than one."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in module.named_parameters(remove_duplicate=False):
@@ -298,7 +298,7 @@ def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
             f"stage has at least one: set pipeline to {len(units)} at most"
         )
     sizes = [sum(_num_parameters(module.get_submodule(name)) for name in unit) for unit in units]
-    bounds = _balanced(sizes, num_stages)
+    bounds = _balance(sizes, num_stages)
     return [
         [name for unit in units[start:stop] for name in unit] for start, stop in pairwise(bounds)
     ]
@@ -322,11 +322,11 @@ def _units(module: nn.Module) -> list[list[str]]:
     return units
 
 
-def _balanced(sizes: Sequence[int], num_parts: int) -> Sequence[int]:
+def _balance(sizes: Sequence[int], num_parts: int) -> Sequence[int]:
     """Return the bounds of consecutive parts whose largest sum is as small as possible.
 
     Example:
-        >>> _balanced([5, 1, 1, 1, 4], 3)
+        >>> _balance([5, 1, 1, 1, 4], 3)
         (0, 1, 3, 5)
     """
     sums = [0, *accumulate(sizes)]

@@ -14,7 +14,7 @@ from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import MakesOptimizer, Rate
 
 
-class Precision(StrEnum):
+class TrainingPrecision(StrEnum):
     """Number format of forward and backward passes; parameters keep their own dtype."""
 
     FULL = "float32"
@@ -24,7 +24,7 @@ class Precision(StrEnum):
     @property
     def half(self) -> torch.dtype | None:
         """The 16-bit dtype of the passes; ``None``: the model's own dtype."""
-        return None if self is Precision.FULL else getattr(torch, self.value)
+        return None if self is TrainingPrecision.FULL else getattr(torch, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Spread(Ranged):
         `PipeDream <https://arxiv.org/abs/1806.03377>`_ (1F1B; here with a flush, hence without
         stale weights); Chen et al., 2016, `Training Deep Nets with Sublinear Memory Cost
         <https://arxiv.org/abs/1604.06174>`_ (recomputation); Micikevicius et al., 2018,
-        `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_.
+        `Mixed TrainingPrecision Training <https://arxiv.org/abs/1710.03740>`_.
     """
 
     mesh: Annotated[Mesh, doc("Degrees of parallelism.")] = field(default_factory=Mesh)
@@ -59,9 +59,9 @@ class Spread(Ranged):
         ),
     ] = "1f1b"
     precision: Annotated[
-        Precision,
+        TrainingPrecision,
         doc('"float32" is the model\'s own; "bfloat16" or "float16" compute in half of it.'),
-    ] = Precision.FULL
+    ] = TrainingPrecision.FULL
     initial_loss_scale: Annotated[
         Positive,
         doc(
@@ -92,7 +92,7 @@ class Spread(Ranged):
                 f"num_micro_batches is {parts}, but 1F1B keeps all {mesh.pipeline} stages busy "
                 f'only with at least as many; raise it to {mesh.pipeline}, or take "gpipe"'
             )
-        if mesh.pipeline > 1 and self.precision is Precision.FLOAT16:
+        if mesh.pipeline > 1 and self.precision is TrainingPrecision.FLOAT16:
             raise ConfigError(
                 'precision is "float16", whose loss scale no stage but the last knows, and '
                 f'pipeline is {mesh.pipeline}; take "bfloat16", which needs none'

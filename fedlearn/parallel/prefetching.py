@@ -84,7 +84,7 @@ def read_ahead(
         pin_memory=device.type == "cuda",
         worker_init_fn=_end_with_parent,
         generator=torch.Generator(),  # else it would draw from the application's generator
-        collate_fn=_unchanged,
+        collate_fn=_identity,
     )
     readings = _started(loader)
     read = _read(readings, has_workers=num_workers > 0)
@@ -125,10 +125,10 @@ class _Reading:
         if isinstance(self.batch, DataError):
             return self
         features, labels = self.batch
-        return _Reading(self.source, (mapped(_pinned, features), _pinned(labels)))
+        return _Reading(self.source, (mapped(_pin, features), _pin(labels)))
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor) -> Tensor:
     """Copy a tensor to pinned memory, unless it is on a GPU already."""
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
@@ -207,7 +207,7 @@ def _batches(
             for source, part in zip(waiting, parts, strict=True)
         ]
         if isinstance(stream, Mixture):
-            yield stream.joined(given, positions=share(step))
+            yield stream.assemble(given, positions=share(step))
         else:
             assert given[0] is not None  # a share is never empty
             yield given[0]
@@ -235,10 +235,10 @@ class _Waiting:
             if len(labels) > num_rows:
                 self._read.appendleft((cut(features, rest), labels[rest]))
             num_rows -= len(taken[-1][1])
-        return taken[0] if len(taken) == 1 else _joined(taken)
+        return taken[0] if len(taken) == 1 else _concatenate(taken)
 
 
-def _joined(batches: Sequence[Batch]) -> Batch:
+def _concatenate(batches: Sequence[Batch]) -> Batch:
     inputs = zip(*(tensors_of(features) for features, _ in batches), strict=True)
     features = rebuilt([torch.cat(each) for each in inputs], like=batches[0][0])
     return features, torch.cat([labels for _, labels in batches])
@@ -292,5 +292,5 @@ def _end_with_parent(_worker: int) -> None:
     Thread(target=exit_with_parent, args=(parent.sentinel,), daemon=True).start()
 
 
-def _unchanged(reading: Any) -> Any:  # Any: a DataLoader expects a list of them
+def _identity(reading: Any) -> Any:  # Any: a DataLoader expects a list of them
     return reading

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate
-from fedlearn.algorithms.strategy import State, Stepped, Wrapped
+from fedlearn.algorithms.strategy import State, Stepped, StrategyWrapper
 from fedlearn.core.params import Params
 from fedlearn.parallel.task import TrainingState
 
@@ -20,7 +20,7 @@ Trains = Callable[[TrainingState, int], tuple[TrainingState, float]]
 
 
 @dataclass(frozen=True)
-class ServerSteps(Wrapped):
+class ServerSteps(StrategyWrapper):
     """A strategy whose coordinator also trains the model, on its own data.
 
     The step number, the position in the data and the optimiser's moments are carried over from one
@@ -46,7 +46,7 @@ class ServerSteps(Wrapped):
 
     def init(self, params: Params) -> State:
         """Return the inner strategy's state, and that of a training without any steps."""
-        return {**self.inner.init(params), **_kept(TrainingState(model={}), 0)}
+        return {**self.inner.init(params), **_without_model(TrainingState(model={}), 0)}
 
     def begin(self, params: Params) -> Stepped:
         """Train the model before the first round; return it with the strategy's state."""
@@ -57,7 +57,7 @@ class ServerSteps(Wrapped):
         if not self.every_rounds:
             standing = replace(standing, optimizer={})  # no later training needs it
         begun = self.inner.begin(params)
-        state = {**begun.state, **_kept(standing, 0)}
+        state = {**begun.state, **_without_model(standing, 0)}
         return Stepped(begun.params, state, {**begun.metrics, **metrics})
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
@@ -66,11 +66,11 @@ class ServerSteps(Wrapped):
         num_rounds = int(state[_ROUNDS]) + 1
         standing = _standing(stepped.params, state)
         if not self.every_rounds or num_rounds % self.every_rounds:
-            return replace(stepped, state={**stepped.state, **_kept(standing, num_rounds)})
+            return replace(stepped, state={**stepped.state, **_without_model(standing, num_rounds)})
         trained, loss = self.train(standing, standing.step_num + self.round_steps)
         return Stepped(
             with_state(stepped.params, trained),
-            {**stepped.state, **_kept(trained, num_rounds)},
+            {**stepped.state, **_without_model(trained, num_rounds)},
             {**stepped.metrics, "server_loss": loss},
         )
 
@@ -79,7 +79,7 @@ def _is_own(name: str) -> bool:
     return name in (_PROGRESS, _ROUNDS) or name.startswith(_OPTIMIZER)
 
 
-def _kept(standing: TrainingState, num_rounds: int) -> dict[str, Tensor]:
+def _without_model(standing: TrainingState, num_rounds: int) -> dict[str, Tensor]:
     """Return the state of the training to store: all but the model, which the run stores."""
     optimizer = {_OPTIMIZER + name: value for name, value in standing.optimizer.items()}
     rounds = torch.tensor(num_rounds, dtype=torch.int64)

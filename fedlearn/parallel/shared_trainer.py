@@ -88,7 +88,7 @@ class SharedTrainer:
         own = replace(context, control=Resumed(context.control, saved))
         try:
             workers.begin(tensors, context=context, saved=saved)
-            result = self._trained(tensors, own, workers)
+            result = self._train(tensors, own, workers)
             workers.agree(result)
         except ProcessesParted:
             self.close()
@@ -111,7 +111,7 @@ class SharedTrainer:
             self._workers.end()
             self._workers = None
 
-    def _trained(
+    def _train(
         self, tensors: Mapping[str, Tensor], context: TrainContext, workers: Workers
     ) -> LocalResult:
         """Train with the workers; if one of them fails, raise an error that names it."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fedlearn.core.user_lines import describe_error
 from fedlearn.errors import ConfigError, EngineError, FedlearnError
 from fedlearn.parallel import checkpoints
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.jobs import (
     PATIENCE,
     Folder,
@@ -50,8 +50,8 @@ def main() -> None:
         job = require_job(folder)
         assert job.task is not None  # jobs.train() refuses a job without a name
         device = join()
-        task = _made(job.task)(**job.arguments)
-        engine = Engine(task, device=device)
+        task = _import_maker(job.task)(**job.arguments)
+        engine = RankTrainer(task, device=device)
         follow(engine, folder, job=job, saves_last=True, control=UNATTENDED, report=tell)
     except FedlearnError as error:
         _write_whole(folder.failure, f"{type(error).__name__}\n{error}")
@@ -116,7 +116,7 @@ def train_as_rank(
     if dist.get_rank() == 0:
         begin(job, folder, start)
     dist.barrier()
-    engine = Engine(task, device=device)
+    engine = RankTrainer(task, device=device)
     said = spec_of(job, start)
     follow(engine, folder, job=said, saves_last=True, control=UNATTENDED, report=report)
     dist.destroy_process_group()
@@ -160,7 +160,7 @@ def tell(progress: Progress) -> None:
     os.write(sys.stdout.fileno(), b"\n" + json.dumps(asdict(progress)).encode() + b"\n")
 
 
-def _made(name: str) -> Callable[..., Task]:
+def _import_maker(name: str) -> Callable[..., Task]:
     """Import the function that builds the task."""
     module, _, function = name.partition(":")
     made: Callable[..., Task] = getattr(importlib.import_module(module), function)

@@ -31,7 +31,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DeploymentError, FedlearnError, ProcessesParted
-from fedlearn.parallel.group import Group, backend_for, joined
+from fedlearn.parallel.group import Group, backend_for, join_group
 from fedlearn.processes.forks import keep_from_forks
 from fedlearn.processes.starting import start_linked
 from fedlearn.training.torch_trainer import TorchTrainer
@@ -146,7 +146,7 @@ class Workers:
                 meeting = {"file": str(file), "backend": backend, "world_size": world_size}
                 worker.link.send_bytes(json.dumps(meeting).encode())
             try:
-                group = _met(trainer, file, backend=backend, rank=0, world_size=world_size)
+                group = _join_group(trainer, file, backend=backend, rank=0, world_size=world_size)
             except ProcessesParted as error:
                 raise DeploymentError(str(error)) from error
         return cls(processes, group)
@@ -295,9 +295,11 @@ def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
         )
         told = json.loads(link.recv_bytes())
         file, world_size = Path(told["file"]), told["world_size"]
-        group = _met(trainer, file, backend=told["backend"], rank=rank, world_size=world_size)
+        group = _join_group(
+            trainer, file, backend=told["backend"], rank=rank, world_size=world_size
+        )
         while True:
-            head, tensors = json.loads(link.recv_bytes()), _parted(link.recv_bytes())
+            head, tensors = json.loads(link.recv_bytes()), _split_by_purpose(link.recv_bytes())
             context = TrainContext(
                 client_id=ClientId(head["client_id"]),
                 round_num=head["round_num"],
@@ -308,11 +310,11 @@ def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
                 broadcast=tensors["broadcast"],
                 control=Resumed(UNATTENDED, tensors["saved"]),
             )
-            answer = _trained(trainer, tensors["model"], context, group)
+            answer = _train(trainer, tensors["model"], context, group)
             link.send_bytes(json.dumps(answer).encode())
 
 
-def _trained(
+def _train(
     trainer: TorchTrainer, model: Mapping[str, Tensor], context: TrainContext, group: Group
 ) -> dict[str, str]:
     try:
@@ -325,9 +327,11 @@ def _trained(
         return {"failed": type(error).__name__}
 
 
-def _met(trainer: TorchTrainer, file: Path, *, backend: str, rank: int, world_size: int) -> Group:
+def _join_group(
+    trainer: TorchTrainer, file: Path, *, backend: str, rank: int, world_size: int
+) -> Group:
     """Join the group of all processes of the shared trainer."""
-    return joined(
+    return join_group(
         file,
         backend=backend,
         rank=rank,
@@ -338,7 +342,7 @@ def _met(trainer: TorchTrainer, file: Path, *, backend: str, rank: int, world_si
     )
 
 
-def _parted(body: bytes) -> dict[str, dict[str, Tensor]]:
+def _split_by_purpose(body: bytes) -> dict[str, dict[str, Tensor]]:
     """Group the tensors of a training by their purpose, one of ``_PARTS``."""
     parts = {part: dict[str, Tensor]() for part in _PARTS}
     for name, value in safetensors.torch.load(body).items():

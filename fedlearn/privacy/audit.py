@@ -31,7 +31,7 @@ from scipy.stats import beta, binom, norm
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, matrix
-from fedlearn.algorithms.strategy import State, Stepped, Wrapped
+from fedlearn.algorithms.strategy import State, Stepped, StrategyWrapper
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.noise import SecretStream
 from fedlearn.core.params import Params
@@ -201,7 +201,7 @@ class OwnNumbers:
 
 
 @dataclass(frozen=True)
-class Planted(Wrapped):
+class Planted(StrategyWrapper):
     """A strategy whose clients are canaries.
 
     Attributes:
@@ -218,7 +218,7 @@ class Planted(Wrapped):
 
 
 @dataclass(frozen=True)
-class SeenSingly(Wrapped):
+class SeenSingly(StrategyWrapper):
     """A strategy in which the attacker sees single updates, with the noise that clients add.
 
     Attributes:
@@ -235,7 +235,7 @@ class SeenSingly(Wrapped):
 
 
 @dataclass(frozen=True)
-class Watched(Wrapped):
+class Watched(StrategyWrapper):
     """A strategy that adds up its releases, for the attacker to score.
 
     Attributes:

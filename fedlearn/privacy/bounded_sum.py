@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Rows, Updates
-from fedlearn.algorithms.strategy import State, Strategy, Wrapped
+from fedlearn.algorithms.strategy import State, Strategy, StrategyWrapper
 from fedlearn.algorithms.transforms import norms
 from fedlearn.core.noise import MAX_SIGMA
 from fedlearn.core.params import Layout
@@ -165,7 +165,7 @@ class BoundedSum(Ranged):
         """Add the levels of each row."""
         for name, total in state.total.sums.items():
             state.lanes[name].add(total, updates.lanes[name])
-        state.total.counted(updates.weights_B.double())
+        state.total.count_clients(updates.weights_B.double())
         return state
 
     def finalize(self, state: LevelSums) -> Aggregate:
@@ -196,7 +196,7 @@ class BoundedSum(Ranged):
 
 
 @dataclass(frozen=True)
-class BoundedUpdates(Wrapped):
+class BoundedUpdates(StrategyWrapper):
     """A strategy that bounds each client's contribution.
 
     Attributes:

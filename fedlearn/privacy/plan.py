@@ -18,7 +18,7 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.settings import UPDATES
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.algorithms.transforms import BELOW, NoisedUpdates, Transform
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
@@ -420,7 +420,7 @@ class LocalPlan(PrivacyPlan):
 
 
 @dataclass(frozen=True)
-class LocallyNoised(Wrapped):
+class LocallyNoised(StrategyWrapper):
     """A strategy whose clients clip their updates and add noise to them.
 
     Attributes:
@@ -526,7 +526,7 @@ class ExampleLevelPlan(PrivacyPlan):
 
 
 @dataclass(frozen=True)
-class ExampleNoised(Wrapped):
+class ExampleNoised(StrategyWrapper):
     """A strategy whose clients add noise to each step of their training.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.algorithms.sampling import CohortSampler, without
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed

@@ -12,9 +12,9 @@ from fedlearn.algorithms.aggregations import weights
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.collection import Collection, collection_for
-from fedlearn.algorithms.flight import Draw, Flight, PendingTask
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
@@ -109,25 +109,30 @@ class PlainCollector:
                 self.ahead.call_ahead_off()
 
     def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+        self,
+        pending: PendingTasks,
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
     ) -> Collected:
         """Ask clients and take replies until the round closes; see :class:`Collector`."""
         try:
-            collected = self._collect(flight, requests, requests[round_num], draw)
+            collected = self._collect(pending, requests, requests[round_num], draw)
         finally:
             if self.staleness is None:
                 self.close()
-        self._in_flight = frozenset(each.client_id for each in collected.flight)
+        self._in_flight = frozenset(each.client_id for each in collected.pending)
         return collected
 
     def _collect(
         self,
-        flight: Flight,
+        pending: PendingTasks,
         requests: Mapping[int, RoundRequest],
         request: RoundRequest,
         draw: Draw,
     ) -> Collected:
-        if not flight:
+        if not pending:
             self.close()
         is_resumed = self._exchange is None
         if self._exchange is None:
@@ -136,7 +141,7 @@ class PlainCollector:
             deadline_s = self.policy.deadline_s if self.staleness is None else math.inf
             self._exchange, self._closed_s = self.channel.open(deadline_s=deadline_s), 0.0
         self._remember_statistics(requests, request.round_num)
-        collection = collection_for(self.policy, self.staleness, flight, request)
+        collection = collection_for(self.policy, self.staleness, pending, request)
         if self.congestion is not None:
             collection.limit(self.congestion.limit)
         played = _PlayedRound(self, self._exchange, collection, requests, draw, self._closed_s)
@@ -192,7 +197,7 @@ class _PlayedRound:
         self._begin()
         self._give_up(self.collection.give_up_stale())
         if is_resumed:
-            again = [each for each in self.collection.flight if each.client_id not in held]
+            again = [each for each in self.collection.pending if each.client_id not in held]
             again.sort(key=lambda each: (each.based_on, each.attempt))
             self._prepare(again)
             self._ask(again)
@@ -215,7 +220,7 @@ class _PlayedRound:
         while not self.collection.is_closed:
             self._refill()
             self._send_ahead()
-            if not self.collection.flight:
+            if not self.collection.pending:
                 if self._is_given_up():
                     self.now_s = self.collection.run_out(self.now_s)
                     return
@@ -321,13 +326,13 @@ class _PlayedRound:
         if self.request.counted is not None:
             return  # a client's state depends on whether its pending update counts: not known yet
         self._is_sent_ahead = True
-        flight, available = self.collection.flight, self.collector.available()
+        pending, available = self.collection.pending, self.collector.available()
         if self.collection.is_over_limit or self.collection.could_ask_others(available):
             ahead.call_ahead_off()
             return
-        if all(each.based_on == round_num for each in flight):
+        if all(each.based_on == round_num for each in pending):
             return
-        messages = self.request.messages([each.client_id for each in flight])
+        messages = self.request.messages([each.client_id for each in pending])
         for message in {id(each): each for each in messages.values()}.values():
             alike = [client_id for client_id, each in messages.items() if each is message]
             ahead.send_ahead(alike, message, last_round_num=round_num + most - 1)
@@ -335,7 +340,7 @@ class _PlayedRound:
     # ---- Replies --------------------------------------------------------------------------
 
     def _take(self, arrival: Arrival) -> None:
-        num_in_flight = len(self.collection.flight)
+        num_in_flight = len(self.collection.pending)
         task, self._landed_s = self.collection.land(arrival.client_id), self.now_s
         if (congestion := self.collector.congestion) is not None:
             self.collection.limit(congestion.landed(num_in_flight=num_in_flight))

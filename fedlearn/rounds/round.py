@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
-from fedlearn.algorithms.flight import Draw, Flight
-from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.own_training import keeps_something
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.round_settings import RoundSettings, in_round
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
@@ -59,7 +59,7 @@ class ServerState:
         strategy_state: The strategy's state, such as the momentum of a server optimizer.
         kept: Client state, in a process that simulates the clients.
         begun: Metrics of the strategy's start, by name, for the record of the first round.
-        flight: Pending tasks of earlier rounds, in a run that is asynchronous or accepts late
+        pending: Pending tasks of earlier rounds, in a run that is asynchronous or accepts late
             updates.
         versions: The broadcasts that these tasks are based on, by round.
         durations: Clients' durations in the last rounds, if the deadline adapts to them.
@@ -70,9 +70,9 @@ class ServerState:
     round_num: int
     params: Params
     strategy_state: State
-    kept: Kept = field(default_factory=dict)
+    kept: ClientStates = field(default_factory=dict)
     begun: Mapping[str, float] = field(default_factory=dict)
-    flight: Flight = ()
+    pending: PendingTasks = ()
     versions: Mapping[int, Version] = field(default_factory=dict)
     durations: Durations = ()
     counted: Mapping[ClientId, int] = field(default_factory=dict)
@@ -201,7 +201,7 @@ def run_round(
         for based_on, sent in state.versions.items()
     } | {state.round_num: request}
     collected = plan.collector.collect(
-        state.flight,
+        state.pending,
         requests,
         round_num=state.round_num,
         draw=_leave_out(without, plan.draw) if without else plan.draw,
@@ -215,8 +215,8 @@ def run_round(
     )
     sent_in = {**state.versions, state.round_num: newest}
     # Keep the broadcasts of pending tasks only, so that memory is bounded by the staleness.
-    versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.flight})}
-    state = replace(state, flight=collected.flight, versions=versions)
+    versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.pending})}
+    state = replace(state, pending=collected.pending, versions=versions)
     return _stepped(state, plan, collected, request, strategy=strategy)
 
 

@@ -13,10 +13,10 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fedlearn.algorithms.client_state import from_tensors, to_tensors
 from fedlearn.algorithms.collecting import Collected
-from fedlearn.algorithms.flight import Flight, flight_from, flight_tensors
-from fedlearn.algorithms.kept import from_tensors, to_tensors
 from fedlearn.algorithms.late_updates import durations_from, durations_tensors
+from fedlearn.algorithms.pending_tasks import PendingTasks, tasks_from_tensors, tasks_to_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.clock import Clock
@@ -132,24 +132,24 @@ class ResumedRound:
         round_num: Index, from 0.
         attempt: Number of the attempt to continue with.
         cohort: Clients that this attempt has asked already.
-        flight: Clients of its earlier attempts whose updates still count, in the order of asking:
+        pending: Clients of its earlier attempts whose updates still count, in the order of asking:
             those of a semi-synchronous round.
     """
 
     round_num: int
     attempt: int
     cohort: tuple[ClientId, ...] = ()
-    flight: Flight = ()
+    pending: PendingTasks = ()
 
-    def rejoin(self, flight: Flight) -> Flight:
+    def rejoin(self, pending: PendingTasks) -> PendingTasks:
         """Return all clients that are in flight as the round continues.
 
         Args:
-            flight: Clients in flight when the round began. One that this round has asked again
+            pending: Clients in flight when the round began. One that this round has asked again
                 had failed before that: its earlier task is over.
         """
-        asked_again = {*self.cohort, *(each.client_id for each in self.flight)}
-        return (*(each for each in flight if each.client_id not in asked_again), *self.flight)
+        asked_again = {*self.cohort, *(each.client_id for each in self.pending)}
+        return (*(each for each in pending if each.client_id not in asked_again), *self.pending)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
     server, first = state.server, 0
     if plan.resumed is not None and plan.resumed.round_num == server.round_num:
         first = plan.resumed.attempt
-        server = replace(server, flight=plan.resumed.rejoin(server.flight))
+        server = replace(server, pending=plan.resumed.rejoin(server.pending))
     ran, attempt, duration_s = _attempts(server, plan.round, first=first)
     server, collected = ran.state, ran.collected
     # Only a step of the server raises the round number, so a skipped round has not raised it.
@@ -388,7 +388,7 @@ def _checkpoint(state: RunState) -> Checkpoint:
     tensors: dict[str, Tensor] = {f"params/{n}": t for n, t in _exact(server.params).items()}
     tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
     tensors |= {f"clients/{name}": t for name, t in to_tensors(server.kept).items()}
-    tensors |= {f"flight/{name}": t for name, t in flight_tensors(server.flight).items()}
+    tensors |= {f"flight/{name}": t for name, t in tasks_to_tensors(server.pending).items()}
     tensors |= {f"durations/{name}": t for name, t in durations_tensors(server.durations).items()}
     tensors |= _rounds_tensors("counted/", server.counted)
     for based_on, sent in server.versions.items():
@@ -456,7 +456,7 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
             for name, value in values.items()
             if name.startswith(_BEGUN)
         },
-        flight=(flight := flight_from(checkpoint.under("flight/"))),
+        pending=(pending := tasks_from_tensors(checkpoint.under("flight/"))),
         versions={
             based_on: Version(
                 params=_params(_part(checkpoint, f"{_VERSION}{based_on}/params/", device), like),
@@ -464,7 +464,7 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
                 state=_part(checkpoint, f"{_VERSION}{based_on}/state/", device),
                 counted=_rounds_from(checkpoint.under(f"{_VERSION}{based_on}/counted/")),
             )
-            for based_on in sorted({each.based_on for each in flight})
+            for based_on in sorted({each.based_on for each in pending})
         },
         durations=durations_from(checkpoint.under("durations/")),
         counted=_rounds_from(checkpoint.under("counted/")),

@@ -27,8 +27,8 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
 from fedlearn.algorithms.collection import Attempt, CohortCollection
-from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import DELTA, Aggregate
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.messages import (
@@ -170,7 +170,7 @@ class SecureCollector:
 
     def collect(
         self,
-        flight: Flight,  # noqa: ARG002 - no client is in flight between synchronous rounds
+        pending: PendingTasks,  # noqa: ARG002 - no client is in flight between synchronous rounds
         requests: Mapping[int, RoundRequest],
         *,
         round_num: int,

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.lanes import Aggregate, Lanes, misfit
+from fedlearn.algorithms.lanes import Aggregate, Lanes, describe_misfit
 from fedlearn.algorithms.local import read_only, require_broadcast
-from fedlearn.algorithms.metrics import RESERVED, reserved
+from fedlearn.algorithms.metrics import RESERVED, explain_reserved
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
 from fedlearn.core.params import Params
 from fedlearn.errors import RoundError
@@ -76,7 +76,7 @@ def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: S
         raise RoundError(
             f"the aggregation {rule} returned {type(aggregate.lanes).__name__}, no lanes"
         )
-    problem = misfit(aggregate.lanes, strategy.lanes, params.layout)
+    problem = describe_misfit(aggregate.lanes, strategy.lanes, params.layout)
     if problem is not None:
         raise RoundError(f"the aggregation {rule} returned lanes that do not fit: {problem}")
     try:
@@ -128,7 +128,7 @@ def _numbers(
     found = {}
     for name, value in metrics.items():
         if name in RESERVED:
-            raise RoundError(f"{who} returned a metric of that name: {reserved(name)}")
+            raise RoundError(f"{who} returned a metric of that name: {explain_reserved(name)}")
         try:
             found[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:

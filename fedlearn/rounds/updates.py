@@ -9,7 +9,7 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import refusal
 from fedlearn.algorithms.collecting import RoundRequest
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, misfit
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, describe_misfit
 from fedlearn.algorithms.transforms import is_clipped, last_clip
 from fedlearn.core.collecting import MAX_REASON, Participation, Status
 from fedlearn.core.messages import ClientId, Failure, TrainReply
@@ -132,7 +132,7 @@ def validated(
     first = request.round_num if oldest is None else oldest
     if not first <= reply.round_num <= request.round_num:
         return Failure(f"reply to round {reply.round_num} in round {request.round_num}")
-    if (problem := misfit(reply.lanes, specs, request.params.layout)) is not None:
+    if (problem := describe_misfit(reply.lanes, specs, request.params.layout)) is not None:
         return Failure(problem)
     bounds = request.strategy.bounds
     if bounds is None and not 1 <= reply.num_examples <= MAX_EXAMPLES:

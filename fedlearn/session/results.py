@@ -18,7 +18,7 @@ from fedlearn.algorithms.settings import (
     transforms_from,
     without_transforms,
 )
-from fedlearn.algorithms.transforms import Transform, transformed
+from fedlearn.algorithms.transforms import Transform, apply_transforms
 from fedlearn.core.messages import EvaluateReply, TrainReply, TrainRequest
 from fedlearn.core.params import difference
 from fedlearn.core.soundness import is_sound, unsound
@@ -214,7 +214,7 @@ def _transformed(
         based_on=[request.round_num],
         num_trained=request.num_trained,
     )
-    sent = transformed(updates, transforms, seed=context.seed, round_num=request.round_num)
+    sent = apply_transforms(updates, transforms, seed=context.seed, round_num=request.round_num)
     return {name: values[0] for name, values in sent.lanes.items()}
 
 

@@ -8,7 +8,7 @@ from mmap import mmap
 import structlog
 from torch import Tensor
 
-from fedlearn.algorithms.extra_settings import divided
+from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.settings import without_transforms
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.codec import decode, encode
@@ -284,7 +284,7 @@ class ClientSession:
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
     ) -> tuple[TrainReply, Mapping[str, Tensor]]:
         known = (*self.transforms, *getattr(self.trainer, "own_transforms", ()))
-        settings, extra = divided(without_transforms(request.settings, known=known))
+        settings, extra = split_settings(without_transforms(request.settings, known=known))
         context = TrainContext(
             client_id=self.client_id,
             round_num=request.round_num,

@@ -36,7 +36,7 @@ from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Executor, LocalTask, Work
 from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.fused.chain import Chain, NotAChain, as_chain
-from fedlearn.simulation.executors.fused.executor import FusedExecutor, misfit
+from fedlearn.simulation.executors.fused.executor import FusedExecutor, describe_misfit
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import StackedExecutor, why_not_compiled
 from fedlearn.simulation.executors.stacked_gradient import BlockGradient
@@ -397,7 +397,9 @@ def _chain(job: Job) -> Chain:
     if job.precision is not Precision.FLOAT32:
         raise EngineError(f"precision {job.precision} needs automatic mixed precision")
     work = job.work(np.asarray([readable_client(job.population)]))
-    reason = misfit(chain, objective=job.objective, features=work.features, labels=work.labels)
+    reason = describe_misfit(
+        chain, objective=job.objective, features=work.features, labels=work.labels
+    )
     if reason is not None:
         raise EngineError(reason)
     return chain

@@ -19,16 +19,21 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.bounds import UpdateBounds
+from fedlearn.algorithms.client_state import (
+    ClientStates,
+    make_initial_state,
+    split_states,
+    stack_states,
+)
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.collection import collection_for
-from fedlearn.algorithms.flight import Draw, Flight, PendingTask
-from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused
-from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
+from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, describe_misfit
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
+from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.transforms import Transform, last_clip, transformed
+from fedlearn.algorithms.transforms import Transform, apply_transforms, last_clip
 from fedlearn.core.cluster import Cluster, gathered
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
@@ -80,7 +85,7 @@ class Engine:
 
     def collect(
         self,
-        flight: Flight,
+        pending: PendingTasks,
         requests: Mapping[int, RoundRequest],
         *,
         round_num: int,
@@ -94,7 +99,7 @@ class Engine:
             EngineError: No client can be trained in the first round, several workers would have to
                 share a trainer's client state, or another worker is gone.
         """
-        collection = collection_for(self.policy, self.staleness, flight, requests[round_num])
+        collection = collection_for(self.policy, self.staleness, pending, requests[round_num])
         return VirtualRound(self, collection, requests, draw).play()
 
     def reduction(self, request: RoundRequest) -> Reduction:
@@ -216,7 +221,7 @@ class Engine:
             sound = verdicts == REPORTED
             report[:, block] = trained.losses_K, trained.num_examples_K, verdicts
             if trained.kept or request.kept:
-                kept |= unstacked(client_ids[block][sound].tolist(), trained.kept, mine=sound)
+                kept |= split_states(client_ids[block][sound].tolist(), trained.kept, mine=sound)
             places = zip(block.tolist(), trained.metrics_K, strict=False)
             metrics |= {place: told for place, told in places if report[2, place] == REPORTED}
         report[2, list(errors)] = RAISED
@@ -326,7 +331,7 @@ class Engine:
             task,
             self._rows(client_ids, request, local, apart),
             client_ids,
-            kept=stacked(request.kept, client_ids.tolist()),
+            kept=stack_states(request.kept, client_ids.tolist()),
             apart=apart,
         )
         with read_only(
@@ -387,7 +392,9 @@ def _sent(
     _require_declared(updates, reported, layout, who=strategy.local)
     if not transforms:
         return updates
-    sent = transformed(updates, transforms, seed=Seed(request.seed), round_num=request.round_num)
+    sent = apply_transforms(
+        updates, transforms, seed=Seed(request.seed), round_num=request.round_num
+    )
     # A transform may add a lane, so all of them exist only after the last transform.
     _require_declared(sent, strategy.lanes, layout, who=transforms[-1])
     return sent
@@ -474,14 +481,19 @@ def _require_declared(
             "returns one for each"
         )
     first = {lane: rows[0] for lane, rows in updates.lanes.items()}
-    problem = misfit(first, lanes, layout)
+    problem = describe_misfit(first, lanes, layout)
     if problem is not None:
         raise UnusableResult(f"the updates of {name} do not fit: {problem}")
 
 
 def shared(
-    kept: Kept, client_ids: Sequence[int], *, local: LocalUpdate, params: Params, cluster: Cluster
-) -> Kept:
+    kept: ClientStates,
+    client_ids: Sequence[int],
+    *,
+    local: LocalUpdate,
+    params: Params,
+    cluster: Cluster,
+) -> ClientStates:
     """Share the client state of trained clients among all workers.
 
     ``kept`` has the clients that this worker trained. ``client_ids`` are all clients whose state
@@ -492,10 +504,10 @@ def shared(
         return kept
     rows = {}
     for name, spec in specs.items():
-        zero = unused(spec, params)
+        zero = make_initial_state(spec, params)
         rows[name] = torch.stack([kept[c][name] if c in kept else zero for c in client_ids])
     cluster.all_reduce(list(rows.values()))
-    return unstacked(client_ids, rows, mine=np.ones(len(client_ids), np.bool_))
+    return split_states(client_ids, rows, mine=np.ones(len(client_ids), np.bool_))
 
 
 def by_client(

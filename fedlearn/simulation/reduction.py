@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, merged
+from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, merge
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds, refusal
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, matrix
 from fedlearn.algorithms.transforms import is_clipped
@@ -124,7 +124,7 @@ class Summed:
             if any(reasons):
                 some = only(current, _find_accepted(reasons))
                 block = self.aggregation.accumulate(self._empty(), some)
-        self._total = merged(self._total, block)
+        self._total = merge(self._total, block)
         self._clipped.add(sent, reasons)
         return reasons
 

@@ -70,7 +70,7 @@ def schedule(
     step_T = np.arange(num_steps)[:, None]
     epoch_TK, within_TK = step_T // steps_K, step_T % steps_K
     positions_TKB = (within_TK * batch)[:, :, None] + np.arange(batch)
-    used_K = work.used_per_epoch(sizes_K)
+    used_K = work.count_used_per_epoch(sizes_K)
     real_TKB = (positions_TKB < used_K[:, None]) & (epoch_TK < work.epochs)[:, :, None]
     positions_TKB = np.where(real_TKB, positions_TKB, 0)
     if work.shuffle:
@@ -158,7 +158,7 @@ def _orders(
     round_num: int | NDArray[np.int64],
     seed: Seed,
 ) -> NDArray[np.int64]:
-    """Shuffle each client's examples in each epoch, with the same result as ``shuffled_positions``.
+    """Shuffle each client's examples in each epoch, with the same result as ``shuffle_positions``.
 
     Shape [K, E, largest client].
     """

@@ -209,7 +209,7 @@ class ModularSum:
                 levels, was_longer = self._levels(name, row.cpu(), weight)
                 total.add_(levels.to(total.device))
                 clipped |= {place} if was_longer else set()
-        state.total.counted(updates.weights_B)
+        state.total.count_clients(updates.weights_B)
         state.num_clipped.add_(len(clipped))
         return state
 

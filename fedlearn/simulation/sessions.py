@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms.client_state import ClientStates, replace_states
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
-from fedlearn.algorithms.flight import Draw, Flight
-from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
@@ -213,13 +213,13 @@ class SessionsKept:
 
     channel: MemoryChannel
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: ClientStates) -> None:
         """Restore the client state of sessions that have not started in this process."""
         for client_id in kept.keys() - self.channel.states.keys():
             state = KeptState(trainer=kept[client_id], session=None)
             self.channel.states[ClientId(client_id)] = state.to_bytes()
 
-    def added_to(self, collected: Collected, *, before: Kept) -> Collected:
+    def added_to(self, collected: Collected, *, before: ClientStates) -> Collected:
         """Add the new client state of the clients whose updates are in a round to its result.
 
         The other clients keep their previous state. Their sessions also restore it, once they
@@ -228,8 +228,10 @@ class SessionsKept:
         rows = collected.participations
         counted = {each.client_id for each in rows if each.status is Status.REPORTED}
         states = {each: self.channel.states.get(each, b"") for each in counted}
-        changes: Kept = {each: KeptState.of(state).trainer for each, state in states.items()}
-        return replace(collected, kept=updated(before, changes))
+        changes: ClientStates = {
+            each: KeptState.of(state).trainer for each, state in states.items()
+        }
+        return replace(collected, kept=replace_states(before, changes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,14 +254,19 @@ class SessionCollector:
         return self.inner.available()
 
     def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+        self,
+        pending: PendingTasks,
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
     ) -> Collected:
         """Run the round with the inner collector, and add the sessions' client state."""
         before = requests[round_num].kept
         self.sessions.restore(before)
         if self.bounded is not None:
             self.bounded.clear()
-        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
+        collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
         return self.sessions.added_to(self._with_counts(collected), before=before)
 
     def _with_counts(self, collected: Collected) -> Collected:

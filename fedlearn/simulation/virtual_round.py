@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms.client_state import ClientStates, replace_states
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.collection import Collection
-from fedlearn.algorithms.flight import Draw, PendingTask
-from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.pending_tasks import Draw, PendingTask
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.reported import WeightedMeans
@@ -57,7 +57,7 @@ class Wave:
     verdicts: NDArray[np.int64]
     reasons: Mapping[int, str]
     metrics: Mapping[int, Mapping[str, float]]
-    kept: Kept
+    kept: ClientStates
 
     def add_metrics(self, means: WeightedMeans) -> None:
         """Add the clients' training metrics to the means, in order of arrival."""
@@ -124,7 +124,7 @@ class VirtualRound:
     def play(self) -> Collected:
         """Process arrivals in order until the round closes; return its result."""
         self.collection.give_up_stale()
-        self._expect(self.collection.flight)
+        self._expect(self.collection.pending)
         collection = self.collection
         while not (collection.is_closed and self._train_and_recheck()):
             if collection.may_ask:
@@ -207,7 +207,7 @@ class VirtualRound:
             self.reduction,
             factors=self.collection.factors(wave),
         )
-        self.kept = updated(self.kept, trained.kept)
+        self.kept = replace_states(self.kept, trained.kept)
         trained.add_metrics(self.collection.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         told = zip(wave, *(column.tolist() for column in columns), strict=True)

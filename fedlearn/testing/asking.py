@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collecting import RoundRequest
-from fedlearn.algorithms.extra_settings import divided
+from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
@@ -86,6 +86,6 @@ def _local_of(settings: Settings) -> LocalUpdate:
     Settings that fedlearn does not understand count as custom training by the client.
     """
     try:
-        return update_from(divided(settings)[0])
+        return update_from(split_settings(settings)[0])
     except SettingsRefused:
         return OwnTraining()

@@ -27,12 +27,12 @@ from fedlearn.algorithms.local import (
     Tensors,
     along,
     along_trainable,
-    load_kept,
+    count_writes,
+    load_client_state,
     new_memory,
     report_of,
     short_cut,
     takes_flat,
-    written,
 )
 from fedlearn.algorithms.metrics import Measures, Metric
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
@@ -615,7 +615,7 @@ class Training:
         Raises:
             ValueError: The global model has a different layout than the module.
         """
-        load_kept(self._local, self.memory, kept=kept)
+        load_client_state(self._local, self.memory, kept=kept)
         self.num_steps = 0
         self._seed, self._draws = seed, Draws(self._local, [seed])
         with ExitStack() as kept_as_they_were:
@@ -695,9 +695,9 @@ class Training:
         :meth:`report` turns that into an error.
         """
         touched = [] if self._does_step else [*x, *chain.from_iterable(memory.values())]
-        before = written(touched)
+        before = count_writes(touched)
         self._local.step(x, grads, memory, broadcast=broadcast, moment=moment)
-        self._does_step = self._does_step or not x or written(touched) > before
+        self._does_step = self._does_step or not x or count_writes(touched) > before
 
     @property
     def remembered(self) -> Memory:

@@ -459,7 +459,7 @@ class TorchTrainer:
 
     def _num_used(self, work: LocalWork) -> int:
         """Return the number of examples that one epoch uses."""
-        return int(work.used_per_epoch(np.asarray(len(self._data))))
+        return int(work.count_used_per_epoch(np.asarray(len(self._data))))
 
     def _parts(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedlearn.parallel import jobs
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.store.lease import deployment
 from tests.e2e.deployed import Site, site_in
 from tests.processes import Change, Crash, Function, Launcher, Process, until
@@ -39,12 +39,12 @@ def test_a_training_is_parked_by_a_stop_and_goes_on(site: Site) -> None:
     """In the warm start and again between rounds; every round is recorded once."""
     between = ("coordinator.training.every_rounds=1", "coordinator.training.round_steps=30")
     site.change(*between)
-    stop = Crash("in the warm start", Engine.take_step, "after", 27, by=signal.SIGTERM)
+    stop = Crash("in the warm start", RankTrainer.take_step, "after", 27, by=signal.SIGTERM)
     first = site.coordinator(crash=stop)
     assert first.wait() == 0, first.tail()
     assert first.said("parked") == 1
     assert 20 < steps(first)[-1] < NUM_STEPS
-    again = Crash("between", Engine.take_step, "after", NUM_STEPS - 20 + 13, by=signal.SIGTERM)
+    again = Crash("between", RankTrainer.take_step, "after", NUM_STEPS - 20 + 13, by=signal.SIGTERM)
     second = site.coordinator(crash=again)
     for number in range(NUM_CLIENTS):
         site.join(number)

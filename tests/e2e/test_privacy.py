@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.algorithms.strategy import Wrapped
+from fedlearn.algorithms.strategy import StrategyWrapper
 from fedlearn.cli.app import main
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.core.collecting import Status
@@ -43,7 +43,7 @@ class Trimmed(fl.WeightedMean):
 
 
 @dataclass(frozen=True)
-class Later(Wrapped):
+class Later(StrategyWrapper):
     """A strategy that switches to the user's own mean once it has a state."""
 
     own = frozenset({"begun"})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedlearn.cli.app import main
 from fedlearn.parallel import checkpoints
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.store.runs import StoredRun
 from tests.processes import Crash, Launcher, json_lines
 
@@ -127,16 +127,16 @@ def test_a_training_that_is_under_way_is_not_begun_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two would write the same checkpoints. At the end only the model is left."""
-    command, take_step = ["train", *sets(*TRAINING)], Engine.take_step
+    command, take_step = ["train", *sets(*TRAINING)], RankTrainer.take_step
     codes: list[int] = []
 
-    def interrupted(engine: Engine) -> Tensor:
+    def interrupted(engine: RankTrainer) -> Tensor:
         if not codes:
             codes.append(0)  # so that the second training does not start a third
             codes[0] = main(command)
         return take_step(engine)
 
-    monkeypatch.setattr(Engine, "take_step", interrupted)
+    monkeypatch.setattr(RankTrainer, "take_step", interrupted)
     assert main(command) == 0
     assert codes == [2]
     assert "is alive: process" in capsys.readouterr().err
@@ -239,11 +239,11 @@ def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CRASHES = [
-    (Crash("in the warm start", Engine.take_step, "after", 27), 25),
+    (Crash("in the warm start", RankTrainer.take_step, "after", 27), 25),
     (Crash("in the middle of a checkpoint", checkpoints.write, "before", 3), 15),
     (Crash("trained, no commit", StoredRun.commit, "before"), 5),
     (Crash("between", StoredRun.commit, "after", 2), 65),
-    (Crash("in a server-side step", Engine.take_step, "after", 40 + 20 + 13), 75),
+    (Crash("in a server-side step", RankTrainer.take_step, "after", 40 + 20 + 13), 75),
 ]
 
 
@@ -267,7 +267,7 @@ def test_a_training_alone_that_is_killed_goes_on(folder: Folder) -> None:
     """The same command resumes it; with other settings it starts over."""
     train = ("train", "--json", *sets(*TRAINING), "--output")
     folder.type(*train, "whole")
-    crash = Crash("in the middle", Engine.take_step, "after", 27)
+    crash = Crash("in the middle", RankTrainer.take_step, "after", 27)
     folder.type(*train, "model", crash=crash)
     assert not (folder.path / "model").exists()
     assert folder.type(*train, "model")[0]["step_num"] == 25

@@ -16,12 +16,12 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.cli.app import main
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import Cancelled, ConfigError
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.jobs import Job, train
 from fedlearn.parallel.memory import predict
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import AdamKin
-from fedlearn.parallel.plan import Precision, TrainingPlan
+from fedlearn.parallel.plan import TrainingPlan, TrainingPrecision
 from fedlearn.parallel.prefetching import read_ahead
 from fedlearn.parallel.streams import Shuffled
 from fedlearn.parallel.task import Progress, Task
@@ -41,7 +41,7 @@ from tests.trainings import (
 SAME = 1e-10
 
 
-class Watch:
+class DistillationObserver:
     """Calls a job off when it has told of so many steps.
 
     Args:
@@ -75,7 +75,7 @@ def job_in(
 
 def result_of(job: Job) -> Outcome:
     """Train to the end."""
-    watch = Watch()
+    watch = DistillationObserver()
     state = train(job, start=None, control=watch, report=watch.told.append)
     return outcome([each.loss for each in watch.told], state)
 
@@ -97,39 +97,41 @@ def test_a_training_is_that_of_the_cpu(optimizer: str, tmp_path: Path) -> None:
 def test_less_memory_changes_nothing(spread: dict[str, Any], gpu: torch.device) -> None:
     """Also with dropout, which draws from the GPU's generator, twice the same."""
     plain, spared = (task_of(dropout=0.3, **each) for each in ({}, spread))
-    first, again = (Engine(each, device=gpu) for each in (spared, spared))
+    first, again = (RankTrainer(each, device=gpu) for each in (spared, spared))
     losses = [[told.loss for told in trained(engine)] for engine in (first, again)]
     assert losses[0] == pytest.approx(losses[1], abs=SAME)
     if "recompute" in spread:  # the masks of a batch in parts are others
-        whole = [told.loss for told in trained(Engine(plain, device=gpu))]
+        whole = [told.loss for told in trained(RankTrainer(plain, device=gpu))]
         assert losses[0] == pytest.approx(whole, abs=SAME)
 
 
 def test_the_generators_stay_where_they_were(gpu: torch.device) -> None:
     """Those of the CPU and of the GPU."""
     before = torch.get_rng_state(), torch.cuda.get_rng_state()
-    trained(Engine(task_of(dropout=0.3), device=gpu))
+    trained(RankTrainer(task_of(dropout=0.3), device=gpu))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(torch.cuda.get_rng_state(), before[1])
 
 
-@pytest.mark.parametrize("precision", [Precision.BFLOAT16, Precision.FLOAT16])
-def test_half_precision_is_close(precision: Precision, gpu: torch.device) -> None:
+@pytest.mark.parametrize("precision", [TrainingPrecision.BFLOAT16, TrainingPrecision.FLOAT16])
+def test_half_precision_is_close(precision: TrainingPrecision, gpu: torch.device) -> None:
     """Weights stay in float32; of float16 the loss is scaled, and told is what it is unscaled."""
     expected = alone(task_of(dtype=torch.float32))
     task = task_of(dtype=torch.float32, precision=precision, initial_loss_scale=1024.0)
-    engine = Engine(task, device=gpu)
+    engine = RankTrainer(task, device=gpu)
     told = trained(engine)
     assert [each.loss for each in told] == pytest.approx(expected.losses, abs=0.05)
-    assert told[-1].loss_scale == (1024.0 if precision is Precision.FLOAT16 else 1.0)
+    assert told[-1].loss_scale == (1024.0 if precision is TrainingPrecision.FLOAT16 else 1.0)
     assert told[-1].num_skipped == 0
     assert {value.dtype for value in engine.state().model.values()} == {torch.float32}
 
 
 def test_a_loss_scale_that_overflows_is_lowered(gpu: torch.device) -> None:
     """The step is skipped, and counted."""
-    task = task_of(dtype=torch.float32, precision=Precision.FLOAT16, initial_loss_scale=2.0**60)
-    told = trained(Engine(task, device=gpu), until=2)
+    task = task_of(
+        dtype=torch.float32, precision=TrainingPrecision.FLOAT16, initial_loss_scale=2.0**60
+    )
+    told = trained(RankTrainer(task, device=gpu), until=2)
     assert told[-1].num_skipped == 2
     assert told[-1].loss_scale < 2.0**60
 
@@ -139,7 +141,7 @@ def test_a_checkpoint_of_a_gpu_is_gone_on_from(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the GPU or on the CPU."""
-    first, second = Watch(after=5), Watch()
+    first, second = DistillationObserver(after=5), DistillationObserver()
     with pytest.raises(Cancelled):
         train(job_in(tmp_path, task_of()), start=None, control=first, report=first.told.append)
     if device == "cpu":
@@ -185,7 +187,7 @@ def test_examples_that_lie_on_the_gpu_are_trained_on(gpu: torch.device) -> None:
         data = TensorData(examples.features, examples.labels, device=device)
         return replace(task_of(), stream=Shuffled(data, seed=Seed(2)))
 
-    found = [each.loss for each in trained(Engine(task_on(gpu), device=gpu))]
+    found = [each.loss for each in trained(RankTrainer(task_on(gpu), device=gpu))]
     assert found == pytest.approx(alone(task_on(torch.device("cpu"))).losses, abs=SAME)
 
 
@@ -211,7 +213,7 @@ def test_predicted_memory_is_what_the_allocator_tells(gpu: torch.device) -> None
         wide, plan, features=features, labels=labels, objective=CrossEntropy(), device="cuda"
     )
     before = torch.cuda.memory_allocated(gpu)
-    engine = Engine(task, device=gpu)
+    engine = RankTrainer(task, device=gpu)
     fixed = torch.cuda.memory_allocated(gpu) - before
     assert fixed == pytest.approx(found.parameters + found.optimizer_state, rel=0.05)
     with engine.reading(until=2):

@@ -15,7 +15,7 @@ from torch import nn
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import TrainReply
-from fedlearn.parallel.group import Group, backend_for, joined
+from fedlearn.parallel.group import Group, backend_for, join_group
 from fedlearn.testing import FakeCoordinator
 from tests.processes import LONG_S, Launcher
 
@@ -40,7 +40,7 @@ def group_of(
     file: Path, rank: int, world_size: int, *, backend: str, device: torch.device
 ) -> Group:
     """Return the group, as seen from one process or thread of it."""
-    return joined(
+    return join_group(
         file,
         backend=backend,
         rank=rank,

@@ -714,7 +714,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what the client kept is not loaded",
         local,
-        "load_kept",
+        "load_client_state",
         _constant(lambda *_, **__: None),
         lambda c: c.place == "fused" and _keeps(c),
     ),

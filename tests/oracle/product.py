@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.adam import LocalAdam
-from fedlearn.algorithms.kept import from_tensors
-from fedlearn.algorithms.local import shuffled_positions
+from fedlearn.algorithms.client_state import from_tensors
+from fedlearn.algorithms.local import shuffle_positions
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import FedlearnError, NoUpdates
@@ -90,7 +90,7 @@ class Silent:
 
 
 @dataclass
-class Watch:
+class DistillationObserver:
     """Sees the model after each round; stops the process at some of them."""
 
     stops_at: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ def run(c: Configuration) -> Run | Refused:
         Exception: Whatever a run raises that had begun its first round.
     """
     name = f"run-{os.urandom(6).hex()}"
-    silent, watch, recording = Silent(), Watch(), Recording(Path(f"noise-of-{name}"))
+    silent, watch, recording = Silent(), DistillationObserver(), Recording(Path(f"noise-of-{name}"))
     structlog.configure(logger_factory=lambda *_: structlog.testing.CapturingLogger())
     if c.interrupted != "no":
         watch.stops_at = [1] if c.interrupted == "after_first" else [0, 2]
@@ -152,7 +152,7 @@ def streams(c: Configuration) -> Streams:
     seed = Seed(c.seed)
 
     def order(round_num: int, client_id: int, epoch: int, num_examples: int) -> Sequence[int]:
-        found = shuffled_positions(
+        found = shuffle_positions(
             seed, round_num=round_num, client_id=client_id, epoch=epoch, num_examples=num_examples
         )
         return [int(each) for each in found]
@@ -166,7 +166,7 @@ def streams(c: Configuration) -> Streams:
     return Streams(order, key)
 
 
-def _finish(simulate: Any, watch: Watch, *, name: str) -> fl.Run:
+def _finish(simulate: Any, watch: DistillationObserver, *, name: str) -> fl.Run:
     try:
         finished: fl.Run = simulate(name=name)
     except Interrupted:
@@ -506,15 +506,15 @@ def _algorithm(c: Configuration) -> Any:
     return made
 
 
-def _observed(finished: fl.Run, watch: Watch) -> Run:
+def _observed(finished: fl.Run, watch: DistillationObserver) -> Run:
     saved = {each.round_num: load_file(each.path) for each in finished.stored.checkpoints()}
     rounds = []
     for record in finished.history:
         before, after = saved.get(record.round_num, {}), saved.get(record.round_num + 1, {})
-        flight = _under(before, "flight/")
+        pending = _under(before, "flight/")
         clients = zip(
-            flight.get("client_id", torch.zeros(0)).tolist(),
-            flight.get("based_on", torch.zeros(0)).tolist(),
+            pending.get("client_id", torch.zeros(0)).tolist(),
+            pending.get("based_on", torch.zeros(0)).tolist(),
             strict=True,
         )
         rounds.append(

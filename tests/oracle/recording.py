@@ -167,11 +167,11 @@ class Recording:
         return noised
 
     def _noised_step(self, right: Method) -> Method:
-        def noised_step(own: NoisedGradients, x: Any, *given: Any, **named: Any) -> Any:
+        def take_noised_step(own: NoisedGradients, x: Any, *given: Any, **named: Any) -> Any:
             self._local.model = _rows(x)
             return right(own, x, *given, **named)
 
-        return noised_step
+        return take_noised_step
 
     def _gradients(self, right: Method) -> Method:
         def levels(own: NoisedGradients, sums: Any, sizes_K: Any) -> Any:

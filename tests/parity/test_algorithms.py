@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.client_state import to_tensors
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.kept import to_tensors
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.rate_schedules import ScheduledRate

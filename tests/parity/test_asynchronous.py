@@ -313,7 +313,7 @@ def test_executors_agree_where_clients_train_different_models(
         replace(one, kind=kind, block_size=3).run(Alone(), num_rounds=8),
     )
     torch.testing.assert_close(found.params.vector, expected.params.vector, rtol=0.0, atol=1e-6)
-    assert found.flight == expected.flight
+    assert found.pending == expected.pending
     assert [each.staleness for each in others] == [each.staleness for each in rounds]
     assert max(age for each in rounds for age in each.staleness) >= 2
     assert any(each.count(Status.FAILED) for each in rounds)
@@ -379,7 +379,7 @@ def test_a_run_killed_after_any_commit_ends_in_the_same_model() -> None:
         store = Commits(list(records))
         found = trained(checkpoint, store)
         assert torch.equal(found.server.params.vector, expected.server.params.vector)
-        assert found.server.flight == expected.server.flight
+        assert found.server.pending == expected.server.pending
         assert store.records == whole.records
         last, other = store.commits[-1][0], whole.commits[-1][0]
         assert last.values == other.values

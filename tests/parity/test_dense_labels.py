@@ -21,7 +21,7 @@ from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError, SettingsRefused
-from fedlearn.parallel.group import joined
+from fedlearn.parallel.group import join_group
 from fedlearn.simulation.sources import Examples
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalResult, TrainContext
@@ -153,7 +153,7 @@ def test_a_batch_that_is_cut_or_shared_is_the_same_batch(tmp_path: Path) -> None
 
     def share(rank: int) -> LocalResult:
         trainer = TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE)
-        group = joined(
+        group = join_group(
             tmp_path / "met",
             backend="gloo",
             rank=rank,

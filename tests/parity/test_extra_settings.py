@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
-from fedlearn.algorithms.extra_settings import WithExtra, divided
+from fedlearn.algorithms.extra_settings import WithExtra, split_settings
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.settings import settings_of
@@ -213,7 +213,7 @@ def test_a_configuration_tells_them_simulated_and_deployed(tmp_path: Path) -> No
     own = {"client": client | {"trainer": f"{__file__}:shifting"}}
     simulated = simulation(from_mapping(own, source="a test"), data_dir=tmp_path)
     for pieces in (deployed, simulated):
-        _, extra = divided(settings_of(pieces.algorithm.local))
+        _, extra = split_settings(settings_of(pieces.algorithm.local))
         assert extra == EXTRA
 
 

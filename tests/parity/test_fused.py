@@ -30,7 +30,11 @@ from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.executors.fused.chain import Chain, Layer, NotAChain, as_chain
-from fedlearn.simulation.executors.fused.executor import FusedExecutor, misfit, preferred_block
+from fedlearn.simulation.executors.fused.executor import (
+    FusedExecutor,
+    describe_misfit,
+    preferred_block,
+)
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
@@ -164,7 +168,9 @@ def by_reference(model: str, work: Work) -> Trained:
 def fused_executor(model: str, work: Work) -> FusedExecutor:
     make, _ = MODELS[model]
     chain = chain_of(make().to(work.params.layout.dtype))
-    fits = misfit(chain, objective=CrossEntropy(), features=work.features, labels=work.labels)
+    fits = describe_misfit(
+        chain, objective=CrossEntropy(), features=work.features, labels=work.labels
+    )
     assert fits is None
     return FusedExecutor(chain, objective=CrossEntropy())
 
@@ -480,21 +486,25 @@ def test_examples_that_the_chain_does_not_take_are_named() -> None:
     features, labels = torch.zeros(3, 12), torch.zeros(3, dtype=torch.int64)
 
     def answer(features: Tensor, labels: Tensor) -> str:
-        return misfit(chain, objective=CrossEntropy(), features=features, labels=labels) or ""
+        return (
+            describe_misfit(chain, objective=CrossEntropy(), features=features, labels=labels) or ""
+        )
 
     assert not answer(features, labels)
     assert "(3, 4)" in answer(features.view(3, 3, 4), labels)
     assert "torch.bool" in answer((features > 0), labels)
     assert "[3, 1]" in answer(features, labels[:, None])
     assert "MeanSquaredError" in str(
-        misfit(chain, objective=MeanSquaredError(), features=features, labels=labels)
+        describe_misfit(chain, objective=MeanSquaredError(), features=features, labels=labels)
     )
     images = chain_of(nn.Conv2d(1, 2, 3))
     assert "not one logit a class" in str(
-        misfit(images, objective=CrossEntropy(), features=torch.zeros(3, 1, 5, 5), labels=labels)
+        describe_misfit(
+            images, objective=CrossEntropy(), features=torch.zeros(3, 1, 5, 5), labels=labels
+        )
     )
     assert "7 features" in str(
-        misfit(
+        describe_misfit(
             Chain((Layer(nn.Flatten(), {}, 7), *chain.layers), chain.layout),
             objective=CrossEntropy(),
             features=features,

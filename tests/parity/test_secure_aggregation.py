@@ -18,7 +18,7 @@ from fedlearn.algorithms.aggregations import LaneSums, SumAggregation, WeightedM
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.recipes import FedAvg, FedMedian
-from fedlearn.algorithms.strategy import Bounded, State, Stepped, Strategy, Wrapped
+from fedlearn.algorithms.strategy import Bounded, State, Stepped, Strategy, StrategyWrapper
 from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import load
@@ -355,7 +355,7 @@ def test_a_rule_of_ones_own_is_refused_when_the_run_is_built(
 
 
 @dataclass(frozen=True)
-class Turns(Wrapped):
+class Turns(StrategyWrapper):
     """Uses another rule from the second round on."""
 
     later: Strategy

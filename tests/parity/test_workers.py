@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fedlearn.algorithms.kept import to_tensors
+from fedlearn.algorithms.client_state import to_tensors
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvgM

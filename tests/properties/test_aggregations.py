@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregations import LaneSums, WeightedMean, merged
+from fedlearn.algorithms.aggregations import LaneSums, WeightedMean, merge
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
@@ -100,9 +100,9 @@ def test_merging_is_commutative_and_associative(
     deltas, weights = clients(seed, sum(sizes), dtype)
     parts = zip(deltas.split(list(sizes)), weights.split(list(sizes)), strict=True)
     a, b, c = (folded(*part) for part in parts)
-    assert_same(merged(copy(a), copy(b)), merged(copy(b), copy(a)), dtype)
-    left = merged(merged(copy(a), copy(b)), copy(c))
-    right = merged(copy(a), merged(copy(b), copy(c)))
+    assert_same(merge(copy(a), copy(b)), merge(copy(b), copy(a)), dtype)
+    left = merge(merge(copy(a), copy(b)), copy(c))
+    right = merge(copy(a), merge(copy(b), copy(c)))
     assert_same(left, right, dtype)
     assert_same(folded(deltas, weights), left, dtype)
 
@@ -114,8 +114,8 @@ def test_the_empty_state_is_the_identity(seed: int, count: int) -> None:
     state = folded(*clients(seed, count, torch.float32))
     nobody = empty(torch.float32)
     expected = mean_of(state)
-    assert torch.equal(mean_of(merged(copy(state), copy(nobody))), expected)
-    assert torch.equal(mean_of(merged(copy(nobody), copy(state))), expected)
+    assert torch.equal(mean_of(merge(copy(state), copy(nobody))), expected)
+    assert torch.equal(mean_of(merge(copy(nobody), copy(state))), expected)
 
 
 @settings(max_examples=40)

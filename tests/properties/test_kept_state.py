@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
-from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -133,9 +133,14 @@ class ThrowingAway:
         return self.inner.available()
 
     def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+        self,
+        pending: PendingTasks,
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
     ) -> Collected:
-        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
+        collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
         if requests[round_num].attempt == 0 and round_num in self.rounds:
             return replace(collected, aggregate=None)
         return collected

@@ -117,7 +117,7 @@ class Work(LocalTask):
 
     def num_examples(self) -> NDArray[np.int64]:
         """Return the number of examples that each client uses per epoch: shape [K]."""
-        return self.local.work.used_per_epoch(np.asarray([len(rows) for rows in self.rows_K]))
+        return self.local.work.count_used_per_epoch(np.asarray([len(rows) for rows in self.rows_K]))
 
     def num_steps(self) -> Tensor:
         """Return the number of steps that each client takes: shape [K], of the model's dtype."""

@@ -31,7 +31,7 @@ from fedlearn.algorithms.local import (
     MemorySpec,
     Moment,
     along_trainable,
-    load_kept,
+    load_client_state,
     new_memory,
     report_of,
 )
@@ -194,7 +194,7 @@ class StackedExecutor:
         stack, views = self._prefix(height), self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
             value.copy_(views[name])
-        load_kept(work.local, stack.memory, kept=work.kept)
+        load_client_state(work.local, stack.memory, kept=work.kept)
         broadcast = along_trainable(self._layout, work.params.vector, work.broadcast)
         draws = work.draws()
         draws.fill(stack.memory, BEGIN)
@@ -347,7 +347,7 @@ class StackedExecutor:
             # Add up the partial sums in float64: see `noised_gradients.TOGETHER`.
             sums = {n: sums[n].double() + found[n] for n in sums} if sums else found
             run.means_TK[step, :active] += outcome.losses
-        rule.noised_step(
+        rule.take_noised_step(
             list(own.trainable.values()),
             [sums[name] for name in own.trainable],
             sizes_k.tolist(),

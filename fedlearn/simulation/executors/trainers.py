@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.extra_settings import divided
-from fedlearn.algorithms.lanes import DELTA, misfit
+from fedlearn.algorithms.extra_settings import split_settings
+from fedlearn.algorithms.lanes import DELTA, describe_misfit
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.features import for_trainer, taken
 from fedlearn.core.messages import ClientId, TrainRequest
@@ -47,7 +47,7 @@ class TrainerExecutor:
         features = for_trainer(taken(work.features, index), like.dtype)
         labels = work.labels.index_select(0, index)
         trainer = require_trainer(self._make_trainer(features, labels))
-        settings, extra = divided(request.settings)
+        settings, extra = split_settings(request.settings)
         context = TrainContext(
             client_id=ClientId(client_id),
             round_num=request.round_num,
@@ -72,7 +72,7 @@ class TrainerExecutor:
                 kept={},
             )
         specs = (DELTA, *work.local.lanes)
-        if (problem := misfit(reply.lanes, specs, work.params.layout)) is not None:
+        if (problem := describe_misfit(reply.lanes, specs, work.params.layout)) is not None:
             raise UnusableResult(
                 f"{type(trainer).__name__} returned an update that does not fit: {problem}"
             )

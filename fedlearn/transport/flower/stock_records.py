@@ -22,7 +22,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor, nn
 
-from fedlearn.algorithms.extra_settings import divided
+from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.core.messages import (
     EvaluateReply,
@@ -103,7 +103,7 @@ class StockRecords:
         """
         match request:
             case TrainRequest(broadcast=broadcast) if not broadcast:
-                round_num, (_, config) = request.round_num + 1, divided(request.settings)
+                round_num, (_, config) = request.round_num + 1, split_settings(request.settings)
             case TrainRequest(broadcast=broadcast):
                 raise RoundError(
                     f"the strategy broadcasts {min(broadcast)!r} along with the model, which "

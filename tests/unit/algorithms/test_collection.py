@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collection import Attempt, BufferCollection
-from fedlearn.algorithms.flight import PendingTask, flight_from, flight_tensors
+from fedlearn.algorithms.pending_tasks import PendingTask, tasks_from_tensors, tasks_to_tensors
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.collecting import Participation, Status
@@ -46,7 +46,7 @@ class InOrder:
 
 def buffered(
     limits: Asynchrony,
-    flight: Sequence[PendingTask] = (),
+    pending: Sequence[PendingTask] = (),
     *,
     round_num: int = 0,
     max_retries: int = 1000,
@@ -59,7 +59,7 @@ def buffered(
         below_minimum=BelowMinimum.RETRY,
         max_retries=max_retries,
     )
-    return BufferCollection(policy, limits, flight, Attempt(round_num, attempt=0))
+    return BufferCollection(policy, limits, pending, Attempt(round_num, attempt=0))
 
 
 def take(buffer: BufferCollection, client_id: int) -> None:
@@ -102,7 +102,7 @@ def test_as_one_lands_another_is_asked() -> None:
     take(buffer, 0)
     assert buffer.is_full
     assert draw.asked_for == [(6, 0)]
-    left = [(each.client_id, each.asked_s) for each in buffer.flight_after(2.0)]
+    left = [(each.client_id, each.asked_s) for each in buffer.pending_after(2.0)]
     assert left == [(1, -2.0), (3, -2.0), (5, -0.5)]
 
 
@@ -128,13 +128,13 @@ def test_more_in_flight_than_can_count_is_refused() -> None:
 
 def test_who_is_too_stale_is_given_up_before_anybody_is_asked() -> None:
     """An update exactly at the bound still counts."""
-    flight = [
+    pending = [
         PendingTask(ClientId(client), based_on, 0, 0, -1.0) for client, based_on in ((7, 2), (8, 3))
     ]
     limits = asynchrony(buffer_size=2, concurrency=4, max_staleness=2)
-    buffer = buffered(limits, flight, round_num=5)
+    buffer = buffered(limits, pending, round_num=5)
     assert [each.client_id for each in buffer.give_up_stale()] == [7]
-    assert [each.client_id for each in buffer.flight] == [8]
+    assert [each.client_id for each in buffer.pending] == [8]
     take(buffer, 8)
     assert [buffer.age(each) for each in buffer.counted] == [2]
     assert [(row.status, bool(row.reason)) for row in buffer.rows] == [
@@ -167,7 +167,7 @@ def test_who_fails_is_asked_again_so_many_times() -> None:
         fail(buffer, 1)
         assert buffer.has_missed_any == (not asked_again)
         assert fill(buffer, draw, now_s) == asked_again
-    later = buffered(limits, buffer.flight_after(3.0), round_num=1)
+    later = buffered(limits, buffer.pending_after(3.0), round_num=1)
     assert fill(later, draw, 0.0) == [0, 1]
 
 
@@ -198,19 +198,19 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
     limits = asynchrony(
         buffer_size=buffer_size, concurrency=concurrency, max_staleness=max_staleness
     )
-    draw, flight = InOrder(population=concurrency + buffer_size), tuple[PendingTask, ...]()
+    draw, pending = InOrder(population=concurrency + buffer_size), tuple[PendingTask, ...]()
     for round_num in range(4):
-        buffer, taken = buffered(limits, flight, round_num=round_num), list[ClientId]()
+        buffer, taken = buffered(limits, pending, round_num=round_num), list[ClientId]()
         buffer.give_up_stale()
         while not buffer.is_full:
             fill(buffer, draw, 0.0)
-            flying = [each.client_id for each in buffer.flight]
+            flying = [each.client_id for each in buffer.pending]
             assert len(set(flying)) == len(flying) <= concurrency
             assert len(flying) + len(taken) <= most
             assert not set(flying) & set(taken)
             assert flying, "somebody is always there"
             landed = data.draw(st.sampled_from(flying))
-            (age,) = [buffer.age(each) for each in buffer.flight if each.client_id == landed]
+            (age,) = [buffer.age(each) for each in buffer.pending if each.client_id == landed]
             assert 0 <= age <= max_staleness
             if data.draw(st.booleans(), label="fails"):
                 if data.draw(st.booleans(), label="says so"):
@@ -223,14 +223,14 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
                 taken.append(landed)
         assert [each.client_id for each in buffer.counted] == taken
         assert len(taken) == buffer_size
-        flight = buffer.flight_after(1.0)
+        pending = buffer.pending_after(1.0)
 
 
 def test_who_is_in_flight_is_kept_in_a_checkpoint() -> None:
     """An empty list of pending tasks survives as well."""
-    flight = (
+    pending = (
         PendingTask(ClientId(7), 2, 1, 4, -1.0 / 3.0, 2.0 / 3.0),
         PendingTask(ClientId(2**40), 3, 0, 0, -0.1, math.inf, fails=True),
     )
-    assert flight_from(flight_tensors(flight)) == flight
-    assert flight_from(flight_tensors(())) == ()
+    assert tasks_from_tensors(tasks_to_tensors(pending)) == pending
+    assert tasks_from_tensors(tasks_to_tensors(())) == ()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce, without_force
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd, Memory, Moment, Tensors, new_memory
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -48,7 +48,9 @@ class Ran:
     own: Tensor
 
 
-def run(strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: Kept | None = None) -> Ran:
+def run(
+    strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: ClientStates | None = None
+) -> Ran:
     """Run rounds with these cohorts; each client has one quadratic as its loss."""
     params, now = Params.of(quadratics.Point()), dict(kept or {})
     for round_num, cohort in enumerate(cohorts):
@@ -70,7 +72,7 @@ def run(strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: Kept | No
     return Ran(params.vector, torch.stack(rows))
 
 
-def begun(own: Tensor) -> Kept:
+def begun(own: Tensor) -> ClientStates:
     """Return the client state for clients with these own models: [N, 2]."""
     yes = torch.ones(1).double()
     return {k: {"own_model": row, "has_own_model": yes} for k, row in enumerate(own)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedlearn.algorithms.extra_settings import ExtraSettings, WithExtra, divided
+from fedlearn.algorithms.extra_settings import ExtraSettings, WithExtra, split_settings
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.recipes import FedAvg
@@ -21,7 +21,7 @@ TOLD = ExtraSettings(inner=SGD, extra=(("epochs", 9), ("loss.weight", 0.5), ("wa
 
 def test_they_are_divided_from_those_of_the_update() -> None:
     """Also if one has the name of a field: the update is the same as without free-form settings."""
-    settings, extra = divided(settings_of(TOLD))
+    settings, extra = split_settings(settings_of(TOLD))
     assert extra == {"epochs": 9, "loss.weight": 0.5, "way": "up"}
     assert settings == settings_of(SGD)
     assert update_from(settings) == SGD

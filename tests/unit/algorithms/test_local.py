@@ -14,7 +14,7 @@ from fedlearn.algorithms.local import (
     Moment,
     batch_positions,
     new_memory,
-    shuffled_positions,
+    shuffle_positions,
 )
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.core.randomness import Seed
@@ -114,11 +114,11 @@ def test_every_example_is_visited_once_an_epoch(batch_size: int | None, *, shuff
 def test_orders_differ_by_seed_round_client_and_epoch() -> None:
     """Changing any of the four changes the order; the same four give the same order."""
     base = {"round_num": 1, "client_id": 2, "epoch": 0}
-    first = shuffled_positions(Seed(0), **base, num_examples=50)
-    assert np.array_equal(first, shuffled_positions(Seed(0), **base, num_examples=50))
-    assert not np.array_equal(first, shuffled_positions(Seed(1), **base, num_examples=50))
+    first = shuffle_positions(Seed(0), **base, num_examples=50)
+    assert np.array_equal(first, shuffle_positions(Seed(0), **base, num_examples=50))
+    assert not np.array_equal(first, shuffle_positions(Seed(1), **base, num_examples=50))
     for name in base:
-        other = shuffled_positions(Seed(0), **(base | {name: 7}), num_examples=50)
+        other = shuffle_positions(Seed(0), **(base | {name: 7}), num_examples=50)
         assert not np.array_equal(first, other), name
 
 

@@ -207,7 +207,7 @@ def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
     sums = rule.clipped(grads, all_real(grads))
     gradient = rule.noised([each.clone() for each in sums], sizes, like=expected)
     inner.step(expected, gradient, same, broadcast={}, moment=moment)
-    rule.noised_step(found, sums, sizes, kept, broadcast={}, moment=moment)
+    rule.take_noised_step(found, sums, sizes, kept, broadcast={}, moment=moment)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     assert float((found[0] - 1.0).abs().max()) > 1e-3

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fedlearn import assembly
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.client_state import ClientStates, stack_states
 from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.kept import Kept, stacked
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import (
     MODEL,
@@ -100,7 +100,9 @@ def _identity() -> tuple[Any, Any]:
     return torch.arange(NUM_CLIENTS).numpy(), torch.arange(NUM_CLIENTS + 1).numpy()
 
 
-def run(strategy: Strategy, *, num_rounds: int, collector: Engine) -> tuple[Params, Any, Kept]:
+def run(
+    strategy: Strategy, *, num_rounds: int, collector: Engine
+) -> tuple[Params, Any, ClientStates]:
     """Run rounds with all clients; return the model, the strategy's state and the client state."""
     params, kept = Params.of(Point()), dict[int, Any]()
     state = strategy.init(params)
@@ -147,7 +149,7 @@ def test_the_servers_control_is_the_mean_of_the_clients() -> None:
     """This holds if all clients take part in every round."""
     for num_rounds in (1, 3):
         _, state, own = run(scaffold(), num_rounds=num_rounds, collector=engine())
-        kept = stacked(own, range(NUM_CLIENTS))["control"]
+        kept = stack_states(own, range(NUM_CLIENTS))["control"]
         assert float(kept.abs().sum(1).min()) > 0.0
         torch.testing.assert_close(state["control"], kept.mean(0), rtol=1e-12, atol=1e-12)
 

@@ -7,7 +7,7 @@ from fedlearn.algorithms.asynchronous import Asynchrony, Buffered, require_async
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAsync, FedAvg, FedBuff, Scaffold
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
-from fedlearn.algorithms.strategy import Wrapped
+from fedlearn.algorithms.strategy import StrategyWrapper
 
 SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
@@ -64,7 +64,7 @@ def test_what_is_told_by_the_model_of_a_round_cannot_be_asynchronous() -> None:
     scaffold = Scaffold(SGD, num_clients=4, server_learning_rate=1.0)
     limits = FedBuff(SGD, buffer_size=1, concurrency=1, max_staleness=0).asynchrony
     assert isinstance(limits, Asynchrony)
-    for refused in (scaffold, Wrapped(scaffold)):
+    for refused in (scaffold, StrategyWrapper(scaffold)):
         with pytest.raises(ValueError, match=r"cannot be asynchronous: a client's control variate"):
             Buffered(refused, limits)
     require_asynchronous(FedAvg(SGD))

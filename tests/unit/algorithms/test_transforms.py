@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedlearn.algorithms.lanes import Updates
-from fedlearn.algorithms.transforms import ClippedUpdates, clipped_rows
+from fedlearn.algorithms.transforms import ClippedUpdates, clip_rows
 from fedlearn.core.messages import ClientId
 
 CLIP = ClippedUpdates(update_clip_norm=2.0)
@@ -42,17 +42,17 @@ def test_updates_are_scaled_to_the_bound_and_no_further(*, apart: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_dtype_stays(dtype: torch.dtype) -> None:
     """Only norms are computed in float64."""
-    assert clipped_rows(rows().to(dtype), bound=1.0).dtype is dtype
+    assert clip_rows(rows().to(dtype), bound=1.0).dtype is dtype
 
 
 def test_no_update_is_no_update() -> None:
     """Scaling by bound / 0 must not give NaN."""
-    assert torch.equal(clipped_rows(torch.zeros(2, 3), bound=1.0), torch.zeros(2, 3))
+    assert torch.equal(clip_rows(torch.zeros(2, 3), bound=1.0), torch.zeros(2, 3))
 
 
 def test_the_norm_of_large_numbers_does_not_overflow() -> None:
     """Their squares would overflow float32."""
-    found = clipped_rows(torch.full((1, 4), 1e30), bound=2.0)
+    found = clip_rows(torch.full((1, 4), 1e30), bound=2.0)
     torch.testing.assert_close(found, torch.ones(1, 4))
 
 
@@ -61,7 +61,7 @@ def test_what_is_not_finite_is_not_hidden(value: float) -> None:
     """A later check must see it; the other updates are not affected."""
     values = rows()
     values[1, 3] = value
-    found = clipped_rows(values, bound=2.0)
+    found = clip_rows(values, bound=2.0)
     assert torch.isfinite(found).all(dim=1).tolist() == [True, False, True]
     assert torch.equal(found[0], rows()[0])
 

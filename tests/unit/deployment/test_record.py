@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fedlearn.algorithms.flight import PendingTask
+from fedlearn.algorithms.pending_tasks import PendingTask
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.record import resume_round
@@ -63,8 +63,8 @@ def resumed(
 
 
 def in_flight(found: ResumedRound) -> list[tuple[int, int, int, float]]:
-    assert {each.based_on for each in found.flight} <= {7}
-    return [(each.client_id, each.attempt, each.place, each.asked_s) for each in found.flight]
+    assert {each.based_on for each in found.pending} <= {7}
+    return [(each.client_id, each.attempt, each.place, each.asked_s) for each in found.pending]
 
 
 def test_a_semi_synchronous_round_continues_with_its_last_attempt() -> None:
@@ -93,7 +93,7 @@ def test_a_synchronous_round_begins_with_the_first_attempt_of_its_group(
     status: RunStatus, attempt: int
 ) -> None:
     found = resumed((4, 2, 9), (5, 6), status=status, late=False)
-    assert (found.attempt, found.flight) == (attempt, ())
+    assert (found.attempt, found.pending) == (attempt, ())
 
 
 def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.errors import ConfigError
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.live_tensors import measured
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
-from fedlearn.parallel.parts import blocks_of, sharded_blocks
+from fedlearn.parallel.parts import blocks_of, find_blocks_to_shard
 from fedlearn.parallel.task import Task
 from tests.trainings import (
     INPUTS,
@@ -152,7 +152,7 @@ def test_blocks_are_found_where_they_are(
 
 
 def test_blocks_that_share_a_parameter_are_sharded_with_the_model_itself() -> None:
-    assert list(sharded_blocks(Tied())) == ["blocks.0", "blocks.1", "head"]
+    assert list(find_blocks_to_shard(Tied())) == ["blocks.0", "blocks.1", "head"]
 
 
 def of(make_model: Callable[[], nn.Module], **spread: Any) -> Task:
@@ -191,7 +191,7 @@ def test_what_is_computed_again_is_not_kept_and_has_the_same_bits(
 
 def _activations(task: Task) -> int:
     """Measure the activations of a step, in bytes."""
-    engine = Engine(task, device=torch.device("cpu"))
+    engine = RankTrainer(task, device=torch.device("cpu"))
     with engine.reading(until=2):
 
         def step() -> None:
@@ -225,7 +225,7 @@ def test_a_sharded_model_of_any_shape_equals_one_process(model: Callable[[], nn.
     expected = alone(of(certain), until=3)
 
     def body() -> list[float]:
-        made = Engine(sharded, device=torch.device("cpu"))
+        made = RankTrainer(sharded, device=torch.device("cpu"))
         return [each.loss for each in trained(made, until=3)]
 
     losses, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)

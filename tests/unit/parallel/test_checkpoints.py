@@ -12,16 +12,16 @@ from torch import nn
 
 from fedlearn.errors import StoreError
 from fedlearn.parallel import checkpoints
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.local_world import in_processes
 from tests.trainings import Outcome, alone, outcome, task_of, trained
 
 
-def engine() -> Engine:
-    return Engine(task_of(), device=torch.device("cpu"))
+def engine() -> RankTrainer:
+    return RankTrainer(task_of(), device=torch.device("cpu"))
 
 
-def saved(folder: Path, *steps: int, keep: int = 9) -> Engine:
+def saved(folder: Path, *steps: int, keep: int = 9) -> RankTrainer:
     """Train, with a checkpoint after each of these steps."""
     made = engine()
     for step in steps:
@@ -103,7 +103,7 @@ def test_one_that_is_damaged_is_refused_by_name(tmp_path: Path, name: str, size:
 def test_one_of_another_model_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     task = replace(task_of(), make_model=lambda: nn.Sequential(nn.Linear(3, 3)).double())
-    other = Engine(task, device=torch.device("cpu"))
+    other = RankTrainer(task, device=torch.device("cpu"))
     with pytest.raises(StoreError, match="step-2 cannot be read"):
         checkpoints.restore(other, tmp_path / "step-2")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.errors import EngineError
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
 from tests.trainings import INPUTS, NUM_CLASSES, Pool, alone, task_of, trained
@@ -79,7 +79,7 @@ def spread(make_model: Callable[[], nn.Module], mesh: Mesh) -> None:
     task = replace(task_of(mesh), make_model=make_model)
 
     def body() -> None:
-        trained(Engine(task, device=torch.device("cpu")))
+        trained(RankTrainer(task, device=torch.device("cpu")))
 
     in_processes(body, world_size=2, timeout_s=LIMIT_S)
 
@@ -124,7 +124,7 @@ def dropping() -> nn.Module:
 def masks() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the dropout masks between cut layers and after them, and the final weights."""
     task = replace(task_of(Mesh(tensor=2)), make_model=dropping)
-    engine = Engine(task, device=torch.device("cpu"))
+    engine = RankTrainer(task, device=torch.device("cpu"))
     module, found = engine._wrapped.module, list[Tensor]()  # noqa: SLF001 (the module under test)
     for name in ("2", "4"):
         module.get_submodule(name).register_forward_hook(lambda *told: found.append(told[2] == 0))

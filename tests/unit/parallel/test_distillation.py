@@ -17,7 +17,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.parallel.distillation import Distillation, Distilling, Watch
+from fedlearn.parallel.distillation import Distillation, DistillationObserver, Distilling
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import Sgd
 from fedlearn.parallel.plan import Spread, TrainingPlan
@@ -104,7 +104,9 @@ def test_a_distillation_is_told_of_and_can_be_called_off() -> None:
     """Reports come every other step and at the end; an error of the control is propagated."""
     base, told = Params.of(network()), list[Progress]()
     given = updates(*torch.randn(2, base.layout.size).double(), weights=(1.0, 1.0))
-    watched = replace(rule(base, num_rounds=1), watch=Watch(report=told.append, report_every=2))
+    watched = replace(
+        rule(base, num_rounds=1), watch=DistillationObserver(report=told.append, report_every=2)
+    )
     watched.combine(given)
     assert [(each.step_num, each.num_steps) for each in told] == [(6, 10), (8, 10), (10, 10)]
     assert told[0].loss > 0.0
@@ -114,7 +116,7 @@ def test_a_distillation_is_told_of_and_can_be_called_off() -> None:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        replace(watched, watch=Watch(control=CalledOff())).combine(given)
+        replace(watched, watch=DistillationObserver(control=CalledOff())).combine(given)
 
 
 def test_labels_of_the_coordinators_examples_are_not_looked_at() -> None:

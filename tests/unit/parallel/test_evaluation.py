@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fedlearn.core.improvement import Goal
 from fedlearn.errors import Cancelled, ConfigError, StoreError
 from fedlearn.parallel import evaluation, jobs, worker
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.jobs import Folder, Job, follow, spec_of, train
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
@@ -232,7 +232,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(
                 if hangs and self.num_steps == 3 and dist.get_rank() == 1:
                     dist.barrier()  # the other rank waits for a gradient and never gets here
 
-        engine = Engine(task_of(Mesh(replicate=2)), device=torch.device("cpu"))
+        engine = RankTrainer(task_of(Mesh(replicate=2)), device=torch.device("cpu"))
         try:
             follow(
                 engine,

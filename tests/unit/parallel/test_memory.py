@@ -14,13 +14,13 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.cli.app import main
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.parallel.engine import Engine
-from fedlearn.parallel.live_tensors import Measured, measured
+from fedlearn.parallel.engine import RankTrainer
+from fedlearn.parallel.live_tensors import StepMemory, measured
 from fedlearn.parallel.memory import Counted, Memory, predict
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import AdamKin, Lars, MakesOptimizer, Sgd
 from fedlearn.parallel.parts import recompute
-from fedlearn.parallel.plan import Precision, Spread, TrainingPlan
+from fedlearn.parallel.plan import Spread, TrainingPlan, TrainingPrecision
 from fedlearn.parallel.streams import Shuffled
 from fedlearn.parallel.task import Task
 from fedlearn.training.local_data import TensorData
@@ -59,7 +59,7 @@ def plan_of(
     mesh: Mesh | None = None,
     parts: int = 1,
     again: bool = False,
-    precision: Precision = Precision.FULL,
+    precision: TrainingPrecision = TrainingPrecision.FULL,
 ) -> TrainingPlan:
     spread = Spread(
         mesh=mesh or Mesh(), num_micro_batches=parts, recompute=again, precision=precision
@@ -80,7 +80,7 @@ def predicted(model: str, plan: TrainingPlan) -> Memory:
     return found
 
 
-def really(model: str, plan: TrainingPlan) -> Measured:
+def really(model: str, plan: TrainingPlan) -> StepMemory:
     """Measure a step of a plain loop: forward and backward by micro-batch, then the optimiser."""
     make, shape = MAKES[model]
     module, (features, labels) = make(), examples(shape)
@@ -140,7 +140,7 @@ def test_the_engine_holds_what_is_predicted() -> None:
         stream=Shuffled(data, seed=Seed(0)),
         plan=plan,
     )
-    named = Engine(task, device=torch.device("cpu")).tensors()
+    named = RankTrainer(task, device=torch.device("cpu")).tensors()
     found = predicted("mlp", plan)
     kept = sum(each.nbytes for name, each in named.items() if name.startswith("optimizer/"))
     assert kept == found.optimizer_state == found.parameters
@@ -155,7 +155,7 @@ def test_degrees_and_precision_divide_what_they_should() -> None:
 def test_half_precision_takes_half_of_the_activations_and_a_copy_of_the_weights() -> None:
     whole, half = (
         predicted("cnn", plan_of(ADAMW, precision=each))
-        for each in (Precision.FULL, Precision.BFLOAT16)
+        for each in (TrainingPrecision.FULL, TrainingPrecision.BFLOAT16)
     )
     assert half.parameters == whole.parameters  # parameters keep their dtype
     assert half.activations is not None

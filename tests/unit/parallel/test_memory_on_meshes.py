@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch._dynamo  # once, before forks, each of which would
 
-from fedlearn.parallel.engine import Engine
-from fedlearn.parallel.live_tensors import Measured, measured
+from fedlearn.parallel.engine import RankTrainer
+from fedlearn.parallel.live_tensors import StepMemory, measured
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.memory import Memory, predict
 from fedlearn.parallel.mesh import Mesh
@@ -23,9 +23,9 @@ TOLERANCE = 0.2
 NUM_READ = 4
 
 
-def held(task: Task) -> Measured:
+def held(task: Task) -> StepMemory:
     """Measure a step in this process, without the examples, which the test holds in memory."""
-    engine = Engine(task, device=torch.device("cpu"))
+    engine = RankTrainer(task, device=torch.device("cpu"))
     examples = task.stream
     assert isinstance(examples, InOrder)
 
@@ -49,7 +49,7 @@ def predicted(task: Task) -> tuple[Memory, ...]:
     )
 
 
-def fits(one: Memory, found: Measured) -> bool:
+def fits(one: Memory, found: StepMemory) -> bool:
     """Tell whether parameters, gradients and state are exact, and the rest within the tolerance."""
     assert one.activations is not None
     beside = one.activations + one.transient

@@ -24,14 +24,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.parallel import checkpoints, engine, wrapping
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel import checkpoints, engine, preparing
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.norms import own_part, sum_of_squares
 from fedlearn.parallel.optimizers import Rate
 from fedlearn.parallel.parts import Cut
-from fedlearn.parallel.plan import Precision, TrainingPlan
+from fedlearn.parallel.plan import TrainingPlan, TrainingPrecision
 from fedlearn.parallel.task import Task, TrainingState
 from tests.trainings import (
     BATCH_SIZE,
@@ -211,9 +211,9 @@ class Case:
         )
         return task if self.make_model is None else replace(task, make_model=self.make_model)
 
-    def engine(self) -> Engine:
+    def engine(self) -> RankTrainer:
         """Create the engine of one process."""
-        return Engine(self.task(), device=torch.device("cpu"))
+        return RankTrainer(self.task(), device=torch.device("cpu"))
 
     def trained(self, folder: Path) -> list[float]:
         """Train as one process of the world; save the final state as a checkpoint in the folder."""
@@ -251,11 +251,11 @@ def ended_in(folder: Path) -> TrainingState:
 
 
 def without_clip(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "_scaled_gradients", lambda *_: True)
+    patch.setattr(RankTrainer, "_scaled_gradients", lambda *_: True)
 
 
 def clipped_by_stage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "_norm", lambda _, grads: sum_of_squares(grads).sqrt())
+    patch.setattr(RankTrainer, "_norm", lambda _, grads: sum_of_squares(grads).sqrt())
 
 
 def clipped_by_shard(patch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def clipped_by_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_sync(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(wrapping, "DistributedDataParallel", lambda module, **_: module)
+    patch.setattr(preparing, "DistributedDataParallel", lambda module, **_: module)
 
 
 def without_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
@@ -286,14 +286,14 @@ def summed_over_processes(patch: pytest.MonkeyPatch) -> None:
         replicas.register_comm_hook(None, lambda state, bucket: summed(bucket))  # noqa: ARG005
         return replicas
 
-    patch.setattr(wrapping, "DistributedDataParallel", made)
+    patch.setattr(preparing, "DistributedDataParallel", made)
 
 
 def summed_over_examples(patch: pytest.MonkeyPatch) -> None:
-    def summed(_: Engine, outputs: Tensor, labels: Tensor) -> Tensor:
+    def summed(_: RankTrainer, outputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(outputs, labels, reduction="sum")
 
-    patch.setattr(Engine, "_loss", summed)
+    patch.setattr(RankTrainer, "_loss", summed)
 
 
 def without_warmup(patch: pytest.MonkeyPatch) -> None:
@@ -353,14 +353,16 @@ MISTAKES = [
 HALVES = [
     Case(mesh, settings={"dtype": torch.float32, "precision": precision})
     for mesh in (Mesh(replicate=2), Mesh(shard=2))
-    for precision in (Precision.BFLOAT16, Precision.FLOAT16)
+    for precision in (TrainingPrecision.BFLOAT16, TrainingPrecision.FLOAT16)
 ] + [
     Case(
         Mesh(pipeline=2),
         micro=2,
-        settings={"dtype": torch.float32, "precision": Precision.BFLOAT16},
+        settings={"dtype": torch.float32, "precision": TrainingPrecision.BFLOAT16},
     ),
-    Case(Mesh(tensor=2), settings={"dtype": torch.float32, "precision": Precision.BFLOAT16}),
+    Case(
+        Mesh(tensor=2), settings={"dtype": torch.float32, "precision": TrainingPrecision.BFLOAT16}
+    ),
 ]
 
 #: Pairs of trainings: without recomputation of blocks, and with it.
@@ -467,13 +469,13 @@ def test_some_steps_are_clipped_and_some_are_not(case: Case) -> None:
     """If all were clipped, a gradient that is wrong by a factor would go unnoticed."""
     norms = list[float]()
     with pytest.MonkeyPatch.context() as patch:
-        norm = Engine._norm  # noqa: SLF001 (the function under test)
+        norm = RankTrainer._norm  # noqa: SLF001 (the function under test)
 
-        def noted(one: Engine, grads: Sequence[Tensor]) -> Tensor:
+        def noted(one: RankTrainer, grads: Sequence[Tensor]) -> Tensor:
             norms.append(float(norm(one, grads)))
             return norm(one, grads)
 
-        patch.setattr(Engine, "_norm", noted)
+        patch.setattr(RankTrainer, "_norm", noted)
         alone(case.task(), until=case.num_steps)
     assert min(norms) < MAX_NORM < max(norms)
 
@@ -553,7 +555,7 @@ def test_a_checkpoint_of_one_mesh_is_gone_on_from_on_others(
 def test_a_step_that_overflows_is_skipped_by_all_alike(mesh: Mesh) -> None:
     """The scale is halved until gradients fit into float16; until then no weight changes."""
     start = 2.0**24
-    settings = {"precision": Precision.FLOAT16, "initial_loss_scale": start}
+    settings = {"precision": TrainingPrecision.FLOAT16, "initial_loss_scale": start}
     case = Case(mesh, settings={"dtype": torch.float32, **settings})
 
     def body() -> list[tuple[list[float], Tensor]]:
@@ -614,7 +616,7 @@ def most_underway(stages: int, schedule: str) -> list[int]:
         return nn.Sequential(*widths, Pool(), Counted(INPUTS, NUM_CLASSES)).double()
 
     def body() -> int:
-        made = Engine(replace(task, make_model=model), device=torch.device("cpu"))
+        made = RankTrainer(replace(task, make_model=model), device=torch.device("cpu"))
         trained(made, until=1)  # the first step also runs a pass to infer shapes
         Underway.now = Underway.most = 0
         trained(made, until=2)
@@ -672,7 +674,7 @@ def test_naive_model_parallelism_computes_one_product_after_the_other(tmp_path: 
             make_model=model,
             stream=InOrder(padded, examples.labels),
         )
-        made = Engine(task, device=torch.device("cpu"))
+        made = RankTrainer(task, device=torch.device("cpu"))
         losses = [each.loss for each in trained(made, until=1)]
         checkpoints.save(made, tmp_path, keep=1)
         return losses
@@ -721,7 +723,7 @@ def test_a_layer_that_changes_its_input_in_place_may_follow_a_sharded_one() -> N
 
     def losses(mesh: Mesh) -> list[float]:
         task = replace(task_of(mesh), make_model=model)
-        return [each.loss for each in trained(Engine(task, device=torch.device("cpu")))]
+        return [each.loss for each in trained(RankTrainer(task, device=torch.device("cpu")))]
 
     spread, _ = in_processes(lambda: losses(Mesh(shard=2)), world_size=2, timeout_s=LIMIT_S)
     assert spread == pytest.approx(losses(Mesh()), abs=SAME)

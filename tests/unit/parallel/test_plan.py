@@ -9,9 +9,9 @@ import torch
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.loss_scale import LossScale
-from fedlearn.parallel.mesh import NAMES, Mesh, Place
+from fedlearn.parallel.mesh import NAMES, Mesh, MeshPosition
 from fedlearn.parallel.optimizers import Lars, Rate, Sgd
-from fedlearn.parallel.plan import Precision, Spread, TrainingPlan
+from fedlearn.parallel.plan import Spread, TrainingPlan, TrainingPrecision
 from fedlearn.parallel.streams import Shuffled
 from fedlearn.training.local_data import TensorData
 
@@ -31,10 +31,10 @@ def test_neighbours_in_rank_share_a_matrix_and_stages_lie_apart() -> None:
     mesh = Mesh(pipeline=2, replicate=3, shard=2, tensor=2)
     places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     assert len(set(places)) == 24
-    assert places[1] == Place(pipeline=0, replicate=0, shard=0, tensor=1)
-    assert places[2] == Place(pipeline=0, replicate=0, shard=1, tensor=0)
-    assert places[4] == Place(pipeline=0, replicate=1, shard=0, tensor=0)
-    assert places[12] == Place(pipeline=1, replicate=0, shard=0, tensor=0)
+    assert places[1] == MeshPosition(pipeline=0, replicate=0, shard=0, tensor=1)
+    assert places[2] == MeshPosition(pipeline=0, replicate=0, shard=1, tensor=0)
+    assert places[4] == MeshPosition(pipeline=0, replicate=1, shard=0, tensor=0)
+    assert places[12] == MeshPosition(pipeline=1, replicate=0, shard=0, tensor=0)
     shape = [getattr(mesh, name) for name in NAMES]
     grid = torch.arange(24).view(shape)  # torch's own order of ranks
     for rank, place in enumerate(places):
@@ -140,7 +140,11 @@ def test_a_loss_scale_doubles_after_two_thousand_good_steps() -> None:
         ),
         (
             16,
-            {"mesh": Mesh(pipeline=2), "num_micro_batches": 2, "precision": Precision.FLOAT16},
+            {
+                "mesh": Mesh(pipeline=2),
+                "num_micro_batches": 2,
+                "precision": TrainingPrecision.FLOAT16,
+            },
             'precision is "float16", whose loss scale .* pipeline is 2; take "bfloat16"',
         ),
         (16, {"offload": True}, "offload keeps sharded parameters .* but shard is 1; raise it"),
@@ -160,7 +164,7 @@ def test_what_does_not_fit_is_refused_when_it_is_made(
         (20, {"mesh": Mesh(replicate=2, shard=2)}),
         (16, {"mesh": Mesh(pipeline=4), "num_micro_batches": 4}),
         (16, {"mesh": Mesh(pipeline=4), "num_micro_batches": 2, "schedule": "gpipe"}),
-        (16, {"mesh": Mesh(shard=2), "offload": True, "precision": Precision.FLOAT16}),
+        (16, {"mesh": Mesh(shard=2), "offload": True, "precision": TrainingPrecision.FLOAT16}),
     ],
 )
 def test_what_the_refusals_advise_is_taken(batch_size: int, spread: dict[str, Any]) -> None:

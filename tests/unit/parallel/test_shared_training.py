@@ -33,7 +33,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import Cancelled, ProcessesParted
-from fedlearn.parallel.group import joined
+from fedlearn.parallel.group import join_group
 from fedlearn.training.lockstep import share
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalResult, TrainContext, Unattended
@@ -79,7 +79,7 @@ def together(folder: Path, world_size: int, body: Callable[[Cluster], ResultT]) 
     file = folder / f"met-{world_size}-{len(list(folder.iterdir()))}"
 
     def run(rank: int) -> ResultT:
-        group = joined(
+        group = join_group(
             file,
             backend="gloo",
             rank=rank,

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.core.features import Features
 from fedlearn.errors import ConfigError, DataError
-from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import Sgd
 from fedlearn.parallel.parts import Cut, stage_of
@@ -249,7 +249,7 @@ def test_to_compute_again_keeps_less_and_changes_no_bit(dropout: float) -> None:
             sizes.append(tensor.nbytes)
             return tensor
 
-        engine = Engine(task, device=torch.device("cpu"))
+        engine = RankTrainer(task, device=torch.device("cpu"))
         features, _ = task.stream.batch(range(BATCH_SIZE))
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             engine._wrapped.called(features)  # noqa: SLF001 (the module under test)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collecting import Collected
-from fedlearn.algorithms.flight import Flight, PendingTask
+from fedlearn.algorithms.pending_tasks import PendingTask, PendingTasks
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
@@ -102,11 +102,11 @@ def collect(collecting: PlainCollector, *in_flight: int) -> Collected:
     ) -> Sequence[ClientId]:
         return [each for each in collecting.available() if each not in busy][:num]
 
-    flight: Flight = tuple(
+    pending: PendingTasks = tuple(
         PendingTask(ClientId(each), ROUND - 1, 0, each, -1.0) for each in in_flight
     )
     requests = {ROUND: REQUEST, ROUND - 1: replace(REQUEST, round_num=ROUND - 1)}
-    return collecting.collect(flight, requests, round_num=ROUND, draw=draw)
+    return collecting.collect(pending, requests, round_num=ROUND, draw=draw)
 
 
 def test_who_works_on_an_older_model_is_sent_the_newest_ahead() -> None:

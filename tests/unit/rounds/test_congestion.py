@@ -242,4 +242,4 @@ def test_a_round_asks_nobody_beyond_the_limit(num_waiting: int, num_in_flight: i
     for _ in range(LIMITS.concurrency - 1):  # an earlier round
         limit.look()
         limit.landed(num_in_flight=LIMITS.concurrency)
-    assert len(collect(collecting).flight) == num_in_flight
+    assert len(collect(collecting).pending) == num_in_flight

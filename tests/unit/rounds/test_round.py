@@ -12,9 +12,9 @@ from torch import nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest, draw_cohort
-from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import Aggregate, Updates
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.recipes import Algorithm
 from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
 from fedlearn.algorithms.server_optimizers import ServerSgd
@@ -153,7 +153,12 @@ class Playing:
         return [ClientId(k) for k in range(4)]
 
     def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+        self,
+        pending: PendingTasks,
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
     ) -> Collected:
         request = requests[round_num]
         before = request.kept[0]["rounds"] if request.kept else torch.zeros(1)
@@ -234,7 +239,12 @@ class LossGuidedCollector:
         return self.channel.available()
 
     def collect(
-        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+        self,
+        pending: PendingTasks,
+        requests: Mapping[int, RoundRequest],
+        *,
+        round_num: int,
+        draw: Draw,
     ) -> Collected:
         request = requests[round_num]
         cohort = draw_cohort(self.policy, request, draw)

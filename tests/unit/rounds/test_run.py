@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
-from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedYogi
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -315,13 +315,13 @@ def test_who_made_an_attempt_fail_is_not_asked_in_those_after_it() -> None:
 
         def collect(
             self,
-            flight: Flight,
+            pending: PendingTasks,
             requests: Mapping[int, RoundRequest],
             *,
             round_num: int,
             draw: Draw,
         ) -> Collected:
-            found = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
+            found = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
             is_over = found.aggregate is None
             return replace(found, culprits=frozenset([ClientId(1)] if is_over else []))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.algorithms.recipes import FedAvg, FedBuff
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.core.clock import VirtualClock

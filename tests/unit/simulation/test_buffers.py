@@ -257,8 +257,8 @@ def test_who_is_given_up_is_never_trained_and_told() -> None:
     assert 3 not in {client for client, _ in executor.trained}
     assert len(executor.trained) == 8 * 2, "nobody trains for nothing"
     assert max(age for one in rounds for age in one.staleness) <= 2
-    assert all(8 - each.based_on <= 3 for each in state.flight)
-    assert set(state.versions) == {each.based_on for each in state.flight}
+    assert all(8 - each.based_on <= 3 for each in state.pending)
+    assert set(state.versions) == {each.based_on for each in state.pending}
 
 
 def test_who_is_silent_beyond_the_deadline_is_late_and_another_is_asked() -> None:
@@ -346,7 +346,7 @@ def test_what_is_in_flight_does_not_depend_on_block_size() -> None:
     """Neither does the model, up to rounding."""
     limits = asynchrony(buffer_size=3, concurrency=7)
     one, four = (run(plan(limits, ToTheirOwn(), block_size=size), num_rounds=9) for size in (1, 4))
-    assert one[0].flight == four[0].flight
+    assert one[0].pending == four[0].pending
     torch.testing.assert_close(one[0].params.vector, four[0].params.vector)
     for left, right in zip(one[1], four[1], strict=True):
         assert left.participations == right.participations

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import fedlearn
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
+from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
-from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -103,7 +103,7 @@ def collect(
     block_size: int = 4,
     num_wanted: int = 6,
     deadline_s: float = 100.0,
-    kept: Kept | None = None,
+    kept: ClientStates | None = None,
     bounds: UpdateBounds = GENEROUS,
 ) -> Collected:
     policy = StragglerPolicy(

@@ -131,7 +131,7 @@ def test_nothing_is_counted_twice_and_nothing_is_lost(late: LateUpdates) -> None
             awaited[row.client_id] = number
         else:
             awaited.pop(row.client_id, None)
-    assert awaited == {each.client_id: each.based_on for each in state.flight}
+    assert awaited == {each.client_id: each.based_on for each in state.pending}
     counted = [row.client_id for _, row in rows(rounds) if row.status is Status.REPORTED]
     assert len(executor.trained) == len(set(executor.trained))
     assert len(counted) == sum(client != 5 for client, _ in executor.trained)
@@ -168,7 +168,7 @@ def test_where_nobody_is_late_it_is_the_synchronous_round_to_the_bit() -> None:
             assert collected.count(Status.REPORTED) == 4
     for left, right in zip(*states, strict=True):
         assert torch.equal(left.params.vector, right.params.vector)
-        assert left.flight == ()
+        assert left.pending == ()
 
 
 def test_too_few_reports_lose_nothing() -> None:
@@ -179,7 +179,7 @@ def test_too_few_reports_lose_nothing() -> None:
     state, first, _ = step(made, begun(made))
     assert first.aggregate is None
     assert first.count(Status.REPORTED) == 1  # client 2 after 5.7 s; the others take longer
-    assert {each.client_id for each in state.flight} == {0, 1, 2, 3}
+    assert {each.client_id for each in state.pending} == {0, 1, 2, 3}
     assert state.params.vector.tolist() == [0.0, 0.0]
     after, second, _ = step(made, state, attempt=1)
     told = [row.client_id for row in second.participations if row.status is Status.REPORTED]
@@ -204,7 +204,7 @@ def test_a_round_that_can_ask_nobody_closes_as_soon_as_those_at_work_have_answer
     assert second.count(Status.REPORTED) == NUM_CLIENTS
     assert second.duration_s == max(seconds) - deadline_s
     assert state.round_num == 1
-    assert state.flight == ()
+    assert state.pending == ()
 
 
 def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None:
@@ -215,7 +215,7 @@ def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None
     )
     made = plan(ToTheirOwn(), policy=policy, behaviour=Table(seconds=never))
     state, _, _ = step(made, begun(made))
-    state = replace(state, flight=tuple(each for each in state.flight if each.client_id == 0))
+    state = replace(state, pending=tuple(each for each in state.pending if each.client_id == 0))
     nobody = replace(made, draw=lambda *_, **__: ())
     _, again, _ = step(nobody, state, attempt=1)
     assert again.aggregate is None
@@ -249,5 +249,5 @@ def test_who_never_answers_holds_up_no_round() -> None:
 def test_blocks_change_nothing_but_rounding() -> None:
     """The same clients are in flight as well."""
     one, four = (run(plan(ToTheirOwn(), block_size=size), num_rounds=9) for size in (1, 4))
-    assert one[0].flight == four[0].flight
+    assert one[0].pending == four[0].pending
     torch.testing.assert_close(one[0].params.vector, four[0].params.vector)

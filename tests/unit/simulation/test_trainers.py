@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest, collect_from
-from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -99,7 +99,9 @@ def sessions(make_trainer: MakeTrainer) -> PlainCollector:
 BOTH = pytest.mark.parametrize("collector", [engine, sessions])
 
 
-def collect(collector: Collector, round_num: int = 0, kept: Kept | None = None) -> Collected:
+def collect(
+    collector: Collector, round_num: int = 0, kept: ClientStates | None = None
+) -> Collected:
     params = Params.of(nn.Linear(1, 1))
     request = RoundRequest(
         round_num=round_num,

@@ -61,7 +61,9 @@ def preferred_block(layout: Layout, *, bytes_of_images: int = 12 << 20) -> int:
     return block_within(bytes_of_images if has_kernels else 32 << 20, each=12 * layout.size)
 
 
-def misfit(chain: Chain, *, objective: Objective, features: Features, labels: Tensor) -> str | None:
+def describe_misfit(
+    chain: Chain, *, objective: Objective, features: Features, labels: Tensor
+) -> str | None:
     """Return why ``chain`` cannot be trained on these examples, or ``None`` if it can.
 
     Args:
@@ -95,11 +97,11 @@ class FusedExecutor:
     :class:`~fedlearn.simulation.executors.sequential.SequentialExecutor` up to float rounding. It
     requires a model that is a :class:`~fedlearn.simulation.executors.fused.chain.Chain`, the
     objective :class:`~fedlearn.algorithms.objectives.CrossEntropy`, and examples for which
-    :func:`misfit` returns ``None``.
+    :func:`describe_misfit` returns ``None``.
 
     Args:
         chain: The model.
-        objective: The loss; see :func:`misfit`.
+        objective: The loss; see :func:`describe_misfit`.
     """
 
     #: Each client's model is a separate row, so clients may start from different models.

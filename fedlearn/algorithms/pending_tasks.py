@@ -34,7 +34,7 @@ class PendingTask(NamedTuple):
 
 
 #: All pending tasks, in the order in which they were sent.
-Flight = tuple[PendingTask, ...]
+PendingTasks = tuple[PendingTask, ...]
 
 
 class Draw(Protocol):
@@ -64,23 +64,23 @@ _DTYPES = {
 }
 
 
-def flight_tensors(flight: Flight) -> dict[str, Tensor]:
+def tasks_to_tensors(pending: PendingTasks) -> dict[str, Tensor]:
     """Convert pending tasks to checkpoint tensors: one tensor per field, shape [clients].
 
     Without pending tasks the result is empty.
 
     Example:
         >>> known = PendingTask(ClientId(7), 2, 0, 5, -1.5, 3.0)
-        >>> flight = (known, PendingTask(ClientId(4), 3, 1, 0, -0.5))
-        >>> repr(flight_from(flight_tensors(flight))) == repr(flight)
+        >>> pending = (known, PendingTask(ClientId(4), 3, 1, 0, -0.5))
+        >>> repr(tasks_from_tensors(tasks_to_tensors(pending))) == repr(pending)
         True
     """
-    columns = zip(*flight, strict=True)
+    columns = zip(*pending, strict=True)
     named = zip(_DTYPES.items(), columns, strict=False)  # no tasks, no columns
     return {name: torch.tensor(column, dtype=dtype) for (name, dtype), column in named}
 
 
-def flight_from(tensors: Mapping[str, Tensor]) -> Flight:
-    """Restore pending tasks from the tensors of :func:`flight_tensors`."""
+def tasks_from_tensors(tensors: Mapping[str, Tensor]) -> PendingTasks:
+    """Restore pending tasks from the tensors of :func:`tasks_to_tensors`."""
     columns = (tensors[name].tolist() for name in _DTYPES if name in tensors)
     return tuple(PendingTask(*row) for row in zip(*columns, strict=True))

@@ -36,9 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedlearn.core.randomness import Seed
 from fedlearn.parallel.mesh import NAMES, Mesh
-from fedlearn.parallel.parts import Cut, cuts_of, sharded_blocks, stage_of
+from fedlearn.parallel.parts import Cut, cuts_of, find_blocks_to_shard, stage_of
 from fedlearn.parallel.plan import Spread
-from fedlearn.parallel.wrapped import Wrapped
+from fedlearn.parallel.prepared_model import PreparedModel
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
@@ -47,7 +47,7 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=NAMES)
 
 
-def wrapped(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> Wrapped:
+def prepare_model(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> PreparedModel:
     """Cut, shard or replicate a model, and return what this process trains.
 
     Args:
@@ -65,21 +65,25 @@ def wrapped(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> 
         parallelize_module(module, grid["tensor"], styles)
         _OwnMasks(grid["tensor"].get_local_rank()).between(module, cuts)
     if mesh.data == 1:
-        return Wrapped(module, module)
+        return PreparedModel(module, module)
     if mesh.is_sharded:
-        return _sharded(module, list(sharded_blocks(module).values()), spread, grid)
+        return _shard_model(module, list(find_blocks_to_shard(module).values()), spread, grid)
     replicas = DistributedDataParallel(
         module, process_group=grid["replicate"].get_group(), bucket_cap_mb=spread.bucket_mbytes
     )
 
-    def synchronised(wanted: bool) -> AbstractContextManager[None]:  # noqa: FBT001 (as the others)
+    def sum_gradients(wanted: bool) -> AbstractContextManager[None]:  # noqa: FBT001 (as the others)
         return nullcontext() if wanted else replicas.no_sync()
 
-    return Wrapped(replicas, module, synchronised)
+    return PreparedModel(replicas, module, sum_gradients)
 
 
 def schedule(
-    model: Wrapped, spread: Spread, grid: DeviceMesh, *, loss: Callable[[Tensor, Tensor], Tensor]
+    model: PreparedModel,
+    spread: Spread,
+    grid: DeviceMesh,
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Schedule1F1B | ScheduleGPipe:
     """Create the pipeline schedule of this process's stage.
 
@@ -155,9 +159,9 @@ def _set_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
-def _sharded(
+def _shard_model(
     module: nn.Module, blocks: list[nn.Module], spread: Spread, grid: DeviceMesh
-) -> Wrapped:
+) -> PreparedModel:
     half = spread.precision.half
     over = grid["replicate", "shard"] if spread.mesh.replicate > 1 else grid["shard"]
     precision = MixedPrecisionPolicy()
@@ -174,11 +178,11 @@ def _sharded(
     whole: FSDPModule = shard(module)
 
     @contextmanager
-    def synchronised(wanted: bool) -> Iterator[None]:  # noqa: FBT001 (as the others)
+    def sum_gradients(wanted: bool) -> Iterator[None]:  # noqa: FBT001 (as the others)
         whole.set_requires_gradient_sync(wanted)
         yield
 
-    return Wrapped(module, module, synchronised)
+    return PreparedModel(module, module, sum_gradients)
 
 
 def _no_view(_module: nn.Module, _inputs: object, output: object) -> object:

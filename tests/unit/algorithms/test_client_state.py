@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedlearn.algorithms.kept import (
-    Kept,
+from fedlearn.algorithms.client_state import (
+    ClientStates,
     from_tensors,
-    stacked,
+    make_initial_state,
+    replace_states,
+    split_states,
+    stack_states,
     to_tensors,
-    unstacked,
-    unused,
-    updated,
 )
 from fedlearn.algorithms.lanes import Over
 from fedlearn.algorithms.local import LocalSgd, MemorySpec, new_memory
@@ -23,29 +23,29 @@ KEEPING = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1, momentum=0.9, keep
 FORGETTING = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1, momentum=0.9)
 
 
-def kept() -> Kept:
+def kept() -> ClientStates:
     rows = {"velocity": torch.arange(6.0).view(2, 3)}
-    return unstacked([7, 2], rows, mine=np.ones(2, np.bool_))
+    return split_states([7, 2], rows, mine=np.ones(2, np.bool_))
 
 
 def test_a_client_gets_back_what_it_kept() -> None:
     """Rows are in the requested order, and zero for a client that has never trained."""
-    rows = stacked(kept(), [2, 99, 7])
+    rows = stack_states(kept(), [2, 99, 7])
     assert rows.keys() == {"velocity"}
     assert rows["velocity"].tolist() == [[3.0, 4.0, 5.0], [0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]
 
 
 def test_a_client_by_itself_gets_what_it_kept_and_no_zeros() -> None:
     """The state of a deployed client is empty at first."""
-    assert stacked(kept(), [99]) == {}
-    found = stacked(kept(), [2])
+    assert stack_states(kept(), [99]) == {}
+    found = stack_states(kept(), [2])
     assert found.keys() == {"velocity"}
     assert found["velocity"].tolist() == [[3.0, 4.0, 5.0]]
 
 
 def test_what_is_kept_is_used_only_if_the_rule_keeps_it() -> None:
     """Memory that the update does not keep starts at zero, even if a kept value is passed."""
-    x, rows = [torch.zeros(1, 3)], stacked(kept(), [2])
+    x, rows = [torch.zeros(1, 3)], stack_states(kept(), [2])
     assert new_memory(KEEPING, x, kept=rows)["velocity"][0].tolist() == [[3.0, 4.0, 5.0]]
     assert new_memory(FORGETTING, x, kept=rows)["velocity"][0].tolist() == [[0.0, 0.0, 0.0]]
 
@@ -53,7 +53,7 @@ def test_what_is_kept_is_used_only_if_the_rule_keeps_it() -> None:
 def test_a_client_that_diverged_keeps_what_it_had() -> None:
     """Rows of a block that are masked out do not change the state."""
     rows = {"velocity": torch.tensor([[math.nan] * 3, [8.0, 8.0, 8.0]])}
-    after = updated(kept(), unstacked([2], rows, mine=np.array([False, True])))
+    after = replace_states(kept(), split_states([2], rows, mine=np.array([False, True])))
     assert after[7]["velocity"].tolist() == [0.0, 1.0, 2.0]
     assert after[2]["velocity"].tolist() == [8.0, 8.0, 8.0]
 
@@ -61,7 +61,7 @@ def test_a_client_that_diverged_keeps_what_it_had() -> None:
 def test_what_is_kept_is_a_copy() -> None:
     """Executors reuse the memory of the rows."""
     rows = torch.ones(1, 3)
-    found = unstacked([0], {"velocity": rows}, mine=np.ones(1, np.bool_))
+    found = split_states([0], {"velocity": rows}, mine=np.ones(1, np.bool_))
     rows.zero_()
     assert found[0]["velocity"].tolist() == [1.0, 1.0, 1.0]
 
@@ -69,19 +69,19 @@ def test_what_is_kept_is_a_copy() -> None:
 def test_a_round_leaves_the_value_before_it_as_it_was() -> None:
     """A run can return to an earlier state. Clients with an empty state are dropped."""
     before, changes = kept(), {2: {}, 7: {"velocity": torch.ones(3)}}
-    after = updated(before, changes)
+    after = replace_states(before, changes)
     assert after.keys() == {7}
     assert torch.equal(after[7]["velocity"], torch.ones(3))
     assert before.keys() == {7, 2}
     assert before[7]["velocity"].tolist() == [0.0, 1.0, 2.0]
-    assert updated(before, {}) is before
+    assert replace_states(before, {}) is before
 
 
 def test_nothing_yet_has_the_size_and_the_dtype_of_what_will_be_kept() -> None:
     """One number per trainable parameter, or a fixed number of values."""
     params = Params.of(nn.Linear(2, 1).double())
     for over, size in ((Over.TRAINABLE, 3), (1, 1)):
-        nothing = unused(MemorySpec(over=over, is_kept=True), params)
+        nothing = make_initial_state(MemorySpec(over=over, is_kept=True), params)
         assert (nothing.tolist(), nothing.dtype) == ([0.0] * size, torch.float64)
 
 
@@ -106,10 +106,10 @@ def test_a_checkpoint_of_before_is_read_whatever_its_order() -> None:
 
 def test_what_trainers_keep_may_differ_in_shape_and_go() -> None:
     """Such as one loss per example. A client whose state is now empty is not in the checkpoint."""
-    memory: Kept = {}
+    memory: ClientStates = {}
     for client, size in ((1, 2), (2, 5), (3, 2)):
-        memory = updated(memory, {client: {"losses": torch.full((size,), client)}})
-    memory = updated(memory, {4: {"count": torch.ones(1, dtype=torch.int64)}})
-    found = from_tensors(to_tensors(updated(memory, {4: {}})))
+        memory = replace_states(memory, {client: {"losses": torch.full((size,), client)}})
+    memory = replace_states(memory, {4: {"count": torch.ones(1, dtype=torch.int64)}})
+    found = from_tensors(to_tensors(replace_states(memory, {4: {}})))
     losses = {client: own["losses"].tolist() for client, own in sorted(found.items())}
     assert losses == {1: [1, 1], 2: [2] * 5, 3: [3, 3]}

@@ -17,7 +17,7 @@ from fedlearn.algorithms.local import MemorySpec
 from fedlearn.core.params import Params
 
 #: State by client id, then by name: one vector each.
-Kept: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+ClientStates: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 
 _IDS = ".ids"
 #: Separates a name from a number. The clients of a user's trainer may keep tensors of different
@@ -25,7 +25,7 @@ _IDS = ".ids"
 _OTHER_SHAPE = "~"
 
 
-def stacked(kept: Kept, client_ids: Sequence[int]) -> dict[str, Tensor]:
+def stack_states(kept: ClientStates, client_ids: Sequence[int]) -> dict[str, Tensor]:
     """Stack the state of K clients by name: rows [K, n], zero for a client without that name."""
     found, each_keeps = dict[str, Tensor](), [kept.get(each, {}) for each in client_ids]
     for name, like in {name: value for own in each_keeps for name, value in own.items()}.items():
@@ -34,7 +34,7 @@ def stacked(kept: Kept, client_ids: Sequence[int]) -> dict[str, Tensor]:
     return found
 
 
-def unstacked(
+def split_states(
     client_ids: Sequence[int], rows: Mapping[str, Tensor], *, mine: NDArray[np.bool_]
 ) -> dict[int, dict[str, Tensor]]:
     """Split the stacked state of a block into a copy for each of the selected clients.
@@ -51,7 +51,7 @@ def unstacked(
     }
 
 
-def updated(kept: Kept, changes: Kept) -> Kept:
+def replace_states(kept: ClientStates, changes: ClientStates) -> ClientStates:
     """Return ``kept`` with some clients' state replaced; an empty state removes the client."""
     if not changes:
         return kept
@@ -61,12 +61,12 @@ def updated(kept: Kept, changes: Kept) -> Kept:
     return together
 
 
-def unused(spec: MemorySpec, params: Params) -> Tensor:
+def make_initial_state(spec: MemorySpec, params: Params) -> Tensor:
     """Return the initial state of a client that has not trained yet: zeros."""
     return params.vector.new_zeros(size_of(spec.over, params.layout))
 
 
-def to_tensors(kept: Kept) -> dict[str, Tensor]:
+def to_tensors(kept: ClientStates) -> dict[str, Tensor]:
     """Convert client state to checkpoint tensors.
 
     There is one tensor per name and shape, and next to it the client ids of its rows.
@@ -90,7 +90,7 @@ def to_tensors(kept: Kept) -> dict[str, Tensor]:
     return found
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> Kept:
+def from_tensors(tensors: Mapping[str, Tensor]) -> ClientStates:
     """Restore client state from the tensors of :func:`to_tensors`."""
     kept = dict[int, dict[str, Tensor]]()
     for key in [each for each in tensors if not each.endswith(_IDS)]:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import nn
 
 #: Returns the context of a backward pass, given whether gradients are summed over processes in it.
-Synchronised: TypeAlias = Callable[[bool], AbstractContextManager[None]]
+SumGradients: TypeAlias = Callable[[bool], AbstractContextManager[None]]
 
 
 def _always(_wanted: bool) -> AbstractContextManager[None]:  # noqa: FBT001 (as the others)
@@ -16,15 +16,15 @@ def _always(_wanted: bool) -> AbstractContextManager[None]:  # noqa: FBT001 (as 
 
 
 @dataclass(frozen=True, eq=False)
-class Wrapped:
+class PreparedModel:
     """A model ready for training, with control over the summing of its gradients.
 
     Attributes:
         called: The module to call; it sums gradients over the processes that share a batch.
         module: The module inside it, whose parameters have their original names.
-        synchronised: Switches the summing off for all micro-batches but the last.
+        sum_gradients: Switches the summing off for all micro-batches but the last.
     """
 
     called: nn.Module
     module: nn.Module
-    synchronised: Synchronised = _always
+    sum_gradients: SumGradients = _always
