@@ -371,7 +371,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "updates are not clipped",
         transforms,
-        "clipped_rows",
+        "clip_rows",
         _constant(lambda rows, **_: rows),
         lambda c: c.update_clip > 0,
     ),
@@ -549,7 +549,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a short last batch is not left out",
         local.LocalWork,
-        "used_per_epoch",
+        "count_used_per_epoch",
         _constant(lambda _, num_examples: num_examples),
         _is("drop_last", True),
     ),

@@ -72,7 +72,7 @@ class Recording:
             (NoisedUpdates, "__call__", self._updates),
             (noised_gradients, "add_discrete_gaussian", self._added),
             (NoisedGradients, "noised", self._noised),
-            (NoisedGradients, "noised_step", self._noised_step),
+            (NoisedGradients, "take_noised_step", self._noised_step),
             (NoisedGradients, "_noised_levels", self._gradients),
             (fixed_point, "discrete_gaussian", self._samples),
             (terms, "add_noise", self._share),
