@@ -214,7 +214,7 @@ class Coordinator:
         section, name = self.places.config.coordinator, self.places.run_name
         with ExitStack() as stack:
             telemetry = stack.enter_context(
-                Telemetry(section.http_address, self.snapshot, stuck=self._signs.stuck)
+                Telemetry(section.http_address, self.snapshot, find_stuck_part=self._signs.stuck)
             )
             self._signs.show(_ROUNDS)
             self._log.info("http", address=telemetry.address)
@@ -293,7 +293,7 @@ class Coordinator:
             build_component(GatewaySettings, section),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
-            spool_dir=spool_of(self.places.folder, run_id),
+            uploads_dir=spool_of(self.places.folder, run_id),
             authority=self._authority,
             eligible=self.pieces.requirements.admits,
             is_leader=lease.is_held,
@@ -303,7 +303,7 @@ class Coordinator:
             public_addresses=section.public_addresses,
         )
         gateway.start()
-        gateway.when_blind(self.interruption.give)
+        gateway.on_polling_failure(self.interruption.give)
         self._gateway = gateway
         addresses = {"address": gateway.address, "enrolment": gateway.enrolment_address}
         self._log.info("serving", insecure=self.insecure, **addresses)
@@ -324,7 +324,7 @@ class Coordinator:
         channel = gateway.channel(
             check=self.interruption.check, waiting=self.live_status.round_times.waiting
         )
-        gateway.want(self._num_in_work)
+        gateway.set_num_wanted(self._num_in_work)
         return ReachableClients(
             reach=Reach(
                 channel=channel,
@@ -338,7 +338,7 @@ class Coordinator:
             num_needed=self.pieces.num_needed,
             patience_s=self.places.config.coordinator.patience_s,
             too_few=waited_on,
-            names=gateway.names,
+            names=gateway.find_names,
             set_aside=channel.set_aside,
             num_set_aside=channel.num_set_aside,
             forget=channel.forget,
@@ -416,9 +416,9 @@ class Coordinator:
             for name, folder in folders.items()
             if folder.is_dir()
         }
-        ends = {} if self._authority is None else self._authority.ends()
+        ends = {} if self._authority is None else self._authority.find_expiries()
         with self._gateway_lock:
-            first = None if self._gateway is None or not ends else self._gateway.client_ends()
+            first = None if self._gateway is None or not ends else self._gateway.find_first_expiry()
         ends |= {} if first is None else {"client": first}
         now_s = SystemClock().unix_s()
         days = {

@@ -52,7 +52,7 @@ _BACKDATED = timedelta(days=1)  # so that a client whose clock is slow accepts a
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
 _INVITED = x509.UniformResourceIdentifier("urn:fedlearn:invitation")
 _DAY_S, _DAYS_LATE = 86_400.0, 30
-_ANEW = "move its folder away, start the coordinator, and invite every client anew"
+_REPLACE_AUTHORITY = "move its folder away, start the coordinator, and invite every client again"
 
 
 class Authority:
@@ -86,14 +86,14 @@ class Authority:
         self._path = folder / "server.pem"
         self._now = now
         names = dict.fromkeys((SERVER_NAME, *_ALWAYS, *host_names))
-        self._alternatives = SubjectAlternativeName([_general_name(name) for name in names])
-        self._ca_key = _key(folder / "ca.key", _new_p256)
-        self._ca = _ca(folder / "ca.pem", self._ca_key, now=self._time())
-        self._server_key = _key(folder / "server.key", _new_p256)
-        self._certificate_pem, self._renew_after = self._stored()
+        self._alternatives = SubjectAlternativeName([_parse_host_name(name) for name in names])
+        self._ca_key = _load_or_create_key(folder / "ca.key", _new_p256)
+        self._ca = _load_or_create_ca(folder / "ca.pem", self._ca_key, now=self._time())
+        self._server_key = _load_or_create_key(folder / "server.key", _new_p256)
+        self._certificate_pem, self._renew_after = self._load_server_certificate()
         self._lock = threading.Lock()
         self.ca_pem = self._ca.public_bytes(serialization.Encoding.PEM)
-        self.signer = _key(folder / "coordinator.key", Ed25519PrivateKey.generate)
+        self.signer = _load_or_create_key(folder / "coordinator.key", Ed25519PrivateKey.generate)
         self.coordinator_key = self.signer.public_key().public_bytes_raw()
         self.server_certificate()
 
@@ -108,10 +108,10 @@ class Authority:
         """
         with self._lock:
             if self._time() >= self._renew_after:
-                self._certificate_pem, self._renew_after = self._renewed()
+                self._certificate_pem, self._renew_after = self._renew()
             return private_pem(self._server_key), self._certificate_pem + self.ca_pem
 
-    def ends(self) -> dict[str, datetime]:
+    def find_expiries(self) -> dict[str, datetime]:
         """Return the expiry times of the authority's own certificate and of the server's."""
         server_end = load_certificate(self._certificate_pem).not_valid_after_utc
         return {"authority": self._ca.not_valid_after_utc, "server": server_end}
@@ -126,9 +126,9 @@ class Authority:
             DeploymentError: The authority has expired, or ``name`` is longer than 64 characters.
         """
         number = x509.UniformResourceIdentifier(f"urn:fedlearn:client:{client_id}")
-        return self._issued(
+        return self._issue(
             name,
-            _requested_key(csr_pem),
+            _load_requested_key(csr_pem),
             alternatives=SubjectAlternativeName([number]),
             usage=ExtendedKeyUsageOID.CLIENT_AUTH,
             valid_days=valid_days,
@@ -144,7 +144,7 @@ class Authority:
         Raises the same errors as :meth:`sign`.
         """
         key = _new_p256()
-        pem = self._issued(
+        pem = self._issue(
             name,
             key.public_key(),
             alternatives=SubjectAlternativeName([_INVITED]),
@@ -153,7 +153,7 @@ class Authority:
         )
         return pem, private_pem(key)
 
-    def _stored(self) -> tuple[bytes, datetime]:
+    def _load_server_certificate(self) -> tuple[bytes, datetime]:
         """Return the saved server certificate and its renewal time.
 
         If there is none for this key and these names, the renewal time is in the past.
@@ -168,11 +168,11 @@ class Authority:
                 names = certificate.extensions.get_extension_for_class(SubjectAlternativeName)
                 is_ours = certificate.public_key() == self._server_key.public_key()
                 if is_ours and names.value == self._alternatives:
-                    return self._in_use(content, certificate)
+                    return self._with_renewal_time(content, certificate)
         return b"", datetime.min.replace(tzinfo=UTC)
 
-    def _renewed(self) -> tuple[bytes, datetime]:
-        content = self._issued(
+    def _renew(self) -> tuple[bytes, datetime]:
+        content = self._issue(
             SERVER_NAME,
             self._server_key.public_key(),
             alternatives=self._alternatives,
@@ -183,18 +183,20 @@ class Authority:
             write_private(self._path, content)
         except DeploymentError as error:  # it works from memory, too, and can be renewed again
             _log.warning("server_certificate_not_saved", reason=str(error))
-        return self._in_use(content, load_certificate(content))
+        return self._with_renewal_time(content, load_certificate(content))
 
-    def _in_use(self, content: bytes, certificate: x509.Certificate) -> tuple[bytes, datetime]:
+    def _with_renewal_time(
+        self, content: bytes, certificate: x509.Certificate
+    ) -> tuple[bytes, datetime]:
         """Return a certificate and its renewal time; the authority's last one is never renewed."""
         end = certificate.not_valid_after_utc
         if end < self._ca.not_valid_after_utc:
             return content, end - _RENEW_BEFORE
-        remedy = f"before that, stop every coordinator, then {_ANEW}"
+        remedy = f"before that, stop every coordinator, then {_REPLACE_AUTHORITY}"
         _log.warning("authority_ends", at=end.isoformat(), remedy=remedy)
         return content, end
 
-    def _issued(
+    def _issue(
         self,
         name: str,
         key: ec.EllipticCurvePublicKey,
@@ -207,7 +209,7 @@ class Authority:
         now, latest = self._time(), self._ca.not_valid_after_utc
         if now >= latest:
             raise DeploymentError(
-                f"the deployment's certificate authority ended at {latest}; {_ANEW}"
+                f"the deployment's certificate authority expired at {latest}; {_REPLACE_AUTHORITY}"
             )
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._ca_key.public_key())
         builder = (
@@ -218,7 +220,7 @@ class Authority:
             .add_extension(issuer, critical=False)
         )
         end = min(now + timedelta(days=valid_days), latest)
-        return _signed(builder, self._ca_key, now=now, end=end, ca=False)
+        return _sign_certificate(builder, self._ca_key, now=now, end=end, ca=False)
 
     def _time(self) -> datetime:
         return datetime.fromisoformat(self._now())
@@ -228,7 +230,7 @@ def _new_p256() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def _key(path: Path, make: Callable[[], KeyT]) -> KeyT:
+def _load_or_create_key(path: Path, make: Callable[[], KeyT]) -> KeyT:
     """Load the key in ``path``, which is created first if it is missing."""
     fresh = make()
     # Another process may create the file first: both then load the same key from it.
@@ -237,13 +239,15 @@ def _key(path: Path, make: Callable[[], KeyT]) -> KeyT:
     try:
         key = serialization.load_pem_private_key(_read(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _damaged(path) from error
+        raise _build_damage_error(path) from error
     if not isinstance(key, type(fresh)) or is_p256(key) != is_p256(fresh):
-        raise _damaged(path)
+        raise _build_damage_error(path)
     return key
 
 
-def _ca(path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime) -> x509.Certificate:
+def _load_or_create_ca(
+    path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime
+) -> x509.Certificate:
     """Load the authority's certificate in ``path``, which is created first if it is missing."""
     if not path.exists():
         name, public = common_name("fedlearn authority"), key.public_key()
@@ -251,20 +255,20 @@ def _ca(path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime) -> x509.C
             x509.SubjectKeyIdentifier.from_public_key(public), critical=False
         )
         end = now + timedelta(days=_CA_DAYS)
-        create_private(path, _signed(builder, key, now=now, end=end, ca=True))
+        create_private(path, _sign_certificate(builder, key, now=now, end=end, ca=True))
     try:
         certificate = load_certificate(_read(path))
     except ProtocolError as error:
-        raise _damaged(path) from error
+        raise _build_damage_error(path) from error
     if certificate.public_key() != key.public_key():
         raise DeploymentError(
-            f"{path} is not the certificate of {path.with_name('ca.key').name} beside it; put "
-            "both files of one copy back"
+            f"{path} is not the certificate for {path.with_name('ca.key').name} next to it; "
+            "restore both files from one copy"
         )
     return certificate
 
 
-def _signed(
+def _sign_certificate(
     builder: x509.CertificateBuilder,
     key: ec.EllipticCurvePrivateKey,
     *,
@@ -294,7 +298,7 @@ def _signed(
     return complete.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
+def _load_requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
     """Return the public key of a signing request, after a check that the requester holds it."""
     try:
         request = x509.load_pem_x509_csr(csr_pem)
@@ -309,7 +313,7 @@ def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def _general_name(name: str) -> x509.GeneralName:
+def _parse_host_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -327,7 +331,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
 
 
-def _damaged(path: Path) -> DeploymentError:
+def _build_damage_error(path: Path) -> DeploymentError:
     return DeploymentError(
-        f"{path} is damaged, or another file; put a copy back (without one: {_ANEW})"
+        f"{path} is damaged or another file; restore a copy (without one: {_REPLACE_AUTHORITY})"
     )

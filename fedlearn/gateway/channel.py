@@ -27,17 +27,17 @@ from fedlearn.errors import (
     StoreError,
 )
 from fedlearn.gateway.connections import Sessions
-from fedlearn.gateway.exchange import ACCEPTED, QuestionState, Ruling, unusable
+from fedlearn.gateway.exchange import ACCEPTED, QuestionState, Ruling, refuse_unusable
 from fedlearn.gateway.loop import LoopThread
-from fedlearn.gateway.spool import LoggedReply, Opened, ReplyLog, forget_exchanges
 from fedlearn.gateway.tasks import Exchanges, LiveQuestion, Offer
+from fedlearn.gateway.upload_store import LoggedReply, OpeningRecord, ReplyLog, remove_exchanges
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, Asked, are_same, reply_in, require_free
 from fedlearn.transport.content import NO_QUESTION, TaskKey, digest_of
 
 #: Seconds between two checks of whether to stop waiting.
-_LOOK_S = 0.2
-_GIVEN_UP = "this client took too long, and is not waited for any more"
+_POLL_S = 0.2
+_GIVEN_UP = "this client took too long; the round no longer waits for it"
 
 _log = structlog.get_logger(__name__)
 
@@ -79,7 +79,7 @@ class GatewayChannel:
     _last: dict[str, TaskKey] = field(default_factory=dict)  # by kind
     _open: list[LiveQuestion] = field(default_factory=list)
     _encoded: tuple[Request, Offer] | None = None  # the last request
-    _ahead: Offer | None = None  # the last model that was sent ahead
+    _prefetched: Offer | None = None  # the last model that clients may prefetch
     #: The constants of the model that was sent last, and their offer.
     _constants: tuple[Mapping[str, Tensor], Offer] | None = None
     _training: "GatewayExchange | None" = None  # the last exchange that asked clients to train
@@ -91,7 +91,7 @@ class GatewayChannel:
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that are connected and eligible, by number."""
-        return tuple(self.loop.ask(self.sessions.eligible))
+        return tuple(self.loop.ask(self.sessions.find_eligible))
 
     def set_aside(self, client_id: ClientId) -> None:
         """Make a client unavailable until it reconnects."""
@@ -99,13 +99,13 @@ class GatewayChannel:
 
     def num_set_aside(self) -> int:
         """Return the number of connected clients that are set aside."""
-        return len(self.loop.ask(self.sessions.all_set_aside))
+        return len(self.loop.ask(self.sessions.find_set_aside))
 
     def wait_for(self, num: int, check: Check) -> None:
         """Wait until ``num`` clients are available, or ``check`` raises."""
         check()
         while len(self.available()) < num:
-            self.changed.wait(_LOOK_S)
+            self.changed.wait(_POLL_S)
             self.changed.clear()
             check()
 
@@ -125,8 +125,8 @@ class GatewayChannel:
             round_num = name.split("-")[1:2]
             return name not in in_use and round_num[:1] < [f"{before_round - 1:06d}"]
 
-        forget_exchanges(self.folder / "replies", unneeded=is_old)
-        self.loop.post(partial(self.exchanges.committed, before_round))
+        remove_exchanges(self.folder / "replies", is_unneeded=is_old)
+        self.loop.post(partial(self.exchanges.release_verdicts, before_round))
 
     def num_waiting(self) -> int:
         """Return the number of unread replies to training requests, durable or not.
@@ -136,29 +136,29 @@ class GatewayChannel:
         logged = 0 if self._training is None else self._training.num_waiting()
         return logged + self.exchanges.num_unlogged
 
-    def send_ahead(
+    def send_prefetch(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
     ) -> None:
-        """Announce a model to clients that they may be asked to train next.
+        """Announce a model that clients may be asked to train next, so that they can prefetch it.
 
-        Clients may download it in advance and begin to train; those that are asked in a round up to
+        Clients may download it and begin to train; those that are asked in a round up to
         ``last_round_num`` may answer with that result. If the disk is full, nothing is sent.
         """
         key = TaskKey(self.run_id, request.kind, request.round_num, request.attempt, NO_QUESTION)
         encoded = self._encoded  # more clients may be sent the present request: keep it encoded
         try:
-            (self._ahead,) = self._offers([request], client_ids)
+            (self._prefetched,) = self._encode_requests([request], client_ids)
         except NoSpace:
             return
         finally:
             self._encoded = encoded
-        send = self.exchanges.send_ahead
-        self.loop.post(partial(send, key, self._ahead, client_ids, last_round_num))
+        send = self.exchanges.send_prefetch
+        self.loop.post(partial(send, key, self._prefetched, client_ids, last_round_num))
 
-    def call_ahead_off(self) -> None:
-        """Cancel the models that were sent ahead: clients will not be asked about them."""
-        self._ahead = None
-        self.loop.post(self.exchanges.call_ahead_off)
+    def cancel_prefetches(self) -> None:
+        """Cancel the announced models: clients will not be asked to train them."""
+        self._prefetched = None
+        self.loop.post(self.exchanges.cancel_prefetches)
 
     # Used by exchanges.
 
@@ -183,18 +183,18 @@ class GatewayChannel:
         self, key: TaskKey, requests: Mapping[ClientId, Request], exchange: "GatewayExchange"
     ) -> LiveQuestion:
         """Send a question to at least one client, as :meth:`GatewayExchange.ask` does."""
-        question, is_told = None, False
+        question, is_logged = None, False
         while question is None:
             try:
-                question = self._question(key, requests, exchange)
+                question = self._open_question(key, requests, exchange)
             except NoSpace as error:
-                if not is_told:
+                if not is_logged:
                     reason = str(error)
                     _log.error("exchange_waits_for_space", folder=key.folder, reason=reason)
-                is_told = True
-                self.loop.post(self.exchanges.found_no_space)
+                is_logged = True
+                self.loop.post(self.exchanges.count_disk_full)
                 self.check()
-                self.clock.sleep(_LOOK_S)
+                self.clock.sleep(_POLL_S)
         self._open.append(question)
         if key.kind == TrainRequest.kind:
             self._training = exchange
@@ -206,18 +206,18 @@ class GatewayChannel:
         self._open.remove(question)
         self.loop.post(partial(how, question))
 
-    def _question(
+    def _open_question(
         self, key: TaskKey, requests: Mapping[ClientId, Request], exchange: "GatewayExchange"
     ) -> LiveQuestion:
         asked = Asked.of(requests)
         _require_fit(asked.personal)
         # Before the log, whose existence means that clients were asked.
-        offers = self._offers(asked.shared, asked.places)
+        offers = self._encode_requests(asked.shared, asked.places)
         now_s, now_unix_s = self.clock.now_s(), self.clock.unix_s()
         durable = key.kind == TrainRequest.kind
         log = ReplyLog(
             (self.folder / "replies" if durable else self._passing) / key.folder,
-            opened=Opened(run_id=self.run_id, opened_unix_s=now_unix_s),
+            opened=OpeningRecord(run_id=self.run_id, opened_unix_s=now_unix_s),
             durable=durable,
         )
         remaining_s = self._remaining_s(log, exchange.deadline_s, now_unix_s=now_unix_s)
@@ -246,40 +246,42 @@ class GatewayChannel:
         made_in = (last for last in trained if last.round_num == request.round_num - 1)
         return max((last.attempt for last in made_in), default=0)
 
-    def _offer(self, request: Request, folder: Path, *, has_older: bool) -> Offer:
+    def _encode_request(self, request: Request, folder: Path, *, has_older: bool) -> Offer:
         """Return an encoded request, with a version for older clients if some are connected.
 
         A request is encoded once even if it is sent again later, as other clients reply.
         """
         if self._encoded is None or self._encoded[0] is not request:
             bare, constants = split(request)
-            apart = self._constants_offer(constants, folder) if constants else None
-            self._encoded = request, _offer(encode(bare), constants=apart, folder=folder)
+            apart = self._offer_constants(constants, folder) if constants else None
+            self._encoded = request, _build_offer(encode(bare), constants=apart, folder=folder)
         offer = self._encoded[1]
         if has_older and offer.older is None:
-            older = _older(request, folder=folder)
+            older = _encode_older(request, folder=folder)
             if older is not None and older.digest != offer.digest:
                 self._encoded = request, replace(offer, older=older)
         return self._encoded[1]
 
-    def _constants_offer(self, constants: Mapping[str, Tensor], folder: Path) -> Offer:
+    def _offer_constants(self, constants: Mapping[str, Tensor], folder: Path) -> Offer:
         """Return the offer of a model's constants; the same tensors are encoded once in a run."""
         known = self._constants
         if known is None or not are_same(known[0], constants):
             encoded = encode_constants(constants)
-            self._constants = known = constants, _in_file(encoded, folder=folder)
+            self._constants = known = constants, _write_offer(encoded, folder=folder)
         return known[1]
 
-    def _offers(self, requests: Iterable[Request], client_ids: Collection[ClientId]) -> list[Offer]:
+    def _encode_requests(
+        self, requests: Iterable[Request], client_ids: Collection[ClientId]
+    ) -> list[Offer]:
         """Encode each request once; large ones go to files instead of staying in memory."""
         folder = self._passing / "requests"
-        has_older = not self.loop.ask(partial(self.sessions.speak_newest, client_ids))
+        has_older = not self.loop.ask(partial(self.sessions.all_speak_newest, client_ids))
         with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            offers = [self._offer(each, folder, has_older=has_older) for each in requests]
-            still = [offer for question in self._open for offer in question.offers]
-            still += [] if self._ahead is None else [self._ahead]
-            needed = {each.path for offer in [*offers, *still] for each in offer.files}
+            offers = [self._encode_request(each, folder, has_older=has_older) for each in requests]
+            in_use = [offer for question in self._open for offer in question.offers]
+            in_use += [] if self._prefetched is None else [self._prefetched]
+            needed = {each.path for offer in [*offers, *in_use] for each in offer.files}
             needed |= {None if self._constants is None else self._constants[1].path}
             for path in folder.iterdir():
                 if path not in needed:
@@ -288,7 +290,7 @@ class GatewayChannel:
 
 
 @dataclass
-class _Read:
+class _ReadReply:
     """A reply that was read, and its verdict."""
 
     question: LiveQuestion
@@ -297,7 +299,7 @@ class _Read:
 
     def refuse(self, reason: str) -> None:
         """Reject the reply, with the reason."""
-        self.ruling = unusable(reason)
+        self.ruling = refuse_unusable(reason)
 
 
 class GatewayExchange:
@@ -324,7 +326,7 @@ class GatewayExchange:
         self._questions: list[LiveQuestion] = []
         self._found: deque[tuple[LiveQuestion, LoggedReply]] = deque()  # by an earlier process
         self._awaited: dict[ClientId, TaskKey] = {}
-        self._last: _Read | None = None
+        self._last: _ReadReply | None = None
         self._is_open = True
         self._is_over = False
 
@@ -346,7 +348,7 @@ class GatewayExchange:
         key = self._channel.next_key(next(iter(requests.values())), number=number)
         if number is None:
             self._firsts.setdefault(key.kind, key)
-        with self._put_aside_by_errors():
+        with self._suspend_on_error():
             question = self._channel.put(key, requests, self)
         if self.ends_s is None:
             # A numbered question may have been asked at another time, by an earlier process. The
@@ -376,13 +378,13 @@ class GatewayExchange:
         """
         self._accept()
         is_found = bool(self._found)
-        with self._put_aside_by_errors():
-            logged = self._next_logged(until_s)
+        with self._suspend_on_error():
+            logged = self._wait_for_logged(until_s)
             if logged is None:
                 return None
             question, reply = logged
             data = question.log.read(reply)
-        read = self._last = _Read(question)
+        read = self._last = _ReadReply(question)
         try:
             answer = reply_in(data)
         except ProtocolError as error:
@@ -422,8 +424,11 @@ class GatewayExchange:
         gone = {self._awaited[each] for each in client_ids if each in self._awaited}
         for each in client_ids:
             self._awaited.pop(each, None)
-        if still := gone & set(self._awaited.values()):
-            raise ValueError(f"{still.pop().folder} has others who are awaited; ask them apart")
+        if awaited := gone & set(self._awaited.values()):
+            raise ValueError(
+                f"other clients of {awaited.pop().folder} are still awaited; ask clients that may "
+                "be given up in questions of their own"
+            )
         for question in [each for each in self._questions if each.state.key in gone]:
             self._close(question, by_itself=False, reason=_GIVEN_UP)
             self._questions.remove(question)
@@ -432,17 +437,17 @@ class GatewayExchange:
     def close(self) -> None:
         """Take no more replies; clients learn this once it is stored durably."""
         self._accept()  # the caller has the last reply, even if it stops there
-        for question in self._left():
+        for question in self._take_open_questions():
             self._close(question, by_itself=self._is_over)
 
     @contextmanager
-    def _put_aside_by_errors(self) -> Iterator[None]:
+    def _suspend_on_error(self) -> Iterator[None]:
         try:
             yield
         except FedlearnError:
             for key in self._firsts.values():
                 self._channel.put_back(key)
-            for question in self._left():
+            for question in self._take_open_questions():
                 self._channel.leave(question, self._channel.exchanges.suspend)
             raise
 
@@ -450,7 +455,7 @@ class GatewayExchange:
         close = partial(self._channel.exchanges.close, by_itself=by_itself, reason=reason)
         self._channel.leave(question, close)
 
-    def _left(self) -> Sequence[LiveQuestion]:
+    def _take_open_questions(self) -> Sequence[LiveQuestion]:
         """Stop waiting for any client; return the questions that were open."""
         questions, self._questions = self._questions, []
         self._is_open = False
@@ -460,9 +465,9 @@ class GatewayExchange:
 
     def _accept(self) -> None:
         if (read := self._last) is not None:
-            consumed = self._channel.exchanges.consumed
-            told = partial(consumed, read.question, read.ruling, failed=read.failed)
-            self._channel.loop.post(told)
+            deliver = self._channel.exchanges.deliver_verdict
+            settle = partial(deliver, read.question, read.ruling, failed=read.failed)
+            self._channel.loop.post(settle)
             self._last = None
 
     def _close_answered(self) -> None:
@@ -473,7 +478,7 @@ class GatewayExchange:
                 self._close(question, by_itself=True)
         self._questions = [each for each in self._questions if each.state.key in open_keys]
 
-    def _next_logged(self, until_s: float) -> tuple[LiveQuestion, LoggedReply] | None:
+    def _wait_for_logged(self, until_s: float) -> tuple[LiveQuestion, LoggedReply] | None:
         if self._found:
             self._channel.check()
             return self._found.popleft()
@@ -486,7 +491,7 @@ class GatewayExchange:
             left_s = min(self._started_s + until_s, ends_s) - now_s
             try:
                 with self._channel.waiting():
-                    logged = self.arrivals.get(timeout=max(0.0, min(left_s, _LOOK_S)))
+                    logged = self.arrivals.get(timeout=max(0.0, min(left_s, _POLL_S)))
             except Empty:
                 if left_s <= 0.0:
                     return None
@@ -502,31 +507,31 @@ def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
     for client_id, own in personal.items():
         if len(own) > wire.MAX_PERSONAL_BYTES:
             raise ConfigError(
-                f"client {client_id} is to be sent {len(own)} bytes of secure aggregation's "
-                f"packets with the model, {wire.MAX_PERSONAL_BYTES} fit; ask fewer clients a "
-                'round, or set secure_aggregation.mode to "sparse"'
+                f"the secure-aggregation packets for client {client_id} have {len(own)} bytes, "
+                f"at most {wire.MAX_PERSONAL_BYTES} fit into its task; ask fewer clients a round, "
+                'or set secure_aggregation.mode to "sparse"'
             )
 
 
-def _offer(content: bytes, *, constants: Offer | None, folder: Path) -> Offer:
+def _build_offer(content: bytes, *, constants: Offer | None, folder: Path) -> Offer:
     if len(content) > wire.MAX_INLINE_BYTES:
-        return replace(_in_file(content, folder=folder), constants=constants)
+        return replace(_write_offer(content, folder=folder), constants=constants)
     digest = digest_of(content)
     return Offer(
         digest=digest, num_bytes=len(content), data=content, path=None, constants=constants
     )
 
 
-def _older(request: Request, *, folder: Path) -> Offer | None:
+def _encode_older(request: Request, *, folder: Path) -> Offer | None:
     """Return a request encoded for the previous protocol; ``None`` if it has no such form."""
     try:
         content = encode(request, newest=wire.MESSAGE_VERSIONS[min(wire.MESSAGE_VERSIONS)])
     except ValueError:
         return None
-    return _offer(content, constants=None, folder=folder)
+    return _build_offer(content, constants=None, folder=folder)
 
 
-def _in_file(content: bytes, *, folder: Path) -> Offer:
+def _write_offer(content: bytes, *, folder: Path) -> Offer:
     """Write content to a file and return the offer to download it."""
     digest = digest_of(content)
     path, written = folder / digest.hex(), folder / f"{digest.hex()}.new"

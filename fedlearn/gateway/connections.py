@@ -38,7 +38,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-class Ending(NamedTuple):
+class CallStatus(NamedTuple):
     """The status with which a call ends.
 
     Attributes:
@@ -52,7 +52,7 @@ class Ending(NamedTuple):
     cause: str = ""
 
 
-class Ended(Exception):
+class CallEnded(Exception):
     """A call ends early; its peer, a client if it is known, receives the reason."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Ended(Exception):
         client: EnrolledClient | None = None,
     ) -> None:
         super().__init__(reason)
-        self.ending = Ending(code, reason, cause)
+        self.ending = CallStatus(code, reason, cause)
         self.client = client
 
 
@@ -78,33 +78,33 @@ async def read_first(context: Context, *, timeout_s: float) -> bytes:
     """Return the first message of a call, empty at its end.
 
     Raises:
-        Ended: It did not come within ``timeout_s``.
+        CallEnded: It did not come within ``timeout_s``.
     """
     try:
         async with asyncio.timeout(timeout_s):
             return await read(context) or b""
     except TimeoutError as error:
-        reason = f"nothing came within {timeout_s:g} s"
-        raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED, reason, "handshake") from error
+        reason = f"no message within {timeout_s:g} s"
+        raise CallEnded(grpc.StatusCode.DEADLINE_EXCEEDED, reason, "handshake") from error
 
 
-def parsed(kind: type[MessageT], data: bytes) -> MessageT:
-    """Parse ``data`` as a message of this kind; raise :class:`Ended` if it is malformed."""
+def parse_message(kind: type[MessageT], data: bytes) -> MessageT:
+    """Parse ``data`` as a message of this kind; raise :class:`CallEnded` if it is malformed."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        reason = f"{len(data)} bytes are no {kind.__name__}"
-        raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed") from error
+        reason = f"{len(data)} bytes are not a {kind.__name__}"
+        raise CallEnded(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed") from error
 
 
 @contextmanager
-def counted(
+def count_call(
     running: Counter[ClientId], client_id: ClientId, *, at_most: int, what: str
 ) -> Iterator[None]:
-    """Count a call while it runs; raise :class:`Ended` if the client has too many."""
+    """Count a call while it runs; raise :class:`CallEnded` if the client has too many."""
     if running[client_id] >= at_most:
-        reason = f"{at_most} {what} of this client have not ended; wait, or close its connections"
-        raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, what)
+        reason = f"this client has {at_most} open {what}; wait, or close its connections"
+        raise CallEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, what)
     running[client_id] += 1
     try:
         yield
@@ -139,7 +139,7 @@ class ServerSession:
         self.is_set_aside = False
         self.since_s = since_s
         self.held = tuple(hello.held[:_MAX_HELD])
-        self.ending: Ending | None = None
+        self.ending: CallStatus | None = None
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self.is_cut = asyncio.Event()
@@ -149,18 +149,18 @@ class ServerSession:
         if self.ending is not None:
             return True
         if len(self._waiting) >= _MAX_WAITING:
-            self.cut(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "this client does not read"))
+            self.cut(CallStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, "this client does not read"))
             return False
         self._waiting.append(message)
         self._wake.set()
         return True
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: CallStatus) -> None:
         """End the session once its queue has been sent."""
         self.ending = self.ending or ending
         self._wake.set()
 
-    def cut(self, ending: Ending) -> None:
+    def cut(self, ending: CallStatus) -> None:
         """End the session at once."""
         self.ending = self.ending or ending
         self._waiting.clear()
@@ -183,7 +183,7 @@ class ServerSession:
                         await context.write(message)
                 except TimeoutError:
                     reason = f"this client has not read for {timeout_s:g} s"
-                    self.cut(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
+                    self.cut(CallStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
                     counters.sessions_dropped += 1
                     return
                 counters.bytes_out += len(message)
@@ -234,7 +234,7 @@ class Sessions:
         """Return all sessions."""
         return list(self._sessions.values())
 
-    def eligible(self) -> list[ClientId]:
+    def find_eligible(self) -> list[ClientId]:
         """Return the ids of clients that may be sent tasks, in ascending order."""
         return sorted(each for each, session in self._sessions.items() if session.is_eligible)
 
@@ -258,7 +258,7 @@ class Sessions:
         old = self._sessions.pop(client_id, None)
         if old is not None:
             self.counters.sessions_replaced += 1
-            old.cut(Ending(grpc.StatusCode.ABORTED, "this client has opened another session"))
+            old.cut(CallStatus(grpc.StatusCode.ABORTED, "this client has opened another session"))
         self.counters.sessions += 1
         self._sessions[client_id] = session
         self.reconsider(session, session.eligibility)
@@ -291,9 +291,9 @@ class Sessions:
             self.reconsider(session, session.eligibility)
             _log.warning("client_set_aside", client_id=client_id, name=session.client.name)
 
-    def speak_newest(self, client_ids: Iterable[ClientId]) -> bool:
+    def all_speak_newest(self, client_ids: Iterable[ClientId]) -> bool:
         """Return whether all these clients are known to speak the newest protocol."""
-        if not self.versions.may_have_older():
+        if not self.versions.allows_older():
             return True
         found = (self._sessions.get(each) for each in client_ids)
         return all(each is not None and each.protocol == wire.PROTOCOL for each in found)
@@ -304,13 +304,13 @@ class Sessions:
         if session is None:
             return
         versions, protocol = self.versions, session.protocol
-        reason = versions.unreadable(client_id, protocol, session.software, reason)
+        reason = versions.refuse_unreadable(client_id, protocol, session.software, reason)
         name = session.client.name
         _log.warning("client_of_other_version", client_id=client_id, name=name, reason=reason)
-        session.cut(Ending(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol"))
+        session.cut(CallStatus(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol"))
         self.leave(session)
 
-    def all_set_aside(self) -> list[ClientId]:
+    def find_set_aside(self) -> list[ClientId]:
         """Return the ids of clients that are set aside, in ascending order."""
         return sorted(each for each, session in self._sessions.items() if session.is_set_aside)
 
@@ -340,10 +340,10 @@ class Sessions:
     ) -> None:
         """Ask a client to come back after at least ``after_s``, at a time that the pace chooses."""
         least_s = self.settings.come_back_s if after_s is None else after_s
-        after_s = self.pace.after_s(least_s, client_id=session.client.client_id)
+        after_s = self.pace.book_return_s(least_s, client_id=session.client.client_id)
         come_back = wire_pb2.ComeBack(after_s=after_s, reason=reason)
         session.push(wire_pb2.FromCoordinator(come_back=come_back).SerializeToString())
-        session.finish(Ending(grpc.StatusCode.OK, reason))
+        session.finish(CallStatus(grpc.StatusCode.OK, reason))
         self.counters.sent_away += 1
         self.leave(session)
 
@@ -354,7 +354,7 @@ class Sessions:
             if session is newcomer or now_s - session.since_s < self.settings.come_back_s:
                 break  # sessions are in order of age: all others are younger
             if not self.is_needed(client_id):
-                self.send_away(session, "other clients have their turn")
+                self.send_away(session, "it is other clients' turn")
                 return
         if not self.is_needed(newcomer.client.client_id):
             self.send_away(newcomer, _ENOUGH)

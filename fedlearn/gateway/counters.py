@@ -17,7 +17,7 @@ class Histogram:
         >>> seconds = Histogram((0.1, 1.0))
         >>> for each in (0.05, 0.1, 0.5, 7.0):
         ...     seconds.observe(each)
-        >>> seconds.cumulated(), round(seconds.total, 2)
+        >>> seconds.cumulate(), round(seconds.total, 2)
         ([2, 3, 4], 7.65)
     """
 
@@ -33,7 +33,7 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def cumulated(self) -> list[int]:
+    def cumulate(self) -> list[int]:
         """Return the number of values up to each bound, and last the number of all values."""
         counts = self._counts.copy()
         return [sum(counts[: place + 1]) for place in range(len(counts))]

@@ -21,25 +21,27 @@ class Requirements:
     not meet such a requirement.
     """
 
-    tags: Annotated[Sequence[str], doc("All of them must be among its own.")] = ()
+    tags: Annotated[Sequence[str], doc("Tags that a client must have, all of them.")] = ()
     min_examples: Annotated[
-        Whole, doc("Fewest examples that it must say it has, >= 0; 0: it need not say.")
+        Whole, doc("Fewest examples that it must report, >= 0; 0: it need not report any.")
     ] = 0
-    devices: Annotated[Sequence[str], doc("One of them; empty: any.")] = ()
-    on_power: Annotated[bool, doc("Whether it must say that it is on mains power.")] = False
-    idle: Annotated[bool, doc("Whether it must say that nobody is using it.")] = False
-    unmetered: Annotated[bool, doc("Whether it must say that its network is unmetered.")] = False
+    devices: Annotated[
+        Sequence[str], doc("Devices of which it must have one; empty: any device.")
+    ] = ()
+    on_power: Annotated[bool, doc("Whether it must report that it is on mains power.")] = False
+    idle: Annotated[bool, doc("Whether it must report that it is idle.")] = False
+    unmetered: Annotated[bool, doc("Whether it must report that its network is unmetered.")] = False
 
-    def admits(self, client: EnrolledClient, told: "Eligibility") -> bool:
+    def admits(self, client: EnrolledClient, report: "Eligibility") -> bool:
         """Return whether ``client`` may be sent tasks."""
-        return not self.missing(client, told)
+        return not self.list_missing(client, report)
 
-    def missing(self, client: EnrolledClient, told: "Eligibility") -> list[str]:
+    def list_missing(self, client: EnrolledClient, report: "Eligibility") -> list[str]:
         """List the requirements that ``client`` does not meet, in words; empty if it meets all."""
         lacks = [f"tag {tag}" for tag in self.tags if tag not in client.tags]
-        if told.num_examples < self.min_examples:
-            lacks.append(f"{self.min_examples} examples (it has {told.num_examples})")
-        if self.devices and told.device not in self.devices:
+        if report.num_examples < self.min_examples:
+            lacks.append(f"{self.min_examples} examples (it has {report.num_examples})")
+        if self.devices and report.device not in self.devices:
             lacks.append(f"a device among {', '.join(self.devices)}")
         states = {
             "on_power": "mains power",
@@ -47,4 +49,4 @@ class Requirements:
             "unmetered": "an unmetered network",
         }
         wanted = (name for name in states if getattr(self, name))
-        return lacks + [states[name] for name in wanted if not getattr(told, name)]
+        return lacks + [states[name] for name in wanted if not getattr(report, name)]

@@ -28,12 +28,12 @@ class EnrolledClients:
         clock: Spaces the reads for unknown certificates.
 
     Attributes:
-        is_away: Whether the last read of the registry failed: an unknown client may then be an
-            enrolled one.
+        is_unreachable: Whether the last read of the registry failed: an unknown client may then be
+            an enrolled one.
     """
 
     def __init__(self, registry: Registry, changed: Callable[[], None], clock: Clock) -> None:
-        self.is_away = True
+        self.is_unreachable = True
         self._registry = registry
         self._changed = changed
         self._clock = clock
@@ -57,9 +57,9 @@ class EnrolledClients:
                 clients = await asyncio.to_thread(self._registry.clients) if is_new else []
             except StoreError as error:
                 _log.warning("registry_unreadable", reason=str(error))
-                self.is_away = True
+                self.is_unreachable = True
                 return
-            self.is_away = False
+            self.is_unreachable = False
             if not is_new:
                 return
             self._revision = revision
@@ -68,7 +68,7 @@ class EnrolledClients:
             self._by_id = {each.client_id: each for each in clients}
         self._changed()
 
-    async def by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
+    async def find_by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
         """Return the client with this certificate; for an unknown one, read the registry again.
 
         Reads are limited to one a second, which all callers that wait meanwhile share.
@@ -82,18 +82,18 @@ class EnrolledClients:
                     await self.renew()
         return self._by_fingerprint.get(fingerprint)
 
-    async def by_name(self, name: str) -> EnrolledClient | None:
+    async def find_by_name(self, name: str) -> EnrolledClient | None:
         """Return the client called ``name``; for an unknown one, read the registry again."""
         if name not in self._by_name:
             await self.renew()
         return self._by_name.get(name)
 
-    def first_end(self) -> datetime | None:
+    def find_first_expiry(self) -> datetime | None:
         """Return the earliest expiry of an active client's certificate; ``None``: there is none."""
         active = (each for each in self._by_id.values() if each.status == "active")
         ends = [datetime.fromisoformat(each.certificate_expires_utc) for each in active]
         return min(ends, default=None)
 
-    def by_id(self, client_id: ClientId) -> EnrolledClient | None:
+    def find_by_id(self, client_id: ClientId) -> EnrolledClient | None:
         """Return the client with this id; ``None`` if there is none."""
         return self._by_id.get(client_id)

@@ -16,7 +16,7 @@ from fedlearn.core.clock import Clock, utc
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, EnrolmentRefused, StoreError
 from fedlearn.gateway.authority import Authority
-from fedlearn.gateway.connections import Context, Ended, parsed, read_first
+from fedlearn.gateway.connections import CallEnded, Context, parse_message, read_first
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.enrolled import EnrolledClients
 from fedlearn.gateway.exchange import TokenBucket
@@ -60,21 +60,21 @@ class Enrolments:
         self._bucket = TokenBucket(_MAX_PER_S, self.clock.now_s())
 
     async def enrol(self, context: Context) -> None:
-        """Answer one request; raise :class:`Ended` if it is refused or cannot be granted now."""
-        request = parsed(wire_pb2.EnrolRequest, await self._read(context))
-        before = await self.enrolled.by_name(request.name)
+        """Answer one request; raise :class:`CallEnded` if it is refused or cannot be served now."""
+        request = parse_message(wire_pb2.EnrolRequest, await self._read(context))
+        before = await self.enrolled.find_by_name(request.name)
         try:
             certificate_pem, client = await asyncio.to_thread(self._redeem, request)
         except EnrolmentRefused as error:
             _log.warning("enrolment_refused", peer=context.peer(), reason=str(error))
-            raise Ended(grpc.StatusCode.PERMISSION_DENIED, str(error), "enrolment") from error
+            raise CallEnded(grpc.StatusCode.PERMISSION_DENIED, str(error), "enrolment") from error
         except (StoreError, DeploymentError) as error:
             _log.error("enrolment_failed", reason=str(error))
-            reason = "enrolment is out of order; try later"
-            raise Ended(grpc.StatusCode.UNAVAILABLE, reason) from error
+            reason = "the coordinator cannot enrol clients now; try again later"
+            raise CallEnded(grpc.StatusCode.UNAVAILABLE, reason) from error
         self.counters.enrolled += 1
         has_same_keys = before is not None and before.identity_key == client.identity_key
-        _tell(client, before, has_same_keys=has_same_keys)
+        _log_enrolment(client, before, has_same_keys=has_same_keys)
         # Thousands of clients may renew at once. Their certificates are looked up together when
         # they connect, so only new keys are worth a registry read here.
         if not has_same_keys:
@@ -90,36 +90,36 @@ class Enrolments:
 
         Raises the same errors as :meth:`enrol`.
         """
-        request = parsed(wire_pb2.LookRequest, await self._read(context))
+        request = parse_message(wire_pb2.LookRequest, await self._read(context))
         try:
             invited = await asyncio.to_thread(self.registry.open_invitations)
         except StoreError as error:
-            reason = "the invitations cannot be read now; try later"
-            raise Ended(grpc.StatusCode.UNAVAILABLE, reason) from error
+            reason = "the invitations cannot be read now; try again later"
+            raise CallEnded(grpc.StatusCode.UNAVAILABLE, reason) from error
         open_now = {(each.name, each.token_sha256) for each in invited}
         if (request.name, token_digest(request.token)) not in open_now:
-            reason = "this invitation is unknown or used"
-            raise Ended(grpc.StatusCode.PERMISSION_DENIED, reason, "enrolment")
+            reason = "this invitation is unknown or was used"
+            raise CallEnded(grpc.StatusCode.PERMISSION_DENIED, reason, "enrolment")
         self.counters.looks += min(request.num_connections, _MAX_LOOKS)
         await context.write(wire_pb2.LookReply().SerializeToString())
 
     async def _read(self, context: Context) -> bytes:
-        """Return the request of a call, or raise :class:`Ended` for too many or too large ones."""
+        """Return the request of a call; raise :class:`CallEnded` for too many or too large ones."""
         data = await read_first(context, timeout_s=self.settings.handshake_timeout_s)
         if not self._bucket.has(now_s=self.clock.now_s()):
-            reason = "too many enrolments; try again"
-            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, "rate")
+            reason = "too many enrolments at once; try again later"
+            raise CallEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, "rate")
         if len(data) > MAX_ENROLMENT_BYTES:
-            reason = f"{len(data)} bytes are no enrolment, which has at most {MAX_ENROLMENT_BYTES}"
-            raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
+            reason = f"an enrolment of {len(data)} bytes, at most {MAX_ENROLMENT_BYTES} are allowed"
+            raise CallEnded(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
         return data
 
     def _redeem(self, request: wire_pb2.EnrolRequest) -> tuple[bytes, EnrolledClient]:
         if len(request.name) > _MAX_NAME or len(request.token) > _MAX_TOKEN_BYTES:
-            raise EnrolmentRefused("the name or the token is too long for one of ours")
+            raise EnrolmentRefused("the name or the token is too long")
         proof = enrolment_bytes(request.token, request.csr_pem)
         if not verify(request.identity_key, request.identity_signature, proof):
-            raise EnrolmentRefused("the request is not signed by the identity key that it names")
+            raise EnrolmentRefused("the request is not signed by the identity key in it")
         made: list[bytes] = []
 
         def certify(client_id: ClientId) -> tuple[bytes, str, str]:
@@ -137,7 +137,7 @@ class Enrolments:
             )
         else:
             if newest_key(request.lineage) != request.identity_key:
-                raise EnrolmentRefused("the chain of identity keys ends in another than is named")
+                raise EnrolmentRefused("the chain of identity keys does not end in the key in it")
             client = self.registry.rotate(request.name, request.lineage, certify=certify)
         return made[-1], client
 
@@ -156,7 +156,9 @@ class Enrolments:
         return pem, certificate_fingerprint(pem), utc(expires_unix_s(pem))
 
 
-def _tell(client: EnrolledClient, before: EnrolledClient | None, *, has_same_keys: bool) -> None:
+def _log_enrolment(
+    client: EnrolledClient, before: EnrolledClient | None, *, has_same_keys: bool
+) -> None:
     """Log an enrolment, and warn if other clients will not trust its key."""
     num_rotations = Lineage.from_bytes(client.lineage).num_rotations
     event = "certificate_renewed" if has_same_keys else "enrolled"

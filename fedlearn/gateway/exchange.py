@@ -48,12 +48,12 @@ class Ruling:
     cause: str = ""
 
 
-def refusal(reason: str, cause: str) -> Ruling:
+def refuse(reason: str, cause: str) -> Ruling:
     """Return the verdict on a reply that breaks a rule."""
     return Ruling(Verdict.REFUSED, reason, cause)
 
 
-class Standing(Enum):
+class ReplyState(Enum):
     """The state of a reply that has no verdict yet."""
 
     OPEN = auto()  # it may be sent now
@@ -61,15 +61,15 @@ class Standing(Enum):
     UNKNOWN = auto()  # this process has not opened the question (again) yet
 
 
-def unusable(reason: str) -> Ruling:
+def refuse_unusable(reason: str) -> Ruling:
     """Return the verdict on a reply that was read but does not count."""
-    return refusal(reason, "unusable")
+    return refuse(reason, "unusable")
 
 
 ACCEPTED = Ruling(Verdict.ACCEPTED)
 LATE = Ruling(Verdict.LATE, "the exchange has closed without it")
 
-Judgement: TypeAlias = Ruling | Standing
+Judgement: TypeAlias = Ruling | ReplyState
 
 
 @dataclass
@@ -149,12 +149,12 @@ class QuestionState:
             participant.phase = ClientPhase.FAILED
         return client_id
 
-    def rulings(self) -> dict[ClientId, Ruling]:
+    def collect_rulings(self) -> dict[ClientId, Ruling]:
         """Return the verdicts so far."""
         found = {each: self.participants[each].ruling for each in self.logged[: self.num_consumed]}
         return {each: ruling for each, ruling in found.items() if ruling is not None}
 
-    def rest(self) -> tuple[list[ClientId], list[ClientId]]:
+    def split_unsettled(self) -> tuple[list[ClientId], list[ClientId]]:
         """Return the clients with unread replies, and those that have not answered.
 
         If the question closes now, the former are late.
@@ -166,10 +166,10 @@ class QuestionState:
         """Return the verdict on a reply of ``client_id``, or its state so far."""
         participant = self.participants.get(client_id)
         if participant is None:
-            return refusal("this client was not asked", "not_asked")
+            return refuse("this client was not asked", "not_asked")
         if not participant.is_taken:
-            return Standing.OPEN
-        return Standing.TAKEN if participant.ruling is None else participant.ruling
+            return ReplyState.OPEN
+        return ReplyState.TAKEN if participant.ruling is None else participant.ruling
 
 
 class ExchangeHistory:
@@ -198,13 +198,13 @@ class ExchangeHistory:
     def judge(self, key: TaskKey, client_id: ClientId) -> Judgement:
         """Return the verdict on a client's reply to a question that is not open."""
         if key.run_id != self.run_id:
-            return refusal("it belongs to another run", "other_run")
+            return refuse("it belongs to another run", "other_run")
         if key in self._past:
             return self._past[key].get(client_id, LATE)
         latest = self._latest.get(key.kind)
         if latest is not None and key.order < latest:
             return LATE
-        return Standing.UNKNOWN
+        return ReplyState.UNKNOWN
 
 
 @dataclass

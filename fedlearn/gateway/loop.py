@@ -26,7 +26,7 @@ class LoopThread:
 
     def ask(self, function: Callable[[], T]) -> T:
         """Call ``function`` on the loop and return its result."""
-        return self.call(_returned(function)).result()
+        return self.call(_call_async(function)).result()
 
     def call(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Run ``coroutine`` on the loop."""
@@ -42,5 +42,5 @@ class LoopThread:
             self._loop.run_forever()
 
 
-async def _returned(function: Callable[[], T]) -> T:
+async def _call_async(function: Callable[[], T]) -> T:
     return function()

@@ -192,5 +192,5 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     ),
 }
 
-#: The meaning of all measures that a run's configuration declares.
-OF_THE_RUN: Final = Meaning("gauge", "its own", "A metric that the run declares in [metrics].")
+#: The meaning of all metrics that a run's configuration declares.
+RUN_METRIC: Final = Meaning("gauge", "its own", "A metric that the run declares in [metrics].")

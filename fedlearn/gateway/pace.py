@@ -55,10 +55,10 @@ class Pace:
     Example:
         >>> from fedlearn.core.clock import VirtualClock
         >>> pace = Pace(VirtualClock(), share=0.5)
-        >>> pace.measured(cpu_s=0.4, num_check_ins=100)  # 4 ms each: 125 take half a core
+        >>> pace.record_cost(cpu_s=0.4, num_check_ins=100)  # 4 ms each: 125 take half a core
         >>> pace.rate_per_s
         125.0
-        >>> after_s = sorted(pace.after_s(1.0) for _ in range(1000))
+        >>> after_s = sorted(pace.book_return_s(1.0) for _ in range(1000))
         >>> 1.0 <= after_s[0] <= after_s[-1] < 15.0
         True
     """
@@ -92,7 +92,7 @@ class Pace:
         rate = {"check_in_rate": round(self.rate_per_s, 1)}
         return {**rate, "loop_late_seconds": round(self.late_s, 3), **cost}
 
-    def measured(self, *, cpu_s: float, num_check_ins: int) -> None:
+    def record_cost(self, *, cpu_s: float, num_check_ins: int) -> None:
         """Update the cost of a check-in with what happened since the last call.
 
         Args:
@@ -100,14 +100,14 @@ class Pace:
             num_check_ins: Number of check-ins.
         """
         before_s, self._measured_s = self._measured_s, self.clock.now_s()
-        kept = 0.5 ** ((self._measured_s - before_s) / _HALF_LIFE_S)
-        self._cpu_s = kept * self._cpu_s + cpu_s
-        self._num_check_ins = kept * self._num_check_ins + num_check_ins
+        decay = 0.5 ** ((self._measured_s - before_s) / _HALF_LIFE_S)
+        self._cpu_s = decay * self._cpu_s + cpu_s
+        self._num_check_ins = decay * self._num_check_ins + num_check_ins
         if self._num_check_ins >= _FEWEST:
             self.cost_s = self._cpu_s / self._num_check_ins
         self._set_rate()
 
-    def look(self, *, late_s: float) -> None:
+    def record_lateness(self, *, late_s: float) -> None:
         """Adjust the rate to how late the event loop is, in seconds."""
         self.late_s = late_s
         self._part *= _LESS if late_s > _LATE_S else _MORE
@@ -124,7 +124,7 @@ class Pace:
         """Return whether one more may check in now, and count it if so."""
         return self._bucket.has(now_s=self.clock.now_s())
 
-    def after_s(self, least_s: float, *, client_id: ClientId | None = None) -> float:
+    def book_return_s(self, least_s: float, *, client_id: ClientId | None = None) -> float:
         """Return the seconds after which a client should come back, at least ``least_s``.
 
         A client that comes before its time does not take a second place: it gets a new one, and

@@ -31,14 +31,14 @@ class ProcessorTime:
         self._seen_s = dict[int, float]()
         self._process_s = 0.0
         self.find_threads()
-        self.passed_s()
+        self.measure_s()
 
     def find_threads(self) -> None:
         """Look for threads that gRPC has started since; takes 0.1 ms or more."""
         named = self._tasks.glob("*/comm")
-        self._grpc = {int(each.parent.name) for each in named if _name(each) == _GRPC_THREAD}
+        self._grpc = {int(each.parent.name) for each in named if _read_name(each) == _GRPC_THREAD}
 
-    def passed_s(self) -> float:
+    def measure_s(self) -> float:
         """Return the processor time since the last call, or since creation."""
         threads_s = dict[int, float]()
         for thread in (self._loop, *self._grpc):
@@ -50,7 +50,7 @@ class ProcessorTime:
         return passed_s if self._grpc else self._process_s - before_s
 
 
-def _name(path: Path) -> str:
+def _read_name(path: Path) -> str:
     """Return a thread's name; empty if it has ended."""
     with suppress(OSError):
         return path.read_text().strip()

@@ -29,13 +29,13 @@ from fedlearn.errors import DeploymentError, ProtocolError, StoreError
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.channel import Check, GatewayChannel, Waiting
 from fedlearn.gateway.connections import (
+    CallEnded,
+    CallStatus,
     Context,
-    Ended,
-    Ending,
     ServerSession,
     Sessions,
-    counted,
-    parsed,
+    count_call,
+    parse_message,
     read,
     read_first,
 )
@@ -48,16 +48,16 @@ from fedlearn.gateway.exchange import (
     ClientPhase,
     ExchangeHistory,
     TokenBucket,
-    unusable,
+    refuse_unusable,
 )
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.open_files import max_open_files
 from fedlearn.gateway.pace import Pace
 from fedlearn.gateway.processor_time import ProcessorTime
 from fedlearn.gateway.settings import GatewaySettings
-from fedlearn.gateway.spool import GroupWriter, ended_exchanges
 from fedlearn.gateway.tasks import Exchanges
 from fedlearn.gateway.transfers import Transfers
+from fedlearn.gateway.upload_store import GroupWriter, read_exchange_logs
 from fedlearn.gateway.versions import Versions
 from fedlearn.identity.identity import certificate_fingerprint
 from fedlearn.identity.registry import EnrolledClient, Registry
@@ -86,7 +86,7 @@ _MAX_PEERS = 1 << 16  # remembered connections of known clients
 _MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
 _MAX_CALLS = 16  # unfinished calls of one client, over all its connections
 _MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
-_MAX_TOLD = 100  # clients that the status lists as set aside
+_MAX_LISTED = 100  # clients that the status lists as set aside
 _MAX_ENROLMENT_CONNECTIONS = 1000  # at once; any peer that reaches the port may hold one
 
 _log = structlog.get_logger(__name__)
@@ -97,7 +97,7 @@ class Gateway:
     """The gRPC server of a coordinator, on its own thread.
 
     Attributes:
-        spool_dir: Folder for requests and replies in transit; used by this run alone.
+        uploads_dir: Folder for requests and replies in transit; used by this run alone.
         authority: Issues and serves certificates; ``None``: plaintext on the loopback, where
             clients are trusted to give their own names, for tests and demonstrations.
         eligible: Whether a client may be sent tasks, judged by what it reports.
@@ -118,7 +118,7 @@ class Gateway:
     _: KW_ONLY
     registry: Registry
     run_id: str
-    spool_dir: Path
+    uploads_dir: Path
     authority: Authority | None
     eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
     is_leader: Callable[[], bool]
@@ -140,7 +140,7 @@ class Gateway:
         self._reported_s = self.clock.now_s()
         self._pace = self.pace or Pace(self.clock, share=_SHARE)
         self._num_measured = 0  # check-ins
-        self._enrolled = EnrolledClients(self.registry, self._enrolled_changed, self.clock)
+        self._enrolled = EnrolledClients(self.registry, self._apply_enrolments, self.clock)
         self._sessions = Sessions(
             settings=self.settings,
             admits=self.eligible,
@@ -159,18 +159,18 @@ class Gateway:
             StoreError: The upload store cannot be read.
         """
         history, is_recovering = ExchangeHistory(self.run_id), False
-        for name, ended in ended_exchanges(self.spool_dir / "replies", run_id=self.run_id):
-            if ended.closed is None:
+        for name, log in read_exchange_logs(self.uploads_dir / "replies", run_id=self.run_id):
+            if log.closed is None:
                 is_recovering = True
             else:
-                taken = ended.replies[: ended.closed.num_consumed]
+                taken = log.replies[: log.closed.num_consumed]
                 rulings = {each.client_id: ACCEPTED for each in taken}
-                for number, reason in ended.closed.refused.items():
-                    rulings[ClientId(int(number))] = unusable(reason)
+                for number, reason in log.closed.refused.items():
+                    rulings[ClientId(int(number))] = refuse_unusable(reason)
                 history.remember(TaskKey.of_folder(self.run_id, name), rulings)
         # A coordinator that no longer leads would delete the files of its successor.
         if self.is_leader():
-            shutil.rmtree(self.spool_dir / "passing", ignore_errors=True)
+            shutil.rmtree(self.uploads_dir / "passing", ignore_errors=True)
         self._loop = LoopThread("gateway")
         self._writer = GroupWriter(self._loop.post)
         self._files = ThreadPoolExecutor(4, thread_name_prefix="gateway-files")
@@ -193,7 +193,7 @@ class Gateway:
         self._transfers = Transfers(
             exchanges=self._exchanges,
             files=self._files,
-            objection=self._objection,
+            find_objection=self._find_objection,
             stall_timeout_s=self.settings.stall_timeout_s,
             chunk_bytes=wire.download_chunk_bytes(self.beat_s),
             counters=self.counters,
@@ -227,7 +227,7 @@ class Gateway:
             exchanges=self._exchanges,
             sessions=self._sessions,
             run_id=self.run_id,
-            folder=self.spool_dir,
+            folder=self.uploads_dir,
             recovery_grace_s=self.settings.recovery_grace_s,
             changed=self._changed,
             check=check,
@@ -235,23 +235,23 @@ class Gateway:
             clock=self.clock,
         )
 
-    def when_blind(self, tell: Callable[[StoreError], None]) -> None:
-        """Call ``tell`` if the task that polls the registry dies while the server is open."""
+    def on_polling_failure(self, report: Callable[[StoreError], None]) -> None:
+        """Call ``report`` if the task that polls the registry dies while the server is open."""
 
-        def ended(poll: asyncio.Task[None]) -> None:
+        def report_death(poll: asyncio.Task[None]) -> None:
             error = None if poll.cancelled() else poll.exception()
             if error is not None:
                 _log.error("poll_died", error=repr(error))
-                tell(
+                report(
                     StoreError(
-                        f"the gateway cannot read any more who is revoked ({type(error).__name__}, "
-                        "see the log); start the coordinator again"
+                        "the gateway can no longer read which clients are revoked "
+                        f"({type(error).__name__}, see the log); restart the coordinator"
                     )
                 )
 
-        self._loop.post(lambda: self._poll.add_done_callback(ended))
+        self._loop.post(lambda: self._poll.add_done_callback(report_death))
 
-    def want(self, num_clients: int) -> None:
+    def set_num_wanted(self, num_clients: int) -> None:
         """Let clients check in at any pace until ``num_clients`` are eligible for a round."""
         self._loop.post(partial(setattr, self._sessions, "num_wanted", num_clients))
 
@@ -259,28 +259,28 @@ class Gateway:
         """Return the connected clients and the state of the open exchange, as JSON values."""
         return self._loop.ask(self._status)
 
-    def names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
+    def find_names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
         """Return the names of clients; the name of a client that is not enrolled is empty."""
-        return self._loop.ask(lambda: {each: self._name(each) for each in client_ids})
+        return self._loop.ask(lambda: {each: self._find_name(each) for each in client_ids})
 
-    def _name(self, client_id: ClientId) -> str:
-        client = self._enrolled.by_id(client_id)
+    def _find_name(self, client_id: ClientId) -> str:
+        client = self._enrolled.find_by_id(client_id)
         return "" if client is None else client.name
 
     def _status(self) -> dict[str, object]:
-        set_aside = self._sessions.all_set_aside()
-        return self._exchanges.status(self._name) | {
+        set_aside = self._sessions.find_set_aside()
+        return self._exchanges.status(self._find_name) | {
             "connected": len(self._sessions),
-            "eligible": len(self._sessions.eligible()),
+            "eligible": len(self._sessions.find_eligible()),
             "set_aside": len(set_aside),
-            "other_version": self._sessions.versions.status(self._name),
+            "other_version": self._sessions.versions.status(self._find_name),
             **self._pace.values(),
-            "clients_set_aside": set_aside[:_MAX_TOLD],
+            "clients_set_aside": set_aside[:_MAX_LISTED],
         }
 
-    def client_ends(self) -> datetime | None:
+    def find_first_expiry(self) -> datetime | None:
         """Return the earliest expiry of an active client's certificate; ``None``: there is none."""
-        return self._loop.ask(self._enrolled.first_end)
+        return self._loop.ask(self._enrolled.find_first_expiry)
 
     def _end(self) -> None:
         self._writer.stop()
@@ -292,7 +292,7 @@ class Gateway:
     async def _serve(self) -> None:
         await self._enrolled.renew()
         settings = self.settings
-        num_connections, num_enrolling = _affordable(
+        num_connections, num_enrolling = _limit_connections(
             settings.max_connected + settings.max_handshakes,
             0 if settings.enrolment_address is None else _MAX_ENROLMENT_CONNECTIONS,
         )
@@ -356,7 +356,7 @@ class Gateway:
         """Create a server for ``address``; return the address with the port that was opened."""
         if self.authority is None and not is_loopback(address):
             raise DeploymentError(
-                f"without TLS the gateway opens on the loopback only, not on {address!r}; take "
+                f"without TLS the gateway listens on the loopback only, not on {address!r}; use "
                 "127.0.0.1, or run with certificates (without --insecure)"
             )
         server = grpc.aio.server(
@@ -370,13 +370,13 @@ class Gateway:
                 ("grpc.server.max_pending_requests", max_connections),
                 ("grpc.server.max_pending_requests_hard_limit", max_connections),
                 ("grpc.max_allowed_incoming_connections", max_connections),
-                ("grpc.max_connection_idle_ms", _ms(idle_s)),
-                ("grpc.server_handshake_timeout_ms", _ms(self.settings.handshake_timeout_s)),
-                ("grpc.keepalive_time_ms", _ms(2 * wire.KEEPALIVE_S)),
-                ("grpc.keepalive_timeout_ms", _ms(wire.KEEPALIVE_S)),
+                ("grpc.max_connection_idle_ms", _to_ms(idle_s)),
+                ("grpc.server_handshake_timeout_ms", _to_ms(self.settings.handshake_timeout_s)),
+                ("grpc.keepalive_time_ms", _to_ms(2 * wire.KEEPALIVE_S)),
+                ("grpc.keepalive_timeout_ms", _to_ms(wire.KEEPALIVE_S)),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
-                ("grpc.http2.min_ping_interval_without_data_ms", _ms(wire.KEEPALIVE_S / 2)),
+                ("grpc.http2.min_ping_interval_without_data_ms", _to_ms(wire.KEEPALIVE_S / 2)),
             ]
         )
         # On the wire all calls are streams. Handling them as streams lets this code read the first
@@ -392,16 +392,16 @@ class Gateway:
             if self.authority is None:
                 port = server.add_insecure_port(address)
             else:
-                credentials = self._credentials(self.authority, mutual=mutual)
+                credentials = self._build_credentials(self.authority, mutual=mutual)
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise DeploymentError(
-                f"cannot listen on {address}: another program has the port, or the host is not "
+                f"cannot listen on {address}: another program uses the port, or the host is not "
                 "this machine; choose another address"
             ) from error
         return f"{address.rpartition(':')[0]}:{port}"
 
-    def _credentials(self, authority: Authority, *, mutual: bool) -> grpc.ServerCredentials:
+    def _build_credentials(self, authority: Authority, *, mutual: bool) -> grpc.ServerCredentials:
         """Return credentials that are looked up for every connection, since certificates renew."""
         served = authority.server_certificate()
 
@@ -437,7 +437,7 @@ class Gateway:
         self._exchanges.abandon()
         for session in self._sessions.all():
             self._sessions.send_away(session, reason, after_s=_SOON_S)
-        if not self._enrolled.is_away:  # otherwise this would wait for a database
+        if not self._enrolled.is_unreachable:  # otherwise this would wait for a database
             await self._contacts.keep()
         stopping = [asyncio.create_task(each.stop(grace_s)) for each in self._servers]
         # For calls of a client that vanished, gRPC waits longer than the grace period: until the
@@ -448,26 +448,26 @@ class Gateway:
 
     async def _keep_polling(self) -> None:
         while True:
-            await self._look_at_pace()
+            await self._update_pace()
             await self._enrolled.renew()
-            self._exchanges.tell_untold()
-            self._cut_strangers()
+            self._exchanges.send_pending_verdicts()
+            self._end_revoked_sessions()
             self._report()
             await self._contacts.keep()
 
-    async def _look_at_pace(self) -> None:
+    async def _update_pace(self) -> None:
         """Wait until the next poll; measure the cost of check-ins and how late the loop is."""
         began_s = self.clock.now_s()
         await asyncio.sleep(_POLL_S)
         late_s = max(0.0, self.clock.now_s() - began_s - _POLL_S)
         self._processor_time.find_threads()
         self._measure()
-        self._pace.look(late_s=late_s)
+        self._pace.record_lateness(late_s=late_s)
 
     def _measure(self) -> None:
         before, self._num_measured = self._num_measured, self.counters.check_ins
-        cpu_s = self._processor_time.passed_s()
-        self._pace.measured(cpu_s=cpu_s, num_check_ins=self._num_measured - before)
+        cpu_s = self._processor_time.measure_s()
+        self._pace.record_cost(cpu_s=cpu_s, num_check_ins=self._num_measured - before)
 
     def _report(self) -> None:
         """Log every 10 s which peers were not let in: nothing else reports them."""
@@ -493,28 +493,28 @@ class Gateway:
             _log.warning("refused", cause=cause, num_calls=num_calls, last_peer=last_peer)
         self._refusals.clear()
 
-    def _enrolled_changed(self) -> None:
-        self._cut_strangers()
+    def _apply_enrolments(self) -> None:
+        self._end_revoked_sessions()
         for session in self._sessions.all():
-            session.client = self._enrolled.by_id(session.client.client_id) or session.client
+            session.client = self._enrolled.find_by_id(session.client.client_id) or session.client
             self._sessions.reconsider(session, session.eligibility)
 
-    def _cut_strangers(self) -> None:
+    def _end_revoked_sessions(self) -> None:
         """End the sessions of clients that are no longer admitted."""
         for session in self._sessions.all():
-            if (objection := self._objection(session.client)) is None:
+            if (objection := self._find_objection(session.client)) is None:
                 continue
             reason, _ = objection
             client = session.client
             _log.warning(
                 "session_ended", client_id=client.client_id, name=client.name, reason=reason
             )
-            session.cut(Ending(grpc.StatusCode.UNAUTHENTICATED, reason))
+            session.cut(CallStatus(grpc.StatusCode.UNAUTHENTICATED, reason))
             self._leave(session)
 
-    def _objection(self, client: EnrolledClient) -> tuple[str, str] | None:
+    def _find_objection(self, client: EnrolledClient) -> tuple[str, str] | None:
         """Return why a known client is no longer admitted, with one word to count it by."""
-        now = self._enrolled.by_id(client.client_id)
+        now = self._enrolled.find_by_id(client.client_id)
         if now is None or now.status != "active":
             return "this client was revoked", "revoked"
         if now.fingerprint != client.fingerprint:
@@ -539,34 +539,34 @@ class Gateway:
         A call lasts until the client has read its end: one that does not read keeps its calls
         open, and counted, as long as it is connected.
         """
-        async with self._told(context):
-            client = await self._authenticated(context)
-            with counted(self._calls, client.client_id, at_most=_MAX_CALLS, what="calls"):
-                async with self._told(context, client=client):
+        async with self._report_ending(context):
+            client = await self._authenticate(context)
+            with count_call(self._calls, client.client_id, at_most=_MAX_CALLS, what="calls"):
+                async with self._report_ending(context, client=client):
                     await serve(client, context)
 
     async def _serve_anyone(
         self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
     ) -> None:
-        async with self._told(context):
+        async with self._report_ending(context):
             await serve(context)
 
     async def _serve_invited(
         self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
     ) -> None:
         """Serve a client that need not be enrolled; count its connection as known afterwards."""
-        async with self._told(context):
+        async with self._report_ending(context):
             await serve(context)
             self._count_peer(context.peer())
 
     @asynccontextmanager
-    async def _told(
+    async def _report_ending(
         self, context: Context, *, client: EnrolledClient | None = None
     ) -> AsyncIterator[None]:
-        """Tell the peer why its call ends early, and count refusals."""
+        """Send the peer the reason if its call ends early, and count refusals."""
         try:
             yield
-        except Ended as ended:
+        except CallEnded as ended:
             code, reason, cause = ended.ending
             who = ended.client if client is None else client
             if cause:
@@ -576,7 +576,7 @@ class Gateway:
             try:
                 if code in _NOT_NOW:
                     client_id = None if who is None else who.client_id
-                    after_s = self._pace.after_s(_SOON_S, client_id=client_id)
+                    after_s = self._pace.book_return_s(_SOON_S, client_id=client_id)
                     context.set_trailing_metadata(((wire.COME_BACK_METADATA, f"{after_s:.3f}"),))
                 await context.abort(code, reason)
             except grpc.aio.InternalError as error:
@@ -587,15 +587,15 @@ class Gateway:
 
     async def _serve_session(self, client: EnrolledClient, context: Context) -> None:
         if not self.is_leader():
-            reason = "this coordinator stands by; try another address"
-            raise Ended(grpc.StatusCode.UNAVAILABLE, reason)
+            reason = "this coordinator is on standby; try another address"
+            raise CallEnded(grpc.StatusCode.UNAVAILABLE, reason)
         self.counters.check_ins += 1
         if self.counters.check_ins - self._num_measured >= _MANY:
             self._measure()
         if not self._sessions.may_check_in(client.client_id):
             self.counters.paced += 1
-            raise Ended(grpc.StatusCode.UNAVAILABLE, "too many clients come at once")
-        hello = await self._hello(client, context)
+            raise CallEnded(grpc.StatusCode.UNAVAILABLE, "too many clients are connecting")
+        hello = await self._read_hello(client, context)
         session = ServerSession(client, hello, since_s=self.clock.now_s())
         welcome = wire_pb2.Welcome(
             protocol=hello.protocol,
@@ -607,12 +607,12 @@ class Gateway:
             addresses=self.public_addresses,
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
-        self._exchanges.answer_held(session)  # even if there is no room for the session
+        self._exchanges.send_missed_verdicts(session)  # even if there is no room for the session
         if self._sessions.enter(session):
             self._exchanges.greet(session)
         await self._converse(session, context)
         if session.ending is not None and session.ending.code is not grpc.StatusCode.OK:
-            raise Ended(*session.ending)
+            raise CallEnded(*session.ending)
 
     def _beat_s(self, protocol: int) -> float:
         """Return the seconds between beats; clients of protocol 2 do not understand them."""
@@ -637,7 +637,7 @@ class Gateway:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._leave(session)
-            session.finish(Ending(grpc.StatusCode.OK, "the client has left"))
+            session.finish(CallStatus(grpc.StatusCode.OK, "the client has left"))
             # gRPC cannot end a call while a message is being sent.
             await asyncio.wait({writing}, timeout=_LAST_WORD_S)
         finally:
@@ -651,7 +651,7 @@ class Gateway:
     def _leave(self, session: ServerSession) -> None:
         self._sessions.leave(session)
         if self._sessions.find(session.client.client_id) is None:
-            self._exchanges.moved(session.client.client_id, ClientPhase.GONE)
+            self._exchanges.set_phase(session.client.client_id, ClientPhase.GONE)
 
     async def _listen(self, session: ServerSession, context: Context) -> None:
         bucket = TokenBucket(self.settings.max_messages_per_s, self.clock.now_s())
@@ -663,56 +663,60 @@ class Gateway:
                 self.counters.throttled += 1
                 await asyncio.sleep(wait_s)
             try:
-                self._hear(session, _parsed(data))
-            except Ended as ended:
+                self._handle_message(session, _parse_from_client(data))
+            except CallEnded as ended:
                 session.cut(ended.ending)
                 return
 
-    def _hear(self, session: ServerSession, message: wire_pb2.FromClient) -> None:
+    def _handle_message(self, session: ServerSession, message: wire_pb2.FromClient) -> None:
         match message.WhichOneof("what"):
             case "result":
-                self._exchanges.result(session, message.result)
+                self._exchanges.receive_result(session, message.result)
             case "progress":
-                self._exchanges.progressed(session, message.progress)
+                self._exchanges.record_progress(session, message.progress)
             case "eligibility":
                 self._sessions.reconsider(session, message.eligibility)
             case _:  # a second hello, or a message of a later version
                 self.counters.refused["unexpected"] += 1
 
-    async def _hello(self, client: EnrolledClient, context: Context) -> wire_pb2.Hello:
-        message = _parsed(await read_first(context, timeout_s=self.settings.handshake_timeout_s))
+    async def _read_hello(self, client: EnrolledClient, context: Context) -> wire_pb2.Hello:
+        message = _parse_from_client(
+            await read_first(context, timeout_s=self.settings.handshake_timeout_s)
+        )
         if message.WhichOneof("what") != "hello":
-            reason = "a session begins with hello"
-            raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "handshake")
-        if reason := self._sessions.versions.objection(client.client_id, message.hello):
-            raise Ended(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol")
+            reason = "a session must start with hello"
+            raise CallEnded(grpc.StatusCode.INVALID_ARGUMENT, reason, "handshake")
+        if reason := self._sessions.versions.find_objection(client.client_id, message.hello):
+            raise CallEnded(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol")
         return message.hello
 
-    async def _authenticated(self, context: Context) -> EnrolledClient:
+    async def _authenticate(self, context: Context) -> EnrolledClient:
         """Identify the client that calls by its certificate.
 
         Raises:
-            Ended: It is unknown, or is no longer admitted.
+            CallEnded: It is unknown, or is no longer admitted.
         """
-        client = await self._recognised(context)
-        if client is None and self._enrolled.is_away:
+        client = await self._find_client(context)
+        if client is None and self._enrolled.is_unreachable:
             reason = "the coordinator cannot look up new clients now; try again"
-            raise Ended(grpc.StatusCode.UNAVAILABLE, reason, "registry")
+            raise CallEnded(grpc.StatusCode.UNAVAILABLE, reason, "registry")
         if client is None:
             reason = "this client is not enrolled"
-            raise Ended(grpc.StatusCode.UNAUTHENTICATED, reason, "unknown")
-        objection = self._objection(client)
+            raise CallEnded(grpc.StatusCode.UNAUTHENTICATED, reason, "unknown")
+        objection = self._find_objection(client)
         if objection is not None:  # its certificate may have expired since it connected
-            raise Ended(grpc.StatusCode.UNAUTHENTICATED, *objection, client=client)
+            raise CallEnded(grpc.StatusCode.UNAUTHENTICATED, *objection, client=client)
         return client
 
-    async def _recognised(self, context: Context) -> EnrolledClient | None:
+    async def _find_client(self, context: Context) -> EnrolledClient | None:
         if self.authority is None:
             name = dict(context.invocation_metadata() or ()).get(NAME_METADATA, "")
-            return await self._enrolled.by_name(str(name))
+            return await self._enrolled.find_by_name(str(name))
         for certificate in context.auth_context().get("x509_pem_cert", ()):
             try:
-                client = await self._enrolled.by_fingerprint(certificate_fingerprint(certificate))
+                client = await self._enrolled.find_by_fingerprint(
+                    certificate_fingerprint(certificate)
+                )
             except ProtocolError:
                 return None
             if client is not None:
@@ -729,17 +733,17 @@ class Gateway:
                 del self._peers[next(iter(self._peers))]
 
 
-def _parsed(data: bytes) -> wire_pb2.FromClient:
+def _parse_from_client(data: bytes) -> wire_pb2.FromClient:
     """Parse a message of a session; only a reply may be large."""
-    message = parsed(wire_pb2.FromClient, data)
+    message = parse_message(wire_pb2.FromClient, data)
     kind = message.WhichOneof("what")
     if kind != "result" and len(data) > _MAX_SMALL_BYTES:
-        reason = f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} make sense"
-        raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
+        reason = f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} are allowed"
+        raise CallEnded(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
     return message
 
 
-def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:
+def _limit_connections(num_connections: int, num_enrolling: int) -> tuple[int, int]:
     """Return the limits on open connections: of clients, and to the enrolment port.
 
     Together they take at most half of the files that the process may open, and enrolment at most
@@ -753,5 +757,5 @@ def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:
     return min(num_connections, max_files // 2 - enrolling), enrolling
 
 
-def _ms(seconds: float) -> int:
+def _to_ms(seconds: float) -> int:
     return max(1, round(1000.0 * seconds))

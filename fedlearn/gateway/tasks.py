@@ -1,6 +1,6 @@
 """The open exchange: sends tasks, receives replies and sends receipts, on the server's event loop.
 
-Each time an exchange asks clients, that is a question with its own key and log.
+Each time an exchange asks clients, that is one question, with its own key and log.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import structlog
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
-from fedlearn.gateway.connections import Ended, Ending, ServerSession, Sessions
+from fedlearn.gateway.connections import CallEnded, CallStatus, ServerSession, Sessions
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.exchange import (
     LATE,
@@ -26,13 +26,13 @@ from fedlearn.gateway.exchange import (
     ExchangeHistory,
     Judgement,
     QuestionState,
+    ReplyState,
     Ruling,
-    Standing,
     Verdict,
-    refusal,
+    refuse,
 )
-from fedlearn.gateway.spool import (
-    Closed,
+from fedlearn.gateway.upload_store import (
+    ClosingRecord,
     Draft,
     GroupWriter,
     LoggedReply,
@@ -49,17 +49,17 @@ from fedlearn.transport.content import DIGEST_BYTES, TaskKey, digest_of, signed_
 _INLINE_TOTAL_BYTES = 256 << 20
 _MIN_INLINE_BYTES = 16 << 10
 
-NOT_STORED = Ending(
+NOT_STORED = CallStatus(
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     "the coordinator cannot store this reply now (its disk is full or broken); try again",
 )
 #: Ends uploads to an exchange that will be opened again, in most cases by another process.
-PUT_ASIDE = Ending(
+NOT_OPEN = CallStatus(
     grpc.StatusCode.UNAVAILABLE, "no such exchange is open (any more, or yet); try again later"
 )
-SUPERSEDED = Ending(grpc.StatusCode.ABORTED, "this client has begun another upload")
-_NO_VERDICT = Ending(grpc.StatusCode.UNAVAILABLE, "no verdict can be given now; try again")
-WRONG_DIGEST = refusal("the bytes do not have the digest that was signed", "digest")
+SUPERSEDED = CallStatus(grpc.StatusCode.ABORTED, "this client has started another upload")
+_NO_VERDICT = CallStatus(grpc.StatusCode.UNAVAILABLE, "no verdict can be given now; try again")
+WRONG_DIGEST = refuse("the bytes do not have the digest that was signed", "digest")
 
 _PHASES = {
     wire_pb2.Progress.DOWNLOADING: ClientPhase.DOWNLOADING,
@@ -70,7 +70,7 @@ _PHASES = {
 _log = structlog.get_logger(__name__)
 
 #: The future outcome of a received upload: its verdict, or why there is none yet.
-Waiter: TypeAlias = asyncio.Future[Ruling | Ending]
+Waiter: TypeAlias = asyncio.Future[Ruling | CallStatus]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class LiveQuestion:
     started_s: float
     deadline_s: float
 
-    def offer_to(self, client_id: ClientId) -> Offer:
+    def find_offer(self, client_id: ClientId) -> Offer:
         """Return the request for a participating client."""
         return self.offers[self.state.participants[client_id].offer]
 
@@ -152,11 +152,13 @@ class Exchanges:
     is_recovering: bool
     num_unlogged: int = 0
     _live: dict[TaskKey, LiveQuestion] = field(default_factory=dict)
-    _asked: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # the last question
+    _questions: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # the last question
     _waiters: dict[tuple[TaskKey, ClientId], Waiter] = field(default_factory=dict)
-    _untold: dict[tuple[TaskKey, ClientId], Ruling] = field(default_factory=dict)
-    _called_off: dict[ClientId, TaskKey] = field(default_factory=dict)  # for their return
-    _ahead: dict[ClientId, tuple[TaskKey, Offer]] = field(default_factory=dict)  # last sent ahead
+    _pending_verdicts: dict[tuple[TaskKey, ClientId], Ruling] = field(default_factory=dict)
+    _cancelled: dict[ClientId, TaskKey] = field(default_factory=dict)  # for their return
+    _prefetches: dict[ClientId, tuple[TaskKey, Offer]] = field(
+        default_factory=dict
+    )  # last sent ahead
     _closing: set[TaskKey] = field(default_factory=set)  # until their end is durable
     _late_to: dict[ClientId, TaskKey] = field(default_factory=dict)  # the last late reply counted
 
@@ -166,7 +168,7 @@ class Exchanges:
         """Send tasks to all participants; replies that an earlier process logged count already."""
         now_s = self.clock.now_s()
         self._live[live.state.key] = live
-        self._asked |= dict.fromkeys(live.state.participants, live)
+        self._questions |= dict.fromkeys(live.state.participants, live)
         self.is_recovering = False
         self.history.open(live.state.key)
         for reply in live.log.replies:
@@ -176,26 +178,26 @@ class Exchanges:
             return  # its replies only have to be read again
         alike = dict[bytes, bytes]()  # by the request's digest: encoded once for all
         for client_id, participant in live.state.participants.items():
-            self._called_off.pop(client_id, None)
+            self._cancelled.pop(client_id, None)
             session = self.sessions.find(client_id)
             if participant.is_taken or session is None:
                 continue
-            offer = live.offer_to(client_id).for_protocol(session.protocol)
+            offer = live.find_offer(client_id).for_protocol(session.protocol)
             if personal := live.personal.get(client_id, b""):
-                message = self._task(live, offer, personal)
+                message = self._encode_task(live, offer, personal)
             else:
                 if offer.digest not in alike:
-                    alike[offer.digest] = self._task(live, offer, b"")
+                    alike[offer.digest] = self._encode_task(live, offer, b"")
                 message = alike[offer.digest]
             if self.sessions.push(client_id, message):
                 live.state.move(client_id, ClientPhase.CONNECTED, now_s=now_s)
         for session in self.sessions.all():
-            self.answer_held(session)
+            self.send_missed_verdicts(session)
 
-    def send_ahead(
+    def send_prefetch(
         self, key: TaskKey, offer: Offer, client_ids: Sequence[ClientId], last_round_num: int
     ) -> None:
-        """Announce a request to clients that are not asked yet, if they can use it."""
+        """Announce a request to clients that have no task yet, if they support prefetching."""
         alike = dict[bytes, bytes]()
         for client_id in client_ids:
             session = self.sessions.find(client_id)
@@ -203,11 +205,11 @@ class Exchanges:
                 continue
             own = offer.for_protocol(session.protocol)
             if own.digest not in alike:
-                alike[own.digest] = self._task_ahead(key, own, last_round_num)
-            self._ahead[client_id] = key, own
+                alike[own.digest] = self._encode_prefetch(key, own, last_round_num)
+            self._prefetches[client_id] = key, own
             self.counters.sent_ahead += self.sessions.push(client_id, alike[own.digest])
 
-    def _task_ahead(self, key: TaskKey, offer: Offer, last_round_num: int) -> bytes:
+    def _encode_prefetch(self, key: TaskKey, offer: Offer, last_round_num: int) -> bytes:
         task = wire_pb2.Task(
             key=key.message(),
             digest=offer.digest,
@@ -216,20 +218,20 @@ class Exchanges:
             max_inline_bytes=self._max_inline_bytes(),
             last_round_num=last_round_num,
         )
-        _name_constants(task, offer)
+        _add_constants(task, offer)
         return wire_pb2.FromCoordinator(ahead=task).SerializeToString()
 
-    def call_ahead_off(self) -> None:
-        """Cancel all requests that were sent ahead."""
-        for client_id, (key, _) in self._ahead.items():
-            self.sessions.push(client_id, _cancel(key, "no more rounds are open"))
-        self._ahead.clear()
+    def cancel_prefetches(self) -> None:
+        """Cancel all announced requests."""
+        for client_id, (key, _) in self._prefetches.items():
+            self.sessions.push(client_id, _encode_cancel(key, "no more rounds are open"))
+        self._prefetches.clear()
 
-    def found_no_space(self) -> None:
+    def count_disk_full(self) -> None:
         """Count an attempt to open an exchange that failed because the disk was full."""
         self.counters.disk_full += 1
 
-    def consumed(self, live: LiveQuestion, ruling: Ruling, *, failed: bool) -> None:
+    def deliver_verdict(self, live: LiveQuestion, ruling: Ruling, *, failed: bool) -> None:
         """Send the verdict on the next reply; ``failed``: it reports that its client failed."""
         client_id = live.state.consume(ruling=ruling, failed=failed)
         if ruling.verdict is Verdict.ACCEPTED:
@@ -243,20 +245,22 @@ class Exchanges:
         if not self._leave(live):
             return  # the server has stopped, and the exchange will be opened again
         key, state = live.state.key, live.state
-        late, silent = state.rest()
-        rulings = state.rulings()
+        late, silent = state.split_unsettled()
+        rulings = state.collect_rulings()
         self.history.remember(key, rulings)
         self._closing.add(key)
         refused = {str(each): ruling.reason for each, ruling in rulings.items() if ruling.reason}
-        closed = Closed(num_consumed=state.num_consumed, by_itself=by_itself, refused=refused)
+        closed = ClosingRecord(
+            num_consumed=state.num_consumed, by_itself=by_itself, refused=refused
+        )
         reason = reason or ("the round has closed" if by_itself else "the round has enough replies")
-        tell = partial(self._closed, key, late=late, silent=silent, reason=reason)
-        self.writer.put(live.log, closed, tell)
+        report = partial(self._on_closed, key, late=late, silent=silent, reason=reason)
+        self.writer.put(live.log, closed, report)
 
-    def committed(self, before_round: int) -> None:
+    def release_verdicts(self, before_round: int) -> None:
         """Send the verdicts that waited for the commit of rounds before ``before_round``."""
         self._closing = {key for key in self._closing if key.round_num >= before_round}
-        self.tell_untold()
+        self.send_pending_verdicts()
 
     def suspend(self, live: LiveQuestion) -> None:
         """Stop the exchange as a crash would: it resumes when it is opened again."""
@@ -264,8 +268,8 @@ class Exchanges:
             return
         for key, client_id in list(self._waiters):
             if key == live.state.key:
-                self._answer(key, client_id, PUT_ASIDE)
-        self.writer.put(live.log, None, partial(_log_closed, live.state.key))
+                self._answer(key, client_id, NOT_OPEN)
+        self.writer.put(live.log, None, partial(_log_close_error, live.state.key))
 
     def abandon(self) -> None:
         """Suspend all open questions because the server stops."""
@@ -274,94 +278,94 @@ class Exchanges:
 
     # Clients.
 
-    def answer_held(self, session: ServerSession) -> None:
+    def send_missed_verdicts(self, session: ServerSession) -> None:
         """Send the verdicts on the replies that a client holds; keep those that are unknown."""
         unknown = []
         for key in session.held:
             judgement = self._judge(TaskKey.of(key), session.client.client_id)
             if isinstance(judgement, Ruling):
-                self._tell(TaskKey.of(key), session, judgement)
-            elif judgement is Standing.UNKNOWN:
+                self._send_verdict(TaskKey.of(key), session, judgement)
+            elif judgement is ReplyState.UNKNOWN:
                 unknown.append(key)
         session.held = tuple(unknown)
 
     def greet(self, session: ServerSession) -> None:
         """Send a client that has just connected the messages that it missed."""
         client_id = session.client.client_id
-        live = self._asked.get(client_id)
-        if client_id in self._called_off:
-            session.push(_cancel(self._called_off.pop(client_id), "the round has closed"))
+        live = self._questions.get(client_id)
+        if client_id in self._cancelled:
+            session.push(_encode_cancel(self._cancelled.pop(client_id), "the round has closed"))
         if live is not None and live.state.is_awaited(client_id):
             personal = live.personal.get(client_id, b"")
-            offer = live.offer_to(client_id).for_protocol(session.protocol)
-            session.push(self._task(live, offer, personal))
-            self.moved(client_id, ClientPhase.CONNECTED)
+            offer = live.find_offer(client_id).for_protocol(session.protocol)
+            session.push(self._encode_task(live, offer, personal))
+            self.set_phase(client_id, ClientPhase.CONNECTED)
 
     def is_needed(self, client_id: ClientId) -> bool:
         """Whether the open exchange waits for this client."""
-        live = self._asked.get(client_id)
+        live = self._questions.get(client_id)
         return self.is_recovering or (live is not None and live.state.is_awaited(client_id))
 
-    def progressed(self, session: ServerSession, progress: wire_pb2.Progress) -> None:
+    def record_progress(self, session: ServerSession, progress: wire_pb2.Progress) -> None:
         """Record the progress that a client reports."""
         live, phase = self._live.get(TaskKey.of(progress.key)), _PHASES.get(progress.phase)
         if live is not None and phase is not None:
             live.state.move(session.client.client_id, phase, now_s=self.clock.now_s())
 
-    def moved(self, client_id: ClientId, phase: ClientPhase) -> None:
+    def set_phase(self, client_id: ClientId, phase: ClientPhase) -> None:
         """Set the phase of a client."""
-        live = self._asked.get(client_id)
+        live = self._questions.get(client_id)
         if live is not None:
             live.state.move(client_id, phase, now_s=self.clock.now_s())
 
-    def offer_to(self, client_id: ClientId, digest: bytes) -> Offer | None:
-        """Return the offer with this digest if it was sent to this client, also ahead."""
-        live = self._asked.get(client_id)
-        _, ahead = self._ahead.get(client_id, (None, None))
-        asked = None if live is None else live.offer_to(client_id)
-        offers = [each for offer in (asked, ahead) if offer is not None for each in offer.files]
+    def find_offer(self, client_id: ClientId, digest: bytes) -> Offer | None:
+        """Return the offer with this digest if it was sent or announced to this client."""
+        live = self._questions.get(client_id)
+        _, prefetch = self._prefetches.get(client_id, (None, None))
+        asked = None if live is None else live.find_offer(client_id)
+        offers = [each for offer in (asked, prefetch) if offer is not None for each in offer.files]
         return next((each for each in offers if each.digest == digest), None)
 
-    def is_asked(self, client_id: ClientId, offer: Offer) -> bool:
+    def is_pending_task(self, client_id: ClientId, offer: Offer) -> bool:
         """Return whether a client is being asked this request now."""
-        live = self._asked.get(client_id)
+        live = self._questions.get(client_id)
         if live is None:
             return False
-        asked = live.offer_to(client_id)
+        asked = live.find_offer(client_id)
         return offer.digest in {each.digest for each in (asked, asked.older) if each is not None}
 
     def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
         """Judge a reply by its envelope alone, before its bytes come; a refusal is counted."""
         key = TaskKey.of(envelope.key)
         judgement = self._judge(key, client.client_id)
-        if judgement is Standing.OPEN:
+        if judgement is ReplyState.OPEN:
             judgement = self._check(client, envelope)
         if judgement is LATE:
             self._count_late(key, client.client_id)
         elif isinstance(judgement, Ruling) and judgement.verdict is Verdict.REFUSED:
-            self.refused(client, judgement)
+            self.count_refusal(client, judgement)
         return judgement
 
-    def refused(self, client: EnrolledClient, ruling: Ruling) -> None:
+    def count_refusal(self, client: EnrolledClient, ruling: Ruling) -> None:
         """Count and log a refused reply."""
         self.counters.refused[ruling.cause] += 1
         _log.warning(
             "reply_refused", client_id=client.client_id, name=client.name, reason=ruling.reason
         )
 
-    def result(self, session: ServerSession, result: wire_pb2.Result) -> None:
+    def receive_result(self, session: ServerSession, result: wire_pb2.Result) -> None:
         """Receive a small reply."""
         client, envelope = session.client, result.envelope
         judgement = self.admit(client, envelope)
-        if judgement is Standing.OPEN and (mismatch := _mismatch(envelope, result.data)):
-            self.refused(client, mismatch)
+        if judgement is ReplyState.OPEN and (mismatch := _find_mismatch(envelope, result.data)):
+            self.count_refusal(client, mismatch)
             judgement = mismatch
         if isinstance(judgement, Ruling):
-            self._tell(TaskKey.of(envelope.key), session, judgement)
-        elif judgement is Standing.OPEN:
-            self.take(client.client_id, envelope, result.data)
+            self._send_verdict(TaskKey.of(envelope.key), session, judgement)
+        elif judgement is ReplyState.OPEN:
+            self.log_reply(client.client_id, envelope, result.data)
 
-    def take(
+    def log_reply(
         self, client_id: ClientId, envelope: wire_pb2.Envelope, data: bytes | PartialUpload
     ) -> None:
         """Log the verified reply of an awaited client; its verdict follows later."""
@@ -370,9 +374,9 @@ class Exchanges:
         self.num_unlogged += 1
         elapsed_s = self.clock.now_s() - live.started_s
         reply = LoggedReply(client_id, elapsed_s, envelope.digest, envelope.num_bytes)
-        self.writer.put(live.log, Draft(reply, data), partial(self._logged, live, client_id))
+        self.writer.put(live.log, Draft(reply, data), partial(self._on_logged, live, client_id))
 
-    async def verdict(
+    async def wait_for_verdict(
         self,
         client_id: ClientId,
         envelope: wire_pb2.Envelope,
@@ -385,17 +389,17 @@ class Exchanges:
         A verdict that is known already but not final yet is waited for at most ``wait_s``.
 
         Raises:
-            Ended: There is no verdict, or not in time, or the client asks in another call.
+            CallEnded: There is no verdict, or not in time, or the client asks in another call.
         """
         key, timeout_s = TaskKey.of(envelope.key), None
-        if judgement is Standing.UNKNOWN:
-            raise Ended(*PUT_ASIDE)
+        if judgement is ReplyState.UNKNOWN:
+            raise CallEnded(*NOT_OPEN)
         if isinstance(judgement, Ruling):
-            if self._may_tell(key, judgement):
+            if self._is_final(key, judgement):
                 return judgement
             if not self.is_leader():
-                raise Ended(*_NO_VERDICT)
-            self._untold[key, client_id], timeout_s = judgement, wait_s
+                raise CallEnded(*_NO_VERDICT)
+            self._pending_verdicts[key, client_id], timeout_s = judgement, wait_s
         self._answer(key, client_id, SUPERSEDED)
         waiter: Waiter = asyncio.get_running_loop().create_future()
         self._waiters[key, client_id] = waiter
@@ -403,23 +407,23 @@ class Exchanges:
             async with asyncio.timeout(timeout_s):
                 outcome = await waiter
         except TimeoutError as error:
-            raise Ended(*_NO_VERDICT) from error
+            raise CallEnded(*_NO_VERDICT) from error
         finally:
             if self._waiters.get((key, client_id)) is waiter:
                 del self._waiters[key, client_id]
-        if isinstance(outcome, Ending):
-            raise Ended(*outcome)
+        if isinstance(outcome, CallStatus):
+            raise CallEnded(*outcome)
         return outcome
 
-    def folder(self, key: TaskKey) -> Path:
+    def find_folder(self, key: TaskKey) -> Path:
         """Return the folder of a question that is open."""
         return self._live[key].log.folder
 
-    def tell_untold(self) -> None:
+    def send_pending_verdicts(self) -> None:
         """Send the verdicts that were not final before: not durable, or not the leader's."""
-        if self._untold and self.is_leader():
-            untold, self._untold = self._untold, {}
-            for (key, client_id), ruling in untold.items():
+        if self._pending_verdicts and self.is_leader():
+            pending, self._pending_verdicts = self._pending_verdicts, {}
+            for (key, client_id), ruling in pending.items():
                 self._settle(key, client_id, ruling)
 
     def status(self, name: Callable[[ClientId], str]) -> dict[str, object]:
@@ -428,7 +432,8 @@ class Exchanges:
             return {"exchange": None, "clients": {}}
         live, now_s = next(reversed(self._live.values())), self.clock.now_s()
         asked = {
-            client_id: each.state.participants[client_id] for client_id, each in self._asked.items()
+            client_id: each.state.participants[client_id]
+            for client_id, each in self._questions.items()
         }
         clients = {
             str(client_id): {
@@ -452,17 +457,17 @@ class Exchanges:
         return live.state.judge(client_id)
 
     def _check(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
-        most = self._live[TaskKey.of(envelope.key)].offer_to(client.client_id).max_reply_bytes
+        most = self._live[TaskKey.of(envelope.key)].find_offer(client.client_id).max_reply_bytes
         if len(envelope.digest) != DIGEST_BYTES:
-            return refusal(f"{len(envelope.digest)} bytes are no digest", "digest")
+            return refuse(f"{len(envelope.digest)} bytes are not a digest", "digest")
         if envelope.num_bytes > most:
-            return refusal(f"{envelope.num_bytes} bytes, at most {most} make sense", "size")
+            return refuse(f"{envelope.num_bytes} bytes, at most {most} are allowed", "size")
         signed = signed_bytes(envelope.key, client_id=client.client_id, digest=envelope.digest)
         if not verify(client.identity_key, envelope.signature, signed):
-            return refusal("the signature is not of this client's identity key", "signature")
-        return Standing.OPEN
+            return refuse("the signature is not by this client's identity key", "signature")
+        return ReplyState.OPEN
 
-    def _logged(self, live: LiveQuestion, client_id: ClientId, outcome: WriteResult) -> None:
+    def _on_logged(self, live: LiveQuestion, client_id: ClientId, outcome: WriteResult) -> None:
         key = live.state.key
         self.num_unlogged -= 1
         if isinstance(outcome, LoggedReply):
@@ -471,16 +476,16 @@ class Exchanges:
             if self._live.get(key) is live:
                 live.arrivals.put((live, outcome))
             elif self.history.is_past(key):
-                self._late(key, client_id)
+                self._settle_late(key, client_id)
             return
         live.state.put_back(client_id)
         self.counters.disk_full += 1
         _log.error("reply_not_stored", client_id=client_id, reason=str(outcome))
-        is_told = self._answer(key, client_id, NOT_STORED)
-        if not is_told and (session := self.sessions.find(client_id)) is not None:
+        is_answered = self._answer(key, client_id, NOT_STORED)
+        if not is_answered and (session := self.sessions.find(client_id)) is not None:
             session.cut(NOT_STORED)
 
-    def _late(self, key: TaskKey, client_id: ClientId) -> None:
+    def _settle_late(self, key: TaskKey, client_id: ClientId) -> None:
         self._count_late(key, client_id)
         self._settle(key, client_id, LATE)
 
@@ -492,18 +497,18 @@ class Exchanges:
 
     def _settle(self, key: TaskKey, client_id: ClientId, ruling: Ruling) -> None:
         """Send a client the verdict on its reply; a disconnected one asks when it reconnects."""
-        if not self._may_tell(key, ruling):
-            self._untold[key, client_id] = ruling
+        if not self._is_final(key, ruling):
+            self._pending_verdicts[key, client_id] = ruling
         elif not self._answer(key, client_id, ruling):
-            self.sessions.push(client_id, _receipt(key, ruling))
+            self.sessions.push(client_id, _encode_receipt(key, ruling))
 
-    def _may_tell(self, key: TaskKey, ruling: Ruling) -> bool:
+    def _is_final(self, key: TaskKey, ruling: Ruling) -> bool:
         """Whether a verdict is final: neither a crash nor another coordinator can change it."""
         if ruling.verdict is Verdict.LATE and key in self._closing:
             return False
         return ruling.verdict is Verdict.REFUSED or self.is_leader()
 
-    def _answer(self, key: TaskKey, client_id: ClientId, outcome: Ruling | Ending) -> bool:
+    def _answer(self, key: TaskKey, client_id: ClientId, outcome: Ruling | CallStatus) -> bool:
         """Give an outcome to a client's waiting upload; return whether there was one."""
         waiter = self._waiters.pop((key, client_id), None)
         if waiter is None or waiter.done():
@@ -511,13 +516,13 @@ class Exchanges:
         waiter.set_result(outcome)
         return True
 
-    def _tell(self, key: TaskKey, session: ServerSession, ruling: Ruling) -> None:
-        if self._may_tell(key, ruling):
-            session.push(_receipt(key, ruling))
+    def _send_verdict(self, key: TaskKey, session: ServerSession, ruling: Ruling) -> None:
+        if self._is_final(key, ruling):
+            session.push(_encode_receipt(key, ruling))
         elif self.history.is_past(key):  # a client could invent any number of other keys
-            self._untold[key, session.client.client_id] = ruling
+            self._pending_verdicts[key, session.client.client_id] = ruling
 
-    def _closed(
+    def _on_closed(
         self,
         key: TaskKey,
         outcome: WriteResult,
@@ -527,18 +532,18 @@ class Exchanges:
         reason: str,
     ) -> None:
         """Answer late clients and cancel silent ones, once no crash can undo the close."""
-        _log_closed(key, outcome)
+        _log_close_error(key, outcome)
         if not isinstance(outcome, OSError):
             self._closing.discard(key)
-            self.tell_untold()
+            self.send_pending_verdicts()
         for client_id in late:
-            self._late(key, client_id)
+            self._settle_late(key, client_id)
         # Unless the verdict is final, another process may still wait for the silent clients.
-        if silent and self._may_tell(key, LATE):
-            message = _cancel(key, reason)
+        if silent and self._is_final(key, LATE):
+            message = _encode_cancel(key, reason)
             for client_id in silent:
                 if not self.sessions.push(client_id, message):
-                    self._called_off[client_id] = key
+                    self._cancelled[client_id] = key
         self.sessions.send_surplus_away()
 
     def _leave(self, live: LiveQuestion) -> bool:
@@ -547,16 +552,16 @@ class Exchanges:
             return False
         del self._live[live.state.key]
         for client_id in live.state.participants:
-            if self._asked.get(client_id) is live:
-                del self._asked[client_id]
+            if self._questions.get(client_id) is live:
+                del self._questions[client_id]
         return True
 
     def _max_inline_bytes(self) -> int:
         """Return the size limit of a reply sent whole, which bounds the total over all clients."""
-        share = _INLINE_TOTAL_BYTES // max(1, len(self._asked))
+        share = _INLINE_TOTAL_BYTES // max(1, len(self._questions))
         return max(_MIN_INLINE_BYTES, min(wire.MAX_INLINE_BYTES, share))
 
-    def _task(self, live: LiveQuestion, offer: Offer, personal: bytes) -> bytes:
+    def _encode_task(self, live: LiveQuestion, offer: Offer, personal: bytes) -> bytes:
         remaining_s = live.deadline_s - self.clock.now_s()
         task = wire_pb2.Task(
             key=live.state.key.message(),
@@ -568,11 +573,11 @@ class Exchanges:
             max_inline_bytes=self._max_inline_bytes(),
             personal=personal,
         )
-        _name_constants(task, offer)
+        _add_constants(task, offer)
         return wire_pb2.FromCoordinator(task=task).SerializeToString()
 
 
-def _name_constants(task: wire_pb2.Task, offer: Offer) -> None:
+def _add_constants(task: wire_pb2.Task, offer: Offer) -> None:
     """Add to a task the digest of the constants that its request lacks."""
     if offer.constants is not None:
         task.constants_digest = offer.constants.digest
@@ -584,26 +589,26 @@ def receipt(key: wire_pb2.TaskKey, ruling: Ruling) -> wire_pb2.Receipt:
     return wire_pb2.Receipt(key=key, verdict=ruling.verdict.name, reason=ruling.reason)
 
 
-def _receipt(key: TaskKey, ruling: Ruling) -> bytes:
+def _encode_receipt(key: TaskKey, ruling: Ruling) -> bytes:
     message = wire_pb2.FromCoordinator(receipt=receipt(key.message(), ruling))
     return message.SerializeToString()
 
 
-def _cancel(key: TaskKey, reason: str) -> bytes:
+def _encode_cancel(key: TaskKey, reason: str) -> bytes:
     cancel = wire_pb2.Cancel(key=key.message(), reason=reason)
     return wire_pb2.FromCoordinator(cancel=cancel).SerializeToString()
 
 
-def _mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
+def _find_mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
     """Return a refusal if ``data`` does not match its envelope."""
     if len(data) != envelope.num_bytes:
-        return refusal(f"{len(data)} bytes came, {envelope.num_bytes} were announced", "size")
+        return refuse(f"{len(data)} bytes, but {envelope.num_bytes} were announced", "size")
     if digest_of(data) != envelope.digest:
         return WRONG_DIGEST
     return None
 
 
-def _log_closed(key: TaskKey, outcome: WriteResult) -> None:
+def _log_close_error(key: TaskKey, outcome: WriteResult) -> None:
     if isinstance(outcome, OSError):
         # Harmless: no verdict is sent before the next commit, and a restart before that opens the
         # exchange again.

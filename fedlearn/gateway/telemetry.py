@@ -24,7 +24,7 @@ from prometheus_client.metrics_core import Metric
 from fedlearn.errors import DeploymentError
 from fedlearn.gateway.counters import Histogram
 from fedlearn.gateway.loop import LoopThread
-from fedlearn.gateway.meanings import MEANINGS, OF_THE_RUN
+from fedlearn.gateway.meanings import MEANINGS, RUN_METRIC
 
 _STEP_S = 30.0  # limit for starting or stopping, which usually takes far less
 _STOP_S = 2.0
@@ -63,16 +63,16 @@ class Telemetry:
     Args:
         address: ``host:port``; port 0 takes any free one.
         snapshot: Called at each request, in this server's thread.
-        stuck: Called likewise; returns which part of this process hangs, empty if none does. It
-            must not block.
+        find_stuck_part: Called likewise; returns which part of this process hangs, empty if none
+            does. It must not block.
     """
 
     def __init__(
-        self, address: str, snapshot: Callable[[], Snapshot], *, stuck: Callable[[], str]
+        self, address: str, snapshot: Callable[[], Snapshot], *, find_stuck_part: Callable[[], str]
     ) -> None:
         self.address = address
         self._snapshot = snapshot
-        self._stuck = stuck
+        self._find_stuck_part = find_stuck_part
         self._process = ProcessCollector(registry=None)
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class Telemetry:
             self.__exit__()
             raise DeploymentError(
                 f"coordinator.http_address: cannot listen on {self.address}: {error.strerror}; "
-                "name a free port of this machine"
+                "choose a free port of this machine"
             ) from error
         return self
 
@@ -109,9 +109,9 @@ class Telemetry:
             return web.Response(status=web.HTTPMethodNotAllowed.status_code)
         match request.path:
             case "/livez":
-                return _verdict(self._stuck())
+                return _build_response(self._find_stuck_part())
             case "/readyz":
-                return _verdict(self._snapshot().not_ready)
+                return _build_response(self._snapshot().not_ready)
             case "/metrics":
                 body = generate_latest(_Families(self._snapshot(), self._process))
                 return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -140,7 +140,7 @@ class _Server(web.Server):
         logger.addFilter(_is_worth_a_line)
         super().__init__(answer)
         self._logger = logger
-        self._kept: deque[web.RequestHandler] = deque()
+        self._handlers: deque[web.RequestHandler] = deque()
 
     def __call__(self) -> web.RequestHandler:
         """Create the handler of a new connection."""
@@ -151,9 +151,9 @@ class _Server(web.Server):
             keepalive_timeout=_IDLE_S,
             logger=self._logger,
         )
-        self._kept.append(handler)
-        if len(self._kept) > _MAX_CONNECTIONS:
-            self._kept.popleft().force_close()
+        self._handlers.append(handler)
+        if len(self._handlers) > _MAX_CONNECTIONS:
+            self._handlers.popleft().force_close()
         return handler
 
 
@@ -162,7 +162,7 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
-def _verdict(problem: str) -> web.Response:
+def _build_response(problem: str) -> web.Response:
     if problem:
         return web.Response(text=f"{problem}\n", status=web.HTTPServiceUnavailable.status_code)
     return web.Response(text="ok\n")
@@ -172,39 +172,41 @@ def _verdict(problem: str) -> web.Response:
 class _Families:
     """The metric families that Prometheus reads from a snapshot and the process."""
 
-    taken: Snapshot
+    snapshot: Snapshot
     process: ProcessCollector
 
     def collect(self) -> Iterator[Metric]:
         """Yield every counter, gauge and histogram."""
-        taken, families = self.taken, dict[str, Metric]()
-        gauges = {**taken.gauges, "ready": float(not taken.not_ready)}
-        for suffix, values in (("_total", taken.counters), ("", gauges)):
+        snapshot, families = self.snapshot, dict[str, Metric]()
+        gauges = {**snapshot.gauges, "ready": float(not snapshot.not_ready)}
+        for suffix, values in (("_total", snapshot.counters), ("", gauges)):
             for text, value in values.items():
-                name, labels = self._named(text)
-                _family(families, name).add_sample(f"fedlearn_{name}{suffix}", labels, value)
-        for text, histogram in taken.histograms.items():
-            name, labels = self._named(text)
-            family, counts = _family(families, name), histogram.cumulated()
+                name, labels = self._parse_name(text)
+                _get_family(families, name).add_sample(f"fedlearn_{name}{suffix}", labels, value)
+        for text, histogram in snapshot.histograms.items():
+            name, labels = self._parse_name(text)
+            family, counts = _get_family(families, name), histogram.cumulate()
             for bound, count in zip((*histogram.bounds, math.inf), counts, strict=True):
-                ends = labels | {"le": _bound(bound)}
+                ends = labels | {"le": _format_bound(bound)}
                 family.add_sample(f"fedlearn_{name}_bucket", ends, count)
             family.add_sample(f"fedlearn_{name}_count", labels, counts[-1])
             family.add_sample(f"fedlearn_{name}_sum", labels, histogram.total)
         yield from families.values()
         yield from self.process.collect()
 
-    def _named(self, text: str) -> tuple[str, dict[str, str]]:
+    def _parse_name(self, text: str) -> tuple[str, dict[str, str]]:
         name, _, rest = text.rstrip("}").partition("{")
         pairs = (each.partition("=") for each in rest.split(",") if each)
-        return name.replace("/", "_"), {"run": self.taken.run} | {k: value for k, _, value in pairs}
+        return name.replace("/", "_"), {"run": self.snapshot.run} | {
+            k: value for k, _, value in pairs
+        }
 
 
-def _bound(value: float) -> str:
+def _format_bound(value: float) -> str:
     """Format the upper end of a bucket as Prometheus does."""
     return "+Inf" if math.isinf(value) else repr(value)
 
 
-def _family(families: dict[str, Metric], name: str) -> Metric:
-    meaning = MEANINGS.get(name, OF_THE_RUN)
+def _get_family(families: dict[str, Metric], name: str) -> Metric:
+    meaning = MEANINGS.get(name, RUN_METRIC)
     return families.setdefault(name, Metric(f"fedlearn_{name}", meaning.text, meaning.kind))

@@ -11,11 +11,11 @@ from fedlearn.transport import wire, wire_pb2
 MAX_SOFTWARE = 100
 
 #: Most refused clients that the status lists.
-_MAX_TOLD = 100
+_MAX_LISTED = 100
 
 
 @dataclass(frozen=True)
-class _Refused:
+class _RefusedClient:
     """A client that was refused for its version: what it reported at hello, and the reason."""
 
     protocol: int
@@ -32,9 +32,9 @@ class Versions:
     """
 
     needs_newest: str = ""
-    _refused: dict[ClientId, _Refused] = field(default_factory=dict)
+    _refused: dict[ClientId, _RefusedClient] = field(default_factory=dict)
 
-    def objection(self, client_id: ClientId, hello: wire_pb2.Hello) -> str:
+    def find_objection(self, client_id: ClientId, hello: wire_pb2.Hello) -> str:
         """Return the reason why a client may not connect, for it to log; empty if it may."""
         protocol, software = hello.protocol, hello.software[:MAX_SOFTWARE]
         before = self._refused.get(client_id)
@@ -42,10 +42,10 @@ class Versions:
             return before.reason
         if protocol not in wire.MESSAGE_VERSIONS:
             spoken = " and ".join(str(each) for each in sorted(wire.MESSAGE_VERSIONS))
-            what = f"the client speaks protocol {protocol}, this coordinator {spoken}"
+            what = f"the client speaks protocol {protocol}, this coordinator speaks {spoken}"
         elif protocol < wire.PROTOCOL and self.needs_newest:
             what = (
-                f"the client speaks protocol {protocol}, this run needs {wire.PROTOCOL}, since "
+                f"the client speaks protocol {protocol}, this run needs {wire.PROTOCOL}, because "
                 f"{self.needs_newest}"
             )
         else:
@@ -53,11 +53,13 @@ class Versions:
             return ""
         return self._refuse(client_id, protocol, software, what)
 
-    def unreadable(self, client_id: ClientId, protocol: int, software: str, reason: str) -> str:
+    def refuse_unreadable(
+        self, client_id: ClientId, protocol: int, software: str, reason: str
+    ) -> str:
         """Refuse a client whose replies cannot be read, until it connects with another version."""
         return self._refuse(client_id, protocol, software, reason)
 
-    def may_have_older(self) -> bool:
+    def allows_older(self) -> bool:
         """Return whether clients of an older protocol may take part."""
         return not self.needs_newest
 
@@ -65,12 +67,12 @@ class Versions:
         """Return the refused clients, as JSON values."""
         return [
             {"client_id": client_id, "name": name(client_id), "reason": refused.reason}
-            for client_id, refused in sorted(self._refused.items())[:_MAX_TOLD]
+            for client_id, refused in sorted(self._refused.items())[:_MAX_LISTED]
         ]
 
     def _refuse(self, client_id: ClientId, protocol: int, software: str, what: str) -> str:
         reason = f"{what}; install {SOFTWARE} on the client"
         if protocol > wire.PROTOCOL:
             reason += ", or its version on the coordinator"
-        self._refused[client_id] = _Refused(protocol, software, reason)
+        self._refused[client_id] = _RefusedClient(protocol, software, reason)
         return reason

@@ -32,12 +32,12 @@ _LEAST_STALENESS = 2
 class Ahead(Protocol):
     """Sends models to clients ahead of time, before they are asked to train them."""
 
-    def send_ahead(
+    def send_prefetch(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
     ) -> None:
         """Send a request ahead; clients may answer later ones up to ``last_round_num`` with it."""
 
-    def call_ahead_off(self) -> None:
+    def cancel_prefetches(self) -> None:
         """Cancel what was sent ahead: the clients will not be asked for it."""
 
 
@@ -106,7 +106,7 @@ class PlainCollector:
             self._exchange.close()
             self._exchange = None
             if self.ahead is not None:
-                self.ahead.call_ahead_off()
+                self.ahead.cancel_prefetches()
 
     def collect(
         self,
@@ -328,14 +328,14 @@ class _PlayedRound:
         self._is_sent_ahead = True
         pending, available = self.collection.pending, self.collector.available()
         if self.collection.is_over_limit or self.collection.could_ask_others(available):
-            ahead.call_ahead_off()
+            ahead.cancel_prefetches()
             return
         if all(each.based_on == round_num for each in pending):
             return
         messages = self.request.messages([each.client_id for each in pending])
         for message in {id(each): each for each in messages.values()}.values():
             alike = [client_id for client_id, each in messages.items() if each is message]
-            ahead.send_ahead(alike, message, last_round_num=round_num + most - 1)
+            ahead.send_prefetch(alike, message, last_round_num=round_num + most - 1)
 
     # ---- Replies --------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class LocalGateway:
             settings or self._settings,
             registry=self.registry,
             run_id=run_id or self.run_id,
-            spool_dir=self.folder / "spool" / (run_id or self.run_id),
+            uploads_dir=self.folder / "spool" / (run_id or self.run_id),
             authority=self.authority,
             eligible=self._eligible,
             is_leader=lambda: True,

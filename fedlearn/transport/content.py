@@ -77,7 +77,7 @@ def digest_of(data: bytes) -> bytes:
     return blake3(data).digest()
 
 
-def hashed(stream: BinaryIO) -> blake3:
+def hash_stream(stream: BinaryIO) -> blake3:
     """Hash the rest of ``stream``; the result gives its ``digest()`` or takes an ``update``.
 
     Raises:

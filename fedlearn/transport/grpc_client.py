@@ -34,7 +34,7 @@ from fedlearn.errors import (
 from fedlearn.identity.identity import SERVER_NAME, Identity, Invitation
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
-from fedlearn.transport.content import enrolment_bytes, hashed
+from fedlearn.transport.content import enrolment_bytes, hash_stream
 
 #: Metadata key for the name of a client without a certificate; only a server without TLS reads it.
 NAME_METADATA = "fedlearn-client"
@@ -638,7 +638,7 @@ def _remove(path: Path) -> None:
 
 def _check(path: Path, *, digest: bytes) -> None:
     with _local(path), path.open("rb", buffering=0) as stream:
-        found = hashed(stream).digest()
+        found = hash_stream(stream).digest()
     if found != digest:
         raise ProtocolError(
             f"{path} was downloaded with digest {found.hex()}, asked for {digest.hex()}: it is "

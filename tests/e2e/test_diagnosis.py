@@ -174,7 +174,7 @@ def test_an_invitation_that_is_not_open_is_found(
     for each in (used, changed(coordinator.invite("desktop"), token="")):
         finding = found(each, tmp_path / "other")["invitation"]
         assert not finding.is_fine
-        assert "unknown or used" in finding.message
+        assert "unknown or was used" in finding.message
 
 
 def through_a_proxy(

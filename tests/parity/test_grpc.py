@@ -132,7 +132,7 @@ def gateway(folder: Path) -> Iterator[tuple[Gateway, FreshRegistry, Authority]]:
         GatewaySettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
         registry=registry,
         run_id="parity",
-        spool_dir=folder / "spool",
+        uploads_dir=folder / "spool",
         authority=authority,
         eligible=Requirements().admits,
         is_leader=lambda: True,

@@ -506,7 +506,7 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     )
     of_coordinator = {"build_info", "certificate_days", "disk_free_bytes", "lease_held", "ready"}
     pace = Pace(VirtualClock(), share=0.5)
-    pace.measured(cpu_s=0.1, num_check_ins=10)
+    pace.record_cost(cpu_s=0.1, num_check_ins=10)
     of_gateway = {"connected", "eligible", "set_aside", *pace.values()}
     kinds = {
         "gauge": {*live_status.gauges(), *of_coordinator, *of_gateway},

@@ -441,13 +441,15 @@ def test_health_checks_ask_the_coordinator() -> None:
     ready = services()["coordinator"]["healthcheck"]["test"]
     assert ready[:2] == ["CMD", "python"]
     snapshot = Snapshot(run="clinics", not_ready="another coordinator leads")
-    with Telemetry("127.0.0.1:0", lambda: snapshot, stuck=lambda: "") as telemetry:
+    with Telemetry("127.0.0.1:0", lambda: snapshot, find_stuck_part=lambda: "") as telemetry:
         assert ask(health_check(), telemetry.address) == 0
         assert ask(ready[2:], telemetry.address) == 1
     serves = Snapshot(run="clinics")
-    with Telemetry("127.0.0.1:0", lambda: serves, stuck=lambda: "") as telemetry:
+    with Telemetry("127.0.0.1:0", lambda: serves, find_stuck_part=lambda: "") as telemetry:
         assert ask(ready[2:], telemetry.address) == 0
-    with Telemetry("127.0.0.1:0", lambda: serves, stuck=lambda: "the rounds") as telemetry:
+    with Telemetry(
+        "127.0.0.1:0", lambda: serves, find_stuck_part=lambda: "the rounds"
+    ) as telemetry:
         assert ask(health_check(), telemetry.address) == 1
     assert ask(health_check(), telemetry.address) == 1
 

@@ -213,7 +213,7 @@ def main() -> None:
         ),
         registry=registry_of(clients, clock),
         run_id="0" * 32,
-        spool_dir=folder / "spool",
+        uploads_dir=folder / "spool",
         authority=Authority(folder / AUTHORITY, host_names=()),
         eligible=lambda _client, _told: True,
         is_leader=lambda: True,
@@ -222,7 +222,7 @@ def main() -> None:
     )
     gateway.start()
     if stay:
-        gateway.want(stay)
+        gateway.set_num_wanted(stay)
     print(json.dumps({"address": gateway.address}), flush=True)
     serve(Coordinator(gateway=gateway, channel=gateway.channel(), clock=clock))
     gateway.stop(grace_s=0.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.gateway import spool
+from fedlearn.gateway import upload_store
 from fedlearn.gateway.channel import GatewayChannel, GatewayExchange
 from fedlearn.rounds.updates import Fold
 from fedlearn.secagg.client import SecureClient
@@ -127,10 +127,10 @@ def send_large_chunks(_: Function) -> Function:
 
 
 # ruff: noqa: SLF001 (what is changed is within)
-FORGET_REPLIES = Change(spool._recovered, forget_replies)
+FORGET_REPLIES = Change(upload_store._recover_log, forget_replies)
 COUNT_TWICE = Change(GatewayExchange.next, count_twice)
 ADD_TWICE = Change(Fold.add, add_twice)
-SHARE_LOG = Change(spool._make_own, share_log)
+SHARE_LOG = Change(upload_store._copy_log, share_log)
 DAWDLE = Change(GatewayChannel._remaining_s, dawdle)
 EXPIRE = Change(GatewayExchange.next, expire)
 LINGER = Change(StoredRun.load, linger)

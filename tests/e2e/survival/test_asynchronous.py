@@ -15,8 +15,8 @@ from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.client.home import Home
 from fedlearn.core.collecting import Status
-from fedlearn.gateway.spool import PartialUpload, ReplyLog, forget_exchanges
 from fedlearn.gateway.tasks import Exchanges
+from fedlearn.gateway.upload_store import PartialUpload, ReplyLog, remove_exchanges
 from fedlearn.rounds import updates
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store import checkpoints
@@ -43,13 +43,13 @@ PHASES = [
     Crash("journaled, nothing sent", StoredJournal.open, "after"),
     Crash("logs opened, nothing sent", ReplyLog.__init__, "after"),
     Crash("sent", Exchanges.open, "after"),
-    Crash("before a model is sent ahead", Exchanges.send_ahead, "before"),
-    Crash("a model is sent ahead", Exchanges.send_ahead, "after"),
+    Crash("before a model is sent ahead", Exchanges.send_prefetch, "before"),
+    Crash("a model is sent ahead", Exchanges.send_prefetch, "after"),
     Crash("in the middle of an upload", PartialUpload.write, "after", 3),
     Crash("before the log", ReplyLog.append, "before"),
     Crash("logged, no receipt", ReplyLog.append, "after"),
-    Crash("folded, no receipt", Exchanges.consumed, "before"),
-    Crash("a receipt is on its way", Exchanges.consumed, "after"),
+    Crash("folded, no receipt", Exchanges.deliver_verdict, "before"),
+    Crash("a receipt is on its way", Exchanges.deliver_verdict, "after"),
     Crash("between folds", updates.Fold.add, "after"),
     Crash("folded", updates.Fold.add, "after", 2),
     Crash("closing, not written down", ReplyLog.close, "before"),
@@ -59,7 +59,7 @@ PHASES = [
     Crash("half a checkpoint", checkpoints._serialize, "after"),
     Crash("rows that are not committed", StoredRun._replace_checkpoints, "after"),
     Crash("committed, journal not cleaned", StoredJournal.forget, "before"),
-    Crash("committed, spool not cleaned", forget_exchanges, "before"),
+    Crash("committed, upload store not cleaned", remove_exchanges, "before"),
 ]
 #: Phases of a client that works on a prefetched model, or is about to.
 CLIENT_PHASES = [

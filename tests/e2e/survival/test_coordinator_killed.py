@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.gateway.spool import PartialUpload, ReplyLog, forget_exchanges
 from fedlearn.gateway.tasks import Exchanges
 from fedlearn.gateway.transfers import Transfers
+from fedlearn.gateway.upload_store import PartialUpload, ReplyLog, remove_exchanges
 from fedlearn.rounds import updates
 from fedlearn.simulation.evaluation import CentralEvaluator
 from fedlearn.store import checkpoints
@@ -26,32 +26,32 @@ PHASES = [
     Crash("logs opened, nothing sent", ReplyLog.__init__, "after"),
     Crash("sent", Exchanges.open, "after"),
     Crash("in the middle of a download", Transfers._write_chunks, "after", 3),
-    Crash("clients train", Exchanges.progressed, "after", 2),
+    Crash("clients train", Exchanges.record_progress, "after", 2),
     Crash("in the middle of an upload", PartialUpload.write, "after", 3),
     Crash("upload complete, not logged", PartialUpload.finish, "after", 2),
     Crash("before the log", ReplyLog.append, "before", 2),
     Crash("logged, no receipt", ReplyLog.append, "after"),
     Crash("read, not folded", updates.validated, "after", 2),
-    Crash("folded, no receipt", Exchanges.consumed, "before"),
-    Crash("a receipt is on its way", Exchanges.consumed, "after"),
+    Crash("folded, no receipt", Exchanges.deliver_verdict, "before"),
+    Crash("a receipt is on its way", Exchanges.deliver_verdict, "after"),
     Crash("between folds", updates.Fold.add, "after", 2),
     Crash("closing, not written down", ReplyLog.close, "before"),
     Crash("closed", ReplyLog.close, "after"),
     Crash("before the server step", ServerSgd.step, "before"),
     Crash("before the evaluation", CentralEvaluator.evaluate, "before"),
-    Crash("clients evaluate", Exchanges.result, "after", 2),
+    Crash("clients evaluate", Exchanges.receive_result, "after", 2),
     Crash("before the commit", StoredRun.commit, "before", 2),
     Crash("half a checkpoint", checkpoints._serialize, "after"),
     Crash("checkpoint without a row", checkpoints.write_checkpoint, "after"),
     Crash("rows that are not committed", StoredRun._replace_checkpoints, "after"),
     Crash("committed, journal not cleaned", StoredJournal.forget, "before"),
-    Crash("committed, spool not cleaned", forget_exchanges, "before"),
+    Crash("committed, upload store not cleaned", remove_exchanges, "before"),
 ]
 #: Phases in or right after a call to the database.
 STORE_PHASES = [
     phase
     for phase in PHASES
-    if phase.function.__module__.startswith("fedlearn.store.") or phase.function is forget_exchanges
+    if phase.function.__module__.startswith("fedlearn.store.") or phase.function is remove_exchanges
 ]
 
 #: In the order of a round, so that each kill starts from what the one before has left.
@@ -66,7 +66,7 @@ ONE_ROUND = [
     Crash("between folds", updates.Fold.add, "after", 2),
     Crash("closed", ReplyLog.close, "after"),
     Crash("rows that are not committed", StoredRun._replace_checkpoints, "after"),
-    Crash("committed, spool not cleaned", forget_exchanges, "before"),
+    Crash("committed, upload store not cleaned", remove_exchanges, "before"),
 ]
 
 

@@ -81,7 +81,7 @@ def test_a_commit_waits_for_space(site: VotingSite, small_disk: Path) -> None:
 def test_a_coordinator_that_is_killed_while_it_waits_for_space_goes_on(
     site: VotingSite, small_disk: Path
 ) -> None:
-    """The replies are in the spool, where the next coordinator finds them."""
+    """The replies are in the upload store, where the next coordinator finds them."""
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
     site.configure(num_rounds=1, runs_dir=small_disk / "runs", folder=str(site.folder / "gateway"))
     coordinator = site.serving()

@@ -26,7 +26,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.gateway import spool
+from fedlearn.gateway import upload_store
 from fedlearn.identity.identity import Invitation
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes
@@ -144,12 +144,12 @@ def _envelope(data: bytes) -> wire_pb2.Envelope:
 def _reply_log() -> Mapping[str, bytes]:
     with TemporaryDirectory() as name:
         folder = Path(name) / "log"
-        opened = spool.Opened(run_id=RUN_ID, opened_unix_s=1.5)
-        log = spool.ReplyLog(folder, opened=opened, durable=True)
-        reply = spool.LoggedReply(ClientId(3), 0.5, digest_of(b"data"), 4)
-        draft = spool.Draft(reply, b"data")
+        opened = upload_store.OpeningRecord(run_id=RUN_ID, opened_unix_s=1.5)
+        log = upload_store.ReplyLog(folder, opened=opened, durable=True)
+        reply = upload_store.LoggedReply(ClientId(3), 0.5, digest_of(b"data"), 4)
+        draft = upload_store.Draft(reply, b"data")
         log.append([draft, draft])
-        log.close(spool.Closed(num_consumed=1, by_itself=True))
+        log.close(upload_store.ClosingRecord(num_consumed=1, by_itself=True))
         content = (folder / "replies.log").read_bytes()
     opened_body = json.dumps(vars(opened)).encode()
     closed_body = json.dumps({"num_consumed": 0, "by_itself": False}).encode()

@@ -19,9 +19,9 @@ from fedlearn.core.codec import decode
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError, StoreError
 from fedlearn.gateway import server as service
-from fedlearn.gateway import spool
+from fedlearn.gateway import upload_store
 from fedlearn.gateway.authority import Authority
-from fedlearn.gateway.connections import Ended, ServerSession, Sessions
+from fedlearn.gateway.connections import CallEnded, ServerSession, Sessions
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.eligibility import Requirements
 from fedlearn.gateway.enrolled import EnrolledClients
@@ -61,8 +61,8 @@ def messages(data: bytes) -> None:
     while left:
         size, left = int.from_bytes(left[:2], "big"), left[2:]
         try:
-            message = service._parsed(left[:size])  # noqa: SLF001 - below gRPC
-        except Ended:
+            message = service._parse_from_client(left[:size])  # noqa: SLF001 - below gRPC
+        except CallEnded:
             return
         left = left[size:]
         if session is None or message.WhichOneof("what") == "hello":
@@ -90,7 +90,7 @@ def reply_log(data: bytes) -> None:
     content = b"".join(_framed(data[1:])) if data[:1] and data[0] % 2 else data[1:]
     (folder / "replies.log").write_bytes(content)
     with suppress(StoreError):
-        found = spool._recovered(folder, run_id=RUN_ID)  # noqa: SLF001 - as a log is opened
+        found = upload_store._recover_log(folder, run_id=RUN_ID)  # noqa: SLF001 - as a log is opened
         assert found is None or 0 <= found.end <= len(content)
 
 
@@ -137,14 +137,14 @@ def _framed(data: bytes) -> Iterator[bytes]:
     """Yield records whose bodies are in ``data``, given as kind, length and body."""
     while data:
         kind, size = data[0] % 4, data[1] if len(data) > 1 else 0
-        yield spool._record(spool._Kind(kind), data[2 : 2 + size])  # noqa: SLF001
+        yield upload_store._encode_record(upload_store._Kind(kind), data[2 : 2 + size])  # noqa: SLF001
         data = data[2 + size :]
 
 
 class _Open:
     """A server's exchanges, one of them open and awaiting one client."""
 
-    def __init__(self, log: spool.ReplyLog, writer: spool.GroupWriter) -> None:
+    def __init__(self, log: upload_store.ReplyLog, writer: upload_store.GroupWriter) -> None:
         clock, counters = VirtualClock(), GatewayCounters()
         self.client = EnrolledClient(
             client_id=CLIENT,
@@ -199,7 +199,7 @@ class _Open:
     def enter(self, hello: wire_pb2.Hello) -> ServerSession:
         """Do what the server does when a client connects."""
         session = ServerSession(self.client, hello, since_s=0.0)
-        self.exchanges.answer_held(session)
+        self.exchanges.send_missed_verdicts(session)
         if self.sessions.enter(session):
             self.exchanges.greet(session)
         return session
@@ -208,9 +208,9 @@ class _Open:
         """Do what the server does with a message."""
         match message.WhichOneof("what"):
             case "result":
-                self.exchanges.result(session, message.result)
+                self.exchanges.receive_result(session, message.result)
             case "progress":
-                self.exchanges.progressed(session, message.progress)
+                self.exchanges.record_progress(session, message.progress)
             case "eligibility":
                 self.sessions.reconsider(session, message.eligibility)
 
@@ -218,15 +218,17 @@ class _Open:
         """Check that the state left by the peer can be reported to the operator."""
         status = self.exchanges.status(str)
         assert status["exchange"] is not None
-        self.sessions.eligible()
+        self.sessions.find_eligible()
 
 
 @cache
-def _writing() -> tuple[spool.ReplyLog, spool.GroupWriter, "SimpleQueue[Callable[[], None]]"]:
+def _writing() -> tuple[
+    upload_store.ReplyLog, upload_store.GroupWriter, "SimpleQueue[Callable[[], None]]"
+]:
     delivered: SimpleQueue[Callable[[], None]] = SimpleQueue()
-    opened = spool.Opened(run_id=RUN_ID, opened_unix_s=0.0)
-    log = spool.ReplyLog(_PLACE / "exchange", opened=opened, durable=False)
-    return log, spool.GroupWriter(delivered.put), delivered
+    opened = upload_store.OpeningRecord(run_id=RUN_ID, opened_unix_s=0.0)
+    log = upload_store.ReplyLog(_PLACE / "exchange", opened=opened, durable=False)
+    return log, upload_store.GroupWriter(delivered.put), delivered
 
 
 @cache

@@ -20,10 +20,10 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Reply, TrainRequest
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused, StoreUnavailable
 from fedlearn.gateway.authority import Authority
-from fedlearn.gateway.exchange import Judgement, Standing
+from fedlearn.gateway.exchange import Judgement, ReplyState
 from fedlearn.gateway.server import Gateway
-from fedlearn.gateway.spool import Closed, Draft, GroupWriter, ReplyLog, WriteResult
 from fedlearn.gateway.tasks import Exchanges, LiveQuestion
+from fedlearn.gateway.upload_store import ClosingRecord, Draft, GroupWriter, ReplyLog, WriteResult
 from fedlearn.identity.identity import SERVER_NAME, Identity
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
@@ -541,7 +541,7 @@ def test_an_upload_is_late_when_the_round_closes_as_it_begins(
     def slowly(
         writer: GroupWriter,
         log: ReplyLog,
-        what: Draft | Closed | None,
+        what: Draft | ClosingRecord | None,
         done: Callable[[WriteResult], None],
     ) -> None:
         def told(outcome: WriteResult) -> None:
@@ -560,7 +560,7 @@ def test_an_upload_is_late_when_the_round_closes_as_it_begins(
         exchanges: Exchanges, client: EnrolledClient, signed: wire_pb2.Envelope
     ) -> Judgement:
         judgement = admit(exchanges, client, signed)
-        if judgement is Standing.OPEN:
+        if judgement is ReplyState.OPEN:
             asyncio.get_running_loop().call_soon(partial(exchanges.close, live[0], by_itself=True))
         return judgement
 

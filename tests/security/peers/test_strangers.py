@@ -92,7 +92,7 @@ def test_an_invitations_certificate_opens_enrolment_and_nothing_else(site: Site)
 def test_an_enrolment_of_any_size_is_not_read_at_the_gateway(site: Site) -> None:
     """Its own port accepts 16 KiB per message, while the clients' port accepts large replies."""
     invited = site.invitation("clinic-a")
-    with pytest.raises(EnrolmentRefused, match="are no enrolment"):
+    with pytest.raises(EnrolmentRefused, match="an enrolment of"):
         site.run(
             enrol(site.gateway.address, replace(invited, token=bytes(1 << 15)), Identity.create())
         )
@@ -273,7 +273,9 @@ OLDEST_S = 5.0
 
 @pytest.fixture
 def telemetry() -> Iterator[Telemetry]:
-    with Telemetry("127.0.0.1:0", lambda: Snapshot(run="clinics"), stuck=lambda: "") as telemetry:
+    with Telemetry(
+        "127.0.0.1:0", lambda: Snapshot(run="clinics"), find_stuck_part=lambda: ""
+    ) as telemetry:
         yield telemetry
 
 

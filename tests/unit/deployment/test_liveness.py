@@ -52,4 +52,4 @@ def test_the_attempts_at_a_round_are_one_round() -> None:
     times.finish()
     clock.sleep(7.0)
     times.finish()
-    assert (times.histogram.cumulated()[-1], times.histogram.total) == (1, 2.0)
+    assert (times.histogram.cumulate()[-1], times.histogram.total) == (1, 2.0)

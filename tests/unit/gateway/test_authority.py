@@ -153,7 +153,7 @@ def test_the_last_certificate_of_an_authority_is_not_made_again_and_again(tmp_pa
     ends = [each["at"] for each in logs if each["event"] == "authority_ends"]
     assert ends == [(START + timedelta(days=3652)).isoformat()] * 3  # once per authority opened
     days[0] = 3652.0
-    with pytest.raises(DeploymentError, match="authority ended"):
+    with pytest.raises(DeploymentError, match="authority expired"):
         authority.server_certificate()
     with capture_logs() as logs:
         opened(tmp_path / "new")
@@ -201,7 +201,7 @@ def test_a_key_and_a_certificate_of_two_authorities_are_refused(tmp_path: Path) 
     opened(tmp_path / "a")
     opened(tmp_path / "b")
     (tmp_path / "a" / "ca.key").write_bytes((tmp_path / "b" / "ca.key").read_bytes())
-    with pytest.raises(DeploymentError, match=r"ca\.pem is not the certificate of ca\.key"):
+    with pytest.raises(DeploymentError, match=r"ca\.pem is not the certificate for ca\.key"):
         opened(tmp_path / "a")
 
 
@@ -270,5 +270,5 @@ def test_no_certificate_outlives_the_authority_and_an_ended_one_signs_nothing(
     late = opened(tmp_path, days=3600)
     pem = late.sign(Identity.create().csr_pem("a"), name="a", client_id=0, valid_days=365)
     assert load_certificate(pem).not_valid_after_utc == end
-    with pytest.raises(DeploymentError, match="authority ended"):
+    with pytest.raises(DeploymentError, match="authority expired"):
         opened(tmp_path, days=3653)

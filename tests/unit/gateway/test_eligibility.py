@@ -26,7 +26,7 @@ def test_without_requirements_anybody_may_be_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requirements", "told", "lacking"),
+    ("requirements", "report", "lacking"),
     [
         (Requirements(tags=["country=ch"]), Eligibility(), None),
         (Requirements(tags=["country=ch", "ward=3"]), Eligibility(), "tag ward=3"),
@@ -43,8 +43,8 @@ def test_without_requirements_anybody_may_be_asked() -> None:
     ],
 )
 def test_each_requirement_admits_and_refuses(
-    requirements: Requirements, told: Eligibility, lacking: str | None
+    requirements: Requirements, report: Eligibility, lacking: str | None
 ) -> None:
     """A client that does not know whether it meets a requirement is not asked."""
-    assert requirements.missing(CLIENT, told) == ([] if lacking is None else [lacking])
-    assert requirements.admits(CLIENT, told) == (lacking is None)
+    assert requirements.list_missing(CLIENT, report) == ([] if lacking is None else [lacking])
+    assert requirements.admits(CLIENT, report) == (lacking is None)

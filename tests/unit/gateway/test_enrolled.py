@@ -15,7 +15,7 @@ class CountedRegistry(FreshRegistry):
     """A registry that can be unavailable, and counts how often it is read."""
 
     num_looks: int = 0
-    is_away: bool = False
+    is_unreachable: bool = False
     changes: list[None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -23,7 +23,7 @@ class CountedRegistry(FreshRegistry):
 
     def revision(self) -> int:
         self.num_looks += 1
-        if self.is_away:
+        if self.is_unreachable:
             raise StoreUnavailable("the database is away")
         return super().revision()
 
@@ -42,7 +42,7 @@ class CountedRegistry(FreshRegistry):
 async def looked_up(
     enrolled: EnrolledClients, name: str, times: int
 ) -> list[EnrolledClient | None]:
-    looks = (enrolled.by_fingerprint(f"certificate of {name}") for _ in range(times))
+    looks = (enrolled.find_by_fingerprint(f"certificate of {name}") for _ in range(times))
     return list(await asyncio.gather(*looks))
 
 
@@ -69,15 +69,15 @@ def test_those_that_are_not_known_share_a_look_at_the_registry() -> None:
 
 def test_a_roster_says_whether_its_registry_could_be_read() -> None:
     """It keeps what it read before, but an unknown client may be enrolled since."""
-    registry = CountedRegistry(is_away=True)
+    registry = CountedRegistry(is_unreachable=True)
     clinic = registry.enrol("clinic")
 
     async def scenario() -> None:
         enrolled = registry.enrolled()
-        for is_away, found in ((True, None), (False, clinic), (True, clinic)):
-            registry.is_away = is_away
+        for is_unreachable, found in ((True, None), (False, clinic), (True, clinic)):
+            registry.is_unreachable = is_unreachable
             await enrolled.renew()
-            assert enrolled.is_away == is_away
-            assert enrolled.by_id(clinic.client_id) == found
+            assert enrolled.is_unreachable == is_unreachable
+            assert enrolled.find_by_id(clinic.client_id) == found
 
     asyncio.run(scenario())

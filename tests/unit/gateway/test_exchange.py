@@ -7,11 +7,11 @@ from fedlearn.gateway.exchange import (
     ClientPhase,
     ExchangeHistory,
     QuestionState,
+    ReplyState,
     Ruling,
-    Standing,
     TokenBucket,
     Verdict,
-    unusable,
+    refuse_unusable,
 )
 from fedlearn.transport.content import TaskKey
 
@@ -31,16 +31,16 @@ def opened() -> ExchangeHistory:
 
 def test_a_reply_is_open_then_taken_then_accepted_and_stays_so() -> None:
     history = ExchangeHistory("run")
-    assert history.judge(KEY, FIRST) is Standing.UNKNOWN
+    assert history.judge(KEY, FIRST) is ReplyState.UNKNOWN
     question = asked()
-    assert question.judge(FIRST) is Standing.OPEN
+    assert question.judge(FIRST) is ReplyState.OPEN
     question.take(FIRST)
-    assert question.judge(FIRST) is Standing.TAKEN
+    assert question.judge(FIRST) is ReplyState.TAKEN
     question.log(FIRST, now_s=1.0)
-    assert question.judge(FIRST) is Standing.TAKEN
+    assert question.judge(FIRST) is ReplyState.TAKEN
     assert question.consume(ruling=ACCEPTED, failed=False) == FIRST
     assert question.judge(FIRST) == ACCEPTED
-    history.remember(KEY, question.rulings())
+    history.remember(KEY, question.collect_rulings())
     assert history.judge(KEY, FIRST) == ACCEPTED
 
 
@@ -50,8 +50,8 @@ def test_what_was_logged_and_not_consumed_is_late() -> None:
         exchange.take(client_id)
         exchange.log(client_id, now_s=1.0)
     exchange.consume(ruling=ACCEPTED, failed=False)
-    assert exchange.rest() == ([FIRST], [THIRD])
-    history.remember(KEY, exchange.rulings())
+    assert exchange.split_unsettled() == ([FIRST], [THIRD])
+    history.remember(KEY, exchange.collect_rulings())
     assert [history.judge(KEY, each) for each in (FIRST, SECOND, THIRD)] == [LATE, ACCEPTED, LATE]
 
 
@@ -59,8 +59,8 @@ def test_a_reply_that_does_not_count_is_refused_for_good() -> None:
     history, question = opened(), asked()
     question.take(FIRST)
     question.log(FIRST, now_s=1.0)
-    question.consume(ruling=unusable("the delta is not finite"), failed=False)
-    history.remember(KEY, question.rulings())
+    question.consume(ruling=refuse_unusable("the delta is not finite"), failed=False)
+    history.remember(KEY, question.collect_rulings())
     for ruling in (question.judge(FIRST), history.judge(KEY, FIRST)):
         assert ruling == Ruling(Verdict.REFUSED, "the delta is not finite", "unusable")
     assert question.participants[FIRST].phase is ClientPhase.FAILED
@@ -70,14 +70,14 @@ def test_a_reply_that_could_not_be_stored_may_come_again() -> None:
     exchange = asked()
     exchange.take(FIRST)
     exchange.put_back(FIRST)
-    assert exchange.judge(FIRST) is Standing.OPEN
+    assert exchange.judge(FIRST) is ReplyState.OPEN
 
 
 def test_older_exchanges_are_late_and_those_to_come_are_unknown() -> None:
     history = opened()
     assert history.judge(KEY._replace(round_num=4, attempt=9), FIRST) == LATE
-    assert history.judge(KEY._replace(round_num=6), FIRST) is Standing.UNKNOWN
-    assert history.judge(KEY._replace(kind="EvaluateRequest"), FIRST) is Standing.UNKNOWN
+    assert history.judge(KEY._replace(round_num=6), FIRST) is ReplyState.UNKNOWN
+    assert history.judge(KEY._replace(kind="EvaluateRequest"), FIRST) is ReplyState.UNKNOWN
 
 
 def test_another_runs_reply_and_a_strangers_are_refused() -> None:
@@ -93,7 +93,7 @@ def test_an_exchange_that_is_opened_again_has_no_verdicts_yet() -> None:
     assert history.is_past(KEY)
     history.open(KEY)
     assert not history.is_past(KEY)
-    assert history.judge(KEY, FIRST) is Standing.UNKNOWN
+    assert history.judge(KEY, FIRST) is ReplyState.UNKNOWN
 
 
 def test_the_verdicts_on_many_small_questions_are_known_for_long() -> None:

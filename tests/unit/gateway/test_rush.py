@@ -77,7 +77,7 @@ def test_of_a_rush_everybody_is_told_when_to_come(tmp_path: Path) -> None:
         GatewaySettings(address="127.0.0.1:0", max_connected=100, come_back_s=4.0),
         registry=registry,
         run_id="0" * 32,
-        spool_dir=tmp_path,
+        uploads_dir=tmp_path,
         authority=None,
         eligible=lambda _client, _told: True,
         is_leader=lambda: True,

@@ -42,7 +42,7 @@ from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.pace import Pace
 from fedlearn.gateway.server import Gateway, GatewayChannel, GatewaySettings
-from fedlearn.gateway.spool import Closed, Draft, LoggedReply, PartialUpload, ReplyLog
+from fedlearn.gateway.upload_store import ClosingRecord, Draft, LoggedReply, PartialUpload, ReplyLog
 from fedlearn.identity.identity import Identity
 from fedlearn.identity.registry import Contact, EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
@@ -238,7 +238,7 @@ class Site:
             settings,
             registry=self.registry,
             run_id=RUN_ID,
-            spool_dir=self.folder,
+            uploads_dir=self.folder,
             authority=None,
             eligible=lambda _, told: told.device != "toaster",
             is_leader=lambda: self.is_leader,
@@ -436,7 +436,7 @@ def test_a_client_that_is_set_aside_is_not_available_until_it_connects_anew(site
     assert channel.available() == (good.client_id,)
     assert channel.num_set_aside() == gateway.status()["set_aside"] == 1
     assert gateway.status()["clients_set_aside"] == [bad.client_id]
-    assert gateway.names([ClientId(bad.client_id), ClientId(99)]) == {
+    assert gateway.find_names([ClientId(bad.client_id), ClientId(99)]) == {
         bad.client_id: bad.name,
         99: "",
     }
@@ -466,7 +466,7 @@ def test_nobody_is_late_or_called_off_before_a_crash_cannot_undo_it(
 ) -> None:
     channel, durable, close = site.open().channel(), threading.Event(), ReplyLog.close
 
-    def slowly(log: ReplyLog, closed: Closed | None) -> None:
+    def slowly(log: ReplyLog, closed: ClosingRecord | None) -> None:
         assert durable.wait(WAIT_S)
         close(log, closed)
 
@@ -493,7 +493,7 @@ def test_an_upload_waits_no_longer_for_a_verdict_than_for_anything_else(
     durable, close = threading.Event(), ReplyLog.close
     channel = site.open(replace(SETTINGS, stall_timeout_s=0.5)).channel()
 
-    def slowly(log: ReplyLog, closed: Closed | None) -> None:
+    def slowly(log: ReplyLog, closed: ClosingRecord | None) -> None:
         assert durable.wait(WAIT_S)
         close(log, closed)
 
@@ -511,7 +511,7 @@ def test_where_the_end_of_an_exchange_is_not_stored_verdicts_wait_for_the_commit
 ) -> None:
     channel, close = site.open().channel(), ReplyLog.close
 
-    def in_vain(log: ReplyLog, closed: Closed | None) -> None:
+    def in_vain(log: ReplyLog, closed: ClosingRecord | None) -> None:
         close(log, None)
         raise OSError(errno.ENOSPC, f"No space left on device for {closed}")
 
@@ -686,21 +686,21 @@ def test_a_model_that_is_sent_ahead_is_downloaded_beside_the_task_in_work(
     task = taker.hear_task()
     other.hear_task()
     newer = train_request(1, size=1_000_000)
-    channel.send_ahead([ClientId(0), ClientId(1)], newer, last_round_num=4)
+    channel.send_prefetch([ClientId(0), ClientId(1)], newer, last_round_num=4)
     told = taker.hear()
     assert told is not None
     ahead = told.ahead
     assert (ahead.key.round_num, ahead.last_round_num, ahead.data) == (1, 4, b"")
     assert taker.downloaded(ahead, tmp_path / "request") == encode(newer)
     assert phase_of(gateway, taker) == "connected"
-    with pytest.raises(ConnectionError, match="not asked of this client"):
+    with pytest.raises(ConnectionError, match="this client has no such task"):
         other.downloaded(ahead, tmp_path / "theirs")
     assert gateway.counters.sent_ahead == 1
     taker.answer(ahead, train_reply(7.0, round_num=1))  # a reply to no task
     taker.answer(task, train_reply(5.0))
     assert value_of(exchange.take()[1]) == 5.0
     assert taker.hear_receipt().key == task.key
-    channel.call_ahead_off()
+    channel.cancel_prefetches()
     told = taker.hear()
     assert told is not None
     assert told.cancel.key == ahead.key
@@ -713,7 +713,7 @@ def test_no_file_of_a_model_sent_ahead_is_left_once_it_is_called_off(site: Site)
     gateway = site.open()
     (member,) = site.connected(gateway, 1)
     channel = gateway.channel()
-    channel.send_ahead([ClientId(0)], train_request(1, size=1_000_000), last_round_num=4)
+    channel.send_prefetch([ClientId(0)], train_request(1, size=1_000_000), last_round_num=4)
     for num_left in (2, 1):
         exchange = Collecting(channel, [member], train_request(size=1_000_000 + num_left))
         member.answer(member.hear_task(), train_reply(5.0))
@@ -721,7 +721,7 @@ def test_no_file_of_a_model_sent_ahead_is_left_once_it_is_called_off(site: Site)
         exchange.end()
         assert member.hear_receipt().verdict == Receipt.ACCEPTED
         assert len(requests_on_disk(site)) == num_left
-        channel.call_ahead_off()
+        channel.cancel_prefetches()
 
 
 def requests_on_disk(site: Site) -> list[str]:
@@ -1329,7 +1329,7 @@ def test_only_a_leader_calls_a_reply_accepted(site: Site) -> None:
     member.answer(task, train_reply(1.0))
     exchange.take()
     assert exchange.end() == 1
-    with pytest.raises(ComeBackLater, match="stands by") as told:
+    with pytest.raises(ComeBackLater, match="on standby") as told:
         site.enrol("another").connect(gateway)
     assert 0.5 <= told.value.after_s < 2.5
     assert member.told.empty()
@@ -1766,12 +1766,12 @@ def test_a_gateway_that_goes_blind_says_so(site: Site) -> None:
     site.registry = registry
     told = Queue[StoreError]()
     stopped = site.open()
-    stopped.when_blind(told.put)
+    stopped.on_polling_failure(told.put)
     site.shut(stopped)
-    site.open().when_blind(told.put)
+    site.open().on_polling_failure(told.put)
     registry.is_broken = True
     error = told.get(timeout=WAIT_S)
-    assert "who is revoked (ZeroDivisionError" in str(error)
+    assert "which clients are revoked (ZeroDivisionError" in str(error)
     assert told.empty()
 
 
@@ -1788,16 +1788,16 @@ def test_stopping_asks_clients_to_come_back(site: Site) -> None:
 class Steady(Pace):
     """A pace whose event loop is never late, however busy the machine is."""
 
-    def look(self, *, late_s: float) -> None:
+    def record_lateness(self, *, late_s: float) -> None:
         """Ignore the delay."""
         del late_s
-        super().look(late_s=0.0)
+        super().record_lateness(late_s=0.0)
 
 
 def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
     """Return a pace with measurements that give this rate."""
     pace = Steady(clock, share=0.5)
-    pace.measured(cpu_s=0.5 * 100 / rate_per_s, num_check_ins=100)
+    pace.record_cost(cpu_s=0.5 * 100 / rate_per_s, num_check_ins=100)
     assert pace.rate_per_s == pytest.approx(rate_per_s)
     return pace
 
@@ -1805,7 +1805,7 @@ def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
 def test_clients_come_back_as_many_a_second_as_the_coordinator_can_take(site: Site) -> None:
     """Each gets its own time; a third of the rate is left for other clients."""
     gateway = site.open(pace=paced(SystemClock(), rate_per_s=3.0))
-    gateway.want(8)
+    gateway.set_num_wanted(8)
     members = site.connected(gateway, 8)
     site.shut(gateway)
     told = [each for each in (member.hear() for member in members) if each is not None]
@@ -1836,7 +1836,7 @@ def test_who_comes_too_soon_comes_again_unless_it_is_needed(site: Site) -> None:
     assert gateway.counters.paced == len(after_s)
     needed.connect(gateway)
     needed.hear_task()
-    gateway.want(12)
+    gateway.set_num_wanted(12)
     late = site.enrol("late").connect(gateway)
     assert late.client_id in gateway.channel().available()
 
@@ -1868,7 +1868,7 @@ def test_without_certificates_the_gateway_opens_on_the_loopback_only(site: Site)
         GatewaySettings(address="0.0.0.0:0"),
         registry=site.registry,
         run_id=RUN_ID,
-        spool_dir=site.folder,
+        uploads_dir=site.folder,
         authority=None,
         eligible=lambda *_: True,
         is_leader=lambda: True,
@@ -1884,7 +1884,7 @@ def test_a_port_that_is_taken_is_named(site: Site) -> None:
         GatewaySettings(address=taken),
         registry=site.registry,
         run_id=RUN_ID,
-        spool_dir=site.folder / "other",
+        uploads_dir=site.folder / "other",
         authority=None,
         eligible=lambda *_: True,
         is_leader=lambda: True,

@@ -9,7 +9,7 @@ import pytest
 
 from fedlearn.errors import DeploymentError
 from fedlearn.gateway.counters import Histogram
-from fedlearn.gateway.meanings import OF_THE_RUN
+from fedlearn.gateway.meanings import RUN_METRIC
 from fedlearn.gateway.telemetry import Snapshot, Telemetry
 
 
@@ -18,14 +18,14 @@ class Told:
     """A coordinator's state, set by the test."""
 
     now: Snapshot = field(default_factory=lambda: Snapshot(run="clinics"))
-    stuck: str = ""
+    find_stuck_part: str = ""
 
     def __call__(self) -> Snapshot:
         return self.now
 
 
 def serving(told: Told, address: str = "127.0.0.1:0") -> Telemetry:
-    return Telemetry(address, told, stuck=lambda: told.stuck)
+    return Telemetry(address, told, find_stuck_part=lambda: told.find_stuck_part)
 
 
 def got(telemetry: Telemetry, path: str) -> tuple[int, str]:
@@ -51,10 +51,10 @@ def test_a_coordinator_in_which_a_thread_is_stuck_does_not_live() -> None:
     """Ready or not, its supervisor should restart it."""
     told = Told()
     with serving(told) as telemetry:
-        told.stuck = "the thread of the rounds has shown no sign of life for 700 s"
-        assert got(telemetry, "/livez") == (503, f"{told.stuck}\n")
+        told.find_stuck_part = "the thread of the rounds has shown no sign of life for 700 s"
+        assert got(telemetry, "/livez") == (503, f"{told.find_stuck_part}\n")
         assert got(telemetry, "/readyz") == (200, "ok\n")
-        told.stuck = ""
+        told.find_stuck_part = ""
         assert got(telemetry, "/livez") == (200, "ok\n")
 
 
@@ -111,7 +111,7 @@ def test_a_measure_of_the_runs_own_is_said_to_be_one() -> None:
     told = Told(Snapshot(run="a", gauges={"dose_error": 0.1}))
     with serving(told) as telemetry:
         _, page = got(telemetry, "/metrics")
-    assert f"# HELP fedlearn_dose_error {OF_THE_RUN.text}\n" in page
+    assert f"# HELP fedlearn_dose_error {RUN_METRIC.text}\n" in page
 
 
 def test_two_coordinators_in_one_process_have_metrics_of_their_own() -> None:
@@ -135,7 +135,7 @@ def test_an_address_in_use_is_an_error_with_the_key_to_change() -> None:
     """As with two coordinators with the same configuration on one machine."""
     with (
         serving(Told()) as first,
-        pytest.raises(DeploymentError, match=r"coordinator\.http_address.*name a free port"),
+        pytest.raises(DeploymentError, match=r"coordinator\.http_address.*choose a free port"),
         serving(Told(), first.address),
     ):
         pass

@@ -147,8 +147,12 @@ def hello(protocol: int, software: str = "fedlearn 0.0.1") -> Hello:
         (wire.PROTOCOL, "", ""),
         (wire.PROTOCOL, "it aggregates securely", ""),
         (wire.PROTOCOL - 1, "", ""),
-        (wire.PROTOCOL - 1, "it aggregates securely", "this run needs 3, since it aggregates"),
-        (wire.PROTOCOL - 2, "", f"speaks protocol 1, this coordinator 2 and 3; install {SOFTWARE}"),
+        (wire.PROTOCOL - 1, "it aggregates securely", "this run needs 3, because it aggregates"),
+        (
+            wire.PROTOCOL - 2,
+            "",
+            f"speaks protocol 1, this coordinator speaks 2 and 3; install {SOFTWARE}",
+        ),
         (wire.PROTOCOL + 1, "", "or its version on the coordinator"),
         (0, "", "speaks protocol 0"),
     ],
@@ -157,7 +161,7 @@ def test_a_hello_of_another_version_is_refused_in_words(
     protocol: int, needs_newest: str, words: str
 ) -> None:
     versions = Versions(needs_newest=needs_newest)
-    objection = versions.objection(ClientId(1), hello(protocol))
+    objection = versions.find_objection(ClientId(1), hello(protocol))
     assert bool(objection) == bool(words)
     assert words in objection
     told = versions.status(lambda _: "clinic-a")
@@ -166,11 +170,11 @@ def test_a_hello_of_another_version_is_refused_in_words(
 
 def test_a_client_whose_replies_cannot_be_read_is_refused_until_it_is_upgraded() -> None:
     versions = Versions()
-    reason = versions.unreadable(ClientId(1), 2, "fedlearn 0.0.1", "message version 3")
-    assert versions.objection(ClientId(1), hello(2)) == reason
-    assert versions.objection(ClientId(2), hello(2)) == ""
-    assert versions.objection(ClientId(1), hello(2, "fedlearn 0.0.2")) == ""
-    assert versions.objection(ClientId(1), hello(2)) == ""
+    reason = versions.refuse_unreadable(ClientId(1), 2, "fedlearn 0.0.1", "message version 3")
+    assert versions.find_objection(ClientId(1), hello(2)) == reason
+    assert versions.find_objection(ClientId(2), hello(2)) == ""
+    assert versions.find_objection(ClientId(1), hello(2, "fedlearn 0.0.2")) == ""
+    assert versions.find_objection(ClientId(1), hello(2)) == ""
 
 
 async def first_two_messages(address: str, name: str, *, protocol: int) -> list[FromCoordinator]:
@@ -201,7 +205,7 @@ def test_old_and_new_clients_of_one_cohort_are_sent_the_round_that_each_reads(
         GatewaySettings(address="127.0.0.1:0"),
         registry=registry,
         run_id="0" * 32,
-        spool_dir=tmp_path,
+        uploads_dir=tmp_path,
         authority=None,
         eligible=lambda *_: True,
         is_leader=lambda: True,

@@ -40,12 +40,12 @@ class SentAhead:
     sent: list[tuple[list[int], int, int]] = field(default_factory=list)
     num_calls_off: int = 0
 
-    def send_ahead(
+    def send_prefetch(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
     ) -> None:
         self.sent.append((list(client_ids), request.round_num, last_round_num))
 
-    def call_ahead_off(self) -> None:
+    def cancel_prefetches(self) -> None:
         self.num_calls_off += 1
 
 

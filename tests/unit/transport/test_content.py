@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from fedlearn.transport.content import DIGEST_BYTES, digest_of, hashed
+from fedlearn.transport.content import DIGEST_BYTES, digest_of, hash_stream
 
 
 def pattern(size: int) -> bytes:
@@ -30,7 +30,7 @@ def test_the_digest_is_blake3(size: int, expected: str) -> None:
 def test_bytes_have_one_digest_however_they_come(size: int) -> None:
     """Whole, in pieces, and from a stream, of no stride, one and several."""
     data = pattern(size)
-    pieces = hashed(io.BytesIO(data[:100]))
+    pieces = hash_stream(io.BytesIO(data[:100]))
     pieces.update(memoryview(data)[100:300])
     pieces.update(data[300:])
-    assert pieces.digest() == hashed(io.BytesIO(data)).digest() == digest_of(data)
+    assert pieces.digest() == hash_stream(io.BytesIO(data)).digest() == digest_of(data)

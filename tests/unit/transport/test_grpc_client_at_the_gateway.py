@@ -38,7 +38,7 @@ def gateway(tmp_path: Path, authority: Authority, registry: FreshRegistry) -> It
         GatewaySettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
         registry=registry,
         run_id="run",
-        spool_dir=tmp_path / "spool",
+        uploads_dir=tmp_path / "spool",
         authority=authority,
         eligible=lambda _client, _told: True,
         is_leader=lambda: True,

@@ -14,22 +14,22 @@ import pytest
 
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
-from fedlearn.gateway.spool import (
-    Closed,
+from fedlearn.gateway.upload_store import (
+    ClosingRecord,
     Draft,
     GroupWriter,
     LoggedReply,
-    Opened,
+    OpeningRecord,
     PartialUpload,
     ReplyLog,
     WriteResult,
-    ended_exchanges,
+    read_exchange_logs,
 )
 from fedlearn.transport.content import digest_of
 from tests.damage import Damage, damaged
 
-OPENED = Opened(run_id="run", opened_unix_s=1000.0)
-LATER = Opened(run_id="run", opened_unix_s=2000.0)
+OPENED = OpeningRecord(run_id="run", opened_unix_s=1000.0)
+LATER = OpeningRecord(run_id="run", opened_unix_s=2000.0)
 
 
 def draft(client_id: int, data: bytes = b"reply") -> Draft:
@@ -104,7 +104,7 @@ def test_a_whole_record_that_means_nothing_is_refused(
     """Another version wrote it, so its contents are neither dropped nor guessed."""
     bodies = {
         0: json.dumps(asdict(OPENED)).encode(),
-        3: json.dumps(asdict(Closed(num_consumed=1, by_itself=True))).encode(),
+        3: json.dumps(asdict(ClosingRecord(num_consumed=1, by_itself=True))).encode(),
     }
     later = Damage(bodies[kind][:-1] + b', "later": 1}', "later is 1")
     for content, says in (*damaged(bodies[kind], key=key), later):
@@ -142,7 +142,9 @@ def test_a_large_reply_whose_file_is_not_whole_does_not_count(tmp_path: Path) ->
 
 def test_a_log_of_another_run_is_replaced(tmp_path: Path) -> None:
     ReplyLog(tmp_path / "x", opened=OPENED, durable=True).close(None)
-    other = ReplyLog(tmp_path / "x", opened=Opened(run_id="other", opened_unix_s=0.0), durable=True)
+    other = ReplyLog(
+        tmp_path / "x", opened=OpeningRecord(run_id="other", opened_unix_s=0.0), durable=True
+    )
     assert not other.is_resumed
     other.close(None)
 
@@ -151,7 +153,7 @@ def test_a_log_that_is_not_durable_leaves_nothing(tmp_path: Path) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=False)
     (reply,) = logged(log, [draft(0)])
     assert log.read(reply) == b"reply"
-    log.close(Closed(num_consumed=1, by_itself=True))
+    log.close(ClosingRecord(num_consumed=1, by_itself=True))
     assert not (tmp_path / "x").exists()
 
 
@@ -159,15 +161,15 @@ def test_a_log_that_is_not_durable_leaves_nothing(tmp_path: Path) -> None:
 def test_a_log_says_how_its_exchange_ended(tmp_path: Path, *, by_itself: bool) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
     logged(log, [draft(0), draft(1)])
-    closed = Closed(num_consumed=1, by_itself=by_itself)
+    closed = ClosingRecord(num_consumed=1, by_itself=by_itself)
     log.close(closed)
-    ((name, ended),) = ended_exchanges(tmp_path, run_id="run")
+    ((name, ended),) = read_exchange_logs(tmp_path, run_id="run")
     assert (name, ended.closed, len(ended.replies)) == ("x", closed, 2)
-    assert not list(ended_exchanges(tmp_path, run_id="other"))
+    assert not list(read_exchange_logs(tmp_path, run_id="other"))
     again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
     assert (again.closed is not None) == by_itself  # one with enough replies may continue
     again.close(closed)
-    assert [each.closed for _, each in ended_exchanges(tmp_path, run_id="run")] == [closed]
+    assert [each.closed for _, each in read_exchange_logs(tmp_path, run_id="run")] == [closed]
 
 
 def test_a_log_that_closed_by_itself_stays_closed_however_often_it_is_opened(
@@ -176,7 +178,7 @@ def test_a_log_that_closed_by_itself_stays_closed_however_often_it_is_opened(
     """A client that was told it is late must not count after a second crash either."""
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
     logged(log, [draft(0), draft(1), draft(2)])
-    closed = Closed(num_consumed=2, by_itself=True)
+    closed = ClosingRecord(num_consumed=2, by_itself=True)
     log.close(closed)
     content = (tmp_path / "x" / "replies.log").read_bytes()
     for ended in (None, closed, None):  # a crash, a round that is replayed, another crash
@@ -304,9 +306,9 @@ def test_what_comes_together_is_logged_together(tmp_path: Path) -> None:
     outcomes: list[Future[WriteResult]] = [Future() for _ in range(1001)]
     for client_id, outcome in enumerate(outcomes[:1000]):
         writer.put(log, draft(client_id), outcome.set_result)
-    writer.put(log, Closed(num_consumed=1000, by_itself=True), outcomes[-1].set_result)
+    writer.put(log, ClosingRecord(num_consumed=1000, by_itself=True), outcomes[-1].set_result)
     assert outcomes[-1].result(60.0) is None
     assert all(isinstance(each.result(0.0), LoggedReply) for each in outcomes[:1000])
     writer.stop()
-    ((_, ended),) = ended_exchanges(tmp_path, run_id="run")
+    ((_, ended),) = read_exchange_logs(tmp_path, run_id="run")
     assert [each.client_id for each in ended.replies] == list(range(1000))

@@ -37,7 +37,7 @@ from fedlearn.core.json_files import parse_json
 from fedlearn.core.messages import ClientId
 from fedlearn.core.positioned import PositionedFile
 from fedlearn.errors import StoreError
-from fedlearn.transport.content import hashed
+from fedlearn.transport.content import hash_stream
 
 _RECORD = struct.Struct("<2sBxII")  # magic, kind, length and CRC-32 of the body
 _MAGIC = b"FR"
@@ -46,10 +46,9 @@ _LOG_NAME = "replies.log"
 
 #: Records with unknown fields are rejected: a field of another version may change the meaning of
 #: the others.
-_KNOWN_ALONE = ConfigDict(extra="forbid")
+_FORBID_EXTRA = ConfigDict(extra="forbid")
 _REMEDY = (
-    "go on with the version of fedlearn that wrote it, or remove the folder and lose the replies "
-    "in it"
+    "use the version of fedlearn that wrote it, or remove the folder and lose the replies in it"
 )
 
 _GROUP = 512  # most replies that share one fsync
@@ -63,17 +62,17 @@ class _Kind(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
-    """The first record of a log: the run of the exchange, and when its clients were first asked."""
+class OpeningRecord:
+    """The first record of a log: the run of the exchange, and when its first tasks were sent."""
 
-    __pydantic_config__: ClassVar = _KNOWN_ALONE
+    __pydantic_config__: ClassVar = _FORBID_EXTRA
 
     run_id: str
     opened_unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Closed:
+class ClosingRecord:
     """The last record of a log.
 
     Attributes:
@@ -84,21 +83,21 @@ class Closed:
             although it was read.
     """
 
-    __pydantic_config__: ClassVar = _KNOWN_ALONE
+    __pydantic_config__: ClassVar = _FORBID_EXTRA
 
     num_consumed: int
     by_itself: bool
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-_OPENED, _CLOSED = TypeAdapter(Opened), TypeAdapter(Closed)
+_OPENED, _CLOSED = TypeAdapter(OpeningRecord), TypeAdapter(ClosingRecord)
 
 
 class LoggedReply(NamedTuple):
     """A reply as it is recorded in a log.
 
     Attributes:
-        elapsed_s: Seconds since the clients were asked.
+        elapsed_s: Seconds since the tasks were sent.
         digest: The digest of its bytes, verified.
         offset: Position of its bytes in the log; -1: they are in a separate file.
     """
@@ -139,11 +138,11 @@ class ReplyLog:
         StoreError: The folder cannot be read or written.
     """
 
-    def __init__(self, folder: Path, *, opened: Opened, durable: bool) -> None:
+    def __init__(self, folder: Path, *, opened: OpeningRecord, durable: bool) -> None:
         self.folder = folder
         self._durable = durable
         with disk_errors(folder, raises=StoreError, doing="open the log of replies in"):
-            found = _recovered(folder, run_id=opened.run_id) if durable else None
+            found = _recover_log(folder, run_id=opened.run_id) if durable else None
             self.is_resumed = found is not None
             if found is None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -156,13 +155,13 @@ class ReplyLog:
             self.closed = found.closed if found.closed and found.closed.by_itself else None
             if self.is_resumed:
                 num_bytes = found.num_bytes if self.closed else found.end
-                _make_own(folder / _LOG_NAME, num_bytes=num_bytes)
+                _copy_log(folder / _LOG_NAME, num_bytes=num_bytes)
             log = os.open(folder / _LOG_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             self._file = PositionedFile(log)
             self._end = found.end
             try:
                 if not self.is_resumed:
-                    self._write([_record(_Kind.OPENED, json.dumps(vars(opened)).encode())])
+                    self._write([_encode_record(_Kind.OPENED, json.dumps(vars(opened)).encode())])
                 if durable:
                     sync_folder(folder)
                     sync_folder(folder.parent)
@@ -187,10 +186,10 @@ class ReplyLog:
                     logged.append(error)
                     continue
                 logged.append(reply)
-                records.append(_record(_Kind.FILE, head))
+                records.append(_encode_record(_Kind.FILE, head))
             else:
                 logged.append(reply._replace(offset=end + _RECORD.size + _REPLY.size))
-                records.append(_record(_Kind.INLINE, head + data))
+                records.append(_encode_record(_Kind.INLINE, head + data))
             end += len(records[-1])
         try:
             if self._durable and any(isinstance(data, PartialUpload) for _, data in drafts):
@@ -215,7 +214,7 @@ class ReplyLog:
                 return mapped(_reply_path(self.folder, reply))
             return self._file.read_at(reply.num_bytes, reply.offset)
 
-    def close(self, closed: Closed | None) -> None:
+    def close(self, closed: ClosingRecord | None) -> None:
         """Record how the exchange ended, if it has, and close the file.
 
         Raises:
@@ -223,7 +222,7 @@ class ReplyLog:
         """
         try:
             if closed not in (None, self.closed) and self._durable:
-                self._write([_record(_Kind.CLOSED, json.dumps(vars(closed)).encode())])
+                self._write([_encode_record(_Kind.CLOSED, json.dumps(vars(closed)).encode())])
         finally:
             self._file.close()
             if not self._durable:
@@ -264,7 +263,7 @@ class PartialUpload:
                 other.unlink(missing_ok=True)
         self._stream: BinaryIO = path.open("ab+", buffering=0)
         self._stream.seek(0)
-        self._hash = hashed(self._stream)
+        self._hash = hash_stream(self._stream)
         self.offset = self._stream.tell()
         self.was_resumed = self.offset > 0
 
@@ -328,14 +327,14 @@ class RecoveredLog:
         num_bytes: Size of all intact records.
     """
 
-    opened: Opened
+    opened: OpeningRecord
     replies: Sequence[LoggedReply] = ()
-    closed: Closed | None = None
+    closed: ClosingRecord | None = None
     end: int = 0
     num_bytes: int = 0
 
 
-def ended_exchanges(folder: Path, *, run_id: str) -> Iterator[tuple[str, RecoveredLog]]:
+def read_exchange_logs(folder: Path, *, run_id: str) -> Iterator[tuple[str, RecoveredLog]]:
     """Yield the folder names in ``folder`` and the logs of this run found in them.
 
     Raises:
@@ -343,15 +342,15 @@ def ended_exchanges(folder: Path, *, run_id: str) -> Iterator[tuple[str, Recover
     """
     with disk_errors(folder, raises=StoreError, doing="read"):
         for each in sorted(folder.iterdir()) if folder.exists() else ():
-            found = _recovered(each, run_id=run_id) if each.is_dir() else None
+            found = _recover_log(each, run_id=run_id) if each.is_dir() else None
             if found is not None:
                 yield each.name, found
 
 
-def forget_exchanges(folder: Path, *, unneeded: Callable[[str], bool]) -> None:
-    """Remove the exchanges whose folder names are ``unneeded``."""
+def remove_exchanges(folder: Path, *, is_unneeded: Callable[[str], bool]) -> None:
+    """Remove the exchanges whose folder names are ``is_unneeded``."""
     for each in folder.iterdir() if folder.exists() else ():
-        if unneeded(each.name):
+        if is_unneeded(each.name):
             shutil.rmtree(each, ignore_errors=True)
 
 
@@ -361,7 +360,7 @@ WriteResult: TypeAlias = LoggedReply | OSError | None
 
 class _Job(NamedTuple):
     log: ReplyLog
-    what: Draft | Closed | None
+    what: Draft | ClosingRecord | None
     done: Callable[[WriteResult], None]
 
 
@@ -378,7 +377,7 @@ class GroupWriter:
         self._thread.start()
 
     def put(
-        self, log: ReplyLog, what: Draft | Closed | None, done: Callable[[WriteResult], None]
+        self, log: ReplyLog, what: Draft | ClosingRecord | None, done: Callable[[WriteResult], None]
     ) -> None:
         """Log a reply, or close a log; ``done`` is called with the outcome."""
         self._jobs.put(_Job(log, what, done))
@@ -396,12 +395,12 @@ class GroupWriter:
             is_over = None in batch
             jobs, outcomes = [job for job in batch if job is not None], list[WriteResult]()
             for _, group in groupby(jobs, key=lambda job: (id(job.log), type(job.what))):
-                outcomes += _written(list(group))
+                outcomes += _write_group(list(group))
             if jobs:
-                self._deliver(partial(_tell, jobs, outcomes))
+                self._deliver(partial(_report_outcomes, jobs, outcomes))
 
 
-def _written(group: Sequence[_Job]) -> Sequence[WriteResult]:
+def _write_group(group: Sequence[_Job]) -> Sequence[WriteResult]:
     """Write drafts for one log, or close it; return the outcome of each job."""
     log, what, _ = group[0]
     if isinstance(what, Draft):
@@ -413,12 +412,12 @@ def _written(group: Sequence[_Job]) -> Sequence[WriteResult]:
     return [None]
 
 
-def _tell(jobs: Sequence[_Job], outcomes: Sequence[WriteResult]) -> None:
+def _report_outcomes(jobs: Sequence[_Job], outcomes: Sequence[WriteResult]) -> None:
     for job, outcome in zip(jobs, outcomes, strict=True):
         job.done(outcome)
 
 
-def _recovered(folder: Path, *, run_id: str) -> RecoveredLog | None:
+def _recover_log(folder: Path, *, run_id: str) -> RecoveredLog | None:
     """Read the intact part of the log in ``folder``; ``None`` if there is no log of this run."""
     try:
         stream = (folder / _LOG_NAME).open("rb")
@@ -426,19 +425,19 @@ def _recovered(folder: Path, *, run_id: str) -> RecoveredLog | None:
         return None
     with stream:
         try:
-            found = _parsed(stream, folder)
+            found = _parse_log(stream, folder)
         except struct.error as error:
             raise StoreError(
-                f"{folder / _LOG_NAME} holds a whole record of a reply that is none ({error}); "
+                f"{folder / _LOG_NAME} has an intact record that is not a reply ({error}); "
                 f"{_REMEDY}"
             ) from error
     return found if found is not None and found.opened.run_id == run_id else None
 
 
-def _parsed(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
+def _parse_log(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
     opened, closed, replies, end, num_bytes = None, None, list[LoggedReply](), 0, 0
     parse = partial(parse_json, source=folder / _LOG_NAME, raises=StoreError, remedy=_REMEDY)
-    for kind, body, begin in _records(stream):
+    for kind, body, begin in _read_records(stream):
         match kind:
             case _ if (opened is None) != (kind is _Kind.OPENED) or closed is not None:
                 break
@@ -459,7 +458,7 @@ def _parsed(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
     return None if opened is None else RecoveredLog(opened, tuple(replies), closed, end, num_bytes)
 
 
-def _make_own(log: Path, *, num_bytes: int) -> None:
+def _copy_log(log: Path, *, num_bytes: int) -> None:
     """Replace ``log`` with a durable copy of its first ``num_bytes``.
 
     A coordinator that froze and was taken over may still have the old file open when it wakes.
@@ -473,7 +472,7 @@ def _make_own(log: Path, *, num_bytes: int) -> None:
     copy.replace(log)
 
 
-def _records(stream: BinaryIO) -> Iterator[tuple[_Kind, bytes, int]]:
+def _read_records(stream: BinaryIO) -> Iterator[tuple[_Kind, bytes, int]]:
     """Yield the intact records of a log: the kind, the body and the body's position."""
     begin = 0
     while len(head := stream.read(_RECORD.size)) == _RECORD.size:
@@ -488,7 +487,7 @@ def _records(stream: BinaryIO) -> Iterator[tuple[_Kind, bytes, int]]:
         begin += size
 
 
-def _record(kind: _Kind, body: bytes) -> bytes:
+def _encode_record(kind: _Kind, body: bytes) -> bytes:
     return _RECORD.pack(_MAGIC, kind, len(body), zlib.crc32(body)) + body
 
 
