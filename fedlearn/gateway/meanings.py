@@ -59,13 +59,13 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     ),
     **_gauges(
         "clients",
-        in_flight_limit="Clients that may be in flight: the run's concurrency, or fewer if "
-        "replies arrive faster than they are aggregated; only in asynchronous runs.",
+        in_flight_limit="Clients of an asynchronous run that may be in flight: fewer than its "
+        "concurrency if replies arrive too fast to aggregate.",
     ),
     **_gauges(
         "check-ins/second",
-        check_in_rate="Rate of check-ins that the coordinator can take, from their cost and the "
-        "delay of its event loop; clients are told to come back at this rate.",
+        check_in_rate="Rate of check-ins that the coordinator can take, at which clients are told "
+        "to come back.",
     ),
     **_gauges(
         "seconds",
@@ -89,8 +89,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     ),
     **_gauges(
         "days",
-        certificate_days="Days until a certificate ends, `of` the authority, the server (renewed "
-        "30 days before) or the first active client; absent without TLS.",
+        certificate_days="Days until the certificate `of` the authority, the server or the first active "
+        "client ends; absent without TLS.",
     ),
     **_gauges(
         "bytes",
@@ -175,8 +175,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     "upload_bytes": Meaning("histogram", "bytes", "Sizes of uploaded replies."),
     **_counters(
         "attempts",
-        disk_full="Failed attempts to store a reply or upload, or to start a round: it grows "
-        "while the coordinator waits for space.",
+        disk_full="Failed attempts to store a reply or upload, or to start a round, for lack of space.",
     ),
     **_counters(
         "replies",
