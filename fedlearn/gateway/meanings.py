@@ -89,8 +89,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     ),
     **_gauges(
         "days",
-        certificate_days="Days until the certificate `of` the authority, the server or the first active "
-        "client ends; absent without TLS.",
+        certificate_days="Days until the certificate `of` the authority, the server or the first "
+        "active client ends; absent without TLS.",
     ),
     **_gauges(
         "bytes",
@@ -175,7 +175,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     "upload_bytes": Meaning("histogram", "bytes", "Sizes of uploaded replies."),
     **_counters(
         "attempts",
-        disk_full="Failed attempts to store a reply or upload, or to start a round, for lack of space.",
+        disk_full="Failed attempts to store a reply or upload, or to start a round, for lack of "
+        "space.",
     ),
     **_counters(
         "replies",
