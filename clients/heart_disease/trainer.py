@@ -31,25 +31,27 @@ def make_trainer() -> TorchTrainer:
     Raises:
         DataError: The file or the hospital is not set, or not valid.
     """
-    x, y, is_test = _patients(
-        Path(_required("FEDLEARN_DATA", "name the file fed_heart_disease.npz")),
-        _required("FEDLEARN_PART", "name the hospital: cleveland, hungarian, switzerland or va"),
+    x, y, is_test = _load_patients(
+        Path(_require_variable("FEDLEARN_DATA", "name the file fed_heart_disease.npz")),
+        _require_variable(
+            "FEDLEARN_PART", "name the hospital: cleveland, hungarian, switzerland or va"
+        ),
     )
-    features = _standardised(x, is_test)
+    features = _standardise(x, is_test)
     labels, test = torch.tensor(y, dtype=torch.int64), torch.tensor(is_test)
     return TorchTrainer.of(
         make_model, features[~test], labels[~test], test=(features[test], labels[test])
     )
 
 
-def _required(name: str, remedy: str) -> str:
+def _require_variable(name: str, remedy: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise DataError(f"{name} is not set; {remedy}")
     return value
 
 
-def _patients(
+def _load_patients(
     path: Path, hospital: str
 ) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.bool_]]:
     """Load one hospital's features [n, 13], labels [n] and mask of test patients [n]."""
@@ -64,7 +66,7 @@ def _patients(
         raise DataError(f"FEDLEARN_DATA: {path} is not the heart disease file: {error}") from error
 
 
-def _standardised(x: NDArray[np.float32], is_test: NDArray[np.bool_]) -> Tensor:
+def _standardise(x: NDArray[np.float32], is_test: NDArray[np.bool_]) -> Tensor:
     """Scale the values to mean 0 and deviation 1 over this hospital's training patients.
 
     Each hospital uses its own statistics, so that none of them leave it. A constant column, such

@@ -42,7 +42,7 @@ def make_trainer() -> TorchTrainer:
         DataError: The file or the share is not set, or not valid.
     """
     path = os.environ.get("FEDLEARN_DATA")
-    images, labels = _from_file(Path(path)) if path else _digits()
+    images, labels = _load_file(Path(path)) if path else _load_digits()
     held_out = torch.arange(len(labels)) % 5 == 0
     return TorchTrainer.of(
         make_model,
@@ -52,7 +52,7 @@ def make_trainer() -> TorchTrainer:
     )
 
 
-def _digits() -> tuple[Tensor, Tensor]:
+def _load_digits() -> tuple[Tensor, Tensor]:
     """Return this client's share: consecutive digits, so mostly of the same writers."""
     part = os.environ.get("FEDLEARN_PART", "")
     place, _, num_parts = part.partition("/")
@@ -67,7 +67,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     return images.unsqueeze(1), torch.tensor(digits.target[rows], dtype=torch.int64)
 
 
-def _from_file(path: Path) -> tuple[Tensor, Tensor]:
+def _load_file(path: Path) -> tuple[Tensor, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             images, labels = arrays["x"], arrays["y"]

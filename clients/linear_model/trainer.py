@@ -49,8 +49,8 @@ class LogisticRegression:
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Train for ``epochs`` passes over the rows; each is one call of ``partial_fit``."""
-        num_epochs, told = int(str(context.settings["epochs"])), context.extra
-        model = self._model(tensors, eta0=told["learning_rate"], alpha=told["alpha"])
+        num_epochs, extra = int(str(context.settings["epochs"])), context.extra
+        model = self._model(tensors, eta0=extra["learning_rate"], alpha=extra["alpha"])
         for epoch in range(num_epochs):
             context.control.check()
             model.set_params(random_state=context.seed.derive("epoch", epoch).value % 2**32)

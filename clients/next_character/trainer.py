@@ -65,7 +65,7 @@ def make_trainer() -> TorchTrainer:
     path = os.environ.get("FEDLEARN_DATA")
     if not path:
         raise DataError("FEDLEARN_DATA is not set; name shakespeare_roles.npz or a text file")
-    codes = _role(Path(path)) if path.endswith(".npz") else _text(Path(path))
+    codes = _read_role(Path(path)) if path.endswith(".npz") else _read_text(Path(path))
     if len(codes) < 10 * LENGTH:
         raise DataError(f"{path} has {len(codes)} characters for this client; give {10 * LENGTH}")
     text = torch.from_numpy(np.minimum(codes, NUM_CODES - 1))
@@ -73,14 +73,14 @@ def make_trainer() -> TorchTrainer:
     return TorchTrainer.of(make_model, Windows(text[:end]), test=Windows(text[end:]))
 
 
-def _text(path: Path) -> NDArray[np.uint8]:
+def _read_text(path: Path) -> NDArray[np.uint8]:
     try:
         return np.fromfile(path, np.uint8)
     except OSError as error:
         raise DataError(f"FEDLEARN_DATA: {path} cannot be read: {error}") from error
 
 
-def _role(path: Path) -> NDArray[np.uint8]:
+def _read_role(path: Path) -> NDArray[np.uint8]:
     part = os.environ.get("FEDLEARN_PART", "")
     try:
         with np.load(path, allow_pickle=False) as arrays:

@@ -126,9 +126,9 @@ def demo(
     ] = None,
 ) -> None:
     """Run a coordinator and five clients on this machine, beside the simulation of the same."""
-    from fedlearn.deployment.demo import demo
+    from fedlearn.deployment.demo import run_demo
 
-    demo(num_rounds=rounds, keep=keep, out=sys.stdout, environ=os.environ)
+    run_demo(num_rounds=rounds, keep=keep, out=sys.stdout, environ=os.environ)
 
 
 @app.command(
@@ -200,7 +200,7 @@ def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> 
         found = members(
             operator.registry.clients(),
             operator.registry.open_invitations(),
-            contacts=operator.contacts(),
+            contacts=operator.load_contacts(),
             counts=operator.counts_by_client(),
         )
     if as_json:
@@ -226,8 +226,8 @@ def rounds(
     from fedlearn.cli.tables import missed_table, missed_values, round_line, rounds_table
 
     with _operator(config) as operator:
-        found = operator.rounds(last)
-        missed = operator.missed(first=found[0].round_num) if clients and found else {}
+        found = operator.load_rounds(last)
+        missed = operator.load_missed(first=found[0].round_num) if clients and found else {}
         enrolled = operator.registry.clients() if clients else []
     names = {each.client_id: each.name for each in enrolled}
     if as_json:
@@ -262,11 +262,11 @@ def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None
     from fedlearn.core.words import printable
 
     with _operator(config) as operator:
-        explanation = operator.why()
+        explanation = operator.explain()
     if as_json:
         typer.echo(json.dumps(explanation.values()))
     else:
-        for line in explanation.lines():
+        for line in explanation.describe():
             typer.echo(printable(line))
 
 
@@ -353,9 +353,9 @@ def join(
     from fedlearn.deployment.join import join
 
     if check:
-        from fedlearn.deployment.check_client import check_before
+        from fedlearn.deployment.check_client import check_device
 
-        check_before(invitation, task=task, home=home, config=config, addresses=address or ())
+        check_device(invitation, task=task, home=home, config=config, addresses=address or ())
         return
     if task is None:
         raise ConfigError(
@@ -382,10 +382,10 @@ def rotate(client: ClientFolder) -> None:
     The old identity key signs the new one, so other clients go on with it. For a key that
     somebody else may have, use `fedlearn revoke` and a new invitation instead.
     """
-    from fedlearn.deployment.known_keys import client_home
+    from fedlearn.deployment.known_keys import find_client_home
     from fedlearn.identity.lineage import fingerprint
 
-    home = client_home(client, environ=os.environ)
+    home = find_client_home(client, environ=os.environ)
     enrolment = home.keys.request_rotation()
     key = fingerprint(enrolment.identity.public_key)
     typer.echo(f"{enrolment.invitation.name}: the keys with {key} will be replaced when the client")
@@ -410,17 +410,17 @@ def pins(
     """List the identity keys that a client believes in secure aggregation, its own first."""
     from fedlearn.cli.tables import KEY_HEADER, key_row
     from fedlearn.core.messages import ClientId
-    from fedlearn.deployment.known_keys import client_home, forget_pin, known_keys
+    from fedlearn.deployment.known_keys import find_client_home, forget_pin, load_known_keys
     from fedlearn.experiment.layout import table_text
     from fedlearn.identity.lineage import fingerprint
     from fedlearn.identity.rosters import KnownKey
 
-    home = client_home(client, environ=os.environ)
+    home = find_client_home(client, environ=os.environ)
     if forget is not None:
         forget_pin(home, ClientId(forget))
         typer.echo(f"the key of client {forget} is forgotten: the next one seen of it is pinned")
         return
-    enrolment, pins = known_keys(home)
+    enrolment, pins = load_known_keys(home)
     name, lineage = enrolment.invitation.name, enrolment.lineage
     own = KnownKey(name=name, key=lineage.key, num_rotations=lineage.num_rotations)
     keys = [(enrolment.client_id, own), *sorted(pins.clients.items())]
@@ -447,7 +447,7 @@ def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
             verb = "resume" if wanted == "run" else wanted
             typer.echo(f"{name} is done; nothing to {verb}")
             return
-        is_heard = operator.control(wanted)
+        is_heard = operator.send_command(wanted)
     said = {
         "run": f"{name} goes on",
         "pause": f"{name} pauses when its round is finished",

@@ -160,9 +160,8 @@ class Judge:
             self._require_a_sum(_IN_THE_CLEAR[kind])
         self._judge_noise(kind, settings, spent)
         if kind == TRAIN_KIND or (kind == SECURE_KIND and settings is not None):
-            self._judge_training(
-                settings, num_tasks_today
-            )  # a session's other messages ask for none
+            # A session's other messages ask for no training.
+            self._judge_training(settings, num_tasks_today)
 
     def check_request(
         self,

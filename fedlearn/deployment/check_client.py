@@ -14,7 +14,7 @@ from fedlearn.errors import ConfigError, DeploymentError
 from fedlearn.transport.addresses import require_addresses
 
 
-def check_before(
+def check_device(
     invitation: Path,
     *,
     task: str | None,
@@ -31,7 +31,7 @@ def check_before(
     folder = home or home_of(invitation)
     find_modules_here()
     problems = []
-    own = [] if config is None else [_config_finding(config)]
+    own = [] if config is None else [_check_config(config)]
     known = require_addresses(addresses)
     findings = diagnose(invitation, home=folder, trainer=task, addresses=known)
     for finding in chain(own, findings):
@@ -43,7 +43,7 @@ def check_before(
         )
 
 
-def _config_finding(config: Path) -> Finding:
+def _check_config(config: Path) -> Finding:
     try:
         policy = load_client(config).to_policy()
     except ConfigError as error:

@@ -32,10 +32,15 @@ from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.deployment.leader import Leader, ReachableClients
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.liveness import SignsOfLife
-from fedlearn.deployment.opening import waited_on
-from fedlearn.deployment.places import Places, host_of, require_coordinator_system, spool_of
+from fedlearn.deployment.opening import keep_waiting
+from fedlearn.deployment.places import (
+    Places,
+    host_of,
+    require_coordinator_system,
+    upload_store_path,
+)
 from fedlearn.deployment.record import ensure_deployed
-from fedlearn.deployment.versions import reason_for_newest
+from fedlearn.deployment.versions import explain_newest_protocol
 from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
@@ -148,7 +153,7 @@ def _require_loopback(config: Config) -> None:
             )
 
 
-def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
+def load_identity_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
     """Return the identity keys of all active clients, each as an encoded lineage.
 
     The newest key of a lineage is the valid one; clients that have pinned an earlier one follow the
@@ -222,13 +227,13 @@ class Coordinator:
             self._patiently(
                 lambda: ensure_deployed(database, self.pieces, name=name, clock=self.interruption)
             )
-            with self._holding(database) as lease:
+            with self._hold_lease(database) as lease:
                 self._lead(database, lease)
 
     @contextmanager
-    def _holding(self, database: Database) -> Iterator[Lease]:
+    def _hold_lease(self, database: Database) -> Iterator[Lease]:
         """Wait for the lease, and hold it inside the block."""
-        held = self._leader.leading(
+        held = self._leader.hold_lease(
             database,
             self.places.run_name,
             status=self.status,
@@ -246,45 +251,45 @@ class Coordinator:
         stored.retention = build_component(Retention, self.places.config.store)
         record = self._patiently(lambda: stored.record)
         if self.start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
-            self._begin_anew(database, stored)
+            self._restart_for_clients(database, stored)
         run_id = self._patiently(lambda: deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             self._log.info("done_before", run=record.name)
             self.live_status.num_finished = record.num_rounds
             self.live_status.phase = Phase.DONE
-            self._remove_spool(run_id)  # the process that finished the run may have died before
-        with self._serving(database, lease, run_id) as gateway:
+            self._remove_uploads(run_id)  # the process that finished the run may have died before
+        with self._serve_clients(database, lease, run_id) as gateway:
             if record.status is not RunStatus.DONE:
                 # After these errors the run is not recorded as failed: its round can resume with
                 # the updates it has, later or once the model's file is put back.
                 resumable = (Parked, StoreError, ConfigError)
                 with outcome_told(stored, self.progress, resumable=resumable):
-                    self._leader.run(self._clients(database, gateway), stored, record, lease)
+                    self._leader.run(self._reach_clients(database, gateway), stored, record, lease)
             else:
                 self.progress.start(record, stored.path, (_ANOTHER_RUN,))
                 self.progress.end(summarize(record, stored.rounds()))
             self.live_status.phase = Phase.DONE
             # All uploads are part of a commit, and the gRPC server still knows in memory whose
             # replies counted.
-            self._remove_spool(run_id)
+            self._remove_uploads(run_id)
             if self.serve_on:
                 self._log.info("serving_on", run=record.name)
                 while True:
                     self.interruption.sleep(_DATABASE_AWAY_S)
 
-    def _begin_anew(self, database: Database, stored: StoredRun) -> None:
+    def _restart_for_clients(self, database: Database, stored: StoredRun) -> None:
         """Drop the uploads of clients and, if the last checkpoint is damaged, that checkpoint."""
         dropped = deployment(database, stored.name).run_id
         is_damaged = self.start is Start.FROM_PREVIOUS
         self._patiently(stored.rewind if is_damaged else stored.renew)
-        self._remove_spool(dropped)
+        self._remove_uploads(dropped)
         self._log.info("another_run_to_clients", run=stored.name, start=self.start)
 
-    def _remove_spool(self, run_id: str) -> None:
-        shutil.rmtree(spool_of(self.places.folder, run_id), ignore_errors=True)
+    def _remove_uploads(self, run_id: str) -> None:
+        shutil.rmtree(upload_store_path(self.places.folder, run_id), ignore_errors=True)
 
     @contextmanager
-    def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Gateway]:
+    def _serve_clients(self, database: Database, lease: Lease, run_id: str) -> Iterator[Gateway]:
         """Serve clients over gRPC inside the block."""
         section = self.places.config.coordinator
         if not self.insecure:
@@ -293,13 +298,13 @@ class Coordinator:
             build_component(GatewaySettings, section),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
-            uploads_dir=spool_of(self.places.folder, run_id),
+            uploads_dir=upload_store_path(self.places.folder, run_id),
             authority=self._authority,
             eligible=self.pieces.requirements.admits,
             is_leader=lease.is_held,
             clock=SystemClock(),
             beat_s=_beat_s(section.lease_ttl_s) if database.is_shared else 0.0,
-            needs_newest=reason_for_newest(self.pieces),
+            needs_newest=explain_newest_protocol(self.pieces),
             public_addresses=section.public_addresses,
         )
         gateway.start()
@@ -320,7 +325,7 @@ class Coordinator:
 
     # ---- The run --------------------------------------------------------------------------
 
-    def _clients(self, database: Database, gateway: Gateway) -> ReachableClients:
+    def _reach_clients(self, database: Database, gateway: Gateway) -> ReachableClients:
         channel = gateway.channel(
             check=self.interruption.check, waiting=self.live_status.round_times.waiting
         )
@@ -328,23 +333,23 @@ class Coordinator:
         return ReachableClients(
             reach=Reach(
                 channel=channel,
-                identities=self._identities(database),
-                ahead=channel if self._sends_ahead else None,
-                congestion=self._congestion(channel),
+                identities=self._load_identities(database),
+                ahead=channel if self._announces_models else None,
+                congestion=self._limit_in_flight(channel),
             ),
             run_id=deployment(database, self.places.run_name).run_id,
             notes=(f"clients are served at {gateway.address}",),
-            is_asked_anew=False,  # the upload store has the replies to the earlier process
+            restarts_open_round=False,  # the upload store has the replies to the earlier process
             num_needed=self.pieces.num_needed,
             patience_s=self.places.config.coordinator.patience_s,
-            too_few=waited_on,
+            too_few=keep_waiting,
             names=gateway.find_names,
             set_aside=channel.set_aside,
             num_set_aside=channel.num_set_aside,
             forget=channel.forget,
         )
 
-    def _congestion(self, channel: GatewayChannel) -> InFlightLimit | None:
+    def _limit_in_flight(self, channel: GatewayChannel) -> InFlightLimit | None:
         """Build the limit on clients in flight of an asynchronous run; ``None`` for others."""
         if (asynchrony := self.pieces.asynchrony) is None:
             return None
@@ -352,7 +357,7 @@ class Coordinator:
             asynchrony.concurrency,
             asynchrony.buffer_size,
             num_waiting=channel.num_waiting,
-            told=self.live_status.limited,
+            told=self.live_status.record_in_flight_limit,
         )
 
     @property
@@ -362,11 +367,11 @@ class Coordinator:
         return self.pieces.policy.num_asked if asynchrony is None else asynchrony.concurrency
 
     @property
-    def _sends_ahead(self) -> bool:
+    def _announces_models(self) -> bool:
         config = self.pieces.config
         return config.coordinator.send_ahead and not config.evaluation.num_clients
 
-    def _identities(self, database: Database) -> Identities | None:
+    def _load_identities(self, database: Database) -> Identities | None:
         """Return the keys that secure aggregation signs and verifies with, if it is on."""
         if self.insecure or self.pieces.secure is None:
             return None
@@ -375,21 +380,21 @@ class Coordinator:
         return Identities.of(
             run_id,
             signer=self.places.authority().signer,
-            directory=partial(enrolled_keys, registry, patiently=self._patiently),
+            directory=partial(load_identity_keys, registry, patiently=self._patiently),
         )
 
     # ---- Status and metrics ---------------------------------------------------------------
 
     def status(self) -> dict[str, object]:
         """Return the status for operators, as JSON values."""
-        own = self.live_status.values() | {"process": os.getpid()}
+        own = self.live_status.to_json_values() | {"process": os.getpid()}
         return own | self._gateway_status()
 
     def snapshot(self) -> Snapshot:
         """Return the metrics for monitors."""
         lease, gateway = self._lease, self._gateway
         counters, gauges = self.live_status.counters(), self.live_status.gauges()
-        gauges |= self._surroundings()
+        gauges |= self._measure_environment()
         gauges["lease_held"] = float(lease is not None and lease.is_held())
         histograms = self.live_status.histograms()
         if gateway is not None:
@@ -400,13 +405,13 @@ class Coordinator:
                 gauges[name] = float(value)
         return Snapshot(
             run=self.places.run_name,
-            not_ready=self._not_ready(),
+            not_ready=self._explain_not_ready(),
             counters=counters,
             gauges=gauges,
             histograms=histograms,
         )
 
-    def _surroundings(self) -> dict[str, float]:
+    def _measure_environment(self) -> dict[str, float]:
         """Return gauges of free disk space, certificate lifetimes, and software versions."""
         runs = {"version": version("fedlearn"), "python": platform.python_version()}
         labels = ",".join(f"{k}={v}" for k, v in {**runs, "torch": torch.__version__}.items())
@@ -431,7 +436,7 @@ class Coordinator:
         with self._gateway_lock:
             return {} if self._gateway is None else self._gateway.status()
 
-    def _not_ready(self) -> str:
+    def _explain_not_ready(self) -> str:
         lease = self._lease
         if lease is None:
             return f"this coordinator does not hold the lease: it is {self.live_status.phase}"

@@ -29,7 +29,7 @@ from fedlearn.core.quantities import number_text
 from fedlearn.deployment import part
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places, require_coordinator_system
-from fedlearn.deployment.starter import starter
+from fedlearn.deployment.starter import make_starter
 from fedlearn.errors import DeploymentError
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import run_config
@@ -45,7 +45,9 @@ _STOP_S = 15.0
 _TAIL_LINES = 5
 
 
-def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[str, str]) -> None:
+def run_demo(
+    *, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[str, str]
+) -> None:
     """Run the demo, and stop all of its processes at the end, even after an error.
 
     Progress is printed to ``out``. All files are in the folder ``keep``, which is created if
@@ -62,18 +64,18 @@ def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[st
             folder = keep.absolute()
             folder.mkdir(parents=True, exist_ok=True)
         file = folder / "coordinator.toml"
-        config = _configured(file, num_rounds)
-        stage = Stage(folder, out=out, environ=_surroundings(environ, file))
-        deployed = _deployed(stage, file, config)
-        stage.tell("now the simulation of the same configuration")
-        simulated = _simulated(config, stage.environ)
-        stage.tell(f"accuracy of the deployed run   {number_text(deployed)}")
-        stage.tell(f"accuracy of its simulation     {number_text(simulated)}")
+        config = _write_config(file, num_rounds)
+        processes = DemoProcesses(folder, out=out, environ=_isolate_environ(environ, file))
+        deployed = _run_deployment(processes, file, config)
+        processes.print_line("now the simulation of the same configuration")
+        simulated = _run_simulation(config, processes.environ)
+        processes.print_line(f"accuracy of the deployed run   {number_text(deployed)}")
+        processes.print_line(f"accuracy of its simulation     {number_text(simulated)}")
 
 
-def _configured(file: Path, num_rounds: int) -> Config:
+def _write_config(file: Path, num_rounds: int) -> Config:
     """Write the starter's configuration, on ports that are free now, to a file and return it."""
-    file.write_text(render(starter()))
+    file.write_text(render(make_starter()))
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _LISTENING]
         ports = [each.getsockname()[1] for each in sockets]
@@ -84,7 +86,7 @@ def _configured(file: Path, num_rounds: int) -> Config:
     return config
 
 
-def _surroundings(environ: Mapping[str, str], file: Path) -> dict[str, str]:
+def _isolate_environ(environ: Mapping[str, str], file: Path) -> dict[str, str]:
     """Return the environment without variables that would store runs outside the demo's folder."""
     theirs = ("FEDLEARN_STORE", "FEDLEARN_RUNS_DIR")
     ours = {name: value for name, value in environ.items() if not name.startswith(theirs)}
@@ -92,7 +94,7 @@ def _surroundings(environ: Mapping[str, str], file: Path) -> dict[str, str]:
 
 
 @dataclass
-class Stage:
+class DemoProcesses:
     """The processes of a demo, the folder of their files, and the stream for its progress."""
 
     folder: Path
@@ -115,7 +117,7 @@ class Stage:
         self._running[name] = process
         return process
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line of progress."""
         print(line, file=self.out, flush=True)
 
@@ -148,22 +150,22 @@ class Stage:
         self._running.clear()
 
 
-def _deployed(stage: Stage, file: Path, config: Config) -> float | None:
+def _run_deployment(processes: DemoProcesses, file: Path, config: Config) -> float | None:
     """Run the deployment and return its accuracy."""
-    places = Places.of(config, environ=stage.environ)
+    places = Places.of(config, environ=processes.environ)
     try:
-        coordinator = stage.start("coordinator", "coordinator", str(file), "--json")
-        _wait_until_ready(config.coordinator.http_address, stage)
-        stage.tell(f"the coordinator serves at {config.coordinator.address}")
+        coordinator = processes.start("coordinator", "coordinator", str(file), "--json")
+        _wait_until_ready(config.coordinator.http_address, processes)
+        processes.print_line(f"the coordinator serves at {config.coordinator.address}")
         for number in range(_NUM_CLIENTS):  # in order: client 3 holds part 3 of the data
-            _join(places, number, stage)
-        stage.tell(f"{_NUM_CLIENTS} clients have enrolled and are starting")
-        return _followed(coordinator, stage)
+            _join(places, number, processes)
+        processes.print_line(f"{_NUM_CLIENTS} clients have enrolled and are starting")
+        return _follow_rounds(coordinator, processes)
     finally:
-        stage.stop()
+        processes.stop()
 
 
-def _wait_until_ready(address: str, stage: Stage) -> None:
+def _wait_until_ready(address: str, processes: DemoProcesses) -> None:
     clock = SystemClock()
     ends_s = clock.now_s() + _READY_S
     while True:
@@ -171,7 +173,7 @@ def _wait_until_ready(address: str, stage: Stage) -> None:
             with urlopen(f"http://{address}/readyz", timeout=_READY_S):
                 return
         except (URLError, ConnectionError) as error:
-            stage.check()
+            processes.check()
             if clock.now_s() > ends_s:
                 raise DeploymentError(
                     f"the coordinator was not ready within {_READY_S:g} s: {error}"
@@ -179,10 +181,10 @@ def _wait_until_ready(address: str, stage: Stage) -> None:
             clock.sleep(_LOOK_S)
 
 
-def _join(places: Places, number: int, stage: Stage) -> None:
+def _join(places: Places, number: int, processes: DemoProcesses) -> None:
     """Invite and enrol a client, and start its process."""
     name = f"client-{number}"
-    path, home = stage.folder / f"{name}.invitation", Home(stage.folder / name)
+    path, home = processes.folder / f"{name}.invitation", Home(processes.folder / name)
     with places.database() as database:
         invitation = Operator(places, database, SystemClock()).invite(name, tags=(), path=path)
     address = invitation.token_addresses[0]
@@ -192,14 +194,14 @@ def _join(places: Places, number: int, stage: Stage) -> None:
     home.keys.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
     task = f"{part.__name__}:trainer"
     arguments = ("join", str(path), "--task", task, "--home", str(home.folder))
-    stage.start(name, *arguments, **{part.CLIENT: str(number)})
+    processes.start(name, *arguments, **{part.CLIENT: str(number)})
 
 
-def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | None:
+def _follow_rounds(coordinator: "subprocess.Popen[str]", processes: DemoProcesses) -> float | None:
     """Print the coordinator's rounds until it ends; return the last accuracy."""
     lines: SimpleQueue[str | None] = SimpleQueue()
-    assert coordinator.stdout is not None  # Stage.start made a pipe for it
-    reader = threading.Thread(target=_read, args=(coordinator.stdout, lines), daemon=True)
+    assert coordinator.stdout is not None  # DemoProcesses.start made a pipe for it
+    reader = threading.Thread(target=_read_lines, args=(coordinator.stdout, lines), daemon=True)
     reader.start()
     accuracy: float | None = None
     while True:
@@ -207,30 +209,30 @@ def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | Non
             line = lines.get(timeout=_LOOK_S)
         except Empty:
             if coordinator.poll() is None:  # if it has ended, the reader is about to send None
-                stage.check()
+                processes.check()
             continue
         if line is None:
             break
         event: dict[str, Any] = json.loads(line)  # Any: the coordinator's JSON
         accuracy = event.get("accuracy", accuracy)
         if event["event"] == "round":
-            told = number_text(event["accuracy"])
-            stage.tell(
-                f"round {event['round']}/{event['rounds']}: accuracy {told}, "
+            processes.print_line(
+                f"round {event['round']}/{event['rounds']}: "
+                f"accuracy {number_text(event['accuracy'])}, "
                 f"{event['reported']} reported, {event['late']} late, {event['failed']} failed",
             )
     if coordinator.wait(timeout=_STOP_S) != 0:
-        stage.check()
+        processes.check()
     return accuracy
 
 
-def _read(stream: TextIO, lines: "SimpleQueue[str | None]") -> None:
+def _read_lines(stream: TextIO, lines: "SimpleQueue[str | None]") -> None:
     for line in stream:
         lines.put(line)
     lines.put(None)
 
 
-def _simulated(config: Config, environ: Mapping[str, str]) -> float | None:
+def _run_simulation(config: Config, environ: Mapping[str, str]) -> float | None:
     """Simulate the same configuration and return its accuracy."""
     named = config.model_copy(update={"name": "simulation"})
     addresses = resolve_addresses(named, environ=environ)

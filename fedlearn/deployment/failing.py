@@ -11,7 +11,7 @@ from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId
 
 #: Most clients that are logged in a round and shown to operators; the most frequent failures first.
-_MAX_TOLD = 20
+_MAX_SHOWN = 20
 
 _log = structlog.get_logger(__name__)
 
@@ -27,7 +27,7 @@ class FailingClients:
         names: Returns the names of clients.
         set_aside: Stops a client from being asked until it reconnects.
         set_aside_after: Failures in a row after which a client is set aside; 0 means never.
-        found: Number of failures in a row and the last reason, by client. It starts from the
+        streaks: Number of failures in a row and the last reason, by client. It starts from the
             committed rounds. Clients set aside by an earlier process get another chance, since they
             have to reconnect.
     """
@@ -35,9 +35,9 @@ class FailingClients:
     names: Callable[[Collection[ClientId]], Mapping[ClientId, str]]
     set_aside: Callable[[ClientId], None]
     set_aside_after: int
-    found: dict[ClientId, tuple[int, str]]
+    streaks: dict[ClientId, tuple[int, str]]
 
-    def note(self, participations: Participations) -> None:
+    def record(self, participations: Participations) -> None:
         """Record the outcomes of the clients in one attempt at a round, in order of time.
 
         An asynchronous round may ask a client again after it failed. Its failures then count once,
@@ -48,12 +48,12 @@ class FailingClients:
         failed = dict[ClientId, tuple[int, str]]()
         for each in participations:
             if each.status is Status.REPORTED:
-                self.found.pop(each.client_id, None)
+                self.streaks.pop(each.client_id, None)
                 failed.pop(each.client_id, None)
             elif each.status is Status.FAILED:
-                num_before, _ = self.found.get(each.client_id, (0, ""))
+                num_before, _ = self.streaks.get(each.client_id, (0, ""))
                 failed[each.client_id] = num_before + 1, each.reason
-        self.found |= failed
+        self.streaks |= failed
         self._log(failed)
         for client_id, (in_a_row, _) in failed.items():
             if self.set_aside_after and in_a_row >= self.set_aside_after:
@@ -61,40 +61,40 @@ class FailingClients:
 
     def status(self) -> dict[str, object]:
         """Return the clients that failed at least twice in a row, by number, as JSON values."""
-        again = {each: found for each, found in self.found.copy().items() if found[0] > 1}
+        again = {each: streak for each, streak in self.streaks.copy().items() if streak[0] > 1}
         return {
             str(client_id): {"in_a_row": in_a_row, "reason": reason}
-            for client_id, (in_a_row, reason) in _worst(again)
+            for client_id, (in_a_row, reason) in _select_worst(again)
         }
 
     def _log(self, failed: Mapping[ClientId, tuple[int, str]]) -> None:
-        told = _worst(failed)
-        names = self.names([client_id for client_id, _ in told]) if told else {}
-        for client_id, (in_a_row, reason) in told:
+        worst = _select_worst(failed)
+        names = self.names([client_id for client_id, _ in worst]) if worst else {}
+        for client_id, (in_a_row, reason) in worst:
             about = {"client_id": client_id, "name": names.get(client_id, ""), "reason": reason}
             _log.warning("client_failed", **about, in_a_row=in_a_row)
-        if len(failed) > len(told):
-            _log.warning("clients_failed", num_more=len(failed) - len(told))
+        if len(failed) > len(worst):
+            _log.warning("clients_failed", num_more=len(failed) - len(worst))
 
 
-def _worst(
+def _select_worst(
     failed: Mapping[ClientId, tuple[int, str]],
 ) -> list[tuple[ClientId, tuple[int, str]]]:
     """Return the clients that have failed most often in a row."""
-    return sorted(failed.items(), key=lambda each: -each[1][0])[:_MAX_TOLD]
+    return sorted(failed.items(), key=lambda each: -each[1][0])[:_MAX_SHOWN]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotedCollector:
+class ReportingCollector:
     """A collector that reports the outcome of every attempt's clients.
 
     Attributes:
         inner: The collector that does the work.
-        note: Called with the outcomes of each attempt.
+        on_outcomes: Called with the outcomes of each attempt.
     """
 
     inner: Collector
-    note: Callable[[Participations], None]
+    on_outcomes: Callable[[Participations], None]
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -110,5 +110,5 @@ class NotedCollector:
     ) -> Collected:
         """Collect with the inner collector, then report the outcomes."""
         collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
-        self.note(collected.participations)
+        self.on_outcomes(collected.participations)
         return collected

@@ -18,7 +18,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.assembly.reach import Identities, Reach
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.config.components import build_component
-from fedlearn.deployment.flower_config import configuration, number
+from fedlearn.deployment.flower_config import load_configuration, read_whole_number
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.leader import Leader, ReachableClients
 from fedlearn.deployment.live_status import Phase
@@ -98,7 +98,7 @@ def run(
         RunHeld: Another process runs it.
         StoreError: The run cannot be recorded.
     """
-    config = configuration(federation.run_config, folder)
+    config = load_configuration(federation.run_config, folder)
     site = Site(resolve_addresses(config, environ=environ), environ, interruption, progress)
     _require_no_eligibility(config)
     pieces = assembly.deployment(config, data_dir=site.addresses.data_dir)
@@ -120,33 +120,33 @@ def run(
                     progress=progress,
                     database_away_s=_DATABASE_AWAY_S,
                 )
-                served = _Served(federation, site, leader)
-                with leader.leading(
+                server = _RunServer(federation, site, leader)
+                with leader.hold_lease(
                     database,
                     name,
-                    status=served.status,
+                    status=server.status,
                     alive=lambda: None,  # a ServerApp has no liveness endpoint
                 ) as lease:
                     stored = database.run(name, guard=lease.guard)
-                    with outcome_told(stored, progress), _stop_recorded(stored):
-                        served.run(stored, lease)
+                    with outcome_told(stored, progress), _record_stop(stored):
+                        server.run(stored, lease)
         return Run(stored, pieces.make_model)
 
 
 def _require_no_eligibility(config: Config) -> None:
     """Refuse eligibility rules: a Flower node has no tags and does not describe itself."""
     section = config.coordinator.eligibility
-    asked = [name for name, value in section if value != type(section).model_fields[name].default]
-    if asked:
+    given = [name for name, value in section if value != type(section).model_fields[name].default]
+    if given:
         raise ConfigError(
-            f"coordinator.eligibility.{asked[0]} is given, but the nodes of a Flower federation "
+            f"coordinator.eligibility.{given[0]} is given, but the nodes of a Flower federation "
             "have no tags and do not say what they are; leave it out, and let only those nodes in "
             "that shall take part"
         )
 
 
 @contextmanager
-def _stop_recorded(stored: StoredRun) -> Iterator[None]:
+def _record_stop(stored: StoredRun) -> Iterator[None]:
     """Record that a run was stopped: `flwr stop` ends the ServerApp by SystemExit."""
     try:
         yield
@@ -157,7 +157,7 @@ def _stop_recorded(stored: StoredRun) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class _Served:
+class _RunServer:
     """A run that a ServerApp serves: its channel, its identity, and its status."""
 
     federation: Federation
@@ -196,39 +196,39 @@ class _Served:
 
     @property
     def patience_s(self) -> float:
-        return float(number(self.federation.run_config, "patience-s"))
+        return float(read_whole_number(self.federation.run_config, "patience-s"))
 
     def status(self) -> dict[str, object]:
         """Return the status for operators, as JSON values."""
         connected = {"connected": self.channel.num_nodes, "eligible": self.channel.num_clients}
-        return self.leader.live_status.values() | {"process": os.getpid(), **connected}
+        return self.leader.live_status.to_json_values() | {"process": os.getpid(), **connected}
 
     def run(self, stored: StoredRun, lease: Lease) -> None:
         """Run the remaining rounds."""
         stored.retention = build_component(Retention, self.leader.pieces.config.store)
         stored.finish(RunStatus.RUNNING, error="")
-        self.leader.run(self._clients(stored.name), stored, stored.record, lease)
+        self.leader.run(self._reach_clients(stored.name), stored, stored.record, lease)
         self.leader.live_status.phase = Phase.DONE
         counts = asdict(self.channel.counts)
         structlog.get_logger(__name__).info("federation_left", **counts)
 
-    def _clients(self, name: str) -> ReachableClients:
-        min_clients = number(self.federation.run_config, "min-clients")
+    def _reach_clients(self, name: str) -> ReachableClients:
+        min_clients = read_whole_number(self.federation.run_config, "min-clients")
         return ReachableClients(
-            reach=Reach(channel=self.channel, identities=self._identities()),
+            reach=Reach(channel=self.channel, identities=self._load_identities()),
             run_id=str(self.federation.run_id),
-            notes=self._notes(name),
-            is_asked_anew=True,  # a node replies only to the Flower run that asked it
+            notes=self._describe_run(name),
+            restarts_open_round=True,  # a node replies only to the Flower run that asked it
             num_needed=min_clients or self.leader.pieces.num_needed,
             patience_s=self.patience_s,
-            too_few=self._too_few,
+            too_few=self._require_enough,
             names=lambda _: {},
-            set_aside=_ignored,  # a node never reconnects, so it would stay set aside
+            set_aside=_ignore,  # a node never reconnects, so it would stay set aside
             num_set_aside=lambda: 0,
-            forget=_ignored,  # replies end with their exchange
+            forget=_ignore,  # replies end with their exchange
         )
 
-    def _too_few(self, num_present: int, num_waits: int) -> None:
+    def _require_enough(self, num_present: int, num_waits: int) -> None:
         """Allow as many waits as a round has retries, then raise TooFewNodes."""
         policy, attendance = self.leader.pieces.policy, self.channel.attendance()
         retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
@@ -247,7 +247,7 @@ class _Served:
             attendance=attendance,
         )
 
-    def _notes(self, name: str) -> list[str]:
+    def _describe_run(self, name: str) -> list[str]:
         notes = [f"Flower run {self.federation.run_id}"]
         if not self.leader.pieces.config.name:
             notes.append(f'if it is stopped, `flwr run` with overrides="name={name}" goes on')
@@ -258,7 +258,7 @@ class _Served:
             notes.append(f"nodes may pin this coordinator: --node-config '{pin}'")
         return notes
 
-    def _identities(self) -> Identities | None:
+    def _load_identities(self) -> Identities | None:
         if self.identity is None or not isinstance(channel := self.channel, FlowerChannel):
             return None
         return Identities.of(
@@ -268,7 +268,7 @@ class _Served:
         )
 
 
-def _ignored(_: int) -> None:
+def _ignore(_: int) -> None:
     """Do nothing: Flower has no counterpart."""
 
 

@@ -11,13 +11,13 @@ import torch
 
 from fedlearn.config import Config, load
 from fedlearn.core.messages import Settings
-from fedlearn.deployment.part import part_trainer
+from fedlearn.deployment.part import make_part_trainer
 from fedlearn.errors import ConfigError
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.transport.flower import Node
 
 
-def configuration(run_config: Settings, folder: Path) -> Config:
+def load_configuration(run_config: Settings, folder: Path) -> Config:
     """Load the configuration file that a Flower run names, with the run's overrides.
 
     Raises:
@@ -29,13 +29,13 @@ def configuration(run_config: Settings, folder: Path) -> Config:
             f"config is {name!r} and overrides is {overrides!r} in the run's configuration; "
             "both are texts: a TOML file in the app's folder, and a.b=value;c=value"
         )
-    laid_over = [text for text in overrides.split(";") if text.strip()]
-    if num_rounds := number(run_config, "num-rounds"):
-        laid_over.append(f"num_rounds={num_rounds}")
-    return load(folder / name, overrides=laid_over)
+    texts = [text for text in overrides.split(";") if text.strip()]
+    if num_rounds := read_whole_number(run_config, "num-rounds"):
+        texts.append(f"num_rounds={num_rounds}")
+    return load(folder / name, overrides=texts)
 
 
-def number(run_config: Settings, name: str) -> int:
+def read_whole_number(run_config: Settings, name: str) -> int:
     """Read a whole number >= 0 from the run's settings; 0 if the key is missing.
 
     Raises:
@@ -47,8 +47,8 @@ def number(run_config: Settings, name: str) -> int:
     return value
 
 
-def partition_trainer(node: Node, folder: Path) -> TorchTrainer:
-    """Build the trainer of a node's client: see :func:`~fedlearn.deployment.part.part_trainer`."""
+def make_partition_trainer(node: Node, folder: Path) -> TorchTrainer:
+    """Build the trainer of a node's client: see :mod:`fedlearn.deployment.part`."""
     # The order of a floating-point sum depends on the number of threads; a simulation uses one.
     torch.set_num_threads(1)
-    return part_trainer(configuration(node.run_config, folder), node.client_id)
+    return make_part_trainer(load_configuration(node.run_config, folder), node.client_id)

@@ -11,7 +11,7 @@ from fedlearn.errors import DeploymentError
 from fedlearn.session.pins import Pins
 
 
-def client_home(client: str, *, environ: Mapping[str, str]) -> Home:
+def find_client_home(client: str, *, environ: Mapping[str, str]) -> Home:
     """Find a client's folder by its path or by the client's name.
 
     Raises:
@@ -27,7 +27,7 @@ def client_home(client: str, *, environ: Mapping[str, str]) -> Home:
     )
 
 
-def known_keys(home: Home) -> tuple[Enrolment, Pins]:
+def load_known_keys(home: Home) -> tuple[Enrolment, Pins]:
     """Read a client's own keys and the keys of other clients that it has pinned.
 
     Raises:
@@ -46,5 +46,5 @@ def forget_pin(home: Home, client_id: ClientId) -> None:
         DeploymentError: No key of that client is pinned, or the process of this client is running.
     """
     with home.locked():
-        enrolment, pins = known_keys(home)
+        enrolment, pins = load_known_keys(home)
         home.keys.pin_file(enrolment).write(pins.without(client_id))

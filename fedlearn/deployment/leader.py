@@ -26,9 +26,9 @@ from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.live_status import LiveStatus, Phase
-from fedlearn.deployment.opening import DurableOpening, present_in
-from fedlearn.deployment.record import ForgettingStore, TellingStore, resume_round
-from fedlearn.deployment.rounds import KeptRun, run_over
+from fedlearn.deployment.opening import DurableOpening, list_available
+from fedlearn.deployment.record import CleanupStore, ReportingStore, resume_round
+from fedlearn.deployment.rounds import RunStorage, run_rounds
 from fedlearn.errors import StoreError
 from fedlearn.experiment.privacy import promise, skip_lost_turns
 from fedlearn.experiment.progress import Progress, extend
@@ -50,8 +50,8 @@ class ReachableClients:
         reach: The channel and the keys.
         run_id: Id of the run that clients see. They keep no state from a run with another id.
         notes: Notes for the user, shown when the run starts.
-        is_asked_anew: Whether a round that another process has opened starts a new attempt, because
-            replies to that process are lost.
+        restarts_open_round: Whether a round that another process has opened starts a new attempt,
+            because replies to that process are lost.
         num_needed: Connected clients that a round waits for before it asks any.
         patience_s: Seconds that a round waits for them.
         too_few: See :class:`~fedlearn.deployment.opening.DurableOpening`.
@@ -64,7 +64,7 @@ class ReachableClients:
     reach: Reach
     run_id: str
     notes: Sequence[str]
-    is_asked_anew: bool
+    restarts_open_round: bool
     num_needed: int
     patience_s: float
     too_few: Callable[[int, int], None]
@@ -114,7 +114,7 @@ class Leader:
         )
 
     @contextmanager
-    def leading(
+    def hold_lease(
         self,
         database: Database,
         name: str,
@@ -136,7 +136,9 @@ class Leader:
         """
         log = structlog.get_logger(__name__)
         ttl_s = self.pieces.config.coordinator.lease_ttl_s
-        lease = Lease(database, name, holder=_holder(), ttl_s=ttl_s, clock=self.interruption)
+        lease = Lease(
+            database, name, holder=_make_holder_name(), ttl_s=ttl_s, clock=self.interruption
+        )
         heartbeat = Heartbeat(
             lease,
             status=status,
@@ -188,7 +190,7 @@ class Leader:
             journal,
             record.status,
             self.pieces.policy,
-            restarts=clients.is_asked_anew or _ends_with_its_process(self.pieces),
+            restarts=clients.restarts_open_round or _is_bound_to_process(self.pieces),
             takes_late_updates=self.pieces.late_updates is not None,
             now_unix_s=self.interruption.unix_s(),
         )
@@ -206,18 +208,18 @@ class Leader:
             names=clients.names,
             set_aside=clients.set_aside,
             set_aside_after=pieces.config.coordinator.set_aside_after,
-            found=patiently(stored.failing),
+            streaks=patiently(stored.failing),
         )
         live_status.failing = failing.status
-        opening = self._opening(clients, pieces, journal)
+        opening = self._build_opening(clients, pieces, journal)
         draw: Draw = opening.draw_cohort if pieces.asynchrony is None else opening.draw
         with nullcontext() if charging is None else closing(charging):
-            run_over(
+            run_rounds(
                 clients.reach,
                 pieces,
-                KeptRun(
-                    store=ForgettingStore(
-                        store=TellingStore(store=stored, tell=self.progress.round),
+                RunStorage(
+                    store=CleanupStore(
+                        store=ReportingStore(store=stored, report=self.progress.round),
                         patiently=patiently,
                         journal=journal,
                         forget=clients.forget,
@@ -227,7 +229,7 @@ class Leader:
                     checkpoint=checkpoint,
                     resumed=resumed,
                     masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
-                    extended=partial(self._extended, stored),
+                    extended=partial(self._refresh_num_rounds, stored),
                 ),
                 draw=draw,
                 # A resumed round is charged again, because its noise is drawn again.
@@ -242,24 +244,24 @@ class Leader:
                     is_described=True,
                     cluster=Alone(),
                     control=self.interruption,
-                    told=live_status.trained,
+                    told=live_status.record_training,
                 ),
-                note=failing.note,
+                on_outcomes=failing.record,
             )
 
-    def _extended(self, stored: StoredRun) -> int:
+    def _refresh_num_rounds(self, stored: StoredRun) -> int:
         """Read the run's current number of rounds, which an operator may have raised."""
         num_rounds = self.patiently(lambda: stored.record.num_rounds)
         self.live_status.num_rounds = num_rounds
         extend(self.progress, num_rounds)
         return num_rounds
 
-    def _opening(
+    def _build_opening(
         self, clients: ReachableClients, pieces: Deployment, journal: PatientJournal
     ) -> DurableOpening:
         return DurableOpening(
             sampler=pieces.sampler,
-            available=partial(present_in, pieces, clients.reach.channel),
+            available=partial(list_available, pieces, clients.reach.channel),
             policy=pieces.policy,
             seed=pieces.seed,
             num_needed=clients.num_needed,
@@ -274,13 +276,13 @@ class Leader:
         )
 
 
-def _holder() -> str:
+def _make_holder_name() -> str:
     """Make a name for this process that no other process has ever had."""
     drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
     return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
 
 
-def _ends_with_its_process(pieces: Deployment) -> bool:
+def _is_bound_to_process(pieces: Deployment) -> bool:
     """Check whether a round can be finished only by the process that opened it."""
     takes_turns = pieces.privacy is not None and pieces.privacy.takes_turns
     return pieces.secure is not None or takes_turns

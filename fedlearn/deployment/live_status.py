@@ -70,7 +70,7 @@ class LiveStatus:
     staleness: Mapping[int, int] = field(default_factory=dict)
     failing: Callable[[], Mapping[str, object]] = dict
 
-    def finished(self, record: RoundRecord) -> None:
+    def record_round(self, record: RoundRecord) -> None:
         """Record a finished round, which is committed next."""
         self.num_finished = record.round_num + 1
         self.attempt = 0
@@ -83,16 +83,16 @@ class LiveStatus:
             self.staleness = {**self.staleness, age: self.staleness.get(age, 0) + number}
         self.phase = Phase.COMMITTING
 
-    def trained(self, kind: str, progress: "Progress") -> None:
+    def record_training(self, kind: str, progress: "Progress") -> None:
         """Record the progress of the coordinator's own training."""
         # Replaced, not mutated: another thread may be iterating over it.
         self.training = {**self.training, kind: progress}
 
-    def limited(self, most: int) -> None:
+    def record_in_flight_limit(self, most: int) -> None:
         """Record how many clients may be in flight."""
         self.in_flight_limit = most
 
-    def values(self) -> dict[str, object]:
+    def to_json_values(self) -> dict[str, object]:
         """Return everything as JSON values, for operators."""
         values = {
             "phase": self.phase.value,
@@ -123,11 +123,11 @@ class LiveStatus:
             **measured,
             **({} if math.isnan(self.epsilon) else {"privacy_epsilon": self.epsilon}),
             **({} if (most := self.in_flight_limit) is None else {"in_flight_limit": float(most)}),
-            **self._of_training(),
+            **self._training_gauges(),
             **phases,
         }
 
-    def _of_training(self) -> dict[str, float]:
+    def _training_gauges(self) -> dict[str, float]:
         return {
             f"server_training_{name}{{kind={kind}}}": float(value)
             for kind, progress in self.training.items()

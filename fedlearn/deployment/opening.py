@@ -17,7 +17,7 @@ from fedlearn.transport.base import Channel
 _LOOK_S = 0.2
 
 
-def present_in(pieces: Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
+def list_available(pieces: Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
     """List the available clients that a round may ask.
 
     With a roster that draws, or cohorts that take turns, only this round's clients among them.
@@ -33,7 +33,7 @@ def present_in(pieces: Deployment, channel: Channel, round_num: int) -> Sequence
     )
 
 
-def waited_on(num_present: int, num_waits: int) -> None:
+def keep_waiting(num_present: int, num_waits: int) -> None:
     """Keep waiting, however long it takes: the ``too_few`` callback of a service."""
 
 
@@ -98,7 +98,7 @@ class DurableOpening:
         opened = self.journal.find(round_num, attempt)
         if opened is None:
             with self.live_status.round_times.waiting():
-                there = self._awaited(round_num, busy)  # also waits while the run is paused
+                there = self._wait_for_clients(round_num, busy)  # or for the end of a pause
             present = without(there, busy)
             # Only fails early: the check that counts is made in the journal's transaction.
             self.check()
@@ -164,7 +164,7 @@ class DurableOpening:
         self.live_status.phase = Phase.ROUND
         return drawn
 
-    def _awaited(self, round_num: int, busy: Collection[ClientId]) -> Sequence[ClientId]:
+    def _wait_for_clients(self, round_num: int, busy: Collection[ClientId]) -> Sequence[ClientId]:
         """Wait for ``num_needed`` clients or, once patience has run out, the fewest for a round.
 
         Busy clients count too, whether or not they are connected at the moment.

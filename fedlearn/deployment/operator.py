@@ -30,7 +30,7 @@ from fedlearn.store.rounds import RoundSummary
 from fedlearn.store.runs import Database
 
 #: A coordinator's status, as stored in the database.
-_Told: TypeAlias = Mapping[str, Any]  # Any: JSON
+_Status: TypeAlias = Mapping[str, Any]  # Any: JSON
 
 _HOUR_S = 3600.0
 _LOOK_AGAIN_S = 0.2
@@ -124,15 +124,15 @@ class Operator:
         roster.save(path)
         return roster
 
-    def rounds(self, last: int) -> list[RoundSummary]:
+    def load_rounds(self, last: int) -> list[RoundSummary]:
         """Return the ``last`` committed rounds, in order."""
-        return self.database.run(self._deployment().name).round_summaries(last)
+        return self.database.run(self._load_run().name).round_summaries(last)
 
-    def missed(self, *, first: int) -> dict[int, list[Participation]]:
+    def load_missed(self, *, first: int) -> dict[int, list[Participation]]:
         """Return the late and failed participations by round, from round ``first`` on."""
-        return self.database.run(self._deployment().name).missed(first=first)
+        return self.database.run(self._load_run().name).missed(first=first)
 
-    def contacts(self) -> dict[ClientId, Contact]:
+    def load_contacts(self) -> dict[ClientId, Contact]:
         """Return the last contact of each client.
 
         If no coordinator is alive, every client is reported as not connected.
@@ -148,19 +148,19 @@ class Operator:
         name = self.places.run_name
         return self.database.run(name).counts_by_client() if name in found else {}
 
-    def control(self, wanted: Control) -> bool:
+    def send_command(self, wanted: Control) -> bool:
         """Send a command to the coordinator; return whether a coordinator has received it.
 
         A coordinator that releases the run has received it, too: it may end in response.
         """
-        before = self._deployment()
+        before = self._load_run()
         set_control(self.database, self.places.run_name, wanted)
-        return self._next_beat(before) is not None
+        return self._await_beat(before) is not None
 
-    def why(self) -> "Explanation":
+    def explain(self) -> "Explanation":
         """Explain what the run is waiting for."""
         is_alive = self._is_alive()
-        found = self._deployment()
+        found = self._load_run()
         return Explanation(
             deployment=found,
             is_alive=is_alive,
@@ -170,13 +170,13 @@ class Operator:
 
     def _is_alive(self) -> bool:
         """Check whether a coordinator holds the run and keeps renewing it."""
-        after = self._next_beat(self._deployment())
+        after = self._await_beat(self._load_run())
         return after is not None and after.holder != ""
 
-    def _deployment(self) -> DeployedRun:
+    def _load_run(self) -> DeployedRun:
         return deployment(self.database, self.places.run_name)
 
-    def _next_beat(self, before: DeployedRun) -> DeployedRun | None:
+    def _await_beat(self, before: DeployedRun) -> DeployedRun | None:
         """Return the run once its holder has renewed or released it; ``None`` after a timeout.
 
         The timeout is the time that another coordinator would wait before it takes over. No wall
@@ -185,7 +185,7 @@ class Operator:
         ends_s = self.clock.now_s() + self.places.config.coordinator.lease_ttl_s
         while before.holder and self.clock.now_s() < ends_s:
             self.clock.sleep(_LOOK_AGAIN_S)
-            now = self._deployment()
+            now = self._load_run()
             if (now.epoch, now.beat, now.holder) != (before.epoch, before.beat, before.holder):
                 return now
         return None
@@ -210,25 +210,25 @@ class Explanation:
     run: RunRecord
     names: Mapping[int, str]
 
-    def lines(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Describe the run in the first lines, then each client that was asked, one per line."""
         found, status = self.deployment, self.deployment.status
         if self.run.status is RunStatus.DONE:
-            return [f"{found.name} is done: {_round(status)}"]
+            return [f"{found.name} is done: {_describe_round(status)}"]
         if not self.is_alive:
             failed = f"; it failed: {self.run.error}" if self.run.status is RunStatus.FAILED else ""
             said = "none ever said anything"
             if status:
-                said = f"it last said: {_round(status)}, {_phase(status)}"
+                said = f"it last said: {_describe_round(status)}, {_describe_phase(status)}"
             start = "start one: `fedlearn coordinator`"
             return [f"{found.name} has no coordinator{failed}", said, start]
-        lines = [f"{found.name}: {_round(status)}, {_phase(status)}"]
-        lines += _waiting(status, control=found.control)
+        lines = [f"{found.name}: {_describe_round(status)}, {_describe_phase(status)}"]
+        lines += _describe_wait(status, control=found.control)
         lines += [f"  {each['name']}: {printable(each['reason'])}" for each in self._refused]
         for how in self._clients:
             name = how["name"] or f"client {how['client_id']}"
             lines.append(f"  {name}: {_CLIENT_PHASES[how['phase']]}, for {how['since_s']:.0f} s")
-        return lines + [self._failing(how) for how in self._failing_clients]
+        return lines + [self._describe_failing(how) for how in self._failing_clients]
 
     def values(self) -> dict[str, object]:
         """Return the explanation as JSON values."""
@@ -245,23 +245,23 @@ class Explanation:
         }
 
     @property
-    def _refused(self) -> list[_Told]:
+    def _refused(self) -> list[_Status]:
         """The clients refused because they speak another protocol version."""
-        told: _Told = self.deployment.status
-        return list(told.get("other_version", ()))
+        status: _Status = self.deployment.status
+        return list(status.get("other_version", ()))
 
     @staticmethod
-    def _failing(how: _Told) -> str:
+    def _describe_failing(how: _Status) -> str:
         name = how["name"] or f"client {how['client_id']}"
         aside = "; it is set aside until it connects anew" if how["is_set_aside"] else ""
         reason = printable(how["reason"]) or "no reason given"
         return f"  {name}: has failed {how['in_a_row']} times in a row ({reason}){aside}"
 
     @property
-    def _failing_clients(self) -> list[_Told]:
+    def _failing_clients(self) -> list[_Status]:
         """The clients that keep failing, with their names and whether they are set aside."""
-        told: _Told = self.deployment.status
-        set_aside = set(told.get("clients_set_aside", ()))
+        status: _Status = self.deployment.status
+        set_aside = set(status.get("clients_set_aside", ()))
         return [
             {
                 "client_id": int(number),
@@ -269,16 +269,16 @@ class Explanation:
                 "is_set_aside": int(number) in set_aside,
                 **how,
             }
-            for number, how in told.get("failing", {}).items()
+            for number, how in status.get("failing", {}).items()
         ]
 
     @property
-    def _clients(self) -> list[_Told]:
+    def _clients(self) -> list[_Status]:
         """The status of each client that was asked, with its name."""
-        told: _Told = self.deployment.status
+        status: _Status = self.deployment.status
         return [
             {"client_id": int(number), "name": self.names.get(int(number)), **how}
-            for number, how in told.get("clients", {}).items()
+            for number, how in status.get("clients", {}).items()
         ]
 
 
@@ -295,11 +295,11 @@ _CLIENT_PHASES = {
 }
 
 
-def _exchange(status: _Told) -> _Told:
+def _get_exchange(status: _Status) -> _Status:
     return status.get("exchange") or {}
 
 
-def _round(status: _Told) -> str:
+def _describe_round(status: _Status) -> str:
     if not status:
         return "no round yet"
     finished, total = status["round"], status["rounds"]
@@ -307,7 +307,7 @@ def _round(status: _Told) -> str:
     return f"{finished} of {total} rounds finished{retried}"
 
 
-def _phase(status: _Told) -> str:
+def _describe_phase(status: _Status) -> str:
     words = {
         Phase.STARTING: "it is starting",
         Phase.STANDBY: "it waits for another coordinator to end",
@@ -318,20 +318,20 @@ def _phase(status: _Told) -> str:
         Phase.STOPPING: "it is stopping",
         Phase.DONE: "it is done",
     }
-    if _exchange(status).get("kind") == EvaluateRequest.kind:
+    if _get_exchange(status).get("kind") == EvaluateRequest.kind:
         return "clients evaluate the model"
     return words[Phase(status["phase"])]
 
 
-def _waiting(status: _Told, *, control: Control) -> list[str]:
+def _describe_wait(status: _Status, *, control: Control) -> list[str]:
     """Describe what the run is waiting for."""
     phase, lines = Phase(status["phase"]), list[str]()
-    for kind, told in status.get("training", {}).items():
-        if told["step_num"] < told["num_steps"]:
+    for kind, progress in status.get("training", {}).items():
+        if progress["step_num"] < progress["num_steps"]:
             of = "the clients' models together" if kind == DISTILLATION else "its own examples"
             lines.append(
-                f"it trains on {of}: step {told['step_num']} of {told['num_steps']}, "
-                f"loss {number_text(told['loss'])}, {told['examples_per_s']:.0f} examples/s"
+                f"it trains on {of}: step {progress['step_num']} of {progress['num_steps']}, "
+                f"loss {number_text(progress['loss'])}, {progress['examples_per_s']:.0f} examples/s"
             )
     num_set_aside = status.get("set_aside", 0)
     num_refused = len(status.get("other_version", ()))
@@ -348,7 +348,7 @@ def _waiting(status: _Told, *, control: Control) -> list[str]:
         lines.append("it pauses when this round is finished")
     if phase is Phase.ROUND:
         closes = f"{status['wanted']} reports close it, {status['min_reports']} make a round"
-        if (remaining_s := _exchange(status).get("remaining_s")) is not None:
+        if (remaining_s := _get_exchange(status).get("remaining_s")) is not None:
             closes += f", its deadline is in {max(0, math.ceil(remaining_s))} s"
         lines.append(closes)
         if (most := status.get("in_flight_limit")) is not None:

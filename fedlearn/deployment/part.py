@@ -24,10 +24,10 @@ CONFIG, CLIENT = "FEDLEARN_DEMO_CONFIG", "FEDLEARN_DEMO_CLIENT"
 def trainer() -> TorchTrainer:
     """Build the trainer of the client named by the environment, for ``fedlearn join --task``."""
     config = load(os.environ[CONFIG], overrides=())
-    return part_trainer(config, ClientId(int(os.environ[CLIENT])))
+    return make_part_trainer(config, ClientId(int(os.environ[CLIENT])))
 
 
-def part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
+def make_part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
     """Build the trainer of one client of ``config``'s population.
 
     Raises:

@@ -76,7 +76,7 @@ def folder_of(given: str | None, *, runs_dir: Path) -> Path:
     return runs_dir.parent / "coordinator" if given is None else Path(given)
 
 
-def spool_of(folder: Path, run_id: str) -> Path:
+def upload_store_path(folder: Path, run_id: str) -> Path:
     """Return the folder of a run's files in transit to and from clients."""
     return folder / "spool" / run_id
 

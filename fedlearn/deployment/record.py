@@ -58,15 +58,17 @@ def _require_same(config: Config, record: RunRecord) -> None:
     )
     differ = {key for key in begun | now if begun.get(key) != now.get(key)}
     if changed := sorted(key for key in differ if Use.RESTART not in TABLES[key.partition(".")[0]]):
-        told = "; ".join(f"{k}: {_text(begun, k)} then, {_text(now, k)} now" for k in changed[:5])
+        changes = "; ".join(
+            f"{k}: {_format_value(begun, k)} then, {_format_value(now, k)} now" for k in changed[:5]
+        )
         more = f"; and {len(changed) - 5} more" if changed[5:] else ""
         raise ConfigError(
-            f"run {record.name!r} was begun with another configuration: {told}{more}; put back "
+            f"run {record.name!r} was begun with another configuration: {changes}{more}; put back "
             "what was there, or give the new run a name of its own (key `name`)"
         )
 
 
-def _text(leaves: Mapping[str, object], key: str) -> str:
+def _format_value(leaves: Mapping[str, object], key: str) -> str:
     return json.dumps(leaves[key], ensure_ascii=False) if key in leaves else "not set"
 
 
@@ -134,30 +136,30 @@ def resume_round(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellingStore:
+class ReportingStore:
     """A store that reports each round once it is durable, and at most once.
 
     A process that is killed right after the commit never reports that round, but the store has it.
 
     Attributes:
         store: The underlying store.
-        tell: Called with each finished round, in order.
+        report: Called with each finished round, in order.
     """
 
     store: RunStore
-    tell: Callable[[RoundRecord], None]
-    _untold: list[RoundRecord] = field(default_factory=list)
+    report: Callable[[RoundRecord], None]
+    _unreported: list[RoundRecord] = field(default_factory=list)
 
     def append(self, record: RoundRecord) -> None:
         """Add the record of a finished round."""
         self.store.append(record)
-        self._untold.append(record)
+        self._unreported.append(record)
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable, and report the records."""
         self.store.commit(checkpoint)
-        while self._untold:
-            self.tell(self._untold.pop(0))
+        while self._unreported:
+            self.report(self._unreported.pop(0))
 
     def finish(self, status: RunStatus, *, error: str) -> None:
         """Record how the run ended."""
@@ -165,7 +167,7 @@ class TellingStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForgettingStore:
+class CleanupStore:
     """A store that waits for its database and cleans up the journal and replies after a commit.
 
     ``forget`` removes the replies to rounds before a given number; ``run_id`` is the run's id as
@@ -181,7 +183,7 @@ class ForgettingStore:
 
     def append(self, record: RoundRecord) -> None:
         """Add the record of a finished round."""
-        self.live_status.finished(record)
+        self.live_status.record_round(record)
         self.store.append(record)
 
     def commit(self, checkpoint: Checkpoint) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedlearn.core.clock import Clock
-from fedlearn.deployment.places import folder_of, spool_of
+from fedlearn.deployment.places import folder_of, upload_store_path
 from fedlearn.errors import DeploymentError
 from fedlearn.rounds.records import Checkpoint
 from fedlearn.store.lease import Lease, deployment
@@ -40,7 +40,7 @@ def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkp
         dropped = deployment(database, name).run_id
         run = database.run(name, guard=lease.guard)
         checkpoint = run.rewind(to=to)
-        shutil.rmtree(spool_of(_folder(run), dropped), ignore_errors=True)
+        shutil.rmtree(upload_store_path(_folder(run), dropped), ignore_errors=True)
     finally:
         lease.release()
     return checkpoint

@@ -19,7 +19,7 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.failing import NotedCollector
+from fedlearn.deployment.failing import ReportingCollector
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Charges
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
@@ -34,12 +34,12 @@ _CPU = torch.device("cpu")
 _LOOK_S = 0.2
 
 
-def ignored(_: Participations) -> None:
+def ignore(_: Participations) -> None:
     """Ignore the outcomes of clients."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptRun:
+class RunStorage:
     """Where a deployed run is stored, and where to resume it.
 
     Attributes:
@@ -58,15 +58,15 @@ class KeptRun:
     extended: Callable[[], int] = int
 
 
-def run_over(
+def run_rounds(
     reach: Reach,
     pieces: Deployment,
-    kept: KeptRun,
+    storage: RunStorage,
     *,
     draw: Draw,
     clock: Clock,
     place: Place | None = None,
-    note: Callable[[Participations], None] = ignored,
+    on_outcomes: Callable[[Participations], None] = ignore,
     charging: Charges | None = None,
 ) -> RunState:
     """Run all remaining rounds of ``pieces`` and commit each one.
@@ -74,11 +74,11 @@ def run_over(
     Args:
         reach: How the clients are reached.
         pieces: The assembled run.
-        kept: Where the run is stored and resumed.
+        storage: Where the run is stored and resumed.
         draw: Draws the clients to ask.
         clock: Real time.
         place: Where the coordinator's own training takes place.
-        note: Receives the outcomes of the clients in every attempt at a round.
+        on_outcomes: Receives the outcomes of the clients in every attempt at a round.
         charging: Charges each round to the privacy budget before any client is asked; ``None`` if
             there is no budget.
 
@@ -91,13 +91,13 @@ def run_over(
     """
     params = initial_params(pieces, _CPU)
     collector = over_channel(
-        pieces, reach, masked_sum=kept.masked_sum, wait=partial(clock.sleep, _LOOK_S)
+        pieces, reach, masked_sum=storage.masked_sum, wait=partial(clock.sleep, _LOOK_S)
     )
     plan = run_plan(
         pieces,
         draw=draw,
         charging=charging,
-        collector=NotedCollector(inner=collector, note=note),
+        collector=ReportingCollector(inner=collector, on_outcomes=on_outcomes),
         evaluators=list(_evaluators(pieces, reach.channel, collector)),
         clock=clock,
         place=place,
@@ -106,25 +106,25 @@ def run_over(
     plan = replace(
         plan,
         checkpoint_every_s=0.0,  # commit every round, since clients learn its outcome
-        resumed=kept.resumed,
-        extended=kept.extended,
+        resumed=storage.resumed,
+        extended=storage.extended,
     )
     after_round = AfterRound(
         cluster=Alone(),
-        progress=_not_told,  # the store reports each round, once it is durable
+        progress=_ignore_round,  # the store reports each round, once it is durable
         callbacks=[LoggedCallback(each) for each in pieces.callbacks],
         make_model=pieces.make_model,
     )
     state = train(
-        plan, params, checkpoint=kept.checkpoint, store=kept.store, after_round=after_round
+        plan, params, checkpoint=storage.checkpoint, store=storage.store, after_round=after_round
     )
     collector.close()
-    if kept.masked_sum is not None:
-        kept.masked_sum.clear()  # the last round's sum has been unmasked and committed
+    if storage.masked_sum is not None:
+        storage.masked_sum.clear()  # the last round's sum has been unmasked and committed
     return state
 
 
-def _not_told(_: RoundRecord) -> None:
+def _ignore_round(_: RoundRecord) -> None:
     """Ignore the round."""
 
 
@@ -145,7 +145,7 @@ def _evaluators(
         yield central_evaluator(pieces.test, model, Alone(), batch_size=evaluation.batch_size)
     if not evaluation.num_clients:
         return
-    invited = partial(_invited, pieces, channel, collector.busy)
+    invited = partial(_invite, pieces, channel, collector.busy)
     if isinstance(collector, SecureCollector):
         section, measures = pieces.config.secure_aggregation, tuple(pieces.directions)
         yield SecureEvaluator(
@@ -164,7 +164,7 @@ def _evaluators(
         )
 
 
-def _invited(
+def _invite(
     pieces: Deployment,
     channel: Channel,
     busy: Callable[[], frozenset[ClientId]],

@@ -36,7 +36,7 @@ OF_OTHERS: Final = frozenset(
 )
 
 
-def starter() -> Config:
+def make_starter() -> Config:
     """Build a small working deployment: the digits data set and five clients."""
     config = from_mapping(
         {
@@ -65,6 +65,6 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
     if of_client:
         text = render_template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
     else:
-        text = render_template(starter(), omit=OF_OTHERS, heading=_HEADING)
+        text = render_template(make_starter(), omit=OF_OTHERS, heading=_HEADING)
     with disk_errors(path, raises=DeploymentError), path.open("x", encoding="utf-8") as stream:
         stream.write(text)

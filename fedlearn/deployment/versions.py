@@ -3,7 +3,7 @@
 from fedlearn.assembly import Deployment
 
 
-def reason_for_newest(pieces: Deployment) -> str:
+def explain_newest_protocol(pieces: Deployment) -> str:
     """Say why a run needs clients of the newest protocol; empty if it does not.
 
     Clients of protocol 2 hash requests for secure aggregation differently, include running

@@ -34,9 +34,9 @@ from fedlearn.rounds.evaluation import measured
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.rounds.updates import judged
 from fedlearn.secagg.plan import SecurePlan
-from fedlearn.testing.asking import Model, params_of, round_of
 from fedlearn.testing.local_gateway import LocalGateway
-from fedlearn.testing.stand_ins import Idle, taking_part
+from fedlearn.testing.requests import Model, build_round, to_params
+from fedlearn.testing.stand_ins import Idle, run_stand_in
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import Channel, ask_once
 
@@ -121,7 +121,7 @@ class FakeCoordinator(LocalGateway):
     def invite(self, name: str, *, tags: Sequence[str] = ()) -> Path:
         """Write a single-use invitation file for ``name``; raises as :meth:`invitation`."""
         path = self.folder / f"{name}.invitation"
-        self.invitation(name, tags=tags).save(path)
+        self.create_invitation(name, tags=tags).save(path)
         return path
 
     def revoke(self, name: str) -> None:
@@ -131,11 +131,11 @@ class FakeCoordinator(LocalGateway):
             DeploymentError: No such client has joined.
         """
         self.registry.revoke(name)
-        while name in self.connected():  # the server polls the registry for revocations
+        while name in self.list_clients():  # the server polls the registry for revocations
             self.clock.sleep(_LOOK_S)
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def outage(self) -> Iterator[None]:
         """Stop the server while the block runs, then restart it with the same address and run."""
         gateway, self._channel = self.gateways.pop(), None
         back = GatewaySettings(address=gateway.address)
@@ -145,9 +145,9 @@ class FakeCoordinator(LocalGateway):
         finally:
             self._channel = self.open(back).channel()
 
-    def connected(self) -> list[str]:
+    def list_clients(self) -> list[str]:
         """Return the names of the clients that are connected and eligible."""
-        names, channel = self._names(), self._channel
+        names, channel = self._list_names(), self._channel
         return [] if channel is None else [names[each] for each in channel.available()]
 
     def train(
@@ -168,8 +168,8 @@ class FakeCoordinator(LocalGateway):
         Raises:
             DeploymentError: No client is connected.
         """
-        request, names = round_of(model, asked, round_num=next(self._rounds)), self._names()
-        channel, cohort = self._cohort()
+        request, names = build_round(model, asked, round_num=next(self._rounds)), self._list_names()
+        channel, cohort = self._require_cohort()
         arrivals = ask_once(channel, request.messages(cohort), deadline_s=deadline_s)
         return {names[arrival.client_id]: judged(arrival, request) for arrival in arrivals}
 
@@ -183,7 +183,7 @@ class FakeCoordinator(LocalGateway):
     ) -> SecureSum:
         """Ask all connected clients to train, and learn only the sum of their updates.
 
-        A session needs several clients; :meth:`stand_ins` adds the missing ones.
+        A session needs several clients; :meth:`add_stand_ins` adds the missing ones.
 
         Args:
             model: As for :meth:`train`.
@@ -198,9 +198,9 @@ class FakeCoordinator(LocalGateway):
             DeploymentError: No client is connected.
             RoundError: ``plan`` and the strategy weight clients differently.
         """
-        request = round_of(model, asked, round_num=next(self._rounds))
+        request = build_round(model, asked, round_num=next(self._rounds))
         mean = require_summable(request.strategy)
-        (channel, cohort), names = self._cohort(), self._names()
+        (channel, cohort), names = self._require_cohort(), self._list_names()
         if plan is None:
             plan = SecureAggregationSection(mode="complete").plan(
                 len(cohort),
@@ -222,7 +222,7 @@ class FakeCoordinator(LocalGateway):
             plan=plan,
             run_id=self._secure_run_id,
             signer=self.authority.signer,
-            directory=self._identity_keys,
+            directory=self._load_identity_keys,
             sends_directory=True,
             stage_deadline_s=deadline_s,
             num_threads=1,
@@ -236,7 +236,9 @@ class FakeCoordinator(LocalGateway):
         )
 
     @contextmanager
-    def stand_ins(self, num: int, *, trainer: LocalTrainer | None = None) -> Iterator[list[str]]:
+    def add_stand_ins(
+        self, num: int, *, trainer: LocalTrainer | None = None
+    ) -> Iterator[list[str]]:
         """Keep ``num`` additional clients connected while the block runs; yields their names.
 
         Each runs the same runtime as an agent does, but on a thread of this process.
@@ -253,7 +255,7 @@ class FakeCoordinator(LocalGateway):
         with ExitStack() as stack:
             for name in names:
                 home = self.folder / "stand-ins" / name
-                client = taking_part(self.invite(name), home=home, trainer=trainer or Idle())
+                client = run_stand_in(self.invite(name), home=home, trainer=trainer or Idle())
                 stack.enter_context(client)
             yield names
 
@@ -261,14 +263,14 @@ class FakeCoordinator(LocalGateway):
         self, model: Model, *, deadline_s: float = 60.0
     ) -> dict[str, EvaluateReply | Failure]:
         """Ask all connected clients to evaluate ``model``, as :meth:`train` asks them to train."""
-        round_num, names = next(self._rounds), self._names()
-        request = EvaluateRequest(round_num=round_num, tensors=params_of(model).named())
-        channel, cohort = self._cohort()
+        round_num, names = next(self._rounds), self._list_names()
+        request = EvaluateRequest(round_num=round_num, tensors=to_params(model).named())
+        channel, cohort = self._require_cohort()
         requests = dict.fromkeys(cohort, request)
         arrivals = ask_once(channel, requests, deadline_s=deadline_s)
         return {names[each.client_id]: measured(each, round_num=round_num) for each in arrivals}
 
-    def _cohort(self) -> tuple[Channel, Sequence[ClientId]]:
+    def _require_cohort(self) -> tuple[Channel, Sequence[ClientId]]:
         if self._channel is None:
             raise DeploymentError("this coordinator is away; ask once it is back")
         cohort = self._channel.available()
@@ -276,9 +278,9 @@ class FakeCoordinator(LocalGateway):
             raise DeploymentError("no client is connected; call `wait_for` before asking")
         return self._channel, cohort
 
-    def _names(self) -> dict[ClientId, str]:
+    def _list_names(self) -> dict[ClientId, str]:
         return {client.client_id: client.name for client in self.registry.clients()}
 
-    def _identity_keys(self) -> Mapping[ClientId, bytes]:
+    def _load_identity_keys(self) -> Mapping[ClientId, bytes]:
         clients = self.registry.clients()
         return {each.client_id: each.lineage for each in clients if each.status == "active"}

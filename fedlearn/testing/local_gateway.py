@@ -17,7 +17,7 @@ from fedlearn.transport.wire_pb2 import Eligibility
 
 _LOOPBACK = "127.0.0.1:0"
 _RUN_ID_BYTES = 16
-_EVERYBODY = Requirements().admits
+_ADMIT_ALL = Requirements().admits
 
 #: Listen on a free port.
 ANYWHERE = GatewaySettings(address=_LOOPBACK)
@@ -44,7 +44,7 @@ class LocalGateway:
         A custom secure-sum collector, whose clients join with invitation files::
 
             with LocalGateway(folder) as local:
-                local.invitation("clinic-a").save(folder / "clinic-a.invitation")
+                local.create_invitation("clinic-a").save(folder / "clinic-a.invitation")
                 local.wait_for(1)
                 collector = SecureCollector(channel=local.gateway.channel(), ...)
     """
@@ -55,7 +55,7 @@ class LocalGateway:
         *,
         settings: GatewaySettings = ANYWHERE,
         run_id: str | None = None,
-        eligible: Callable[[EnrolledClient, Eligibility], bool] = _EVERYBODY,
+        eligible: Callable[[EnrolledClient, Eligibility], bool] = _ADMIT_ALL,
         registry: Registry | None = None,
         clock: SystemClock | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class LocalGateway:
         self.gateways.append(gateway)
         return gateway
 
-    def invitation(
+    def create_invitation(
         self, name: str, *, tags: Sequence[str] = (), valid_s: float = 3600.0
     ) -> Invitation:
         """Create an invitation to the server that was opened last.

@@ -48,7 +48,7 @@ class Idle:
 
 
 @contextmanager
-def taking_part(invitation: Path, *, home: Path, trainer: LocalTrainer) -> Iterator[None]:
+def run_stand_in(invitation: Path, *, home: Path, trainer: LocalTrainer) -> Iterator[None]:
     """Run a client on its own thread; the block starts once it is connected.
 
     Args:

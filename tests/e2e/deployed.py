@@ -20,7 +20,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.deployment import part
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
-from fedlearn.deployment.starter import starter
+from fedlearn.deployment.starter import make_starter
 from fedlearn.identity.identity import Invitation
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.store.runs import Database
@@ -288,7 +288,7 @@ def site_in(launcher: Launcher, folder: Path, *overrides: str) -> Iterator[Site]
     """
     with Site(launcher, folder) as site:
         # Only simulations use devices; in one of this configuration none is slow or fails.
-        site.write(starter().model_copy(update={"devices": DEVICES.of("ideal")}))
+        site.write(make_starter().model_copy(update={"devices": DEVICES.of("ideal")}))
         own = (f"coordinator.{name}={value}" for name, value in own_coordinator().items())
         site.change(*own, f"store.runs_dir={folder / 'runs'}", *overrides)
         yield site

@@ -347,7 +347,7 @@ def test_a_coordinator_chooses_by_what_a_torch_trainer_says_of_its_data(tmp_path
             stack.enter_context(agent)
             application.wait_for(EventKind.CONNECTED)
         coordinator.wait_for(1, timeout_s=WAIT_S)
-        assert coordinator.connected() == ["large"]
+        assert coordinator.list_clients() == ["large"]
 
 
 @pytest.mark.slow

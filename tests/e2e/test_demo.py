@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.deployment.demo import Stage, _followed
+from fedlearn.deployment.demo import DemoProcesses, _follow_rounds
 
 
 @pytest.mark.slow
@@ -44,9 +44,9 @@ def test_a_coordinator_that_has_ended_is_heard_to_its_last_line(tmp_path: Path) 
     line = '{"event": "round", "round": 1, "rounds": 1, "accuracy": 0.5, '
     line += '"reported": 5, "late": 0, "failed": 0}'
     program = f"import os\nif os.fork():\n    os._exit(0)\nos.system('sleep 1')\nprint('{line}')"
-    stage = Stage(tmp_path, StringIO(), {})
+    stage = DemoProcesses(tmp_path, StringIO(), {})
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
     ) as coordinator:
         stage._running["coordinator"] = coordinator  # noqa: SLF001 (it is no fedlearn process)
-        assert _followed(coordinator, stage) == 0.5
+        assert _follow_rounds(coordinator, stage) == 0.5

@@ -127,7 +127,7 @@ def test_a_look_changes_nothing(
         @asynccontextmanager
         async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[GatewaySession]:
             async with super().session(hello) as session:
-                seen.append(await asyncio.to_thread(coordinator.connected))
+                seen.append(await asyncio.to_thread(coordinator.list_clients))
                 yield session
 
     monkeypatch.setattr(live_session, "GatewayConnection", Watched)

@@ -28,8 +28,8 @@ from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainRequest
 from fedlearn.core.params import Params
-from fedlearn.deployment.flower_config import configuration, partition_trainer
-from fedlearn.deployment.rounds import KeptRun, run_over
+from fedlearn.deployment.flower_config import load_configuration, make_partition_trainer
+from fedlearn.deployment.rounds import RunStorage, run_rounds
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.session.session import ClientSession
@@ -245,7 +245,7 @@ def replayed(
 ) -> Mapping[str, torch.Tensor]:
     """Run the same rounds in memory, with replies in the recorded order; return the model."""
     folder = APP / "federation"
-    config = configuration(run_config, folder)
+    config = load_configuration(run_config, folder)
     pieces = assembly.deployment(config, data_dir=folder)
     arrival_s = {
         (record.round_num, participation.client_id): participation.duration_s
@@ -264,15 +264,15 @@ def replayed(
         for number in range(num_nodes)
     ]
     handlers = {
-        node.client_id: ClientSession(node.client_id, partition_trainer(node, folder)).handle
+        node.client_id: ClientSession(node.client_id, make_partition_trainer(node, folder)).handle
         for node in nodes
     }
     channel = MemoryChannel(handlers, latency, VirtualClock())
     opening = SampledOpening(sampler=pieces.sampler, available=channel.available, seed=pieces.seed)
-    state = run_over(
+    state = run_rounds(
         Reach(channel=channel),
         pieces,
-        KeptRun(store=Forgetful()),
+        RunStorage(store=Forgetful()),
         draw=opening.draw_cohort if pieces.asynchrony is None else opening.draw,
         clock=VirtualClock(),
         place=Place(
@@ -372,7 +372,7 @@ def assert_equals_plain(stored: StoredRun) -> None:
     expected = replayed(stored.rounds(), config | {"overrides": PLAIN}, num_nodes=NUM_SECURE_NODES)
     folder = APP / "federation"
     pieces = assembly.deployment(
-        configuration(config | {"overrides": SECURE}, folder), data_dir=folder
+        load_configuration(config | {"overrides": SECURE}, folder), data_dir=folder
     )
     plan, layout = pieces.secure, Params.of(pieces.make_model()).layout
     assert plan is not None

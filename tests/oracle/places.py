@@ -29,7 +29,7 @@ from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.coordinator import enrolled_keys
+from fedlearn.deployment.coordinator import load_identity_keys
 from fedlearn.identity.identity import Identity
 from fedlearn.simulation.sessions import SessionCollector, SessionsKept
 from fedlearn.store.patience import Patience
@@ -132,7 +132,7 @@ class Members:
         identities = Identities.of(
             self.local.run_id,
             signer=self.local.authority.signer,
-            directory=partial(enrolled_keys, self.local.registry, patiently=patiently),
+            directory=partial(load_identity_keys, self.local.registry, patiently=patiently),
         )
         run_id = self.local.run_id
         states = States(
@@ -150,7 +150,7 @@ def members(make_trainer: MakeTrainer, folder: Path) -> Iterator[Members]:
         for number, home in enumerate(homes):
             home.set_consent(granted=True)
             path = folder / f"{number}.invitation"
-            local.invitation(f"client-{number}").save(path)
+            local.create_invitation(f"client-{number}").save(path)
             stack.enter_context(_runs(home, path, make_trainer(number)))
         local.wait_for(NUM_CLIENTS)
         yield Members(local, homes)

@@ -103,7 +103,7 @@ def test_a_recurrent_layer_may_train_in_blocks(kind: str) -> None:
             found: Tensor = self.out(self.layer(features.view(-1, 2, 3))[0][:, -1])
             return found
 
-    work = stacked.work_of(stacked.params_of(Sequences), local=RULE, sizes=SIZES)
+    work = stacked.work_of(stacked.to_params(Sequences), local=RULE, sizes=SIZES)
     found = trial_of(Sequences, CrossEntropy(), work, precision=Precision.FLOAT32)
     assert isinstance(found, Trial), found
 
@@ -125,7 +125,7 @@ def test_a_block_equals_one_client_after_another(
     make_model: Callable[[], nn.Module], rule: NoisedGradients
 ) -> None:
     """Up to rounding, with padded batches. Control: without the clip they differ."""
-    params = stacked.params_of(make_model)
+    params = stacked.to_params(make_model)
     work = stacked.work_of(params, local=rule, sizes=SIZES)
     expected = stacked.reference(make_model, work, CrossEntropy())
     assert stacked.distance(expected, executor(make_model).train(work)) < 2e-6
@@ -168,7 +168,7 @@ def _products(
         return original(self, *given, products=products)
 
     monkeypatch.setattr(NoisedGradients, "clipped", spied)
-    executor(make_model).train(stacked.work_of(stacked.params_of(make_model), local=RULE))
+    executor(make_model).train(stacked.work_of(stacked.to_params(make_model), local=RULE))
     return seen
 
 
@@ -182,6 +182,6 @@ def test_models_without_gradients_by_example_are_refused(
     by_example: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     """Even if no trial has run; and an executor that was built for gradients of whole batches."""
-    work = stacked.work_of(stacked.params_of(make_model), local=RULE)
+    work = stacked.work_of(stacked.to_params(make_model), local=RULE)
     with pytest.raises(EngineError, match="examples of a batch affect each other"):
         executor(make_model, by_example=by_example).train(work)

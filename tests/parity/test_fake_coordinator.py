@@ -125,7 +125,7 @@ def side_of(gateway: LocalGateway) -> Side:
 
 
 async def enrolled(gateway: LocalGateway, name: str) -> Peer:
-    identity, invitation = Identity.create(), gateway.invitation(name)
+    identity, invitation = Identity.create(), gateway.create_invitation(name)
     certificate, client_id = await enrol(gateway.gateway.address, invitation, identity)
     credentials = Credentials(
         ca_pem=gateway.authority.ca_pem,
@@ -463,7 +463,7 @@ async def of_another_version(gateway: LocalGateway, _: Path) -> str:
 
 
 async def twice_with_one_invitation(gateway: LocalGateway, _: Path) -> str:
-    invitation, address = gateway.invitation("clinic-a"), gateway.gateway.address
+    invitation, address = gateway.create_invitation("clinic-a"), gateway.gateway.address
     await enrol(address, invitation, Identity.create())
     with pytest.raises(EnrolmentRefused) as refused:
         await enrol(address, invitation, Identity.create())

@@ -26,7 +26,7 @@ from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
-from fedlearn.deployment.coordinator import enrolled_keys
+from fedlearn.deployment.coordinator import load_identity_keys
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
@@ -187,7 +187,7 @@ def opened(folder: Path) -> Iterator[Cohort]:
         members = []
         for number in range(NUM_CLIENTS):
             path = folder / f"{number}.invitation"
-            local.invitation(f"client-{number}").save(path)
+            local.create_invitation(f"client-{number}").save(path)
             home = Home(folder / f"home-{number}")
             home.set_consent(granted=True)
             members.append(Member(number, home, path, spool))
@@ -198,7 +198,7 @@ def opened(folder: Path) -> Iterator[Cohort]:
             plan=PLAN,
             run_id=bytes(16),
             signer=local.authority.signer,
-            directory=partial(enrolled_keys, local.registry, patiently=patiently),
+            directory=partial(load_identity_keys, local.registry, patiently=patiently),
             sends_directory=True,
             stage_deadline_s=LONG_S,
             num_threads=2,

@@ -44,7 +44,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def params_of(make_model: MakeModel) -> Params:
+def to_params(make_model: MakeModel) -> Params:
     torch.manual_seed(0)
     return Params.of(make_model())
 
@@ -225,14 +225,14 @@ def test_every_update_rule_on_ragged_clients_equals_the_reference(
         shuffle=shuffle,
     )
     pulled = Proximal(inner=local, proximal=proximal)
-    work = work_of(params_of(make), local=pulled, sizes=tuple(sizes))
+    work = work_of(to_params(make), local=pulled, sizes=tuple(sizes))
     assert error_of(make, work) < 1e-12
 
 
 @pytest.mark.slow
 def test_an_executor_is_reused_for_other_blocks_and_rules() -> None:
     """Blocks of growing and shrinking size, with and without momentum, do not affect each other."""
-    stack, params = executor(mlp, CrossEntropy()), params_of(mlp)
+    stack, params = executor(mlp, CrossEntropy()), to_params(mlp)
     for sizes, momentum in (((9, 4), 0.0), (RAGGED, 0.9), ((5,), 0.0), ((7, 7, 2), 0.5)):
         work = work_of(params, local=replace(PLAIN, momentum=momentum), sizes=sizes)
         found = stack.train(work)
@@ -242,7 +242,7 @@ def test_an_executor_is_reused_for_other_blocks_and_rules() -> None:
 @pytest.mark.slow
 def test_kept_velocities_go_in_and_come_out() -> None:
     """A client's velocity continues, and is returned for its next round."""
-    params = params_of(mlp)
+    params = to_params(mlp)
     local = replace(PLAIN, momentum=0.9, keep_momentum=True)
     velocity_KQ = torch.randn(len(RAGGED), params.layout.num_trainable) * 0.01
     work = replace(work_of(params, local=local), kept={"velocity": velocity_KQ})
@@ -255,7 +255,7 @@ def test_kept_velocities_go_in_and_come_out() -> None:
 @pytest.mark.slow
 def test_dropout_drops_the_same_units() -> None:
     """Masks are keyed by client and step, not by how clients are stacked."""
-    work = work_of(params_of(mlp_with_dropout), local=replace(PLAIN, epochs=2))
+    work = work_of(to_params(mlp_with_dropout), local=replace(PLAIN, epochs=2))
     assert error_of(mlp_with_dropout, work) < 1e-6
     expected = reference(mlp_with_dropout, work, CrossEntropy())
     other_round = executor(mlp_with_dropout, CrossEntropy()).train(replace(work, round_num=3))
@@ -266,7 +266,7 @@ def test_dropout_drops_the_same_units() -> None:
 def test_batch_norm_with_ragged_batches_is_exact() -> None:
     """Clients with batches of the same size step together, so that no padding is normalised."""
     work = work_of(
-        params_of(batch_norm_net),
+        to_params(batch_norm_net),
         sizes=RAGGED_WITHOUT_ONES,
         local=replace(PLAIN, epochs=2, momentum=0.5),
     )
@@ -276,7 +276,7 @@ def test_batch_norm_with_ragged_batches_is_exact() -> None:
 @pytest.mark.parametrize("rows", [1, 8], ids=["one row", "rows that are alike"])
 def test_batch_norm_is_exact_after_a_first_block_that_tells_nothing_of_it(rows: int) -> None:
     """If a dataset is read per block, a client's few rows may be the only ones at first."""
-    params, stacked = params_of(batch_norm_net), executor(batch_norm_net, CrossEntropy())
+    params, stacked = to_params(batch_norm_net), executor(batch_norm_net, CrossEntropy())
     alike = torch.ones(rows, 6, dtype=params.layout.dtype)
     try:
         stacked.train(work_of(params, sizes=(rows,), features=alike))
@@ -289,7 +289,7 @@ def test_batch_norm_is_exact_after_a_first_block_that_tells_nothing_of_it(rows: 
 @pytest.mark.slow
 def test_padding_would_falsify_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the test for models that mix examples, the result is wrong."""
-    work = work_of(params_of(batch_norm_net), sizes=RAGGED_WITHOUT_ONES)
+    work = work_of(to_params(batch_norm_net), sizes=RAGGED_WITHOUT_ONES)
     monkeypatch.setattr(stacked_gradient, "_close", lambda *_: True)
     assert error_of(batch_norm_net, work) > 1e-3
 
@@ -300,7 +300,7 @@ def test_batch_norm_with_a_cumulative_average_counts_batches_per_client() -> Non
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
 
-    params = params_of(make)
+    params = to_params(make)
     counted = replace(params, constants={"1.num_batches_tracked": torch.tensor(3)})
     assert error_of(make, work_of(counted, sizes=RAGGED_WITHOUT_ONES)) < 1e-6
 
@@ -319,20 +319,20 @@ def test_a_dropout_that_is_not_batch_first_is_exact() -> None:
             logits: Tensor = self.head(self.dropout(states).mean(0))
             return logits
 
-    assert error_of(TimeFirst, work_of(params_of(TimeFirst))) < 1e-6
+    assert error_of(TimeFirst, work_of(to_params(TimeFirst))) < 1e-6
 
 
 @pytest.mark.slow
 def test_convolutions_group_norm_and_layer_norm_equal_the_reference() -> None:
     """Images, per-example normalisation, in-place activation, channel-wise dropout."""
-    assert error_of(conv_net, work_of(params_of(conv_net), shape=(1, 6, 6))) < 1e-6
+    assert error_of(conv_net, work_of(to_params(conv_net), shape=(1, 6, 6))) < 1e-6
 
 
 @pytest.mark.slow
 def test_embedding_and_gru_equal_the_reference() -> None:
     """Integer features."""
     tokens = torch.randint(0, 10, (40, 4), generator=torch.Generator().manual_seed(3))
-    work = work_of(params_of(Tokens), features=tokens)
+    work = work_of(to_params(Tokens), features=tokens)
     assert error_of(Tokens, work) < 1e-6
     assert reason(Tokens, work) is None
 
@@ -351,7 +351,7 @@ def test_frozen_and_unused_parameters_have_no_delta() -> None:
             logits: Tensor = self.head(self.body(inputs).relu())
             return logits
 
-    params = params_of(Partly)
+    params = to_params(Partly)
     work = work_of(params, local=replace(PLAIN, momentum=0.9, weight_decay=0.1))
     assert error_of(Partly, replace(work, local=replace(PLAIN, weight_decay=0.1))) < 1e-6
     assert error_of(Partly, work) < 1e-6
@@ -376,7 +376,7 @@ def test_a_parameter_decays_only_in_the_steps_that_reach_it() -> None:
             return logits + self.large(inputs) if len(inputs) > 3 else logits
 
     local = replace(PLAIN, epochs=2, weight_decay=0.5, momentum=0.5)
-    assert error_of(Centred, work_of(params_of(Centred), local=local)) < 1e-6
+    assert error_of(Centred, work_of(to_params(Centred), local=local)) < 1e-6
 
 
 @pytest.mark.slow
@@ -388,7 +388,7 @@ def test_float64_equals_the_reference_to_its_rounding() -> None:
 
     rule = replace(PLAIN, epochs=3, momentum=0.9, weight_decay=0.01)
     local = Proximal(inner=rule, proximal=0.1)
-    assert error_of(make, work_of(params_of(make), local=local)) < 1e-12
+    assert error_of(make, work_of(to_params(make), local=local)) < 1e-12
 
 
 class Product(nn.Module):
@@ -406,13 +406,13 @@ class Product(nn.Module):
 @pytest.mark.slow
 def test_weights_that_multiply_each_other_step_at_once() -> None:
     """The gradient of one weight does not see the step of the other."""
-    assert error_of(Product, work_of(params_of(Product))) < 1e-6
+    assert error_of(Product, work_of(to_params(Product))) < 1e-6
 
 
 def test_a_factor_that_is_a_weight_would_have_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a factor that is itself a weight changes before the product is computed."""
     monkeypatch.setattr(stacked_trace, "_owner", lambda node: node)
-    assert error_of(Product, work_of(params_of(Product))) > 1e-4
+    assert error_of(Product, work_of(to_params(Product))) > 1e-4
 
 
 class OnSequences(nn.Module):
@@ -492,7 +492,7 @@ class Scaled(nn.Module):
 
 def test_a_model_that_cannot_be_traced_is_stacked_all_the_same() -> None:
     """It runs without a trace, which only compiling needs."""
-    work = work_of(params_of(Scaled))
+    work = work_of(to_params(Scaled))
     assert error_of(Scaled, work) < 1e-6
     with pytest.raises(EngineError, match="without compiling"):
         executor(Scaled, CrossEntropy(), is_compiled=True).train(work)
@@ -508,7 +508,7 @@ def test_regression_with_a_loss_of_the_users_own() -> None:
     def huber(outputs: Tensor, labels: Tensor) -> Tensor:
         return F.huber_loss(outputs.flatten(), labels, reduction="none")
 
-    work = work_of(params_of(make), labels=torch.linspace(-2, 2, 40))
+    work = work_of(to_params(make), labels=torch.linspace(-2, 2, 40))
     for objective in (MeanSquaredError(), CustomLoss(huber)):
         assert error_of(make, work, objective=objective) < 1e-6
 
@@ -520,13 +520,13 @@ def test_a_loss_that_couples_examples_is_exact() -> None:
         return F.cross_entropy(outputs, labels) + (outputs - outputs.mean(0)).square().mean()
 
     coupled = CustomLoss(contrast, per_example=False)
-    assert error_of(mlp, work_of(params_of(mlp)), objective=coupled) < 1e-6
+    assert error_of(mlp, work_of(to_params(mlp)), objective=coupled) < 1e-6
 
 
 @pytest.mark.slow
 def test_bfloat16_trains_close_to_the_reference() -> None:
     """Both apply mixed precision to the forward pass and the loss."""
-    work = work_of(params_of(mlp))
+    work = work_of(to_params(mlp))
     model = ResidentModel(mlp, CrossEntropy(), device=CPU, precision=Precision.BFLOAT16)
     expected = SequentialExecutor(model).train(work)
     gradient = BlockGradient(mlp, CrossEntropy(), device=CPU, precision=Precision.BFLOAT16)
@@ -538,7 +538,7 @@ def test_bfloat16_trains_close_to_the_reference() -> None:
 @pytest.mark.slow
 def test_repeated_training_is_bitwise_equal() -> None:
     """The same work gives the same bits, and the application's random state is unchanged."""
-    work = work_of(params_of(mlp_with_dropout))
+    work = work_of(to_params(mlp_with_dropout))
     stack = executor(mlp_with_dropout, CrossEntropy())
     before = torch.get_rng_state()
     first = stack.train(work).deltas_KP.clone()
@@ -549,7 +549,7 @@ def test_repeated_training_is_bitwise_equal() -> None:
 @pytest.mark.slow
 def test_a_wrong_update_is_noticed() -> None:
     """The control of all comparisons: a learning rate off by a thousandth is noticed."""
-    work = work_of(params_of(mlp))
+    work = work_of(to_params(mlp))
     wrong = replace(work, local=replace(PLAIN, learning_rate=0.1001))
     found = executor(mlp, CrossEntropy()).train(wrong)
     assert distance(reference(mlp, work, CrossEntropy()), found) > 1e-5
@@ -557,7 +557,7 @@ def test_a_wrong_update_is_noticed() -> None:
 
 def test_weights_of_another_model_are_refused() -> None:
     """The sequential executor refuses them as well."""
-    work = work_of(params_of(mlp))
+    work = work_of(to_params(mlp))
     with pytest.raises(ValueError, match="another model"):
         executor(batch_norm_net, CrossEntropy()).train(work)
 
@@ -570,7 +570,7 @@ def test_models_that_stack_are_not_refused(make_model: MakeModel, shape: tuple[i
     """The control of the reasons below."""
     rule = replace(PLAIN, momentum=0.9, keep_momentum=True, weight_decay=0.01)
     local = Proximal(inner=rule, proximal=0.1)
-    assert reason(make_model, work_of(params_of(make_model), shape=shape, local=local)) is None
+    assert reason(make_model, work_of(to_params(make_model), shape=shape, local=local)) is None
 
 
 class Branching(nn.Module):
@@ -642,7 +642,7 @@ def attention() -> nn.Module:
 )
 def test_what_cannot_be_stacked_is_reported(make_model: MakeModel, says: str) -> None:
     """The reason is readable, and the sequential executor trains the model."""
-    work = work_of(params_of(make_model))
+    work = work_of(to_params(make_model))
     found = reason(make_model, work)
     assert found is not None
     assert "\n" not in found
@@ -653,7 +653,7 @@ def test_what_cannot_be_stacked_is_reported(make_model: MakeModel, says: str) ->
 def test_hidden_random_numbers_are_an_error_and_never_other_masks() -> None:
     """Training refuses even if no trial has run."""
     with pytest.raises(RuntimeError, match="random"):
-        executor(FunctionalDropout, CrossEntropy()).train(work_of(params_of(FunctionalDropout)))
+        executor(FunctionalDropout, CrossEntropy()).train(work_of(to_params(FunctionalDropout)))
 
 
 def test_convolutional_models_are_trained_in_smaller_blocks() -> None:
@@ -714,7 +714,7 @@ def test_compiled_equals_eager_equals_sequential(
     make_model: MakeModel, local: LocalSgd, cohorts: list[tuple[int, ...]]
 ) -> None:
     """Dropout masks, and statistics if batches of one size train together."""
-    params, objective = params_of(make_model), CrossEntropy()
+    params, objective = to_params(make_model), CrossEntropy()
     compiled = executor(make_model, objective, is_compiled=True)
     eager = executor(make_model, objective)
     for sizes in cohorts:
@@ -741,7 +741,7 @@ def test_few_shapes_are_compiled_and_the_update_rule_is_not_part_of_them(
         return make_fx(function)
 
     monkeypatch.setattr(stacked_trace, "make_fx", counting)
-    params, objective = params_of(mlp), CrossEntropy()
+    params, objective = to_params(mlp), CrossEntropy()
     compiled = executor(mlp, objective, is_compiled=True)
     for local in (PLAIN, replace(PLAIN, learning_rate=0.05, momentum=0.9, weight_decay=0.01)):
         for sizes in ((20, 14, 11, 7, 3), (4,) * 5, (20, 3, 2, 1), (3, 1)):
@@ -756,6 +756,6 @@ def test_few_shapes_are_compiled_and_the_update_rule_is_not_part_of_them(
 @pytest.mark.slow
 def test_a_model_that_cannot_be_stacked_raises_the_same_error_where_steps_are_compiled() -> None:
     """The trial before the first round names it, and suggests another executor."""
-    work = work_of(params_of(Branching), sizes=(4, 4))
+    work = work_of(to_params(Branching), sizes=(4, 4))
     with pytest.raises(RuntimeError, match="item"):
         executor(Branching, CrossEntropy(), is_compiled=True).train(work)

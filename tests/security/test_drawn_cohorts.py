@@ -11,7 +11,7 @@ from fedlearn import assembly
 from fedlearn.config import load
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, Failure, SecureReply, SecureTermsRequest, TrainRequest
-from fedlearn.deployment.opening import present_in
+from fedlearn.deployment.opening import list_available
 from fedlearn.errors import AggregationAborted, DeploymentError, PolicyViolation
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.secagg import keys, messages
@@ -182,7 +182,7 @@ def test_a_deployment_asks_whom_its_roster_draws_and_its_clients_agree(tmp_path:
     given = roster_at(path, coordinator_key=coordinator_key)
     pieces = deployed(path)
     assert pieces.draw is not None
-    there = [present_in(pieces, Hall(), round_num) for round_num in range(40)]
+    there = [list_available(pieces, Hall(), round_num) for round_num in range(40)]
     assert 9 < np.mean([len(each) for each in there]) < 15, "twelve of forty"
     assert len({tuple(each) for each in there}) == len(there)
     plan = SecurePlan(
@@ -247,6 +247,6 @@ def test_without_a_roster_nobody_is_drawn_and_a_missing_one_is_named(tmp_path: P
     assert deployed(path).draw is not None
     other = deployed(path, "secure_aggregation.roster=")
     assert other.draw is None
-    assert present_in(other, Hall(), 0) == LISTED
+    assert list_available(other, Hall(), 0) == LISTED
     with pytest.raises(DeploymentError, match=r"missing\.roster"):
         deployed(tmp_path / "missing.roster")

@@ -492,7 +492,7 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     """The names of status, gateway and coordinator; the guides name no others."""
     measured = dict.fromkeys(MEASURED, 0.5)
     live_status = LiveStatus(metrics=measured, epsilon=1.0, staleness={0: 1}, in_flight_limit=4)
-    live_status.trained(
+    live_status.record_training(
         DISTILLATION,
         Progress(
             step_num=1,

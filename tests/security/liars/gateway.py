@@ -41,7 +41,7 @@ class LyingGateway(LocalGateway):
     def invite(self, number: int) -> Path:
         """Save the invitation file with which a client may join, and return its path."""
         path = self.folder / f"client-{number}.invitation"
-        self.invitation(f"client-{number}").save(path)
+        self.create_invitation(f"client-{number}").save(path)
         return path
 
     def home(self, number: int) -> Path:

@@ -101,7 +101,7 @@ class Site(LocalGateway):
         self.loop.stop()
 
     def enrolled(self, name: str) -> Peer:
-        identity, invitation = Identity.create(), self.invitation(name)
+        identity, invitation = Identity.create(), self.create_invitation(name)
         certificate, client_id = self.run(
             enrol(self.gateway.enrolment_address, invitation, identity)
         )

@@ -233,7 +233,7 @@ def test_a_client_that_is_revoked_between_its_call_and_its_hello_is_not_heard(si
 
 
 def test_a_token_works_once_and_only_for_whoever_holds_the_keys(site: Site) -> None:
-    invitation, identity = site.invitation("clinic-a"), Identity.create()
+    invitation, identity = site.create_invitation("clinic-a"), Identity.create()
     address = site.gateway.enrolment_address
     thief = Identity.create()
     site.run(enrol(address, invitation, identity))
@@ -248,7 +248,7 @@ def test_a_token_works_once_and_only_for_whoever_holds_the_keys(site: Site) -> N
 
 
 def test_an_enrolment_with_anothers_identity_key_is_refused(site: Site) -> None:
-    invitation, thief = site.invitation("clinic-b"), Identity.create()
+    invitation, thief = site.create_invitation("clinic-b"), Identity.create()
     victim = Identity.create().public_key
     csr_pem = thief.csr_pem("clinic-b")
     request = wire_pb2.EnrolRequest(

@@ -71,7 +71,7 @@ def test_one_of_many_who_redeem_a_token_at_once_is_enrolled(tmp_path: Path) -> N
         Site(tmp_path, registry=StoredRegistry(database, SystemClock())) as site,
         ThreadPoolExecutor(8) as threads,
     ):
-        invitation = site.invitation("clinic-a")
+        invitation = site.create_invitation("clinic-a")
 
         def redeem(_: int) -> bool:
             try:
@@ -88,11 +88,11 @@ def test_one_of_many_who_redeem_a_token_at_once_is_enrolled(tmp_path: Path) -> N
 def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
     """Another name, an expired token and a revoked client are refused."""
     address, identity = site.gateway.enrolment_address, Identity.create()
-    invitation = site.invitation("clinic-a")
+    invitation = site.create_invitation("clinic-a")
     for name in ("clinic-b", "Clinic-A", "clinic-a\0", "../clinic-a", "\u202eclinic-a"):
         with pytest.raises(EnrolmentRefused):
             site.run(enrol(address, replace(invitation, name=name), Identity.create()))
-    late = site.invitation("late", valid_s=60.0)
+    late = site.create_invitation("late", valid_s=60.0)
     site.clock.ahead_s = 61.0
     with pytest.raises(EnrolmentRefused, match="ended at"):
         site.run(enrol(address, late, Identity.create()))
@@ -116,7 +116,7 @@ def test_whoever_guesses_tokens_is_slowed_down(site: Site, monkeypatch: pytest.M
     honest = site.enrolled("honest")
     monkeypatch.setattr(enrolment, "_MAX_PER_S", 5.0)
     site.open()
-    stolen = replace(site.invitation("clinic-a"), token=b"guess")
+    stolen = replace(site.create_invitation("clinic-a"), token=b"guess")
 
     async def guess() -> type[Exception]:
         try:

@@ -67,7 +67,7 @@ def test_an_expired_certificate_is_refused_before_anything_is_said(
 
 def test_an_invitations_certificate_opens_enrolment_and_nothing_else(site: Site) -> None:
     """Also after the token was used. Control: the certificate that the token was redeemed for."""
-    honest, invited = site.enrolled("honest"), site.invitation("clinic-a")
+    honest, invited = site.enrolled("honest"), site.create_invitation("clinic-a")
     credentials, identity = Credentials.of(invited), Identity.create()
     assert credentials is not None
     guest = Peer("clinic-a", identity, client_id=1, credentials=credentials)
@@ -91,7 +91,7 @@ def test_an_invitations_certificate_opens_enrolment_and_nothing_else(site: Site)
 
 def test_an_enrolment_of_any_size_is_not_read_at_the_gateway(site: Site) -> None:
     """Its own port accepts 16 KiB per message, while the clients' port accepts large replies."""
-    invited = site.invitation("clinic-a")
+    invited = site.create_invitation("clinic-a")
     with pytest.raises(EnrolmentRefused, match="an enrolment of"):
         site.run(
             enrol(site.gateway.address, replace(invited, token=bytes(1 << 15)), Identity.create())

@@ -34,7 +34,7 @@ def watched(
     found: Mapping[ClientId, tuple[int, str]] | None = None,
 ) -> FailingClients:
     return FailingClients(
-        names=names, set_aside=aside.append, set_aside_after=after, found=dict(found or {})
+        names=names, set_aside=aside.append, set_aside_after=after, streaks=dict(found or {})
     )
 
 
@@ -44,7 +44,7 @@ def test_a_client_that_keeps_failing_is_named_and_set_aside() -> None:
     failing = watched(aside)
     for times in (1, 2, 3, 4):
         with capture_logs() as logs:
-            failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+            failing.record(attempt(c3=Status.FAILED, c4=Status.REPORTED))
         (line,) = logs
         assert (line["event"], line["name"], line["reason"]) == ("client_failed", "clinic-3", NAN)
         assert line["in_a_row"] == times
@@ -57,10 +57,10 @@ def test_a_report_ends_the_row_and_being_late_does_not() -> None:
     aside = list[ClientId]()
     failing = watched(aside)
     for status in (Status.FAILED, Status.FAILED, Status.REPORTED, Status.FAILED, Status.LATE):
-        failing.note(attempt(c3=status, c4=Status.REPORTED))
-    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+        failing.record(attempt(c3=status, c4=Status.REPORTED))
+    failing.record(attempt(c3=Status.FAILED, c4=Status.REPORTED))
     assert not aside
-    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    failing.record(attempt(c3=Status.FAILED, c4=Status.REPORTED))
     assert aside == [BAD]
 
 
@@ -72,19 +72,19 @@ def test_who_failed_and_reported_when_a_buffer_asked_again_has_reported() -> Non
         Participation(BAD, Status.FAILED, 1.0, reason=NAN),
     ]
     failing = watched([], after=0, found={BAD: (2, NAN)})
-    failing.note(Participations.of(rows))
-    assert failing.found == {BAD: (3, NAN)}
-    failing.note(Participations.of([*rows, Participation(BAD, Status.REPORTED, 1.0)]))
-    assert failing.found == {}
+    failing.record(Participations.of(rows))
+    assert failing.streaks == {BAD: (3, NAN)}
+    failing.record(Participations.of([*rows, Participation(BAD, Status.REPORTED, 1.0)]))
+    assert failing.streaks == {}
 
 
 def test_what_all_fail_of_is_nobodys_fault() -> None:
     """For example an aborted secure aggregation, or a request that no client can fulfil."""
     aside = list[ClientId]()
     failing = watched(aside, after=1)
-    failing.note(attempt(c3=Status.FAILED, c4=Status.FAILED))
+    failing.record(attempt(c3=Status.FAILED, c4=Status.FAILED))
     assert not aside
-    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    failing.record(attempt(c3=Status.FAILED, c4=Status.REPORTED))
     assert aside == [BAD], "the control"
 
 
@@ -93,7 +93,7 @@ def test_nobody_is_set_aside_after_zero_failures(after: int, num_aside: int) -> 
     aside = list[ClientId]()
     failing = watched(aside, after=after)
     for _ in range(9):
-        failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+        failing.record(attempt(c3=Status.FAILED, c4=Status.REPORTED))
     assert len(aside) == num_aside
 
 
@@ -102,8 +102,8 @@ def test_of_thousands_that_fail_a_few_are_logged() -> None:
     rows.append(Participation(ClientId(1000), Status.REPORTED, 1.0))
     failing = watched([])
     with capture_logs() as logs:
-        failing.note(Participations.of(rows))
-        failing.note(Participations.of(rows))
+        failing.record(Participations.of(rows))
+        failing.record(Participations.of(rows))
     assert len(logs) == 42
     assert logs[-1] == {"event": "clients_failed", "log_level": "warning", "num_more": 980}
     assert len(failing.status()) == 20
@@ -114,6 +114,6 @@ def test_a_row_that_an_earlier_process_has_seen_goes_on() -> None:
     aside = list[ClientId]()
     failing = watched(aside, found={BAD: (2, "no data"), GOOD: (7, "no power")})
     assert failing.status()["3"] == {"in_a_row": 2, "reason": "no data"}
-    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    failing.record(attempt(c3=Status.FAILED, c4=Status.REPORTED))
     assert aside == [BAD]
     assert failing.status() == {"3": {"in_a_row": 3, "reason": NAN}}

@@ -16,7 +16,7 @@ from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.deployment.flower import coordinator_identity, run
-from fedlearn.deployment.flower_config import configuration, partition_trainer
+from fedlearn.deployment.flower_config import load_configuration, make_partition_trainer
 from fedlearn.deployment.flower_node import node_policy
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.errors import (
@@ -52,7 +52,7 @@ def grid_of(
     """Return nodes that hold partitions of the run's data."""
     return LocalGrid(
         VirtualClock(),
-        client_app(lambda node: partition_trainer(node, FOLDER), policy_of=node_policy),
+        client_app(lambda node: make_partition_trainer(node, FOLDER), policy_of=node_policy),
         nodes={10 + partition: partition for partition in range(num_nodes)},
         node_config=node_config,
         run_config={"config": "run.toml", "overrides": overrides},
@@ -368,9 +368,9 @@ def test_requiring_something_else_than_true_or_false_is_refused() -> None:
 def test_overrides_are_laid_over_the_file() -> None:
     """Several are separated by semicolons; the number of rounds has its own key."""
     laid: dict[str, Scalar] = {"overrides": "client.epochs=4; seed=9;", "num-rounds": 2}
-    config = configuration(RUN_CONFIG | laid, FOLDER)
+    config = load_configuration(RUN_CONFIG | laid, FOLDER)
     assert (config.client.epochs, config.seed, config.num_rounds) == (4, 9, 2)
-    assert configuration(RUN_CONFIG, FOLDER).num_rounds == 5
+    assert load_configuration(RUN_CONFIG, FOLDER).num_rounds == 5
 
 
 @pytest.mark.parametrize(
@@ -386,14 +386,14 @@ def test_overrides_are_laid_over_the_file() -> None:
 def test_settings_that_name_no_run_are_refused(wrong: dict[str, Scalar], named: str) -> None:
     """The message has the key and the value."""
     with pytest.raises(ConfigError, match=named):
-        configuration(RUN_CONFIG | wrong, FOLDER)
+        load_configuration(RUN_CONFIG | wrong, FOLDER)
 
 
 def test_more_nodes_than_parts_are_a_data_error() -> None:
     """The error occurs on the node without a partition."""
     node = Node(client_id=ClientId(5), node_config={}, run_config=RUN_CONFIG)
     with pytest.raises(DataError, match="num_clients"):
-        partition_trainer(node, FOLDER)
+        make_partition_trainer(node, FOLDER)
 
 
 TURNS = (

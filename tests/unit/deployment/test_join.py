@@ -21,7 +21,7 @@ from fedlearn.client.backoff import Backoff
 from fedlearn.config import ClientConfig
 from fedlearn.core.messages import EvaluateReply, Failure
 from fedlearn.deployment import join as join_module
-from fedlearn.deployment.check_client import check_before
+from fedlearn.deployment.check_client import check_device
 from fedlearn.errors import DeploymentError
 from fedlearn.testing import FakeCoordinator
 from tests.processes import LONG_S, Launcher, Process, until
@@ -47,7 +47,7 @@ def test_the_file_is_looked_at_before_the_network(tmp_path: Path, text: str, lin
     file.write_text(text)
 
     def check(invitation: Path) -> None:
-        check_before(invitation, task=None, home=tmp_path / "home", config=file, out=out)
+        check_device(invitation, task=None, home=tmp_path / "home", config=file, out=out)
 
     with FakeCoordinator() as coordinator:
         if not line.startswith("BAD"):
@@ -77,7 +77,7 @@ def test_a_trainer_beside_the_user_is_found_before_joining(
         invitation = coordinator.invite("clinic-a")
 
         def check(task: str) -> None:
-            check_before(invitation, task=task, home=tmp_path / "home", config=None, out=out)
+            check_device(invitation, task=task, home=tmp_path / "home", config=None, out=out)
 
         check("fedlearn_test_beside:trainer")
         with pytest.raises(DeploymentError, match="cannot take part yet: data;"):
@@ -90,7 +90,7 @@ def test_without_a_file_nothing_is_said_of_it(tmp_path: Path) -> None:
     out = io.StringIO()
     with FakeCoordinator() as coordinator:
         invitation = coordinator.invite("clinic-a")
-        check_before(invitation, task=None, home=tmp_path / "home", config=None, out=out)
+        check_device(invitation, task=None, home=tmp_path / "home", config=None, out=out)
     assert "config" not in out.getvalue()
 
 

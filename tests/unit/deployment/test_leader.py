@@ -77,7 +77,7 @@ def test_a_standby_that_is_told_to_stop_as_it_takes_over_lets_go_of_the_lease(
         progress=JsonProgress(StringIO()),
         database_away_s=0.0,
     )
-    led = leader.leading(database, places.run_name, status=dict, alive=lambda: None)
+    led = leader.hold_lease(database, places.run_name, status=dict, alive=lambda: None)
     with pytest.raises(Parked), led:
         raise AssertionError("it leads")
     found = deployment(database, places.run_name)

@@ -34,8 +34,8 @@ def test_a_training_of_its_own_is_in_the_gauges() -> None:
     """Each kind of training has its own gauges; before the first report there are none."""
     live_status = LiveStatus()
     assert not any(name.startswith("server_training") for name in live_status.gauges())
-    live_status.trained(STEPS, PROGRESS)
-    live_status.trained(DISTILLATION, replace(PROGRESS, step_num=5, num_steps=5))
+    live_status.record_training(STEPS, PROGRESS)
+    live_status.record_training(DISTILLATION, replace(PROGRESS, step_num=5, num_steps=5))
     found = {
         name.removeprefix("server_training_"): value
         for name, value in live_status.gauges().items()
@@ -55,21 +55,21 @@ def test_a_training_of_its_own_is_in_the_gauges() -> None:
 def test_a_round_that_was_not_evaluated_leaves_the_last_evaluation() -> None:
     """Such a round still has metrics, for example the strategy's own, or the epsilon spent."""
     live_status = LiveStatus()
-    live_status.finished(RECORD)
-    live_status.finished(replace(RECORD, round_num=1, metrics={"server_loss": 0.2}))
+    live_status.record_round(RECORD)
+    live_status.record_round(replace(RECORD, round_num=1, metrics={"server_loss": 0.2}))
     assert live_status.gauges()["accuracy"] == 0.9
     assert live_status.metrics == {"accuracy": 0.9, "loss": 0.3, "server_loss": 0.2}
-    live_status.finished(replace(RECORD, round_num=2, metrics={"accuracy": 0.8, "loss": 0.4}))
+    live_status.record_round(replace(RECORD, round_num=2, metrics={"accuracy": 0.8, "loss": 0.4}))
     assert live_status.gauges()["accuracy"] == 0.8
 
 
 def test_the_staleness_of_updates_is_counted_over_rounds() -> None:
     """Counted from the rounds' records; synchronous rounds have no staleness."""
     live_status = LiveStatus()
-    live_status.finished(RECORD)
+    live_status.record_round(RECORD)
     assert not any(name.startswith("updates") for name in live_status.counters())
     for staleness in ({0: 3, 2: 1}, {0: 1, 1: 3}):
-        live_status.finished(replace(RECORD, staleness=staleness))
+        live_status.record_round(replace(RECORD, staleness=staleness))
     found = {n: v for n, v in live_status.counters().items() if n.startswith("updates")}
     assert found == {
         "updates{staleness=0}": 4,

@@ -14,7 +14,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.live_status import LiveStatus, Phase
-from fedlearn.deployment.opening import DurableOpening, waited_on
+from fedlearn.deployment.opening import DurableOpening, keep_waiting
 from fedlearn.errors import Aborted, CohortTooSmall, Fenced
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.opening import SampledOpening
@@ -93,7 +93,7 @@ def durable(
     is_paused: Callable[[], bool] = never,
     check: Callable[[], None] = ignore,
     num_set_aside: int = 0,
-    too_few: Callable[[int, int], None] = waited_on,
+    too_few: Callable[[int, int], None] = keep_waiting,
     clock: RealClock | None = None,
 ) -> DurableOpening:
     return DurableOpening(

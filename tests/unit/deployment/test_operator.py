@@ -202,19 +202,19 @@ def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
 
 def test_without_a_coordinator_it_is_said_so(site: Site) -> None:
     """It suggests the command; the operator's request waits for the next coordinator."""
-    lines = site.operator.why().lines()
+    lines = site.operator.explain().describe()
     assert lines[0] == "federation has no coordinator"
     assert "fedlearn coordinator" in lines[-1]
-    assert site.operator.control("pause") is False
-    assert site.operator.why().values()["control"] == "pause"
+    assert site.operator.send_command("pause") is False
+    assert site.operator.explain().values()["control"] == "pause"
 
 
 def test_a_coordinator_that_was_killed_is_not_alive(site: Site, tmp_path: Path) -> None:
     """It still holds the lease, but it no longer beats."""
     lease = site.lease("killed")
     assert lease.try_acquire()
-    lease.renew(LiveStatus(num_rounds=20).values())
-    lines = hasty(site, tmp_path).why().lines()
+    lease.renew(LiveStatus(num_rounds=20).to_json_values())
+    lines = hasty(site, tmp_path).explain().describe()
     assert lines[0] == "federation has no coordinator"
     assert "0 of 20 rounds finished" in lines[1]
 
@@ -240,8 +240,8 @@ def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None
         "clients_set_aside": [1],
     }
     with beating(site, live_status, Interruption(), threading.Event(), asked):
-        explanation = site.operator.why()
-    assert explanation.lines() == [
+        explanation = site.operator.explain()
+    assert explanation.describe() == [
         "federation: 0 of 20 rounds finished, a round is under way",
         "2 reports close it, 1 make a round, its deadline is in 42 s",
         "  clinic-a: trains, for 12 s",
@@ -259,7 +259,7 @@ def test_why_tells_how_many_clients_are_waited_for(site: Site) -> None:
     told: dict[str, object] = {"clients": {}, "exchange": None, "connected": 3, "eligible": 2}
     told["set_aside"] = 1
     with beating(site, live_status, Interruption(), threading.Event(), told):
-        lines = site.operator.why().lines()
+        lines = site.operator.explain().describe()
     assert (
         "it needs 5 clients that may be asked: 3 are connected, 2 of them eligible, 1 set aside"
         in (lines)
@@ -278,10 +278,10 @@ def test_why_tells_how_far_a_training_of_its_own_is(site: Site) -> None:
         loss_scale=1.0,
         num_skipped=0,
     )
-    live_status.trained(STEPS, under_way)
-    live_status.trained(DISTILLATION, replace(under_way, step_num=300))
+    live_status.record_training(STEPS, under_way)
+    live_status.record_training(DISTILLATION, replace(under_way, step_num=300))
     with beating(site, live_status, Interruption(), threading.Event()):
-        lines = site.operator.why().lines()
+        lines = site.operator.explain().describe()
     assert lines[1:] == [
         "it trains on its own examples: step 120 of 300, loss 0.5000, 640 examples/s"
     ]
@@ -298,7 +298,7 @@ def beating(
     assert lease.try_acquire()
     return Heartbeat(
         lease,
-        status=lambda: live_status.values() | (more or {}),
+        status=lambda: live_status.to_json_values() | (more or {}),
         paused=paused,
         interruption=interruption,
         alive=lambda: None,
@@ -313,15 +313,15 @@ def test_the_heart_hears_pause_resume_and_abort(site: Site) -> None:
     """Within one beat. The command reports that a coordinator is alive."""
     paused, interruption = threading.Event(), Interruption()
     with beating(site, LiveStatus(), interruption, paused):
-        assert site.operator.control("pause") is True
+        assert site.operator.send_command("pause") is True
         assert paused.wait(PATIENCE_S)
-        assert site.operator.control("run") is True
+        assert site.operator.send_command("run") is True
         waited = SystemClock()
         ends_s = waited.now_s() + PATIENCE_S
         while paused.is_set() and waited.now_s() < ends_s:
             waited.sleep(0.02)
         assert not paused.is_set()
-        site.operator.control("abort")
+        site.operator.send_command("abort")
         with pytest.raises(Aborted, match="by the operator"):
             interruption.sleep(PATIENCE_S)
 
@@ -339,7 +339,7 @@ def test_a_coordinator_that_ends_at_once_has_heard(
         lease.release()
 
     monkeypatch.setattr("fedlearn.deployment.operator.set_control", set_and_heard)
-    assert site.operator.control("abort") is True
+    assert site.operator.send_command("abort") is True
 
 
 def test_a_coordinator_that_was_taken_over_stops(site: Site) -> None:
@@ -357,15 +357,15 @@ def test_the_heart_goes_on_after_the_last_word(site: Site, tmp_path: Path) -> No
     live_status = LiveStatus(num_rounds=20)
     with beating(site, live_status, Interruption(), threading.Event()):
         live_status.phase = Phase.STOPPING
-    assert hasty(site, tmp_path).why().values()["status"] == live_status.values()
+    assert hasty(site, tmp_path).explain().values()["status"] == live_status.to_json_values()
 
 
 def test_rounds_are_listed_of_a_deployed_run_only(site: Site, tmp_path: Path) -> None:
     """There are none so far. A run that was never deployed is an error."""
-    assert site.operator.rounds(5) == []
+    assert site.operator.load_rounds(5) == []
     other = Places.of(config(tmp_path, name="other"), environ={})
     with pytest.raises(DeploymentError, match="no run called 'other' is deployed"):
-        Operator(other, site.database, SystemClock()).rounds(5)
+        Operator(other, site.database, SystemClock()).load_rounds(5)
 
 
 def contact(client_id: int, *, is_connected: bool) -> Contact:
@@ -384,8 +384,11 @@ def test_clients_are_connected_while_a_coordinator_lives(site: Site, tmp_path: P
     contacts = [contact(0, is_connected=True), contact(1, is_connected=False)]
     site.operator.registry.keep_contacts(contacts, are_all=True)
     with beating(site, LiveStatus(), Interruption(), threading.Event()):
-        assert [each.is_connected for each in site.operator.contacts().values()] == [True, False]
-    found = hasty(site, tmp_path).contacts()
+        assert [each.is_connected for each in site.operator.load_contacts().values()] == [
+            True,
+            False,
+        ]
+    found = hasty(site, tmp_path).load_contacts()
     assert [each.is_connected for each in found.values()] == [False, False]
 
 
@@ -408,13 +411,13 @@ def test_how_the_rounds_of_clients_ended_is_told(site: Site) -> None:
         1: [0, 0, 1, 0],
         2: [0, 1, 0, 0],
     }
-    missed = site.operator.missed(first=0)
+    missed = site.operator.load_missed(first=0)
     assert [(each.client_id, each.status, each.reason) for each in missed[1]] == [
         (1, Status.FAILED, "the delta is not finite"),
         (2, Status.LATE, ""),
     ]
     assert missed.keys() == {1}
-    assert site.operator.missed(first=2) == {}
+    assert site.operator.load_missed(first=2) == {}
     enrol(site, "clinic-a")
     enrol(site, "clinic-b")
     page = run_page(Run(run), width=None)
@@ -435,7 +438,7 @@ def test_nobody_has_taken_part_before_the_first_start(site: Site, tmp_path: Path
     other = Places.of(config(tmp_path, name="other"), environ={})
     operator = Operator(other, site.database, SystemClock())
     assert operator.counts_by_client() == {}
-    assert operator.contacts() == {}
+    assert operator.load_contacts() == {}
 
 
 def test_client_numbers_are_those_of_the_registry(site: Site) -> None:

@@ -10,7 +10,7 @@ from fedlearn import assembly
 from fedlearn.assembly import Deployment
 from fedlearn.config import load
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.rounds import _invited
+from fedlearn.deployment.rounds import _invite
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.draw import Draw
 from fedlearn.transport.base import Exchange
@@ -41,7 +41,7 @@ def pieces(*overrides: str) -> Deployment:
 def test_as_many_evaluate_as_are_wanted_or_there(num_there: int, asked: int) -> None:
     found = pieces("evaluation.clients=20")
     there = There([ClientId(each) for each in range(num_there)])
-    num_clients, client_ids = _invited(found, there, frozenset, 3)
+    num_clients, client_ids = _invite(found, there, frozenset, 3)
     assert num_clients == len(set(client_ids)) == asked
     assert set(client_ids) <= set(there.client_ids)
 
@@ -50,7 +50,7 @@ def test_who_has_a_task_is_not_asked_to_evaluate() -> None:
     """In an asynchronous run, some clients train while others evaluate."""
     there = There([ClientId(each) for each in range(30)])
     busy = frozenset(there.client_ids[:25])
-    num_clients, client_ids = _invited(pieces("evaluation.clients=20"), there, lambda: busy, 3)
+    num_clients, client_ids = _invite(pieces("evaluation.clients=20"), there, lambda: busy, 3)
     assert num_clients == len(client_ids) == 5
     assert not busy & set(client_ids)
 
@@ -60,11 +60,11 @@ def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
     listed = [ClientId(each) for each in range(200)]
     draw = Draw(roster="r", client_ids=listed, factor=2.0)
     found = replace(pieces("evaluation.clients=20"), draw=draw)
-    num_clients, client_ids = _invited(found, There(listed), frozenset, 3)
+    num_clients, client_ids = _invite(found, There(listed), frozenset, 3)
     assert num_clients == 20
     assert set(client_ids) <= set(draw.drawn(listed, round_num=3, num_asked=20))
     assert 10 < len(client_ids) <= 20
-    assert set(_invited(found, There(listed), frozenset, 4).client_ids) != set(client_ids)
+    assert set(_invite(found, There(listed), frozenset, 4).client_ids) != set(client_ids)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedlearn.assembly import deployment
 from fedlearn.config import ClientConfig, Section, load
-from fedlearn.deployment.starter import OF_OTHERS, starter, write_starter
+from fedlearn.deployment.starter import OF_OTHERS, make_starter, write_starter
 from fedlearn.errors import DeploymentError
 
 
@@ -19,7 +19,7 @@ def test_the_starter_loads_and_builds(tmp_path: Path) -> None:
     write_starter(file)
     config = load(file, overrides=())
     assert config.store.runs_dir == str(tmp_path / "runs")
-    assert config.model_copy(update={"store": starter().store}) == starter()
+    assert config.model_copy(update={"store": make_starter().store}) == make_starter()
     pieces = deployment(config, data_dir=tmp_path)
     assert pieces.policy.num_asked == 5
     assert pieces.test is not None
@@ -55,7 +55,7 @@ def test_each_key_that_a_coordinator_heeds_stands_in_the_file_once(tmp_path: Pat
     """Every key that is left out on purpose exists."""
     file = tmp_path / "coordinator.toml"
     write_starter(file)
-    every_key = list(keys_of(starter()))
+    every_key = list(keys_of(make_starter()))
     found = list(keys_in(file.read_text().partition("\n\n")[2]))
     assert found.count("engine.slab_bytes") == 1
     assert sorted(found) == sorted(key for key in every_key if not is_of_others(key))

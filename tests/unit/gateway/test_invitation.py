@@ -75,7 +75,7 @@ def gateway(tmp_path: Path) -> Iterator[LocalGateway]:
 def content(gateway: LocalGateway, tmp_path: Path) -> bytes:
     """The invitation file that an operator hands over."""
     path = tmp_path / "clinic-a.invitation"
-    gateway.invitation("clinic-a").save(path)
+    gateway.create_invitation("clinic-a").save(path)
     return path.read_bytes()
 
 

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from fedlearn.core.clock import VirtualClock
 from fedlearn.deployment.live_status import LiveStatus
-from fedlearn.deployment.record import ForgettingStore
+from fedlearn.deployment.record import CleanupStore
 from fedlearn.errors import StoreError, StoreUnavailable
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
@@ -88,7 +88,7 @@ def test_a_run_waits_for_its_database(tmp_path: Path) -> None:
     clock = VirtualClock()
     outage = Outage(clock, until_s=10.0)
     with journals_in(tmp_path) as empty:
-        store = ForgettingStore(
+        store = CleanupStore(
             store=outage,
             patiently=patience(clock),
             journal=empty(),

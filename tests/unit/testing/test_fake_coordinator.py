@@ -94,7 +94,7 @@ async def one_exchange(
 ) -> dict[str, TrainReply | Failure] | dict[str, EvaluateReply | Failure]:
     async with joined(coordinator.invite("clinic-a")) as client:
         await asyncio.to_thread(coordinator.wait_for, 1)
-        assert coordinator.connected() == ["clinic-a"]
+        assert coordinator.list_clients() == ["clinic-a"]
         if evaluate:
             asked = asyncio.create_task(asyncio.to_thread(coordinator.evaluate, model))
             await answer_one(*client, trainer or standard_trainer())
@@ -219,10 +219,10 @@ def test_a_coordinator_that_goes_away_comes_back_where_it_was(
         async with joined(invitation) as (session, _, client_id):
             run_id = session.welcome.run_id
         address, run_ids = fake_coordinator.address, {run_id, fake_coordinator.run_id}
-        with fake_coordinator.away():
+        with fake_coordinator.outage():
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection(*address.split(":"))
-            assert fake_coordinator.connected() == []
+            assert fake_coordinator.list_clients() == []
             with pytest.raises(DeploymentError, match="this coordinator is away"):
                 fake_coordinator.train(network(), SETTINGS)
         assert fake_coordinator.address == address
@@ -241,7 +241,7 @@ def test_who_is_revoked_is_refused_and_counted() -> None:
     async def tries(coordinator: FakeCoordinator) -> None:
         async with joined(coordinator.invite("clinic-a")) as (session, _, _):
             coordinator.revoke("clinic-a")
-            assert coordinator.connected() == []
+            assert coordinator.list_clients() == []
             with pytest.raises(ConnectionRefused, match="revoked"):
                 await session.receive()
 

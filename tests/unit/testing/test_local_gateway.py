@@ -16,7 +16,10 @@ HELLO = wire_pb2.Hello(protocol=wire.PROTOCOL)
 
 def credentials(local: LocalGateway) -> Credentials:
     """Return those of a client that has enrolled."""
-    invitation, identity = local.invitation("clinic-a", tags=["country=ch"]), Identity.create()
+    invitation, identity = (
+        local.create_invitation("clinic-a", tags=["country=ch"]),
+        Identity.create(),
+    )
     certificate, _ = asyncio.run(enrol(invitation.token_addresses[0], invitation, identity))
     return Credentials(
         ca_pem=invitation.ca_pem,

@@ -22,7 +22,7 @@ from fedlearn.core.messages import EvaluateReply, Failure, TrainReply
 from fedlearn.errors import ConfigError, EnrolmentRefused
 from fedlearn.testing import FakeCoordinator
 from fedlearn.testing.fixtures import fake_coordinator as fake_coordinator  # noqa: PLC0414
-from fedlearn.testing.stand_ins import Idle, taking_part
+from fedlearn.testing.stand_ins import Idle, run_stand_in
 from fedlearn.training.trainer import LocalResult, TrainContext
 
 MODEL = nn.Linear(3, 2)
@@ -49,7 +49,7 @@ class Broken(Idle):
 @contextmanager
 def joined(coordinator: FakeCoordinator, folder: Path, trainer: Idle) -> Iterator[None]:
     invitation = coordinator.invite("laptop")
-    with taking_part(invitation, home=folder / "laptop", trainer=trainer):
+    with run_stand_in(invitation, home=folder / "laptop", trainer=trainer):
         yield
 
 
@@ -58,7 +58,7 @@ def test_the_sum_has_the_update_of_the_client_under_test(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
     """Two of its examples among those of five stand-ins: their mean, and no update of its own."""
-    with joined(fake_coordinator, tmp_path, Shifting()), fake_coordinator.stand_ins(5) as names:
+    with joined(fake_coordinator, tmp_path, Shifting()), fake_coordinator.add_stand_ins(5) as names:
         fake_coordinator.wait_for(6)
         first = fake_coordinator.train_securely(MODEL, SETTINGS)
         second = fake_coordinator.train_securely(
@@ -76,7 +76,7 @@ def test_a_client_that_fails_in_a_session_is_named_and_the_rest_is_summed(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
     """With the stage and what it says of itself."""
-    with joined(fake_coordinator, tmp_path, Broken()), fake_coordinator.stand_ins(5) as names:
+    with joined(fake_coordinator, tmp_path, Broken()), fake_coordinator.add_stand_ins(5) as names:
         fake_coordinator.wait_for(6)
         found = fake_coordinator.train_securely(MODEL, SETTINGS, deadline_s=20.0)
     assert sorted(found.reported) == names
@@ -132,13 +132,13 @@ def test_stand_ins_answer_whatever_a_client_may_be_asked(
     fake_coordinator: FakeCoordinator,
 ) -> None:
     """In the clear, too; afterwards they are gone, and others have other names."""
-    with fake_coordinator.stand_ins(1) as (name,):
+    with fake_coordinator.add_stand_ins(1) as (name,):
         fake_coordinator.wait_for(1)
         reply = fake_coordinator.train(MODEL, SETTINGS)[name]
         assert isinstance(reply, TrainReply)
         assert not reply.lanes["delta"].any()
         assert isinstance(fake_coordinator.evaluate(MODEL)[name], EvaluateReply)
-    with fake_coordinator.stand_ins(1, trainer=Broken()) as (other,):
+    with fake_coordinator.add_stand_ins(1, trainer=Broken()) as (other,):
         fake_coordinator.wait_for(1)
         assert other != name
         assert isinstance(fake_coordinator.train(MODEL, SETTINGS)[other], Failure)
@@ -149,10 +149,10 @@ def test_a_stand_in_that_cannot_join_says_why(
 ) -> None:
     """Instead of being waited for."""
     invitation = fake_coordinator.invite("laptop")
-    with taking_part(invitation, home=tmp_path / "one", trainer=Idle()):
+    with run_stand_in(invitation, home=tmp_path / "one", trainer=Idle()):
         pass
     with (
         pytest.raises(EnrolmentRefused),
-        taking_part(invitation, home=tmp_path / "two", trainer=Idle()),
+        run_stand_in(invitation, home=tmp_path / "two", trainer=Idle()),
     ):
         pass

@@ -37,9 +37,9 @@ class SettingsRequest(RoundRequest):
         return replace(super().message(), settings=self.settings)
 
 
-def round_of(model: Model, asked: Settings | Strategy, *, round_num: int) -> RoundRequest:
+def build_round(model: Model, asked: Settings | Strategy, *, round_num: int) -> RoundRequest:
     """Build a round that asks clients to train with ``asked``: settings or a strategy."""
-    params = params_of(model)
+    params = to_params(model)
     if not isinstance(asked, Mapping):
         broadcast = asked.broadcast(asked.init(params))
         return RoundRequest(
@@ -54,14 +54,14 @@ def round_of(model: Model, asked: Settings | Strategy, *, round_num: int) -> Rou
         round_num=round_num,
         attempt=0,
         params=params,
-        strategy=FedAvg(_local_of(asked)),
+        strategy=FedAvg(_parse_local(asked)),
         broadcast={},
         seed=0,
         settings=asked,
     )
 
 
-def params_of(model: Model) -> Params:
+def to_params(model: Model) -> Params:
     """Convert a model to :class:`Params`; in a mapping, all floating-point tensors are averaged."""
     if isinstance(model, nn.Module):
         return Params.of(model)
@@ -80,7 +80,7 @@ def params_of(model: Model) -> Params:
     return Params(layout, layout.pack(averaged), constants)
 
 
-def _local_of(settings: Settings) -> LocalUpdate:
+def _parse_local(settings: Settings) -> LocalUpdate:
     """Parse the local update that settings describe; it determines the lanes of a reply.
 
     Settings that fedlearn does not understand count as custom training by the client.
