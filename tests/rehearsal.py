@@ -56,8 +56,8 @@ class Cast:
     @classmethod
     def of(cls, client_ids: Iterable[ClientId], *, policy: TermsPolicy, num_threads: int) -> "Cast":
         """Return clients with fresh identities, each in the directory of all."""
-        signer, coordinator_key = keys.fresh_signer()
-        identities = {client_id: keys.fresh_signer() for client_id in client_ids}
+        signer, coordinator_key = keys.create_signer()
+        identities = {client_id: keys.create_signer() for client_id in client_ids}
         directory = {client_id: public for client_id, (_, public) in identities.items()}
         clients = {
             client_id: SecureClient(

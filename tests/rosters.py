@@ -6,8 +6,8 @@ The trees under it are real, so that a lie gets as far as the check that is mean
 from collections.abc import Iterable, Mapping, Sequence
 
 from fedlearn.core.messages import ClientId
-from fedlearn.secagg.bitmaps import bitmap
-from fedlearn.secagg.merkle import MerkleTree, Proof, leaf_of
+from fedlearn.secagg.bitmaps import pack_bitmap
+from fedlearn.secagg.merkle import MerkleTree, Proof, hash_leaf
 from fedlearn.secagg.messages import Advert, Roster, Signatures, Survivors
 from fedlearn.secagg.session import Session
 from fedlearn.secagg.terms import Terms
@@ -40,13 +40,13 @@ def roster_for(
 def survivors_of(ids: Iterable[ClientId], roster: Sequence[ClientId]) -> Survivors:
     """Return the survivors of a roster of these clients, which ascend."""
     places = {client_id: at for at, client_id in enumerate(roster)}
-    return Survivors(ranks=bitmap([places[each] for each in ids], size=len(roster)))
+    return Survivors(ranks=pack_bitmap([places[each] for each in ids], size=len(roster)))
 
 
 def signatures_of(signatures: Mapping[ClientId, bytes], roster: Sequence[ClientId]) -> Signatures:
     """Return signatures as they are told in the complete graph."""
     rows = tuple(signatures[each] for each in sorted(signatures))
-    tree = MerkleTree.of([leaf_of(each) for each in rows], keys=None) if rows else None
+    tree = MerkleTree.of([hash_leaf(each) for each in rows], keys=None) if rows else None
     return Signatures(
         signed=survivors_of(sorted(signatures), roster).ranks,
         root=tree.root if tree else bytes(32),

@@ -47,8 +47,8 @@ class Lineage:
     """A client's identity keys in order, each vouched for by the one before.
 
     Example:
-        >>> old, old_key = keys.fresh_signer()
-        >>> new, new_key = keys.fresh_signer()
+        >>> old, old_key = keys.create_signer()
+        >>> new, new_key = keys.create_signer()
         >>> lineage = Lineage(old_key).followed_by(
         ...     new_key, client_id=ClientId(7), old=old, new=new)
         >>> lineage.check(ClientId(7))
@@ -148,8 +148,8 @@ def lineage_until(lineage: bytes, key: bytes) -> bytes:
     A lineage that does not contain ``key``, or ends with it, is returned whole.
 
     Example:
-        >>> old, old_key = keys.fresh_signer()
-        >>> new, new_key = keys.fresh_signer()
+        >>> old, old_key = keys.create_signer()
+        >>> new, new_key = keys.create_signer()
         >>> lineage = Lineage(old_key).followed_by(
         ...     new_key, client_id=ClientId(7), old=old, new=new)
         >>> lineage_until(lineage.to_bytes(), old_key) == old_key
@@ -173,4 +173,4 @@ def fingerprint(key: bytes) -> str:
 
 
 def _text(client_id: ClientId, number: int, *, old: bytes, new: bytes) -> bytes:
-    return keys.signed(_LABEL, struct.pack("<QQ", client_id, number), old, new)
+    return keys.build_signed_text(_LABEL, struct.pack("<QQ", client_id, number), old, new)

@@ -32,18 +32,18 @@ from numpy.typing import NDArray
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys
-from fedlearn.secagg.graph import Topology, shuffled
-from fedlearn.secagg.merkle import MerkleTree, Proof, leaf_of, root_of
+from fedlearn.secagg.graph import Topology, draw_permutation
+from fedlearn.secagg.merkle import MerkleTree, Proof, compute_root, hash_leaf
 from fedlearn.secagg.messages import Signatures
 from fedlearn.secagg.parameters import num_audited, risk_bits
-from fedlearn.secagg.session import Session, leaf, member_of
+from fedlearn.secagg.session import Session, build_leaf, to_member
 
 _NO_PROOF = Proof(hashes=b"", splits=b"")
 
 
 def sample(num_signed: int, *, num_audited: int, seed: bytes) -> NDArray[np.int64]:
     """Select the signatures to open: their places, ascending, of shape [s]."""
-    return np.sort(shuffled(num_signed, seed=seed)[:num_audited])
+    return np.sort(draw_permutation(num_signed, seed=seed)[:num_audited])
 
 
 def show(
@@ -64,23 +64,25 @@ def show(
     terms, signers = session.terms, sorted(signatures)
     if is_complete := terms.topology is Topology.COMPLETE:
         signers = signers[: terms.quorum]
-    committed = MerkleTree.of([leaf_of(signatures[each]) for each in signers], keys=None)
-    signed = session.bitmap(signers)
-    places = _places(session, survivors, signed, root=committed.root, num_signed=len(signers))
+    committed = MerkleTree.of([hash_leaf(signatures[each]) for each in signers], keys=None)
+    signed = session.pack_ranks(signers)
+    places = _select_places(
+        session, survivors, signed, root=committed.root, num_signed=len(signers)
+    )
     opened = [signers[place] for place in places]
     ranks = [session.points[each] - 1 for each in opened]
     return Signatures(
         signed=signed,
         root=committed.root,
         signatures=tuple(signatures[each] for each in opened),
-        signers=() if is_complete else tuple(member_of(session.by_id[each]) for each in opened),
-        of_signatures=committed.proof(places),
-        of_signers=_NO_PROOF if is_complete else tree.proof(ranks),
+        signers=() if is_complete else tuple(to_member(session.by_id[each]) for each in opened),
+        of_signatures=committed.prove(places),
+        of_signers=_NO_PROOF if is_complete else tree.prove(ranks),
     )
 
 
 def check(
-    shown: Signatures,
+    evidence: Signatures,
     session: Session,
     *,
     survivors: bytes,
@@ -89,7 +91,7 @@ def check(
     """Check the evidence that a quorum signed the survivors (client's side).
 
     Args:
-        shown: The evidence that the client received.
+        evidence: The evidence that the client received.
         session: The session as this client sees it.
         survivors: The bitmap that this client signed itself.
         directory: Identity keys of the signers when the session began.
@@ -98,8 +100,8 @@ def check(
         ProtocolError: The evidence does not show it.
     """
     terms = session.terms
-    ranks = session.ranks_in(shown.signed, what="who signed the survivors")
-    alive = session.ranks_in(survivors, what="the survivors")
+    ranks = session.unpack_ranks(evidence.signed, what="who signed the survivors")
+    alive = session.unpack_ranks(survivors, what="the survivors")
     # The quorum is a lower bound on the size of the sum only if all signers are part of the sum.
     if strangers := sorted(set(ranks.tolist()) - set(alive.tolist())):
         raise ProtocolError(f"a signature of position {strangers[0]} in the roster, no survivor")
@@ -107,48 +109,50 @@ def check(
         raise ProtocolError(
             f"{len(ranks)} survivors confirmed the survivors, the quorum is {terms.quorum}"
         )
-    places = _places(session, survivors, shown.signed, root=shown.root, num_signed=len(ranks))
-    if len(shown.signatures) != len(places):
+    places = _select_places(
+        session, survivors, evidence.signed, root=evidence.root, num_signed=len(ranks)
+    )
+    if len(evidence.signatures) != len(places):
         raise ProtocolError(
-            f"{len(shown.signatures)} signatures are opened of {len(ranks)}, not {len(places)}"
+            f"{len(evidence.signatures)} signatures are opened of {len(ranks)}, not {len(places)}"
         )
     opened = ranks[places].tolist()
-    signers = _signers(shown, session, opened, directory)
-    for signer, signature in zip(signers, shown.signatures, strict=True):
-        text = session.survivors_text(survivors, signer)
+    signers = _identify_signers(evidence, session, opened, directory)
+    for signer, signature in zip(signers, evidence.signatures, strict=True):
+        text = session.build_survivors_text(survivors, signer)
         if not keys.verify(directory[signer], signature, text):
             raise ProtocolError(f"client {signer} did not sign these survivors")
-    leaves = dict(zip(places.tolist(), map(leaf_of, shown.signatures), strict=True))
-    if root_of(len(ranks), leaves, keys=None, proof=shown.of_signatures) != shown.root:
+    leaves = dict(zip(places.tolist(), map(hash_leaf, evidence.signatures), strict=True))
+    if compute_root(len(ranks), leaves, keys=None, proof=evidence.of_signatures) != evidence.root:
         raise ProtocolError("the signatures are not those that the sample was drawn from")
 
 
-def _signers(
-    shown: Signatures,
+def _identify_signers(
+    evidence: Signatures,
     session: Session,
     opened: Sequence[int],
     directory: Mapping[ClientId, bytes],
 ) -> Sequence[ClientId]:
     """Return the clients at the opened positions; ProtocolError if the roster does not prove it."""
     if session.terms.topology is Topology.COMPLETE:
-        if shown.signers or shown.of_signers != _NO_PROOF:
+        if evidence.signers or evidence.of_signers != _NO_PROOF:
             raise ProtocolError("signers are told that are known")
-        return session.among(opened)
-    signers = [signer.client_id for signer in shown.signers]
+        return session.find_clients(opened)
+    signers = [signer.client_id for signer in evidence.signers]
     if len(signers) != len(opened):
         raise ProtocolError(f"{len(signers)} signers of {len(opened)} signatures")
     if unknown := sorted(set(signers) - directory.keys()):
         raise ProtocolError(f"signer {unknown[0]} is not in the pinned directory")
     leaves = {
-        rank: leaf(signer, directory[signer.client_id])
-        for rank, signer in zip(opened, shown.signers, strict=True)
+        rank: build_leaf(signer, directory[signer.client_id])
+        for rank, signer in zip(opened, evidence.signers, strict=True)
     }
-    if root_of(session.size, leaves, keys=signers, proof=shown.of_signers) != session.root:
+    if compute_root(session.size, leaves, keys=signers, proof=evidence.of_signers) != session.root:
         raise ProtocolError("the signers are not those in the roster")
     return signers
 
 
-def _places(
+def _select_places(
     session: Session, survivors: bytes, signed: bytes, *, root: bytes, num_signed: int
 ) -> NDArray[np.int64]:
     """Return the places, among those that signed, of the signatures to open."""

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from fedlearn.errors import ProtocolError
 
 
-def bitmap(places: Iterable[int], *, size: int) -> bytes:
+def pack_bitmap(places: Iterable[int], *, size: int) -> bytes:
     """Pack a set of places among ``size`` into bits: one each, the first in the lowest bit.
 
     Example:
-        >>> bitmap([0, 3, 9], size=10).hex()
+        >>> pack_bitmap([0, 3, 9], size=10).hex()
         '0902'
     """
     bits = np.zeros(size, bool)
@@ -20,7 +20,7 @@ def bitmap(places: Iterable[int], *, size: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def places_in(data: bytes, *, size: int, what: str) -> NDArray[np.int64]:
+def unpack_bitmap(data: bytes, *, size: int, what: str) -> NDArray[np.int64]:
     """Return the places in a bitmap, ascending.
 
     Raises:

@@ -37,7 +37,7 @@ from fedlearn.secagg.client_state import (
 )
 from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.fixed_point import Words
-from fedlearn.secagg.merkle import root_of
+from fedlearn.secagg.merkle import compute_root
 from fedlearn.secagg.messages import (
     Advert,
     MaskedVector,
@@ -55,10 +55,10 @@ from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.session import (
     Session,
     Stage,
-    advert_text,
-    leaf,
-    member_of,
-    terms_text,
+    build_advert_text,
+    build_leaf,
+    build_terms_text,
+    to_member,
 )
 from fedlearn.secagg.terms import Contribution, Terms, to_words
 
@@ -166,7 +166,7 @@ class SecureClient:
             PolicyViolation: The terms break the policy, or ask for a second release.
         """
         terms = message.terms
-        if not keys.verify(self.coordinator_key, message.signature, terms_text(terms)):
+        if not keys.verify(self.coordinator_key, message.signature, build_terms_text(terms)):
             raise ProtocolError("the terms are not signed by the pinned coordinator")
         if terms.run_id != state.run_id:
             raise ProtocolError("the terms are of another run")
@@ -182,7 +182,7 @@ class SecureClient:
             nonce=SecretBytes.generate(messages.NONCE_BYTES).reveal(),
             signature=b"",
         )
-        signature = self.signer.sign(advert_text(terms, unsigned.unsigned()))
+        signature = self.signer.sign(build_advert_text(terms, unsigned.encode_signed_part()))
         advert = replace(unsigned, signature=signature)
         return advert, state.at(Advertised(terms, advert, packet_secret, mask_secret))
 
@@ -197,7 +197,7 @@ class SecureClient:
                 safe, one of them was not drawn, or a client of this round's last sum is missing.
         """
         own = self.client_id
-        session = Session.opened(step.terms, message, directory=self.directory)
+        session = Session.from_roster(step.terms, message, directory=self.directory)
         self._check_roster(session, message, step)
         state.releases.require_all_invited(step.terms, session.points)
         seed = SecretBytes.generate(shamir.SECRET_BYTES)
@@ -214,13 +214,13 @@ class SecureClient:
         agreement, packets, opening = keys.KeyAgreement(step.packet_secret), [], {}
         for peer in session.neighbours(own):
             agreed = agreement.agree(session.by_id[peer].packet_key, owner=peer)
-            sealing = keys.packet_key(agreed, session=session.id, way=(own, peer))
-            plain = messages.packet_of(session.points[peer], pairs[peer])
+            sealing = keys.derive_packet_key(agreed, session=session.id, way=(own, peer))
+            plain = messages.build_packet(session.points[peer], pairs[peer])
             packets.append(keys.seal(sealing, plain, session=session.id, way=(own, peer)))
-            opening[peer] = keys.packet_key(agreed, session=session.id, way=(peer, own))
+            opening[peer] = keys.derive_packet_key(agreed, session=session.id, way=(peer, own))
         reply = Shares(
             session=session.id,
-            commitment=keys.commitment(seed, session=session.id, client_id=own),
+            commitment=keys.commit_to_seed(seed, session=session.id, client_id=own),
             packets=tuple(packets),
         )
         return reply, state.at(Shared(session, opening, step.mask_secret, seed, pairs.get(own)))
@@ -235,11 +235,11 @@ class SecureClient:
         for advert in session.adverts:
             check_advert(advert, step.terms, directory=session.identity_keys)
         leaves = {
-            rank: leaf(member_of(advert), session.identity_keys[advert.client_id])
+            rank: build_leaf(to_member(advert), session.identity_keys[advert.client_id])
             for rank, advert in zip(session.ranks, session.adverts, strict=True)
         }
         ids = [advert.client_id for advert in session.adverts]
-        if root_of(session.size, leaves, keys=ids, proof=message.proof) != session.root:
+        if compute_root(session.size, leaves, keys=ids, proof=message.proof) != session.root:
             raise ProtocolError("the adverts are not those of the roster")
 
     @_ending_at(Stage.MASK)
@@ -314,7 +314,9 @@ class SecureClient:
         return held
 
     def _mask_keys(self, step: Shared, partners: Iterable[ClientId]) -> masking.MaskKeys:
-        own = keys.self_mask_key(step.seed, session=step.session.id, client_id=self.client_id)
+        own = keys.derive_self_mask_key(
+            step.seed, session=step.session.id, client_id=self.client_id
+        )
         agreement = keys.KeyAgreement(step.mask_secret)
         pairs = pair_keys(agreement, self.client_id, partners, session=step.session)
         return masking.MaskKeys(plus=[own, *pairs.plus], minus=pairs.minus)
@@ -324,7 +326,7 @@ class SecureClient:
     ) -> tuple[SurvivorSignature, ClientState]:
         """R3: sign this set of survivors, and never another one in this session."""
         survivors = self._checked(message, step, state)
-        text = step.session.survivors_text(survivors, self.client_id)
+        text = step.session.build_survivors_text(survivors, self.client_id)
         after = Confirmed(step.session, step.held, survivors)
         return SurvivorSignature(signature=self.signer.sign(text)), state.at(after)
 
@@ -339,8 +341,8 @@ class SecureClient:
         (:mod:`fedlearn.secagg.parameters`).
         """
         session, terms = step.session, step.session.terms
-        ranks = session.ranks_in(message.ranks, what="the survivors")
-        alive = session.among(ranks.tolist())
+        ranks = session.unpack_ranks(message.ranks, what="the survivors")
+        alive = session.find_clients(ranks.tolist())
         if self.client_id not in alive:
             raise ProtocolError("this client sent its vector but is not among the survivors")
         if len(ranks) < terms.min_survivors:
@@ -374,7 +376,9 @@ class SecureClient:
     ) -> tuple[Release, ClientState]:
         """Release the self-seed share of each survivor, and the mask-key share of each dropout."""
         session, half, shares = step.session, shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
-        alive = set(session.among(session.ranks_in(survivors, what="the survivors").tolist()))
+        alive = set(
+            session.find_clients(session.unpack_ranks(survivors, what="the survivors").tolist())
+        )
         for owner, pair in step.held.items():
             data = pair.reveal()
             # Never both halves: with both secrets of a client its vector could be unmasked.
@@ -415,7 +419,9 @@ def check_advert(advert: Advert, terms: Terms, *, directory: Mapping[ClientId, b
     known = directory.get(advert.client_id)
     if known is None:
         raise ProtocolError(f"client {advert.client_id} is not in the pinned directory")
-    if not keys.verify(known, advert.signature, advert_text(terms, advert.unsigned())):
+    if not keys.verify(
+        known, advert.signature, build_advert_text(terms, advert.encode_signed_part())
+    ):
         raise ProtocolError(
             f"the advert of client {advert.client_id} is not signed by it for this session"
         )
@@ -439,6 +445,6 @@ def pair_keys(
     minus: list[SecretBytes] = []
     for partner in partners:
         theirs, pair = session.by_id[partner].mask_key, (client_id, partner)
-        key = keys.pair_mask_key(agreement, theirs, session=session.id, pair=pair)
+        key = keys.derive_pair_mask_key(agreement, theirs, session=session.id, pair=pair)
         (plus if client_id < partner else minus).append(key)
     return masking.MaskKeys(plus=plus, minus=minus)

@@ -54,7 +54,7 @@ class Shared:
     seed: _Secret
     own: Annotated[
         SecretBytes | None,
-        octets.sized(4, most=PAIR_BYTES).mapped(
+        octets.byte_string(4, most=PAIR_BYTES).map(
             lambda own: own.reveal() if own else b"",
             lambda data: SecretBytes(data) if data else None,
         ),
@@ -109,7 +109,7 @@ class ClientState:
         PastReleases(last=())
     """
 
-    run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
+    run_id: Annotated[bytes, octets.raw_bytes(RUN_BYTES)]
     releases: PastReleases
     step: Annotated[
         Step | None,
@@ -136,9 +136,9 @@ class ClientState:
             PolicyViolation: See :meth:`~fedlearn.secagg.releases.PastReleases.after`.
         """
         session = step.session
-        ranks = session.ranks_in(step.survivors, what="the survivors")
+        ranks = session.unpack_ranks(step.survivors, what="the survivors")
         # In a sparse graph the client sees only its neighbours, too few to compare two sums.
-        survivors = session.among(ranks) if session.is_whole else ()
+        survivors = session.find_clients(ranks) if session.is_whole else ()
         releases = self.releases.after(session.terms, survivors, session=session.id, most=most)
         return replace(self, releases=releases, step=step)
 

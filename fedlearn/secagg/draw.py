@@ -74,12 +74,12 @@ class Draw:
         # u < p, with both sides multiplied by 2**64.
         below = self.chance(num_asked) * 2.0 ** (8 * _TICKET_BYTES)
         listed = (each for each in client_ids if each in self.client_ids)
-        return [each for each in listed if _ticket(seed, each) < below]
+        return [each for each in listed if _hash_ticket(seed, each) < below]
 
     def explain(self, parameters: Parameters) -> tuple[str, str]:
         """Describe what the draw protects against, as a label and a text."""
         n, size, a = parameters.num_clients, len(self.client_ids), parameters.num_corrupted
-        most = tolerated(
+        most = find_max_accomplices(
             size,
             chance=self.chance(n),
             num_corrupted=a,
@@ -93,12 +93,14 @@ class Draw:
         return "drawn", text
 
 
-def _ticket(seed: bytes, client_id: ClientId) -> int:
+def _hash_ticket(seed: bytes, client_id: ClientId) -> int:
     hashed = hashlib.sha256(seed + client_id.to_bytes(8, "little")).digest()
     return int.from_bytes(hashed[:_TICKET_BYTES], "little")
 
 
-def tolerated(num_listed: int, *, chance: float, num_corrupted: int, log2_risk: float) -> int:
+def find_max_accomplices(
+    num_listed: int, *, chance: float, num_corrupted: int, log2_risk: float
+) -> int:
     """Find the most accomplices that a roster may hold so that rarely more than A are drawn.
 
     Args:
@@ -108,21 +110,21 @@ def tolerated(num_listed: int, *, chance: float, num_corrupted: int, log2_risk: 
         log2_risk: log2 of the largest P[more than A are drawn] in one try.
 
     Example:
-        >>> tolerated(100, chance=1.0, num_corrupted=3, log2_risk=-40.0)
+        >>> find_max_accomplices(100, chance=1.0, num_corrupted=3, log2_risk=-40.0)
         3
     """
     # Of A accomplices never more than A are drawn, and N is the size of the roster.
     low, high = num_corrupted, num_listed
     while low < high:
         middle = (low + high + 1) // 2
-        if _log2_more(middle, chance, num_corrupted) <= log2_risk:
+        if _log2_tail(middle, chance, num_corrupted) <= log2_risk:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _log2_more(trials: int, chance: float, most: int) -> float:
+def _log2_tail(trials: int, chance: float, most: int) -> float:
     """Return log2 P[Bin(trials, chance) > most]."""
     if trials <= most:
         return -math.inf

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlearn.secagg.shamir import PRIME, Field, inverse, reduce, uniform_field
+from fedlearn.secagg.shamir import PRIME, Field, draw_uniform, invert, reduce
 
 _P = np.uint64(PRIME)
 
 
-def false_shares(
+def find_false_shares(
     points: Sequence[int], shares_ML: NDArray[np.uint32], *, threshold: int
 ) -> list[int] | None:
     """Find the places of the false shares; ``None`` if there are too many to tell.
@@ -37,37 +37,37 @@ def false_shares(
         >>> points = [1, 2, 3, 4, 5, 6]
         >>> shares = share([SecretBytes.generate(32)], threshold=2, points=points)[:, 0]
         >>> shares[[1, 4]] = 7
-        >>> false_shares(points, shares, threshold=2)
+        >>> find_false_shares(points, shares, threshold=2)
         [1, 4]
     """
     x_M = np.array(points, np.uint64)
     limbs_ML = shares_ML.astype(np.uint64)
-    weights_L = uniform_field((limbs_ML.shape[1],))
+    weights_L = draw_uniform((limbs_ML.shape[1],))
     y_M = reduce(reduce(limbs_ML * weights_L).sum(axis=1))
-    polynomial = _decoded(x_M, y_M, threshold=threshold)
+    polynomial = _decode(x_M, y_M, threshold=threshold)
     if polynomial is None:
         return None
-    return np.flatnonzero(_values(polynomial, x_M) != y_M).tolist()
+    return np.flatnonzero(_evaluate(polynomial, x_M) != y_M).tolist()
 
 
-def _decoded(x_M: Field, y_M: Field, *, threshold: int) -> Field | None:
+def _decode(x_M: Field, y_M: Field, *, threshold: int) -> Field | None:
     """Return the polynomial of degree below t through all but (M - t) / 2 values, if there is one.
 
     Here and below, coefficients start with the constant and have no zeros at the end.
     """
-    master = _vanishing_on(x_M)
-    before, now = master, _interpolated(x_M, y_M, master)
+    master = _build_vanishing(x_M)
+    before, now = master, _interpolate(x_M, y_M, master)
     u_before, u_now = np.zeros(0, np.uint64), np.ones(1, np.uint64)
     # The extended Euclidean algorithm, stopped halfway; now = u_now * interpolated (mod master).
     while 2 * (len(now) - 1) >= len(x_M) + threshold:
-        quotient, rest = _divided(before, now)
+        quotient, rest = _divide(before, now)
         before, now = now, rest
-        u_before, u_now = u_now, _minus(u_before, _times(quotient, u_now))
-    polynomial, rest = _divided(now, u_now)
+        u_before, u_now = u_now, _subtract(u_before, _multiply(quotient, u_now))
+    polynomial, rest = _divide(now, u_now)
     return polynomial if not len(rest) and len(polynomial) <= threshold else None
 
 
-def _vanishing_on(x_M: Field) -> Field:
+def _build_vanishing(x_M: Field) -> Field:
     """Return the product of (X - x) over all x."""
     product = np.zeros(len(x_M) + 1, np.uint64)
     product[0] = 1
@@ -77,7 +77,7 @@ def _vanishing_on(x_M: Field) -> Field:
     return product
 
 
-def _interpolated(x_M: Field, y_M: Field, master: Field) -> Field:
+def _interpolate(x_M: Field, y_M: Field, master: Field) -> Field:
     """Return the polynomial of degree below M through all values.
 
     By Lagrange it is the sum of y / master'(x) times master / (X - x). Horner's rule divides for
@@ -89,45 +89,45 @@ def _interpolated(x_M: Field, y_M: Field, master: Field) -> Field:
         quotients_M = reduce(quotients_M * x_M + coefficient)
         slopes_M = reduce(slopes_M * x_M + quotients_M)
         rows.append(quotients_M)
-    weights_M = reduce(y_M * inverse(slopes_M))
+    weights_M = reduce(y_M * invert(slopes_M))
     sums = [reduce(reduce(row * weights_M).sum(keepdims=True))[0] for row in reversed(rows)]
-    return _trimmed(np.array(sums, np.uint64))
+    return _trim(np.array(sums, np.uint64))
 
 
-def _values(polynomial: Field, x_M: Field) -> Field:
+def _evaluate(polynomial: Field, x_M: Field) -> Field:
     found = np.zeros_like(x_M)
     for coefficient in polynomial[::-1]:
         found = reduce(found * x_M + coefficient)
     return found
 
 
-def _divided(numerator: Field, denominator: Field) -> tuple[Field, Field]:
+def _divide(numerator: Field, denominator: Field) -> tuple[Field, Field]:
     """Return quotient and remainder; the denominator must not be zero."""
     rest, size = numerator.copy(), len(denominator)
     quotient = np.zeros(max(len(numerator) - size + 1, 0), np.uint64)
-    lead = inverse(denominator[-1:])
+    lead = invert(denominator[-1:])
     for at in range(len(quotient) - 1, -1, -1):
         factor = reduce(rest[at + size - 1] * lead)
         quotient[at : at + 1] = factor
         rest[at : at + size] = reduce(rest[at : at + size] + reduce(denominator * (_P - factor)))
-    return quotient, _trimmed(rest[: size - 1])
+    return quotient, _trim(rest[: size - 1])
 
 
-def _times(a: Field, b: Field) -> Field:
+def _multiply(a: Field, b: Field) -> Field:
     product = np.zeros(max(len(a) + len(b) - 1, 0), np.uint64)
     for at, factor in enumerate(a):
         product[at : at + len(b)] = reduce(product[at : at + len(b)] + reduce(b * factor))
     return product
 
 
-def _minus(a: Field, b: Field) -> Field:
+def _subtract(a: Field, b: Field) -> Field:
     difference = np.zeros(max(len(a), len(b)), np.uint64)
     difference[: len(a)] = a
     difference[: len(b)] = reduce(difference[: len(b)] + _P - b)
-    return _trimmed(difference)
+    return _trim(difference)
 
 
-def _trimmed(polynomial: Field) -> Field:
+def _trim(polynomial: Field) -> Field:
     """Drop zero coefficients above the polynomial's degree; the zero polynomial is empty."""
     return (
         polynomial[: int(np.flatnonzero(polynomial)[-1]) + 1]

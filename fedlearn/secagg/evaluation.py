@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fedlearn.core.ranges import Positive, out_of_range
 from fedlearn.errors import ConfigError
-from fedlearn.secagg.fixed_point import METRIC_SIZE, Lane, LaneRole, vector_lane
+from fedlearn.secagg.fixed_point import METRIC_SIZE, Lane, LaneRole, build_vector_lane
 from fedlearn.secagg.parameters import Parameters
 from fedlearn.secagg.terms import Terms, Total, propose
 
@@ -57,7 +57,7 @@ class EvaluationPlan:
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes of the sum, one per measure."""
         return tuple(
-            vector_lane(
+            build_vector_lane(
                 name,
                 size=METRIC_SIZE,
                 bound=max(self.max_loss, 1.0),  # the second number of the lane is 0 or 1

@@ -78,7 +78,7 @@ class Lane:
             at least ``MIN_NOISE``.
 
     Example:
-        >>> lane = vector_lane(
+        >>> lane = build_vector_lane(
         ...     "delta", size=3, bound=0.5, modulus_bits=24, num_clients=100, weighted=False
         ... )
         >>> lane.max_level, lane.largest_error(100) == 100 * lane.step
@@ -164,7 +164,7 @@ class Lane:
             return np.dtype("<u2")
         return np.dtype("<u4") if self.modulus_bits <= 32 else np.dtype("<u8")  # noqa: PLR2004
 
-    def reach(self, num_clients: int) -> int:
+    def largest_sum(self, num_clients: int) -> int:
         """Return the largest level that a sum can reach, noise included."""
         noise = math.ceil(_TAIL * self.noise * math.sqrt(num_clients))
         return num_clients * self.max_level + noise
@@ -179,14 +179,14 @@ class Lane:
 
     def require_room(self, num_clients: int) -> None:
         """Raise ConfigError if the sum over ``num_clients`` could reach 2**(b - 1) and wrap."""
-        if self.reach(num_clients) >= 1 << (self.modulus_bits - 1):
+        if self.largest_sum(num_clients) >= 1 << (self.modulus_bits - 1):
             raise ConfigError(
                 f"lane {self.name!r}: {num_clients} clients with levels up to {self.max_level} "
                 f"overflow {self.modulus_bits} bits; use fewer levels or a wider modulus"
             )
 
 
-def vector_lane(
+def build_vector_lane(
     name: str,
     *,
     size: int,
@@ -224,7 +224,7 @@ def vector_lane(
     return lane
 
 
-def noisy_lane(
+def build_noisy_lane(
     name: str, *, size: int, bound: float, modulus_bits: int, num_clients: int, noise_share: float
 ) -> Lane:
     """Build a lane for vectors of an L2 norm up to ``bound``, to which each client adds noise.
@@ -266,7 +266,7 @@ def noisy_lane(
     return lane
 
 
-def weight_lane(*, max_weight: int, num_clients: int) -> Lane:
+def build_weight_lane(*, max_weight: int, num_clients: int) -> Lane:
     """Build the lane of the weights: whole numbers in [0, W], 8 bytes; their sum must fit."""
     lane = Lane(
         name="weight",
@@ -281,7 +281,7 @@ def weight_lane(*, max_weight: int, num_clients: int) -> Lane:
     return lane
 
 
-def aligned(num_bytes: int) -> NDArray[np.uint8]:
+def allocate_aligned(num_bytes: int) -> NDArray[np.uint8]:
     """Allocate zeros that start on a cache line, to be viewed as words."""
     raw = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
     begin = -raw.ctypes.data % _LINE_BYTES
@@ -313,7 +313,7 @@ def encode(
         )
     if not 0.0 <= factor <= 1.0:
         raise ValueError(f"a factor lies in [0, 1], not {factor}")
-    words: Words = aligned(lane.size * lane.dtype.itemsize).view(lane.dtype)
+    words: Words = allocate_aligned(lane.size * lane.dtype.itemsize).view(lane.dtype)
     # A level below 2**(b - 1) fits the signed word, whose bits are those of the level mod 2**b.
     signed = words.view(f"<i{lane.dtype.itemsize}")
     limit = lane.bound * (1.0 + BOUND_TOLERANCE)
@@ -344,7 +344,7 @@ def add_noise(lane: Lane, words: Words, *, source: SecretStream) -> None:
         np.add(part, samples.astype(lane.dtype), out=part)
 
 
-def levels_of(lane: Lane, words: Words) -> NDArray[np.int64]:
+def read_levels(lane: Lane, words: Words) -> NDArray[np.int64]:
     """Read sums modulo 2**b as signed integers: int64, shape [size]."""
     unused = np.uint64(64 - lane.modulus_bits)
     # Shift the sign to the top bit, then back: the second shift is arithmetic and extends it.
@@ -355,10 +355,10 @@ def levels_of(lane: Lane, words: Words) -> NDArray[np.int64]:
 
 def decode(lane: Lane, words: Words, *, num_clients: int) -> NDArray[np.float64]:
     """Decode the sum of clients' values, shape [size]; ValueError if they cannot reach it."""
-    reach = lane.reach(num_clients)
+    reach = lane.largest_sum(num_clients)
     values = np.empty(lane.size)
     for begin in range(0, lane.size, _CHUNK):
-        levels = levels_of(lane, words[begin : begin + _CHUNK])
+        levels = read_levels(lane, words[begin : begin + _CHUNK])
         if int(levels.max()) > reach or int(levels.min()) < -reach:
             raise ValueError(
                 f"lane {lane.name!r} holds a sum that {num_clients} clients cannot reach: "

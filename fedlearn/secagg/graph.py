@@ -26,7 +26,7 @@ class Topology(IntEnum):
     SPARSE = 1
 
 
-def shuffled(size: int, *, seed: bytes) -> NDArray[np.int64]:
+def draw_permutation(size: int, *, seed: bytes) -> NDArray[np.int64]:
     """Return 0 … ``size`` - 1 in the pseudorandom order given by ``seed``: shape [size]."""
     drawn = np.frombuffer(hashlib.shake_256(seed).digest(8 * size), "<u8")
     return np.argsort(drawn, kind="stable")
@@ -44,7 +44,7 @@ class Ring:
         ValueError: k is odd, or not in [2, n - 1].
 
     Example:
-        >>> Ring.drawn(3, num_neighbours=2, seed=b"").near(1).tolist()
+        >>> Ring.from_seed(3, num_neighbours=2, seed=b"").neighbours(1).tolist()
         [0, 2]
     """
 
@@ -59,9 +59,9 @@ class Ring:
             )
 
     @classmethod
-    def drawn(cls, num_clients: int, *, num_neighbours: int, seed: bytes) -> "Ring":
+    def from_seed(cls, num_clients: int, *, num_neighbours: int, seed: bytes) -> "Ring":
         """Return a ring in the pseudorandom order given by ``seed``."""
-        return cls(shuffled(num_clients, seed=seed), num_neighbours)
+        return cls(draw_permutation(num_clients, seed=seed), num_neighbours)
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:
@@ -74,7 +74,7 @@ class Ring:
         half = self.num_neighbours // 2
         return np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
 
-    def near(self, client: int) -> NDArray[np.int64]:
+    def neighbours(self, client: int) -> NDArray[np.int64]:
         """Return the neighbours of one client, ascending: shape [k]."""
         found: NDArray[np.int64] = self.order[
             (self._places[client] + self._steps) % len(self.order)

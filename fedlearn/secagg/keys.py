@@ -40,12 +40,14 @@ class Signer(Protocol):
         """Return the Ed25519 signature of ``data``, 64 bytes."""
 
 
-def fresh_signer() -> tuple[Signer, bytes]:
+def create_signer() -> tuple[Signer, bytes]:
     """Create a new Ed25519 identity and return it with its public key."""
-    return identity_of(SecretBytes.generate(KEY_BYTES), label=b"fresh identity", ids=())
+    return derive_identity(SecretBytes.generate(KEY_BYTES), label=b"fresh identity", ids=())
 
 
-def identity_of(secret: SecretBytes, *, label: bytes, ids: tuple[int, ...]) -> tuple[Signer, bytes]:
+def derive_identity(
+    secret: SecretBytes, *, label: bytes, ids: tuple[int, ...]
+) -> tuple[Signer, bytes]:
     """Derive an Ed25519 identity from a secret, for parties in one process; return its key too."""
     seed = derive(secret, session=b"", label=label, ids=ids)
     key = Ed25519PrivateKey.from_private_bytes(seed.reveal())
@@ -94,7 +96,7 @@ def digest(label: bytes, *parts: bytes) -> bytes:
     return hasher.digest()
 
 
-def signed(label: bytes, *parts: bytes) -> bytes:
+def build_signed_text(label: bytes, *parts: bytes) -> bytes:
     """Build the text to sign for one purpose; the label keeps a signature from serving two."""
     return _VERSION + label + b"\x00" + digest(label, *parts)
 
@@ -117,7 +119,7 @@ def derive(
     return SecretBytes(hkdf.derive(secret.reveal()))
 
 
-def pair_mask_key(
+def derive_pair_mask_key(
     agreement: KeyAgreement, public_key: bytes, *, session: bytes, pair: tuple[ClientId, ClientId]
 ) -> SecretBytes:
     """Derive the key of the mask that two clients share, the same on both sides.
@@ -128,12 +130,12 @@ def pair_mask_key(
     return derive(agreed, session=session, label=b"pair mask", ids=ids)
 
 
-def self_mask_key(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> SecretBytes:
+def derive_self_mask_key(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> SecretBytes:
     """Derive the key of a client's own mask."""
     return derive(seed, session=session, label=b"self mask", ids=(client_id,))
 
 
-def packet_key(
+def derive_packet_key(
     agreed: SecretBytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> SecretBytes:
     """Derive the key of the one packet from ``way[0]`` to ``way[1]``, whose packet keys agreed."""
@@ -157,6 +159,6 @@ def unseal(
         raise ProtocolError(f"the packet of client {way[0]} does not open: altered") from error
 
 
-def commitment(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> bytes:
+def commit_to_seed(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> bytes:
     """Commit a client to its self-seed without revealing it: the seed has 256 random bits."""
     return digest(b"self-seed", session, struct.pack("<Q", client_id), seed.reveal())

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from fedlearn.core.clock import Clock, SystemClock
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
-from fedlearn.secagg.fixed_point import Lane, Words, aligned
+from fedlearn.secagg.fixed_point import Lane, Words, allocate_aligned
 
 #: Each span needs its own cipher; spans are so long that the setup does not matter.
 SPAN_BYTES = 1 << 22
@@ -40,7 +40,7 @@ _BLOCK_BYTES = 1 << 18
 _STREAMS = 128
 #: Size of an AES block. ``update_into`` requires a buffer that is one byte short of a block longer.
 _AES_BYTES = 16
-_ZEROS = aligned(_BLOCK_BYTES).data
+_ZEROS = allocate_aligned(_BLOCK_BYTES).data
 _NONCE_BYTES = 12
 #: Counter of GCM's first block of text: 1 is used for the tag.
 _FIRST_BLOCK = (2).to_bytes(4, "big")
@@ -70,14 +70,14 @@ class MaskKeys:
         return [MaskKeys(self.plus[i::num], self.minus[i::num]) for i in range(num)]
 
 
-def keystream(key: SecretBytes, num_bytes: int) -> NDArray[np.uint8]:
+def expand_keystream(key: SecretBytes, num_bytes: int) -> NDArray[np.uint8]:
     """Expand the first ``num_bytes`` of a key's mask."""
-    out = aligned(_whole_blocks(num_bytes) + _AES_BYTES)
+    out = allocate_aligned(_round_up_to_blocks(num_bytes) + _AES_BYTES)
     for number, begin in enumerate(range(0, num_bytes, SPAN_BYTES)):
-        expand = mask_stream(key, number).update_into
+        expand = open_mask_stream(key, number).update_into
         end = min(begin + SPAN_BYTES, num_bytes)
         for at in range(begin, end, _BLOCK_BYTES):
-            size = _whole_blocks(min(_BLOCK_BYTES, end - at))
+            size = _round_up_to_blocks(min(_BLOCK_BYTES, end - at))
             expand(_ZEROS[:size], out.data[at : at + size + _AES_BYTES - 1])
     return out[:num_bytes]
 
@@ -87,7 +87,7 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
 
     No part of a mask serves two lanes. Ciphers and additions release the interpreter lock.
     """
-    spans = list(_spans(lanes))
+    spans = list(_split_spans(lanes))
     if num_threads == 1:
         for number, parts in enumerate(spans):
             _fold_span(parts, number, keys)
@@ -97,7 +97,7 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
     with ThreadPoolExecutor(num_threads) as pool:
         first = [pool.submit(_fold_span, parts, s, shares[0]) for s, parts in enumerate(spans)]
         others: list[tuple[list[Words], Future[list[Words]]]] = [
-            (parts, pool.submit(_masks, parts, s, share))
+            (parts, pool.submit(_sum_masks, parts, s, share))
             for share in shares[1:]
             for s, parts in enumerate(spans)
         ]
@@ -108,7 +108,7 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
                 np.add(words, mask, out=words)
 
 
-def _spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
+def _split_spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
     """Yield the parts of the lanes that each span covers."""
     parts: list[Words] = []
     room = SPAN_BYTES
@@ -120,7 +120,7 @@ def _spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
             part = words[begin : begin + room // words.itemsize]
             parts.append(part)
             begin += part.size
-            room -= _whole_blocks(part.nbytes)
+            room -= _round_up_to_blocks(part.nbytes)
             if room == 0:
                 yield parts
                 parts, room = [], SPAN_BYTES
@@ -128,19 +128,19 @@ def _spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
         yield parts
 
 
-def _masks(parts: Sequence[Words], number: int, keys: MaskKeys) -> list[Words]:
+def _sum_masks(parts: Sequence[Words], number: int, keys: MaskKeys) -> list[Words]:
     """Sum masks over one span into new words."""
-    sums: list[Words] = [aligned(words.nbytes).view(words.dtype) for words in parts]
+    sums: list[Words] = [allocate_aligned(words.nbytes).view(words.dtype) for words in parts]
     _fold_span(sums, number, keys)
     return sums
 
 
 def _fold_span(parts: Sequence[Words], number: int, keys: MaskKeys) -> None:
     signed = [(key, np.add) for key in keys.plus] + [(key, np.subtract) for key in keys.minus]
-    buffer = aligned(_BLOCK_BYTES + _AES_BYTES)
+    buffer = allocate_aligned(_BLOCK_BYTES + _AES_BYTES)
     for first in range(0, len(signed), _STREAMS):
         streams = [
-            (mask_stream(key, number).update_into, fold_into)
+            (open_mask_stream(key, number).update_into, fold_into)
             for key, fold_into in signed[first : first + _STREAMS]
         ]
         # Streams in the inner loop: a block of words stays in the cache for all its masks.
@@ -148,7 +148,7 @@ def _fold_span(parts: Sequence[Words], number: int, keys: MaskKeys) -> None:
             step = _BLOCK_BYTES // words.itemsize
             for begin in range(0, words.size, step):
                 part = words[begin : begin + step]
-                size = _whole_blocks(part.nbytes)
+                size = _round_up_to_blocks(part.nbytes)
                 zeros, out = _ZEROS[:size], buffer.data[: size + _AES_BYTES - 1]
                 mask = buffer[: part.nbytes].view(part.dtype)
                 for expand, fold_into in streams:
@@ -156,36 +156,36 @@ def _fold_span(parts: Sequence[Words], number: int, keys: MaskKeys) -> None:
                     fold_into(part, mask, part)
 
 
-def _whole_blocks(num_bytes: int) -> int:
+def _round_up_to_blocks(num_bytes: int) -> int:
     return -(-num_bytes // _AES_BYTES) * _AES_BYTES
 
 
-def mask_stream(key: SecretBytes, span: int) -> CipherContext:
+def open_mask_stream(key: SecretBytes, span: int) -> CipherContext:
     """Return the cipher whose output on zeros is one span of a key's mask."""
-    return fastest_stream()(key, span)
+    return choose_stream()(key, span)
 
 
-def gcm_stream(key: SecretBytes, span: int) -> CipherContext:
-    """Return the cipher of :func:`mask_stream`, computed with GCM."""
+def open_gcm_stream(key: SecretBytes, span: int) -> CipherContext:
+    """Return the cipher of :func:`open_mask_stream`, computed with GCM."""
     nonce = span.to_bytes(_NONCE_BYTES, "little")
     return Cipher(algorithms.AES256(key.reveal()), modes.GCM(nonce)).encryptor()
 
 
-def ctr_stream(key: SecretBytes, span: int) -> CipherContext:
-    """Return the cipher of :func:`mask_stream`, computed with plain CTR."""
+def open_ctr_stream(key: SecretBytes, span: int) -> CipherContext:
+    """Return the cipher of :func:`open_mask_stream`, computed with plain CTR."""
     first = span.to_bytes(_NONCE_BYTES, "little") + _FIRST_BLOCK
     return Cipher(algorithms.AES256(key.reveal()), modes.CTR(first)).encryptor()
 
 
 @cache
-def fastest_stream() -> Stream:
+def choose_stream() -> Stream:
     """Return the faster way to expand masks here, timed once per process in some milliseconds."""
-    return faster(STREAMS, clock=SystemClock())
+    return choose_fastest(STREAMS, clock=SystemClock())
 
 
-def faster(streams: Sequence[Stream], *, clock: Clock) -> Stream:
+def choose_fastest(streams: Sequence[Stream], *, clock: Clock) -> Stream:
     """Time several ways to the same stream, in turns, and return the fastest."""
-    out, key = aligned(_BLOCK_BYTES + _AES_BYTES).data[:-1], SecretBytes(bytes(32))
+    out, key = allocate_aligned(_BLOCK_BYTES + _AES_BYTES).data[:-1], SecretBytes(bytes(32))
     best_s = dict.fromkeys(streams, math.inf)
     for _ in range(_PROBES):
         for stream in streams:
@@ -197,7 +197,7 @@ def faster(streams: Sequence[Stream], *, clock: Clock) -> Stream:
 
 
 #: All ways to the stream.
-STREAMS: Sequence[Stream] = (gcm_stream, ctr_stream)
+STREAMS: Sequence[Stream] = (open_gcm_stream, open_ctr_stream)
 
 
 def pack(lanes: Sequence[Lane], words: Sequence[Words]) -> bytes:
@@ -216,11 +216,11 @@ def add_packed(sums: Sequence[Words], data: bytes | memoryview, *, lanes: Sequen
         raise ProtocolError(f"a masked vector of {len(data)} bytes, {expected} were asked for")
     begin = 0
     for lane, total in zip(lanes, sums, strict=True):
-        np.add(total, _words(data, begin, lane=lane), out=total)
+        np.add(total, _unpack(data, begin, lane=lane), out=total)
         begin += lane.num_bytes
 
 
-def _words(data: bytes | memoryview, begin: int, *, lane: Lane) -> Words:
+def _unpack(data: bytes | memoryview, begin: int, *, lane: Lane) -> Words:
     packed = np.frombuffer(data, np.uint8, lane.num_bytes, begin)
     width = lane.modulus_bits // 8
     if width == lane.dtype.itemsize:
@@ -234,4 +234,6 @@ def _words(data: bytes | memoryview, begin: int, *, lane: Lane) -> Words:
 
 def zeros(lanes: Sequence[Lane]) -> tuple[Words, ...]:
     """Return zero words for all lanes: the sum of no vectors."""
-    return tuple(aligned(lane.size * lane.dtype.itemsize).view(lane.dtype) for lane in lanes)
+    return tuple(
+        allocate_aligned(lane.size * lane.dtype.itemsize).view(lane.dtype) for lane in lanes
+    )

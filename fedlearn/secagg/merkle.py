@@ -50,16 +50,16 @@ class Proof:
         splits: Splits of nodes on the paths, where the split is not an opened key, 8 bytes each.
     """
 
-    hashes: Annotated[bytes, octets.sized(4, most=HASH_BYTES * MAX_CLIENTS)]
-    splits: Annotated[bytes, octets.sized(4, most=_KEY_BYTES * MAX_CLIENTS)]
+    hashes: Annotated[bytes, octets.byte_string(4, most=HASH_BYTES * MAX_CLIENTS)]
+    splits: Annotated[bytes, octets.byte_string(4, most=_KEY_BYTES * MAX_CLIENTS)]
 
 
-def leaf_of(entry: bytes) -> bytes:
+def hash_leaf(entry: bytes) -> bytes:
     """Hash an entry to its leaf."""
     return hashlib.sha256(b"\x00" + entry).digest()
 
 
-def _node_of(split: bytes, left: bytes, right: bytes) -> bytes:
+def _hash_node(split: bytes, left: bytes, right: bytes) -> bytes:
     return hashlib.sha256(b"\x01" + split + left + right).digest()
 
 
@@ -73,9 +73,9 @@ class MerkleTree:
 
     Example:
         >>> entries = [b"a", b"b", b"c"]
-        >>> tree = MerkleTree.of([leaf_of(each) for each in entries], keys=[2, 5, 9])
-        >>> proof = tree.proof([2])
-        >>> tree.root == root_of(3, {2: leaf_of(b"c")}, keys=[9], proof=proof)
+        >>> tree = MerkleTree.of([hash_leaf(each) for each in entries], keys=[2, 5, 9])
+        >>> proof = tree.prove([2])
+        >>> tree.root == compute_root(3, {2: hash_leaf(b"c")}, keys=[9], proof=proof)
         True
     """
 
@@ -87,11 +87,11 @@ class MerkleTree:
         """Build the tree over one or more leaves."""
         below, level = list(leaves), 0
         splits = None if keys is None else np.array(keys, "<u8")
-        levels = [_rows(below)]
+        levels = [_to_rows(below)]
         while len(below) > 1:
             above = [
                 # The split of a node is the key of the first leaf below its right child.
-                _node_of(
+                _hash_node(
                     b"" if splits is None else splits[(2 * at + 1) << level].tobytes(),
                     below[2 * at],
                     below[2 * at + 1],
@@ -99,7 +99,7 @@ class MerkleTree:
                 for at in range(len(below) // 2)
             ]
             below, level = above + below[2 * len(above) :], level + 1
-            levels.append(_rows(below))
+            levels.append(_to_rows(below))
         return cls(levels, splits)
 
     @property
@@ -107,7 +107,7 @@ class MerkleTree:
         """The hash over the whole list, 32 bytes."""
         return self.levels[-1].tobytes()
 
-    def proof(self, places: Sequence[int] | NDArray[np.int64]) -> Proof:
+    def prove(self, places: Sequence[int] | NDArray[np.int64]) -> Proof:
         """Return the proof that opens the leaves at ``places``, which must ascend strictly."""
         at = np.asarray(places, np.int64)
         is_opened = np.zeros(len(self.levels[0]), bool)
@@ -127,7 +127,7 @@ class MerkleTree:
         return Proof(hashes=b"".join(hashes), splits=b"".join(splits))
 
 
-def root_of(
+def compute_root(
     size: int, leaves: Mapping[int, bytes], *, keys: Sequence[int] | None, proof: Proof
 ) -> bytes:
     """Compute the root of a list of ``size`` entries from the opened ones and their proof.
@@ -159,17 +159,17 @@ def root_of(
                 continue
             split = b""
             if keys is not None:
-                split = _split(known.get(right << level), splits)
+                split = _read_split(known.get(right << level), splits)
                 _check_split(split, spans.get(left), spans.get(right))
             pair = [nodes.get(each) or hashes.take(HASH_BYTES) for each in (left, right)]
-            above[parent] = _node_of(split, *pair)
+            above[parent] = _hash_node(split, *pair)
         nodes, spans, size, level = above, wider, -(-size // 2), level + 1
     hashes.finish()
     splits.finish()
     return nodes[0]
 
 
-def _split(opened: int | None, splits: octets.Reader) -> bytes:
+def _read_split(opened: int | None, splits: octets.Reader) -> bytes:
     return splits.take(_KEY_BYTES) if opened is None else opened.to_bytes(_KEY_BYTES, "little")
 
 
@@ -180,5 +180,5 @@ def _check_split(split: bytes, left: tuple[int, int] | None, right: tuple[int, i
         raise ProtocolError("a key does not stand where the tree says")
 
 
-def _rows(hashes: Sequence[bytes]) -> NDArray[np.uint8]:
+def _to_rows(hashes: Sequence[bytes]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), HASH_BYTES)

@@ -44,13 +44,13 @@ PAIR_BYTES = 2 * SHARE_BYTES
 _POINT_BYTES = 4
 PACKET_BYTES = _POINT_BYTES + PAIR_BYTES + keys.TAG_BYTES
 
-_Session: TypeAlias = Annotated[bytes, octets.fixed(SESSION_BYTES)]
-_Key: TypeAlias = Annotated[bytes, octets.fixed(keys.KEY_BYTES)]
-_Signature: TypeAlias = Annotated[bytes, octets.fixed(keys.SIGNATURE_BYTES)]
-_Hash: TypeAlias = Annotated[bytes, octets.fixed(HASH_BYTES)]
-Bitmap: TypeAlias = Annotated[bytes, octets.sized(4, most=MAX_CLIENTS // 8)]
+_Session: TypeAlias = Annotated[bytes, octets.raw_bytes(SESSION_BYTES)]
+_Key: TypeAlias = Annotated[bytes, octets.raw_bytes(keys.KEY_BYTES)]
+_Signature: TypeAlias = Annotated[bytes, octets.raw_bytes(keys.SIGNATURE_BYTES)]
+_Hash: TypeAlias = Annotated[bytes, octets.raw_bytes(HASH_BYTES)]
+Bitmap: TypeAlias = Annotated[bytes, octets.byte_string(4, most=MAX_CLIENTS // 8)]
 ClientIds: TypeAlias = Annotated[
-    tuple[ClientId, ...], octets.listed(octets.CLIENT_ID, most=MAX_CLIENTS, by=int)
+    tuple[ClientId, ...], octets.sequence(octets.CLIENT_ID, most=MAX_CLIENTS, by=int)
 ]
 
 
@@ -59,7 +59,7 @@ class SignedTerms:
     """R0 down: the terms and the coordinator's signature."""
 
     signature: _Signature
-    terms: Annotated[Terms, octets.REST.mapped(Terms.to_bytes, Terms.from_bytes)]
+    terms: Annotated[Terms, octets.REST.map(Terms.to_bytes, Terms.from_bytes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +77,10 @@ class Advert:
     client_id: ClientId
     packet_key: _Key
     mask_key: _Key
-    nonce: Annotated[bytes, octets.fixed(NONCE_BYTES)]
+    nonce: Annotated[bytes, octets.raw_bytes(NONCE_BYTES)]
     signature: _Signature
 
-    def unsigned(self) -> bytes:
+    def encode_signed_part(self) -> bytes:
         """Return the part of the advert that is signed, 88 bytes."""
         return ADVERT.to_bytes(self)[: ADVERT.num_bytes - keys.SIGNATURE_BYTES]
 
@@ -88,7 +88,7 @@ class Advert:
 ADVERT = octets.record(Advert)
 Adverts: TypeAlias = Annotated[
     tuple[Advert, ...],
-    octets.listed(ADVERT, most=MAX_CLIENTS, by=lambda advert: advert.client_id),
+    octets.sequence(ADVERT, most=MAX_CLIENTS, by=lambda advert: advert.client_id),
 ]
 
 
@@ -124,7 +124,7 @@ class Shares:
     session: _Session
     commitment: _Key
     packets: Annotated[
-        tuple[bytes, ...], octets.listed(octets.fixed(PACKET_BYTES), most=MAX_CLIENTS)
+        tuple[bytes, ...], octets.sequence(octets.raw_bytes(PACKET_BYTES), most=MAX_CLIENTS)
     ]
 
 
@@ -192,11 +192,11 @@ class Signatures:
     signed: Bitmap
     root: _Hash
     signatures: Annotated[
-        tuple[bytes, ...], octets.listed(octets.fixed(keys.SIGNATURE_BYTES), most=MAX_CLIENTS)
+        tuple[bytes, ...], octets.sequence(octets.raw_bytes(keys.SIGNATURE_BYTES), most=MAX_CLIENTS)
     ]
     signers: Annotated[
         tuple[Member, ...],
-        octets.listed(octets.record(Member), most=MAX_CLIENTS, by=lambda each: each.client_id),
+        octets.sequence(octets.record(Member), most=MAX_CLIENTS, by=lambda each: each.client_id),
     ]
     of_signatures: Proof
     of_signers: Proof
@@ -264,7 +264,7 @@ def decode(data: bytes) -> Message:
     return message
 
 
-def packet_of(point: int, pair: SecretBytes) -> bytes:
+def build_packet(point: int, pair: SecretBytes) -> bytes:
     """Build the plaintext of a packet: the holder's evaluation point, and its shares."""
     return point.to_bytes(_POINT_BYTES, "little") + pair.reveal()
 

@@ -93,7 +93,7 @@ class Form(Generic[T]):
         reader.finish()
         return value
 
-    def mapped(self, to: Callable[[U], T], back: Callable[[T], U]) -> "Form[U]":
+    def map(self, to: Callable[[U], T], back: Callable[[T], U]) -> "Form[U]":
         """Return the form of another type: convert with ``to`` to write, with ``back`` to read."""
         return Form(
             lambda value: self.parts(to(value)),
@@ -111,17 +111,17 @@ def integer(num_bytes: int, *, largest: int | None = None) -> Form[int]:
     )
 
 
-def fixed(num_bytes: int) -> Form[bytes]:
+def raw_bytes(num_bytes: int) -> Form[bytes]:
     """Return the form of ``num_bytes`` raw bytes."""
     return Form(lambda value: (value,), lambda reader: reader.take(num_bytes), num_bytes)
 
 
 def secret(num_bytes: int) -> Form[SecretBytes]:
     """Return the form of ``num_bytes`` bytes that are never printed."""
-    return fixed(num_bytes).mapped(SecretBytes.reveal, SecretBytes)
+    return raw_bytes(num_bytes).map(SecretBytes.reveal, SecretBytes)
 
 
-def sized(length_bytes: int, *, most: int | None = None) -> Form[bytes]:
+def byte_string(length_bytes: int, *, most: int | None = None) -> Form[bytes]:
     """Return the form of at most ``most`` bytes, prefixed by their length."""
     return Form(
         lambda value: (len(value).to_bytes(length_bytes, "little"), value),
@@ -132,16 +132,16 @@ def sized(length_bytes: int, *, most: int | None = None) -> Form[bytes]:
 def text(length_bytes: int, *, most: int) -> Form[str]:
     """Return the form of text of at most ``most`` bytes in UTF-8, prefixed by their length."""
 
-    def decoded(data: bytes) -> str:
+    def decode(data: bytes) -> str:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
             raise ProtocolError("a text is no UTF-8") from error
 
-    return sized(length_bytes, most=most).mapped(str.encode, decoded)
+    return byte_string(length_bytes, most=most).map(str.encode, decode)
 
 
-def listed(
+def sequence(
     item: Form[T], *, most: int, count_bytes: int = 4, by: Callable[[T], int] | None = None
 ) -> Form[tuple[T, ...]]:
     """Return the form of a list, prefixed by its length, whose items strictly ascend ``by`` a key.
@@ -182,7 +182,7 @@ def table(num_bytes: int) -> Form[Mapping[ClientId, bytes]]:
 
 def secret_table(num_bytes: int) -> Form[Mapping[ClientId, SecretBytes]]:
     """Return the form of such a table whose values are never printed."""
-    return table(num_bytes).mapped(
+    return table(num_bytes).map(
         lambda rows: {each: value.reveal() for each, value in rows.items()},
         lambda rows: {each: SecretBytes(data) for each, data in rows.items()},
     )
@@ -195,7 +195,7 @@ def record(kind: type[T]) -> Form[T]:
     type.
     """
     hints = get_type_hints(kind, include_extras=True)
-    fields = {name: _form_in(hint) for name, hint in hints.items()}
+    fields = {name: _find_form(hint) for name, hint in hints.items()}
     sizes = [form.num_bytes for form in fields.values()]
     return Form(
         lambda value: chain(*(form.parts(getattr(value, name)) for name, form in fields.items())),
@@ -204,12 +204,12 @@ def record(kind: type[T]) -> Form[T]:
     )
 
 
-def _form_in(hint: Any) -> Form[Any]:  # Any, here and below: each field and kind has its own
+def _find_form(hint: Any) -> Form[Any]:  # Any, here and below: each field and kind has its own
     for form in getattr(hint, "__metadata__", ()):
         if isinstance(form, Form):
             return form
     if isinstance(hint, type) and issubclass(hint, IntEnum):
-        return integer(1, largest=max(hint)).mapped(int, hint)
+        return integer(1, largest=max(hint)).map(int, hint)
     return _OF_TYPES.get(hint) or record(hint)
 
 
@@ -228,13 +228,13 @@ def one_of(*kinds: type) -> Form[Any]:
     return Form(parts, lambda reader: forms[place.read(reader)].read(reader))
 
 
-CLIENT_ID = integer(8, largest=_MAX_ID).mapped(int, ClientId)
+CLIENT_ID = integer(8, largest=_MAX_ID).map(int, ClientId)
 #: All bytes that are left, without a copy.
 REST: Form[Buffer] = Form(lambda value: (value,), Reader.rest)
-FLAG = integer(1, largest=1).mapped(int, bool)
+FLAG = integer(1, largest=1).map(int, bool)
 _OF_TYPES: Mapping[object, Form[Any]] = {
     int: integer(4),
-    float: fixed(_FLOAT.size).mapped(_FLOAT.pack, lambda data: float(_FLOAT.unpack(data)[0])),
+    float: raw_bytes(_FLOAT.size).map(_FLOAT.pack, lambda data: float(_FLOAT.unpack(data)[0])),
     bool: FLAG,
     ClientId: CLIENT_ID,
 }

@@ -211,9 +211,9 @@ class Parameters:
         given, n, k = self.assumptions, self.num_clients, self.num_neighbours
         active = given.adversary is Adversary.ACTIVE_SERVER
         complete = given.topology is Topology.COMPLETE
-        corrupted, dropped = self.num_corrupted, part_of(given.dropout, n)
-        fewest = _fewest_listed(n, assumptions=given)
-        a = corrupted_neighbours(n, k, roster_size=fewest, assumptions=given)
+        corrupted, dropped = self.num_corrupted, floor_fraction(given.dropout, n)
+        fewest = _smallest_roster(n, assumptions=given)
+        a = max_corrupted_neighbours(n, k, roster_size=fewest, assumptions=given)
         server = "an active" if active else "an honest-but-curious"
         risk = f"P <= 2^{given.log2_risk:.0f}"
         if complete:
@@ -226,7 +226,7 @@ class Parameters:
         if active:
             rule = f"2t > h + a = {num_holders(n, k) + a}"
             if not complete:
-                c = _uncut(n, k, roster_size=fewest, assumptions=given)
+                c = _gap_bound(n, k, roster_size=fewest, assumptions=given)
                 rule = f"{rule} and t >= k/2 + c = {k // 2 + c}"
                 gaps = f"two gaps of k/2 with c = {c} corrupted each with {risk}"
                 more += [("cut", f"{gaps}, whoever drops out")]
@@ -269,10 +269,10 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
     """
     if not 2 <= num_clients <= MAX_CLIENTS:  # noqa: PLR2004 - a sum of one is no sum
         raise ConfigError(f"secure aggregation takes 2 to {MAX_CLIENTS} clients, not {num_clients}")
-    min_survivors = num_clients - part_of(assumptions.dropout, num_clients)
+    min_survivors = num_clients - floor_fraction(assumptions.dropout, num_clients)
     quorum = lowest_quorum(num_clients, assumptions=assumptions)
     if assumptions.adversary is Adversary.ACTIVE_SERVER and quorum > min_survivors:
-        raise _impossible(num_clients, assumptions, f"q = {quorum} signatures")
+        raise _build_error(num_clients, assumptions, f"q = {quorum} signatures")
     k, threshold = _choose(num_clients, assumptions)
     return Parameters(
         assumptions=assumptions,
@@ -297,7 +297,7 @@ def lowest_threshold(
         roster_size: m, the number of clients in the roster; all corrupted ones may be among them.
         assumptions: The adversary to withstand; dropout and eta are not used.
     """
-    corrupted = corrupted_neighbours(
+    corrupted = max_corrupted_neighbours(
         num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions
     )
     if assumptions.adversary is Adversary.HONEST_BUT_CURIOUS:
@@ -305,7 +305,9 @@ def lowest_threshold(
     lowest = max((num_holders(roster_size, num_neighbours) + corrupted) // 2 + 1, _MIN_THRESHOLD)
     if num_neighbours >= roster_size - 1:
         return lowest
-    in_gap = _uncut(num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions)
+    in_gap = _gap_bound(
+        num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions
+    )
     return max(lowest, num_neighbours // 2 + in_gap)
 
 
@@ -331,7 +333,7 @@ def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
     return (num_clients + num_corrupted(num_clients, corruption=assumptions.corruption)) // 2 + 1
 
 
-def corrupted_neighbours(
+def max_corrupted_neighbours(
     num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
     """Return a, the largest number of corrupted neighbours of any honest client.
@@ -347,7 +349,7 @@ def corrupted_neighbours(
     return _upper_quantile(roster_size - 1, corrupted, num_neighbours, log2_tail=allowed)
 
 
-def _uncut(
+def _gap_bound(
     num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
     """Return c such that no two disjoint runs of k/2 places hold c corrupted clients each."""
@@ -380,16 +382,18 @@ def num_audited(num_signed: int, *, quorum: int, risk_bits: int) -> int:
     return audited
 
 
-def _fewest_listed(num_clients: int, *, assumptions: Assumptions) -> int:
+def _smallest_roster(num_clients: int, *, assumptions: Assumptions) -> int:
     """Return the smallest roster size that k and t must allow: n - D against an active server."""
     is_active = assumptions.adversary is Adversary.ACTIVE_SERVER
-    return num_clients - (part_of(assumptions.dropout, num_clients) if is_active else 0)
+    return num_clients - (floor_fraction(assumptions.dropout, num_clients) if is_active else 0)
 
 
 def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> bool:
     """Return whether random dropouts cut the ring with probability at most 2^-(sigma+1)."""
     n, k = num_clients, num_neighbours
-    gone = num_corrupted(n, corruption=assumptions.corruption) + part_of(assumptions.dropout, n)
+    gone = num_corrupted(n, corruption=assumptions.corruption) + floor_fraction(
+        assumptions.dropout, n
+    )
     if k >= n - 1 or k > gone:
         return True
     # A union bound over the n (n - k - 1) / 2 pairs of runs with k clients in total: all of them
@@ -401,12 +405,12 @@ def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumpti
 
 
 def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
-    dropped = part_of(assumptions.dropout, n)
-    fewest = _fewest_listed(n, assumptions=assumptions)
+    dropped = floor_fraction(assumptions.dropout, n)
+    fewest = _smallest_roster(n, assumptions=assumptions)
     if assumptions.topology is Topology.COMPLETE:
         threshold = lowest_threshold(n, n - 1, roster_size=n, assumptions=assumptions)
         if threshold > min(n - dropped, MAX_THRESHOLD):
-            raise _impossible(n, assumptions, f"t = {threshold} shares")
+            raise _build_error(n, assumptions, f"t = {threshold} shares")
         return n - 1, threshold
     allowed, k = -assumptions.eta_bits - math.log2(n), 2
     while k < fewest - 1:
@@ -429,8 +433,8 @@ def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
     )
 
 
-def _impossible(n: int, assumptions: Assumptions, need: str) -> ConfigError:
-    left = n - part_of(assumptions.dropout, n)
+def _build_error(n: int, assumptions: Assumptions, need: str) -> ConfigError:
+    left = n - floor_fraction(assumptions.dropout, n)
     return ConfigError(
         f"secure aggregation among {n} clients needs {need}, but with dropout "
         f"{assumptions.dropout:g} only {left} clients may be left; assume less dropout or less "
@@ -448,7 +452,7 @@ def num_corrupted(num_clients: int, *, corruption: float) -> int:
     return max(1, math.ceil(corruption * num_clients - _TINY))
 
 
-def part_of(fraction: float, n: int) -> int:
+def floor_fraction(fraction: float, n: int) -> int:
     """Return ⌊fraction n⌋."""
     return math.floor(fraction * n + _TINY)
 

@@ -43,7 +43,13 @@ from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Positive, out_of_range
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
-from fedlearn.secagg.fixed_point import Lane, LaneRole, noisy_lane, vector_lane, weight_lane
+from fedlearn.secagg.fixed_point import (
+    Lane,
+    LaneRole,
+    build_noisy_lane,
+    build_vector_lane,
+    build_weight_lane,
+)
 from fedlearn.secagg.keys import digest
 from fedlearn.secagg.parameters import Parameters, num_assured
 from fedlearn.secagg.terms import Terms, propose
@@ -212,7 +218,7 @@ class SecurePlan:
         lanes += [self._metric(name, most) for name, most in metrics.items()]
         if self.by_examples:
             num_clients = self.parameters.num_clients
-            lanes.append(weight_lane(max_weight=self.max_examples, num_clients=num_clients))
+            lanes.append(build_weight_lane(max_weight=self.max_examples, num_clients=num_clients))
         return tuple(lanes)
 
     def terms(
@@ -279,7 +285,7 @@ class SecurePlan:
     def _lane(self, name: str, size: int, bound: float, *, weighted: bool = True) -> Lane:
         num_clients = self.parameters.num_clients
         if self.noise_multiplier is not None:
-            return noisy_lane(
+            return build_noisy_lane(
                 name,
                 size=size,
                 bound=bound,
@@ -287,7 +293,7 @@ class SecurePlan:
                 num_clients=num_clients,
                 noise_share=self.noise_share,
             )
-        return vector_lane(
+        return build_vector_lane(
             name,
             size=size,
             bound=bound,
@@ -297,7 +303,7 @@ class SecurePlan:
         )
 
     def _metric(self, name: str, most: float) -> Lane:
-        return vector_lane(
+        return build_vector_lane(
             name,
             size=1,
             bound=most,

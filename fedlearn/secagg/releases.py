@@ -31,7 +31,7 @@ class PastRelease:
 
     Attributes:
         run_id: Id of the run, 16 bytes.
-        evaluates: Whether it was a sum of evaluations, which are remembered separately.
+        is_evaluation: Whether it was a sum of evaluations, which are remembered separately.
         round_num: Round of the sum.
         attempt: Attempt at the round.
         session: Id of the session, 32 bytes.
@@ -40,18 +40,18 @@ class PastRelease:
             as in a sparse graph.
     """
 
-    run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
-    evaluates: bool
+    run_id: Annotated[bytes, octets.raw_bytes(RUN_BYTES)]
+    is_evaluation: bool
     round_num: Annotated[int, octets.integer(8, largest=(1 << 63) - 1)]
     attempt: int
-    session: Annotated[bytes, octets.fixed(SESSION_BYTES)]
+    session: Annotated[bytes, octets.raw_bytes(SESSION_BYTES)]
     num_releases: int
     survivors: ClientIds
 
     @property
     def place(self) -> tuple[bytes, bool]:
         """The run and the kind of sum: one release is remembered for each."""
-        return self.run_id, self.evaluates
+        return self.run_id, self.is_evaluation
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class PastReleases:
 
     last: Annotated[
         tuple[PastRelease, ...],
-        octets.listed(octets.record(PastRelease), most=_MAX_RUNS),
+        octets.sequence(octets.record(PastRelease), most=_MAX_RUNS),
     ] = ()
 
     def of(self, terms: Terms) -> PastRelease | None:
         """Return the last release of the run and kind of these terms, if there is one."""
-        place = terms.run_id, terms.evaluates
+        place = terms.run_id, terms.is_evaluation
         return next((each for each in self.last if each.place == place), None)
 
     def require_open(self, terms: Terms, *, most: int) -> None:
@@ -150,7 +150,7 @@ class PastReleases:
         self.require_same(terms, survivors)
         new = PastRelease(
             run_id=terms.run_id,
-            evaluates=terms.evaluates,
+            is_evaluation=terms.is_evaluation,
             round_num=terms.round_num,
             attempt=terms.attempt,
             session=session,

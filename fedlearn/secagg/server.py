@@ -40,7 +40,7 @@ from fedlearn.secagg.messages import (
     SurvivorSignature,
 )
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.session import Session, Stage, shortage, terms_text
+from fedlearn.secagg.session import Session, Stage, build_terms_text, find_shortage
 from fedlearn.secagg.terms import Terms, Total, from_words
 from fedlearn.secagg.unmasking import Recovered, ShareBox, leftover_masks
 
@@ -73,7 +73,7 @@ class MaskedSum:
     commitments: _Commitments
     survivors: ClientIds
     asked: ClientIds
-    final: Annotated[bytes, octets.sized(4)]
+    final: Annotated[bytes, octets.byte_string(4)]
     packed: Annotated[bytes | memoryview, octets.REST]
 
     @classmethod
@@ -145,7 +145,7 @@ def open_session(
     A retry has another attempt number in its terms, hence other keys. ``directory`` has the
     identity keys of all clients.
     """
-    signed = SignedTerms(terms=terms, signature=signer.sign(terms_text(terms)))
+    signed = SignedTerms(terms=terms, signature=signer.sign(build_terms_text(terms)))
     return signed, Advertising(terms, directory)
 
 
@@ -192,7 +192,7 @@ class Advertising(_Stage[Advert]):
     def close(self) -> tuple[Mapping[ClientId, Roster], "Sharing"]:
         """Return each client's view of the roster, and the next stage."""
         adverts = [self._received[client_id] for client_id in sorted(self._received)]
-        if short := shortage(self.terms, len(adverts)):
+        if short := find_shortage(self.terms, len(adverts)):
             raise AggregationAborted(stage=Stage.ADVERTISE, reason=short)
         session, tree = Session.of(self.terms, adverts, directory=self.directory)
         return _Rosters(session, tree), Sharing(session, tree, self.directory)
@@ -285,7 +285,7 @@ class Masking(_Stage[None]):
                 )
         survivors = tuple(sorted(self._received))
         unmasking = Unmasking(self.session, self.commitments, survivors, self._sums)
-        message = Survivors(ranks=self.session.bitmap(survivors))
+        message = Survivors(ranks=self.session.pack_ranks(survivors))
         if terms.adversary is Adversary.ACTIVE_SERVER:
             return message, Confirming(unmasking, self.tree, self.directory, message)
         return message, unmasking
@@ -303,7 +303,7 @@ class Confirming(_Stage[bytes]):
     def receive(self, client_id: ClientId, message: SurvivorSignature) -> None:
         """Take a survivor's signature."""
         self._require_awaited(client_id, self.unmasking.survivors)
-        text = self.unmasking.session.survivors_text(self.told.ranks, client_id)
+        text = self.unmasking.session.build_survivors_text(self.told.ranks, client_id)
         if not keys.verify(self.directory[client_id], message.signature, text):
             raise ProtocolError(f"client {client_id} did not sign these survivors")
         self._received[client_id] = message.signature
@@ -326,13 +326,13 @@ class Confirming(_Stage[bytes]):
                 stage=Stage.CONFIRM,
                 reason=f"{len(self._received)} survivors confirmed, the quorum is {quorum}",
             )
-        shown = audit.show(
+        evidence = audit.show(
             {signer: self._received[signer] for signer in self.confirmed},
             session,
             survivors=self.told.ranks,
             tree=self.tree,
         )
-        return shown, self.unmasking
+        return evidence, self.unmasking
 
 
 @dataclass(eq=False)

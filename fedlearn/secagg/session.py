@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
-from fedlearn.secagg.bitmaps import bitmap, places_in
+from fedlearn.secagg.bitmaps import pack_bitmap, unpack_bitmap
 from fedlearn.secagg.graph import Ring, Topology
-from fedlearn.secagg.merkle import HASH_BYTES, MerkleTree, leaf_of
+from fedlearn.secagg.merkle import HASH_BYTES, MerkleTree, hash_leaf
 from fedlearn.secagg.messages import ADVERT, Advert, Adverts, Member, Roster
 from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, num_holders
 from fedlearn.secagg.terms import Terms
 
 _ID_BYTES = 8
 #: Terms within a longer record: prefixed by their length.
-OwnTerms: TypeAlias = Annotated[Terms, octets.sized(4).mapped(Terms.to_bytes, Terms.from_bytes)]
+OwnTerms: TypeAlias = Annotated[Terms, octets.byte_string(4).map(Terms.to_bytes, Terms.from_bytes)]
 
 
 class Stage(StrEnum):
@@ -53,11 +53,11 @@ class Session:
     """
 
     terms: OwnTerms
-    root: Annotated[bytes, octets.fixed(HASH_BYTES)]
+    root: Annotated[bytes, octets.raw_bytes(HASH_BYTES)]
     size: int
     ranks: Annotated[
         tuple[int, ...],
-        octets.listed(octets.integer(4), most=MAX_CLIENTS, by=int),
+        octets.sequence(octets.integer(4), most=MAX_CLIENTS, by=int),
     ]
     adverts: Adverts
     identity_keys: Annotated[Mapping[ClientId, bytes], octets.table(keys.KEY_BYTES)]
@@ -75,12 +75,12 @@ class Session:
         """
         ids = [advert.client_id for advert in adverts]
         known = {client_id: directory[client_id] for client_id in ids}
-        leaves = [leaf(member_of(advert), known[advert.client_id]) for advert in adverts]
+        leaves = [build_leaf(to_member(advert), known[advert.client_id]) for advert in adverts]
         tree = MerkleTree.of(leaves, keys=ids)
         return cls(terms, tree.root, len(ids), tuple(range(len(ids))), tuple(adverts), known), tree
 
     @classmethod
-    def opened(
+    def from_roster(
         cls, terms: Terms, roster: Roster, *, directory: Mapping[ClientId, bytes]
     ) -> "Session":
         """Build a client's session from the roster that it received; only its form is checked.
@@ -97,11 +97,11 @@ class Session:
         size, rank = roster.size, roster.rank
         if size > terms.num_clients:
             raise ProtocolError(f"{size} clients in the roster, more than n")
-        if short := shortage(terms, size):
+        if short := find_shortage(terms, size):
             raise ProtocolError(short)
         if rank >= size:
             raise ProtocolError(f"a position of {rank} in a roster of {size}")
-        seen = _seen_from(rank, terms, root=roster.root, size=size)
+        seen = _find_visible_ranks(rank, terms, root=roster.root, size=size)
         if len(roster.adverts) != len(seen):
             raise ProtocolError(
                 f"{len(roster.adverts)} adverts, not the {len(seen)} of this client and its "
@@ -114,19 +114,19 @@ class Session:
     def roster_for(self, client_id: ClientId, *, tree: MerkleTree) -> Roster:
         """Return a client's view of the whole roster."""
         rank = self.points[client_id] - 1
-        seen = sorted([rank, *self._near(rank)])
+        seen = sorted([rank, *self._neighbour_ranks(rank)])
         return Roster(
             root=self.root,
             size=self.size,
             rank=rank,
             adverts=tuple(self.adverts[each] for each in seen),
-            proof=tree.proof(seen),
+            proof=tree.prove(seen),
         )
 
     @cached_property
     def id(self) -> bytes:
         """The hash of terms and roster: the salt of every key, and part of later signatures."""
-        return _session_id(self.terms, root=self.root, size=self.size)
+        return _hash_session(self.terms, root=self.root, size=self.size)
 
     @property
     def is_whole(self) -> bool:
@@ -152,42 +152,42 @@ class Session:
     def _ring(self) -> Ring:
         return _ring(self.terms, self.id, self.size)
 
-    def _near(self, rank: int) -> list[int]:
+    def _neighbour_ranks(self, rank: int) -> list[int]:
         if self.terms.topology is Topology.COMPLETE:
             return [each for each in range(self.size) if each != rank]
-        near: list[int] = self._ring.near(rank).tolist()
+        near: list[int] = self._ring.neighbours(rank).tolist()
         return near
 
     def neighbours(self, client_id: ClientId) -> list[ClientId]:
         """Return the clients that share masks with a client, by ascending id."""
-        return [self._ids[each] for each in self._near(self.points[client_id] - 1)]
+        return [self._ids[each] for each in self._neighbour_ranks(self.points[client_id] - 1)]
 
     def holders(self, client_id: ClientId) -> list[ClientId]:
         """Return the clients that keep shares of a client's secrets, by ascending id."""
         complete = self.terms.topology is Topology.COMPLETE
         return list(self.points) if complete else self.neighbours(client_id)
 
-    def bitmap(self, client_ids: Iterable[ClientId]) -> bytes:
+    def pack_ranks(self, client_ids: Iterable[ClientId]) -> bytes:
         """Return the positions of clients as a bitmap."""
-        return bitmap((self.points[each] - 1 for each in client_ids), size=self.size)
+        return pack_bitmap((self.points[each] - 1 for each in client_ids), size=self.size)
 
-    def ranks_in(self, ranks: bytes, *, what: str) -> NDArray[np.int64]:
+    def unpack_ranks(self, ranks: bytes, *, what: str) -> NDArray[np.int64]:
         """Return the positions in a bitmap, ascending; ProtocolError if it does not fit the roster.
 
         Errors call the bitmap ``what``.
         """
-        return places_in(ranks, size=self.size, what=what)
+        return unpack_bitmap(ranks, size=self.size, what=what)
 
-    def among(self, ranks: Iterable[int]) -> list[ClientId]:
+    def find_clients(self, ranks: Iterable[int]) -> list[ClientId]:
         """Return the visible clients among those at these positions, in the same order."""
         return [self._ids[each] for each in ranks if each in self._ids]
 
-    def survivors_text(self, ranks: bytes, client_id: ClientId) -> bytes:
+    def build_survivors_text(self, ranks: bytes, client_id: ClientId) -> bytes:
         """Build the text that one client signs to confirm the survivors, a bitmap."""
-        return keys.signed(b"survivors", self.id, ranks, client_id.to_bytes(8, "little"))
+        return keys.build_signed_text(b"survivors", self.id, ranks, client_id.to_bytes(8, "little"))
 
 
-def shortage(terms: Terms, size: int) -> str | None:
+def find_shortage(terms: Terms, size: int) -> str | None:
     """Explain why a roster is too small for the terms; ``None`` if it is not."""
     if size < terms.min_survivors:
         return f"{size} clients in the roster, the least is {terms.min_survivors}"
@@ -201,45 +201,45 @@ def shortage(terms: Terms, size: int) -> str | None:
     return None
 
 
-def member_of(advert: Advert) -> Member:
+def to_member(advert: Advert) -> Member:
     """Reduce an advert to its sender and a hash of the rest."""
     rest = ADVERT.to_bytes(advert)[_ID_BYTES:]
     return Member(client_id=advert.client_id, advert_hash=hashlib.sha256(rest).digest())
 
 
-def leaf(member: Member, identity_key: bytes) -> bytes:
+def build_leaf(member: Member, identity_key: bytes) -> bytes:
     """Return a client's leaf in the tree over the roster.
 
     It includes the identity key, so that within one session all clients see the same key of a
     client.
     """
     client_id = member.client_id.to_bytes(_ID_BYTES, "little")
-    return leaf_of(client_id + identity_key + member.advert_hash)
+    return hash_leaf(client_id + identity_key + member.advert_hash)
 
 
-def _session_id(terms: Terms, *, root: bytes, size: int) -> bytes:
+def _hash_session(terms: Terms, *, root: bytes, size: int) -> bytes:
     return keys.digest(b"session", terms.session, root, size.to_bytes(4, "little"))
 
 
 def _ring(terms: Terms, session_id: bytes, size: int) -> Ring:
     """Build the sparse graph, seeded by the session's id: another ring takes another roster."""
     seed, k = keys.digest(b"graph", session_id), terms.num_neighbours
-    return Ring.drawn(size, num_neighbours=k, seed=seed)
+    return Ring.from_seed(size, num_neighbours=k, seed=seed)
 
 
-def _seen_from(rank: int, terms: Terms, *, root: bytes, size: int) -> tuple[int, ...]:
+def _find_visible_ranks(rank: int, terms: Terms, *, root: bytes, size: int) -> tuple[int, ...]:
     """Return the positions of a client and its neighbours."""
     if terms.topology is Topology.COMPLETE:
         return tuple(range(size))
-    near = _ring(terms, _session_id(terms, root=root, size=size), size).near(rank)
+    near = _ring(terms, _hash_session(terms, root=root, size=size), size).neighbours(rank)
     return tuple(sorted([rank, *near.tolist()]))
 
 
-def advert_text(terms: Terms, body: bytes) -> bytes:
+def build_advert_text(terms: Terms, body: bytes) -> bytes:
     """Build the text that a client signs for its advert."""
-    return keys.signed(b"advert", terms.session, body)
+    return keys.build_signed_text(b"advert", terms.session, body)
 
 
-def terms_text(terms: Terms) -> bytes:
+def build_terms_text(terms: Terms) -> bytes:
     """Build the text that the coordinator signs for its terms."""
-    return keys.signed(b"terms", terms.to_bytes())
+    return keys.build_signed_text(b"terms", terms.to_bytes())

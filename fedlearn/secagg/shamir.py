@@ -47,7 +47,7 @@ def share(
     if not 1 <= threshold <= min(len(points), MAX_THRESHOLD):
         raise ValueError(f"a threshold of {threshold} with {len(points)} holders")
     limbs = np.stack([_to_limbs(secret) for secret in secrets])
-    coefficients = uniform_field((threshold - 1, limbs.size))
+    coefficients = draw_uniform((threshold - 1, limbs.size))
     return evaluate(limbs, coefficients, points=points)
 
 
@@ -56,7 +56,7 @@ def evaluate(limbs: Field, coefficients: Field, *, points: Sequence[int]) -> NDA
 
     ``coefficients`` are those of x, x**2, …: shape [t - 1, secrets * limbs], below p.
     """
-    x = _points(points)
+    x = _require_points(points)
     rows = np.concatenate([limbs.reshape(1, -1), coefficients])
     powers = np.ones((x.size, len(rows)), np.uint64)
     for degree in range(1, len(rows)):
@@ -94,7 +94,7 @@ def is_canonical(data: bytes) -> bool:
     return bool((np.frombuffer(data, "<u4") < PRIME).all())
 
 
-def uniform_field(shape: tuple[int, ...]) -> Field:
+def draw_uniform(shape: tuple[int, ...]) -> Field:
     """Draw secret uniform elements of the field, by rejection sampling."""
     size = int(np.prod(shape))
     found = np.empty(0, np.uint32)
@@ -105,7 +105,7 @@ def uniform_field(shape: tuple[int, ...]) -> Field:
     return found[:size].astype(np.uint64).reshape(shape)
 
 
-def _points(points: Sequence[int]) -> Field:
+def _require_points(points: Sequence[int]) -> Field:
     if len(set(points)) != len(points) or not all(0 < point < PRIME for point in points):
         raise ValueError("evaluation points are distinct and in [1, 2**31 - 1)")
     return np.array(points, np.uint64)
@@ -155,10 +155,10 @@ def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
         numerator = np.where(others, reduce(numerator * other), numerator)
         difference = reduce(other + _P - x)
         denominator = np.where(others, reduce(denominator * difference), denominator)
-    return reduce(numerator * inverse(denominator))
+    return reduce(numerator * invert(denominator))
 
 
-def inverse(x: Field) -> Field:
+def invert(x: Field) -> Field:
     """Return 1 / x mod p, computed as x**(p - 2) by Fermat's little theorem."""
     result, square, exponent = np.ones_like(x), x, PRIME - 2
     while exponent:

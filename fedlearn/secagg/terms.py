@@ -27,7 +27,7 @@ from fedlearn.secagg.fixed_point import (
     encode,
 )
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.masking import keystream
+from fedlearn.secagg.masking import expand_keystream
 from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, Parameters, num_assured
 
 MAX_LANES = 256
@@ -56,8 +56,8 @@ class Terms:
         lanes: The lanes of the sum, in this order.
     """
 
-    run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
-    request_hash: Annotated[bytes, octets.fixed(_HASH_BYTES)]
+    run_id: Annotated[bytes, octets.raw_bytes(RUN_BYTES)]
+    request_hash: Annotated[bytes, octets.raw_bytes(_HASH_BYTES)]
     round_num: Annotated[int, octets.integer(8, largest=(1 << 63) - 1)]
     attempt: int
     adversary: Adversary
@@ -70,7 +70,7 @@ class Terms:
     sigma_bits: Annotated[int, octets.integer(2)]
     max_weight: Annotated[int, octets.integer(8, largest=MAX_LEVEL)]
     lanes: Annotated[
-        tuple[Lane, ...], octets.listed(octets.record(Lane), most=MAX_LANES, count_bytes=2)
+        tuple[Lane, ...], octets.sequence(octets.record(Lane), most=MAX_LANES, count_bytes=2)
     ]
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class Terms:
         )
 
     @property
-    def evaluates(self) -> bool:
+    def is_evaluation(self) -> bool:
         """Whether the session sums only metrics, as in an evaluation, where nothing is trained."""
         return all(lane.role is LaneRole.METRIC for lane in self.lanes)
 
@@ -218,7 +218,7 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
     if terms.max_weight and not 0 <= contribution.weight <= terms.max_weight:
         raise ValueError(f"a weight of {contribution.weight}, not 0 to {terms.max_weight}")
     total = sum(lane.size for lane in terms.lanes)
-    noise = keystream(SecretBytes(rounding_key), 4 * total).view(np.uint32)
+    noise = expand_keystream(SecretBytes(rounding_key), 4 * total).view(np.uint32)
     words, begin = [], 0
     for lane in terms.lanes:
         values: NDArray[np.floating]

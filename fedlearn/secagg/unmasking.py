@@ -17,7 +17,7 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted
 from fedlearn.secagg import keys, masking, shamir
 from fedlearn.secagg.client import pair_keys
-from fedlearn.secagg.error_correction import false_shares
+from fedlearn.secagg.error_correction import find_false_shares
 from fedlearn.secagg.session import Session, Stage
 
 #: Most owners whose shares are decoded before false ones must be found. A holder that lies about
@@ -103,7 +103,7 @@ class ShareBox:
 
     def _is_genuine(self, owner: ClientId, secret: SecretBytes) -> bool:
         if owner in self.survivors:
-            opened = keys.commitment(secret, session=self.session.id, client_id=owner)
+            opened = keys.commit_to_seed(secret, session=self.session.id, client_id=owner)
             return opened == self.commitments[owner]
         return keys.KeyAgreement(secret).public_key == self.session.by_id[owner].mask_key
 
@@ -124,7 +124,7 @@ class ShareBox:
         threshold = self.session.terms.threshold
         held = sorted(self._shares[owner].keys() - suspects)
         points = [self.session.points[holder] for holder in held]
-        if found := false_shares(points, self._limbs(owner, held), threshold=threshold):
+        if found := find_false_shares(points, self._limbs(owner, held), threshold=threshold):
             return {held[place] for place in found}
         # One share more than t is too few to decode, but the published value tells which to drop.
         if len(held) == threshold + 1:
@@ -169,7 +169,7 @@ def leftover_masks(recovered: Recovered, *, session: Session) -> masking.MaskKey
     """
     plus: list[SecretBytes] = []
     minus = [
-        keys.self_mask_key(seed, session=session.id, client_id=client_id)
+        keys.derive_self_mask_key(seed, session=session.id, client_id=client_id)
         for client_id, seed in recovered.seeds.items()
     ]
     for client_id, secret in recovered.mask_keys.items():

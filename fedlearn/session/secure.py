@@ -187,7 +187,7 @@ def message_in(request: SecureRequest) -> messages.Message:
         case SecureTermsRequest(), messages.SignedTerms():
             if noticed_hash(request.notice) != message.terms.request_hash:
                 raise ProtocolError("the terms name other work than what is announced")
-            if message.terms.evaluates != isinstance(request.notice, EvaluationNotice):
+            if message.terms.is_evaluation != isinstance(request.notice, EvaluationNotice):
                 raise ProtocolError("metrics alone are summed for an evaluation, and only for one")
         case SecureTrainRequest() | SecureEvaluateRequest(), messages.Packets():
             pass

@@ -19,9 +19,9 @@ from fedlearn.core.randomness import Seed
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.fixed_point import Lane, encode, levels_of
+from fedlearn.secagg.fixed_point import Lane, encode, read_levels
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.masking import keystream
+from fedlearn.secagg.masking import expand_keystream
 from fedlearn.secagg.parameters import MAX_CLIENTS
 from fedlearn.secagg.plan import SecurePlan, clip
 from fedlearn.secagg.policy import TermsPolicy
@@ -57,7 +57,7 @@ class SimulatedIdentities(Mapping[ClientId, bytes]):
     @property
     def coordinator(self) -> tuple[keys.Signer, bytes]:
         """The coordinator's identity and its public key."""
-        return keys.identity_of(self._secret, label=b"simulated coordinator", ids=())
+        return keys.derive_identity(self._secret, label=b"simulated coordinator", ids=())
 
     def client(self, client_id: ClientId) -> SecureClient:
         """Create a client's side of the protocol."""
@@ -74,7 +74,7 @@ class SimulatedIdentities(Mapping[ClientId, bytes]):
         if not 0 <= client_id < self.num_clients:
             raise KeyError(client_id)
         if client_id not in self._made:
-            self._made[client_id] = keys.identity_of(
+            self._made[client_id] = keys.derive_identity(
                 self._secret, label=b"simulated client", ids=(client_id,)
             )
         return self._made[client_id]
@@ -252,7 +252,7 @@ class ModularSum:
             return torch.full_like(row, math.nan, dtype=torch.float64), False
         digest = hashlib.sha256(self.seed.value.to_bytes(8, "little"))
         digest.update(row.contiguous().numpy().tobytes())
-        noise = keystream(SecretBytes(digest.digest()), 4 * len(row)).view(np.uint32)
+        noise = expand_keystream(SecretBytes(digest.digest()), 4 * len(row)).view(np.uint32)
         lanes, levels, is_longer = self._lanes[name], [], False
         sizes = [lane.size for lane in lanes]
         noises = np.split(noise, np.cumsum(sizes)[:-1])
@@ -261,5 +261,5 @@ class ModularSum:
             values, was_longer = clip(part, lane.bound)
             is_longer = is_longer or was_longer
             words = encode(lane, values.numpy(), factor=factor, noise=own)
-            levels.append(levels_of(lane, words).astype(np.float64))
+            levels.append(read_levels(lane, words).astype(np.float64))
         return torch.from_numpy(np.concatenate(levels)), is_longer

@@ -46,7 +46,7 @@ from parts.secagg_session import Measured, session, terms_for
 from fedlearn.core.cores import num_cores
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import masking
-from fedlearn.secagg.fixed_point import aligned
+from fedlearn.secagg.fixed_point import allocate_aligned
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
 
@@ -86,7 +86,7 @@ class Fold:
         """Generate masks, half of them to add and half to subtract."""
         drawn = [SecretBytes.generate(32) for _ in range(num_masks)]
         half = num_masks // 2
-        words = aligned(4 * size).view(np.uint32)
+        words = allocate_aligned(4 * size).view(np.uint32)
         return cls(masking.MaskKeys(plus=drawn[:half], minus=drawn[half:]), words)
 
     @property
@@ -103,8 +103,11 @@ class Fold:
 
         The keystream is the machine's fastest, even if the fold uses another.
         """
-        source, buffer = aligned(_BLOCK_BYTES).data, aligned(_BLOCK_BYTES + 16)
-        sink, mask = aligned(_BLOCK_BYTES).view(np.uint32), buffer[:_BLOCK_BYTES].view(np.uint32)
+        source, buffer = allocate_aligned(_BLOCK_BYTES).data, allocate_aligned(_BLOCK_BYTES + 16)
+        sink, mask = (
+            allocate_aligned(_BLOCK_BYTES).view(np.uint32),
+            buffer[:_BLOCK_BYTES].view(np.uint32),
+        )
         blocks = range(0, self.num_bytes, _BLOCK_BYTES)
         streams_s = []
         for stream in masking.STREAMS:

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys
-from fedlearn.secagg.masking import SPAN_BYTES, STREAMS, Stream, keystream
+from fedlearn.secagg.masking import SPAN_BYTES, STREAMS, Stream, expand_keystream
 
 #: RFC 7748, section 6.1.
 ALICE = "77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a"
@@ -113,7 +113,7 @@ def test_signatures_are_made_as_in_rfc_8032() -> None:
     for line in lines:
         secret, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
         signer: keys.Signer = Ed25519PrivateKey.from_private_bytes(secret[:32])
-        assert type(signer) is type(keys.fresh_signer()[0])
+        assert type(signer) is type(keys.create_signer()[0])
         assert signer.sign(message) == signed[:64]
         assert secret[32:] == public
 
@@ -168,7 +168,7 @@ def test_packets_are_sealed_as_in_nist_gcm() -> None:
 
 
 @pytest.mark.parametrize("mask_stream", STREAMS)
-def test_masks_are_the_counter_stream_of_rfc_3686(mask_stream: Stream) -> None:
+def test_masks_are_the_counter_stream_of_rfc_3686(open_mask_stream: Stream) -> None:
     """From its second block on: RFC 3686 counts from one, and a mask from two."""
     count = 0
     for record in records("ciphers/AES/CTR/aes-256-ctr.txt"):
@@ -177,7 +177,7 @@ def test_masks_are_the_counter_stream_of_rfc_3686(mask_stream: Stream) -> None:
         )
         if len(plain) <= 16 or iv[12:] != (1).to_bytes(4):
             continue
-        stream = mask_stream(
+        stream = open_mask_stream(
             SecretBytes(bytes.fromhex(record["key"])), int.from_bytes(iv[:12], "little")
         )
         assert stream.update(plain[16:]) == cipher[16:]
@@ -201,14 +201,14 @@ def test_public_keys_are_those_of_rfc_7748() -> None:
 
 
 @pytest.mark.parametrize("mask_stream", STREAMS)
-def test_masks_are_the_counter_stream_of_nist_gcm(mask_stream: Stream) -> None:
+def test_masks_are_the_counter_stream_of_nist_gcm(open_mask_stream: Stream) -> None:
     """A span whose number is a vector's IV encrypts the vector's plain text."""
     count = 0
     for record in records("ciphers/AES/GCM/gcmEncryptExtIV256.rsp"):
         if len(record["iv"]) != 24 or not record["pt"]:
             continue
         span = int.from_bytes(bytes.fromhex(record["iv"]), "little")
-        stream = mask_stream(SecretBytes(bytes.fromhex(record["key"])), span)
+        stream = open_mask_stream(SecretBytes(bytes.fromhex(record["key"])), span)
         assert stream.update(bytes.fromhex(record["pt"])).hex() == record["ct"]
         count += 1
     assert count > 1000
@@ -218,7 +218,7 @@ def test_masks_are_the_counter_stream_of_nist_gcm(mask_stream: Stream) -> None:
 def test_a_mask_is_plain_aes_256_ctr(num_bytes: int) -> None:
     """Each span from its number and a counter of 2; plain CTR itself is NIST's, below."""
     key = bytes(range(32))
-    stream = keystream(SecretBytes(key), num_bytes)
+    stream = expand_keystream(SecretBytes(key), num_bytes)
     for span, begin in enumerate(range(0, num_bytes, SPAN_BYTES)):
         part = stream[begin : begin + SPAN_BYTES]
         first = span.to_bytes(12, "little") + b"\x00\x00\x00\x02"

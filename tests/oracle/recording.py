@@ -30,7 +30,7 @@ from fedlearn.core.codec import peek
 from fedlearn.core.messages import Failure
 from fedlearn.privacy.secret import DrawnNoise
 from fedlearn.secagg import fixed_point, terms
-from fedlearn.secagg.fixed_point import Lane, levels_of
+from fedlearn.secagg.fixed_point import Lane, read_levels
 from fedlearn.session.session import ClientSession
 from tests.oracle.observed import Draw
 
@@ -191,7 +191,7 @@ class Recording:
 
     def _share(self, right: Method) -> Method:
         def add_noise(lane: Lane, words: Any, *, source: Any) -> None:
-            values = torch.from_numpy(levels_of(lane, words) * lane.step)
+            values = torch.from_numpy(read_levels(lane, words) * lane.step)
             self._taken()
             right(lane, words, source=source)
             self._write(values, np.concatenate(self._taken()))

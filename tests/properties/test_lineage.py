@@ -13,8 +13,8 @@ from fedlearn.secagg import keys
 from fedlearn.session.pins import Pins
 
 CLIENT, NUM_KEYS = ClientId(7), 6
-_IDENTITIES = [keys.fresh_signer() for _ in range(NUM_KEYS)]
-_FORKED = keys.fresh_signer()
+_IDENTITIES = [keys.create_signer() for _ in range(NUM_KEYS)]
+_FORKED = keys.create_signer()
 KEYS = [key for _, key in _IDENTITIES]
 
 

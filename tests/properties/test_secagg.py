@@ -15,7 +15,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import AggregationAborted, ProtocolError
 from fedlearn.secagg import messages
 from fedlearn.secagg.client_state import ClientState
-from fedlearn.secagg.fixed_point import LaneRole, vector_lane, weight_lane
+from fedlearn.secagg.fixed_point import LaneRole, build_vector_lane, build_weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.policy import TermsPolicy
@@ -56,8 +56,8 @@ def terms_for(n: int, *, adversary: Adversary, num_dropped: int) -> Terms:
         eta_bits=1,
     )
     lanes = (  # on the same grid for every n
-        weight_lane(max_weight=MAX_WEIGHT, num_clients=n),
-        vector_lane(
+        build_weight_lane(max_weight=MAX_WEIGHT, num_clients=n),
+        build_vector_lane(
             "delta",
             size=SIZE,
             bound=1.0,
@@ -65,7 +65,7 @@ def terms_for(n: int, *, adversary: Adversary, num_dropped: int) -> Terms:
             num_clients=len(IDS),
             weighted=True,
         ),
-        vector_lane(
+        build_vector_lane(
             "control",
             size=2,
             bound=0.25,
@@ -73,7 +73,7 @@ def terms_for(n: int, *, adversary: Adversary, num_dropped: int) -> Terms:
             num_clients=len(IDS),
             weighted=False,
         ),
-        vector_lane(
+        build_vector_lane(
             "loss",
             size=1,
             bound=8.0,

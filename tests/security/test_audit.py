@@ -21,10 +21,10 @@ from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import ClientState, Confirmed
 from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.merkle import MerkleTree, Proof, leaf_of
+from fedlearn.secagg.merkle import MerkleTree, Proof, hash_leaf
 from fedlearn.secagg.messages import Advert, Member, Signatures
 from fedlearn.secagg.parameters import Adversary, num_audited, risk_bits
-from fedlearn.secagg.session import Session, member_of
+from fedlearn.secagg.session import Session, to_member
 from fedlearn.secagg.terms import Terms
 from tests.rosters import NO_PROOF
 from tests.security.test_sparse_graph import POLICY, terms_for
@@ -62,7 +62,7 @@ class Vote:
 
     @classmethod
     def of(cls, *, sigma_bits: int) -> "Vote":
-        made = {each: keys.fresh_signer() for each in IDS}
+        made = {each: keys.create_signer() for each in IDS}
         return cls(
             terms_with(sigma_bits),
             {each: signer for each, (signer, _) in made.items()},
@@ -95,12 +95,12 @@ class Vote:
     def view(self) -> Session:
         """The session as a client sees it."""
         roster = self.session.roster_for(IDS[VICTIM], tree=self.tree)
-        return Session.opened(self.terms, roster, directory=self.directory)
+        return Session.from_roster(self.terms, roster, directory=self.directory)
 
     def sign(self, ids: Iterable[ClientId], survivors: bytes) -> dict[ClientId, bytes]:
         """Return the real signatures of these clients."""
         return {
-            each: self.signers[each].sign(self.session.survivors_text(survivors, each))
+            each: self.signers[each].sign(self.session.build_survivors_text(survivors, each))
             for each in ids
         }
 
@@ -125,7 +125,7 @@ def vote() -> Vote:
 
 @pytest.fixture(scope="module")
 def everyone(vote: Vote) -> bytes:
-    return vote.session.bitmap(IDS)
+    return vote.session.pack_ranks(IDS)
 
 
 def padded(true: Mapping[ClientId, bytes], claimed: Sequence[ClientId]) -> dict[ClientId, bytes]:
@@ -161,7 +161,7 @@ def test_half_of_the_signatures_pass_as_often_as_the_formula_says(
     """With q - 1 real ones of 200, each try passes with odds C(q - 1, s) / C(q', s)."""
     monkeypatch.setattr(parameters, "GRINDING_BITS", 0)  # clients that allow for no tries
     weak = Vote.of(sigma_bits=1)
-    survivors = weak.session.bitmap(IDS)
+    survivors = weak.session.pack_ranks(IDS)
     true = weak.sign(IDS[: QUORUM - 1], survivors)
     opened = num_audited(N, quorum=QUORUM, risk_bits=3)
     assert opened == risk_bits(1, adversary=Adversary.ACTIVE_SERVER) + 1 == 4
@@ -184,18 +184,18 @@ def test_no_number_of_garbage_signatures_gets_two_sets_opened(vote: Vote) -> Non
     in nine tries above does not pass here.
     """
     other = IDS[150]
-    sets = [vote.session.bitmap(IDS), vote.session.bitmap(i for i in IDS if i != other)]
+    sets = [vote.session.pack_ranks(IDS), vote.session.pack_ranks(i for i in IDS if i != other)]
     halves = [IDS[:100], IDS[100:150] + IDS[151:]]
     for survivors, signed in zip(sets, halves, strict=True):
         true = vote.sign(signed, survivors)
-        alive = vote.session.among(vote.session.ranks_in(survivors, what="").tolist())
+        alive = vote.session.find_clients(vote.session.unpack_ranks(survivors, what="").tolist())
         for _ in range(50):
             shown = vote.show(padded(true, alive), survivors)
             assert "did not sign these survivors" in vote.reason(shown, survivors)
         others = [each for each in alive if each not in signed]
         few = vote.show(padded(true, [*signed, *others[: QUORUM - len(signed)]]), survivors)
         assert "did not sign" in vote.reason(few, survivors), "none of a quorum goes unseen"
-        too_few = replace(few, signed=vote.session.bitmap(signed))
+        too_few = replace(few, signed=vote.session.pack_ranks(signed))
         assert "the quorum is 111" in vote.reason(too_few, survivors)
 
 
@@ -216,7 +216,7 @@ def test_names_alone_would_not_fix_the_sample(
         return audit.sample(num_signed, num_audited=opened, seed=seed)
 
     def shown_after_the_sample() -> Signatures:
-        signed = vote.session.bitmap(IDS)
+        signed = vote.session.pack_ranks(IDS)
         places = blind(vote.session, everyone, signed, root=b"", num_signed=N)
         asked = [IDS[place] for place in places]
         assert len(asked) < QUORUM
@@ -233,7 +233,7 @@ def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
     Otherwise the liar could choose the names once it knows which signatures are opened.
     """
     claimed = [GARBAGE.bytes(64) for _ in range(150)]
-    sets = [vote.session.bitmap(IDS), vote.session.bitmap(IDS[:-1])]
+    sets = [vote.session.pack_ranks(IDS), vote.session.pack_ranks(IDS[:-1])]
     later = Vote(replace(vote.terms, attempt=1), vote.signers, vote.directory)
 
     def opened(
@@ -259,7 +259,7 @@ def test_in_the_complete_graph_nobody_is_told_who_signed(vote: Vote, everyone: b
     whole = Vote(complete, vote.signers, vote.directory)
     shown = whole.show(whole.sign(IDS, everyone), everyone)
     assert whole.reason(shown, everyone) == "", "the control"
-    signer = member_of(whole.session.by_id[IDS[0]])
+    signer = to_member(whole.session.by_id[IDS[0]])
     for lie in (
         replace(shown, signers=(signer,)),
         replace(shown, of_signers=Proof(hashes=bytes(32), splits=b"")),
@@ -276,16 +276,16 @@ def without_last(vote: Vote, shown: Signatures) -> Signatures:
 
 def another_sample(vote: Vote, shown: Signatures) -> Signatures:
     """Open the first signatures with valid proofs, instead of the sampled ones."""
-    survivors = vote.session.bitmap(IDS)
+    survivors = vote.session.pack_ranks(IDS)
     true = vote.sign(IDS, survivors)
-    committed = MerkleTree.of([leaf_of(true[each]) for each in IDS], keys=None)
+    committed = MerkleTree.of([hash_leaf(true[each]) for each in IDS], keys=None)
     chosen = list(range(len(shown.signatures)))
     return replace(
         shown,
         signatures=tuple(true[IDS[at]] for at in chosen),
-        signers=tuple(member_of(vote.session.by_id[IDS[at]]) for at in chosen),
-        of_signatures=committed.proof(chosen),
-        of_signers=vote.tree.proof(chosen),
+        signers=tuple(to_member(vote.session.by_id[IDS[at]]) for at in chosen),
+        of_signatures=committed.prove(chosen),
+        of_signers=vote.tree.prove(chosen),
     )
 
 
@@ -333,7 +333,7 @@ def test_what_is_shown_otherwise_is_refused(
 
 def test_who_is_no_survivor_signs_nothing(vote: Vote) -> None:
     """If all clients sign a smaller set, only signatures of its members count."""
-    survivors = vote.session.bitmap(IDS[10:])
+    survivors = vote.session.pack_ranks(IDS[10:])
     shown = vote.show(vote.sign(IDS, survivors), survivors)
     assert "position 0 in the roster, no survivor" in vote.reason(shown, survivors)
     honest = vote.show(vote.sign(IDS[10:], survivors), survivors)
@@ -359,7 +359,7 @@ def test_a_signature_counts_for_one_client(vote: Vote, everyone: bytes) -> None:
 def test_signatures_of_another_session_or_other_survivors_are_refused(
     vote: Vote, everyone: bytes
 ) -> None:
-    fewer = vote.session.bitmap(IDS[:-1])
+    fewer = vote.session.pack_ranks(IDS[:-1])
     shown = vote.show(vote.sign(IDS[:-1], fewer), everyone)
     assert "did not sign" in vote.reason(shown, everyone)
     later = Vote(replace(vote.terms, attempt=1), vote.signers, vote.directory)
@@ -370,7 +370,7 @@ def test_signatures_of_another_session_or_other_survivors_are_refused(
 
 def test_an_accomplice_that_no_roster_drew_signs_nothing(vote: Vote, everyone: bytes) -> None:
     """Its neighbours refuse the roster, so other clients could only see it as a signer."""
-    signer, _ = keys.fresh_signer()
+    signer, _ = keys.create_signer()
     shown = vote.show(vote.sign(IDS, everyone), everyone)
     step = Confirmed(vote.view, {}, everyone)
     state = ClientState.fresh(vote.terms.run_id).at(step)

@@ -17,7 +17,7 @@ from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.draw import Draw
-from fedlearn.secagg.fixed_point import vector_lane
+from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, notice_of, request_hash
@@ -54,7 +54,7 @@ CAST = Cast.of(LISTED, policy=POLICY, num_threads=1)
 
 
 def terms_for(adversary: Adversary = Adversary.ACTIVE_SERVER) -> Terms:
-    lane = vector_lane(
+    lane = build_vector_lane(
         "delta", size=4, bound=1.0, modulus_bits=32, num_clients=NUM_ASKED, weighted=False
     )
     return propose(
@@ -178,7 +178,7 @@ class Hall:
 
 def test_a_deployment_asks_whom_its_roster_draws_and_its_clients_agree(tmp_path: Path) -> None:
     path = tmp_path / "all.roster"
-    signer, coordinator_key = keys.fresh_signer()
+    signer, coordinator_key = keys.create_signer()
     given = roster_at(path, coordinator_key=coordinator_key)
     pieces = deployed(path)
     assert pieces.draw is not None

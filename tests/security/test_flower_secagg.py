@@ -27,7 +27,7 @@ from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.keys import fresh_signer
+from fedlearn.secagg.keys import create_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -260,7 +260,7 @@ def test_a_coordinator_that_swaps_a_key_is_refused_by_every_client() -> None:
     """The true key was seen in an earlier round, which is the control."""
     coordinator = Coordinator(Superlink())
     assert not reasons(coordinator.collect(round_num=0))
-    coordinator.swapped = {VICTIM: fresh_signer()[1]}
+    coordinator.swapped = {VICTIM: create_signer()[1]}
     assert others_refuse(coordinator.collect(round_num=1), f"another key of client {VICTIM}")
     coordinator.swapped = {}
     assert not reasons(coordinator.collect(round_num=2))
@@ -271,7 +271,7 @@ def test_keys_in_folders_are_remembered_over_runs_and_restarts(tmp_path: Path) -
     superlink, signer = Superlink(folder_of=folders(tmp_path)), Identity.create()
     assert not reasons(Coordinator(superlink, signer).collect())
     superlink.restart_nodes()
-    lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
+    lying = Coordinator(superlink, signer, swapped={VICTIM: create_signer()[1]})
     assert others_refuse(lying.collect(round_num=1), f"another key of client {VICTIM}")
 
 
@@ -280,7 +280,7 @@ def test_without_folders_nodes_that_were_restarted_believe_anew() -> None:
     superlink, signer = Superlink(), Identity.create()
     assert not reasons(Coordinator(superlink, signer).collect())
     superlink.restart_nodes()
-    lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
+    lying = Coordinator(superlink, signer, swapped={VICTIM: create_signer()[1]})
     found = reasons(lying.collect(round_num=1))
     assert not any("another key" in reason for reason in found.values())
 
@@ -290,7 +290,7 @@ def test_a_roster_refuses_a_swapped_key_at_first_sight(tmp_path: Path) -> None:
     signer, keys = Identity.create(), folders(tmp_path)
     path = roster(tmp_path / "roster.json", keys, coordinator=signer)
     superlink = Superlink(folder_of=keys, node_config={"roster": str(path)})
-    lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
+    lying = Coordinator(superlink, signer, swapped={VICTIM: create_signer()[1]})
     assert others_refuse(lying.collect(), f"another key of client {VICTIM} (site {VICTIM})")
     assert not reasons(Coordinator(superlink, signer).collect(round_num=1))
 

@@ -95,7 +95,7 @@ def test_mutated_rosters_are_refused() -> None:
 @pytest.mark.slow
 def test_mutated_signatures_are_refused() -> None:
     vote = Vote.of(sigma_bits=40)
-    survivors = vote.session.bitmap(IDS)
+    survivors = vote.session.pack_ranks(IDS)
     honest = messages.encode(vote.show(vote.sign(IDS, survivors), survivors))
     assert IDS[VICTIM] in vote.view.by_id
 

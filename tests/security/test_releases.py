@@ -164,7 +164,7 @@ class Federation:
 
     def replace_key(self, client_id: ClientId) -> None:
         """Give a client another identity key, as `fedlearn rotate` does."""
-        old, (new, new_key) = self.identities.client(client_id).signer, keys.fresh_signer()
+        old, (new, new_key) = self.identities.client(client_id).signer, keys.create_signer()
         lineage = Lineage(self.identities[client_id])
         lineage = lineage.followed_by(new_key, client_id=client_id, old=old, new=new)
         self.replaced[client_id] = new, lineage.to_bytes()

@@ -20,10 +20,10 @@ from fedlearn.errors import AggregationAborted, ProtocolError
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.graph import Ring
-from fedlearn.secagg.merkle import MerkleTree, Proof, leaf_of, root_of
+from fedlearn.secagg.merkle import MerkleTree, Proof, compute_root, hash_leaf
 from fedlearn.secagg.messages import Advert, Roster
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.session import advert_text, leaf, member_of, terms_text
+from fedlearn.secagg.session import build_advert_text, build_leaf, build_terms_text, to_member
 from fedlearn.secagg.terms import Terms
 from tests.rehearsal import Cast
 from tests.security.test_sparse_graph import POLICY, RUN, SMALL, contribution, small_terms
@@ -74,7 +74,7 @@ class Tree:
             first, end = (first, middle) if place < middle else (middle, end)
         return found
 
-    def proof(self, place: int) -> Proof:
+    def prove(self, place: int) -> Proof:
         """Return the proof that leads from one leaf to the root."""
         hashes, splits = [], []
         for first, end in self.way(place):
@@ -100,16 +100,16 @@ def true_tree(leaves: Sequence[bytes], ids: Sequence[int]) -> Tree:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 24, 33])
 def test_two_ways_to_build_the_tree_agree(size: int) -> None:
     """Root and proofs agree byte for byte, and several opened places lead to the same root."""
-    leaves = [leaf_of(bytes([each])) for each in range(size)]
+    leaves = [hash_leaf(bytes([each])) for each in range(size)]
     ids = [7 * each + 3 for each in range(size)]
     ours, other = MerkleTree.of(leaves, keys=ids), true_tree(leaves, ids)
     assert ours.root == other.root
     for place in range(size):
-        assert ours.proof([place]) == other.proof(place)
+        assert ours.prove([place]) == other.prove(place)
     for places in (range(0, size, 2), range(size), [size - 1]):
         opened = {at: leaves[at] for at in places}
         told = [ids[at] for at in places]
-        assert root_of(size, opened, keys=told, proof=ours.proof(list(places))) == other.root
+        assert compute_root(size, opened, keys=told, proof=ours.prove(list(places))) == other.root
 
 
 @settings(max_examples=150, deadline=None)
@@ -118,14 +118,14 @@ def test_no_key_opens_at_two_places_whatever_the_splits(data: st.DataObject) -> 
     """Otherwise one corrupted identity could count as many clients."""
     size = data.draw(st.integers(2, 17))
     splits = {node: data.draw(st.integers(0, 8)) for node in nodes(0, size)}
-    leaves, key = [leaf_of(b"an accomplice")] * size, data.draw(st.integers(0, 8))
+    leaves, key = [hash_leaf(b"an accomplice")] * size, data.draw(st.integers(0, 8))
     tree = Tree(leaves, splits)
     opens = []
     for place in range(size):
-        proof = tree.proof(place)
+        proof = tree.prove(place)
         try:
             opens.append(
-                root_of(size, {place: leaves[place]}, keys=[key], proof=proof) == tree.root
+                compute_root(size, {place: leaves[place]}, keys=[key], proof=proof) == tree.root
             )
         except ProtocolError:
             opens.append(False)
@@ -134,11 +134,11 @@ def test_no_key_opens_at_two_places_whatever_the_splits(data: st.DataObject) -> 
 
 def test_no_entry_stands_for_a_node_of_the_tree() -> None:
     """The inputs of leaf and node hashes may be equal except for the prefix byte."""
-    left, right = leaf_of(b"one"), leaf_of(b"other")
+    left, right = hash_leaf(b"one"), hash_leaf(b"other")
     for ids, split in (([3, 5], (5).to_bytes(8, "little")), (None, b"")):
         tree = MerkleTree.of([left, right], keys=ids)
         assert tree.root == hashlib.sha256(b"\x01" + split + left + right).digest(), "the control"
-        assert leaf_of(split + left + right) != tree.root
+        assert hash_leaf(split + left + right) != tree.root
 
 
 @pytest.mark.parametrize(("places", "split"), [([1, 3], 20), ([5, 7], 60)])
@@ -146,27 +146,27 @@ def test_of_several_on_one_side_of_a_split_the_nearest_counts(
     places: list[int], split: int
 ) -> None:
     """Otherwise the other side could open the same key to another party: 30 right or 50 left."""
-    leaves, ids = [leaf_of(bytes([each])) for each in range(8)], [10 * each for each in range(8)]
+    leaves, ids = [hash_leaf(bytes([each])) for each in range(8)], [10 * each for each in range(8)]
     tree = MerkleTree.of(leaves, keys=ids)
     opened, told = {at: leaves[at] for at in places}, [ids[at] for at in places]
-    proof = tree.proof(places)
-    assert root_of(8, opened, keys=told, proof=proof) == tree.root, "the control"
+    proof = tree.prove(places)
+    assert compute_root(8, opened, keys=told, proof=proof) == tree.root, "the control"
     lie = replace(proof, splits=proof.splits[:-8] + split.to_bytes(8, "little"))
     with pytest.raises(ProtocolError, match="does not stand where the tree says"):
-        root_of(8, opened, keys=told, proof=lie)
+        compute_root(8, opened, keys=told, proof=lie)
 
 
 @pytest.mark.parametrize("field", ["hashes", "splits"])
 def test_a_proof_has_one_encoding(field: str) -> None:
     """Nothing may be missing or added. Control: the proof as it was built."""
     size, places = 24, [3, 11, 20]
-    leaves, ids = [leaf_of(bytes([each])) for each in range(size)], range(size)
+    leaves, ids = [hash_leaf(bytes([each])) for each in range(size)], range(size)
     tree = MerkleTree.of(leaves, keys=ids)
-    proof, opened = tree.proof(places), {at: leaves[at] for at in places}
+    proof, opened = tree.prove(places), {at: leaves[at] for at in places}
 
     def found(data: bytes) -> bytes:
         told = replace(proof, **{field: data})
-        return root_of(size, opened, keys=places, proof=told)
+        return compute_root(size, opened, keys=places, proof=told)
 
     whole, unit = getattr(proof, field), 32 if field == "hashes" else 8
     assert found(whole) == tree.root
@@ -206,7 +206,7 @@ class Cohort:
         return self.cast.clients[SMALL[0]].directory
 
     def leaf(self, advert: Advert) -> bytes:
-        return leaf(member_of(advert), self.directory[advert.client_id])
+        return build_leaf(to_member(advert), self.directory[advert.client_id])
 
     def tell(self, client_id: ClientId, roster: Roster) -> messages.Up:
         """Send a client a roster over the wire format and return its answer."""
@@ -220,7 +220,7 @@ class Cohort:
 def advertised(terms: Terms) -> Cohort:
     """Return clients that have answered R0."""
     cast = Cast.of(SMALL, policy=replace(POLICY, corruption=0.0), num_threads=1)
-    signed = messages.SignedTerms(terms=terms, signature=cast.signer.sign(terms_text(terms)))
+    signed = messages.SignedTerms(terms=terms, signature=cast.signer.sign(build_terms_text(terms)))
     fresh = ClientState.fresh(RUN)
     said = {each: client.advertise(signed, fresh) for each, client in cast.clients.items()}
     return Cohort(
@@ -273,12 +273,12 @@ class Lie:
         """Return the places that a client sees; the ring follows from the committed roster."""
         terms, size = self.cohort.terms, len(self.leaves).to_bytes(4, "little")
         session = keys.digest(b"session", terms.session, self.tree.root, size)
-        ring = Ring.drawn(
+        ring = Ring.from_seed(
             len(self.leaves),
             num_neighbours=terms.num_neighbours,
             seed=keys.digest(b"graph", session),
         )
-        return sorted([rank, *ring.near(rank).tolist()])
+        return sorted([rank, *ring.neighbours(rank).tolist()])
 
     @property
     def tree(self) -> MerkleTree:
@@ -293,7 +293,7 @@ class Lie:
             size=len(self.leaves),
             rank=rank,
             adverts=tuple(self.adverts[each] or self.cohort.adverts[0] for each in seen),
-            proof=tree.proof(seen),
+            proof=tree.prove(seen),
         )
 
     def reason(self, client_id: ClientId, roster: Roster | None = None) -> str:
@@ -409,7 +409,7 @@ def test_neighbours_are_those_of_the_ring(cohort: Cohort) -> None:
     told = replace(
         honest.told(victim),
         adverts=tuple(cohort.adverts[each] for each in chosen),
-        proof=honest.tree.proof(chosen),
+        proof=honest.tree.prove(chosen),
     )
     assert honest.reason(victim, told)
     assert not honest.reason(victim), "the control"
@@ -427,15 +427,15 @@ def test_two_clients_are_not_told_two_keys_of_one(cohort: Cohort) -> None:
     Control: by itself, the advert would be accepted with the key that was sent.
     """
     place = 14
-    signer, public = keys.fresh_signer()
+    signer, public = keys.create_signer()
     advert = cohort.adverts[place]
-    text = advert_text(cohort.terms, advert.unsigned())
+    text = build_advert_text(cohort.terms, advert.encode_signed_part())
     swapped = replace(advert, signature=signer.sign(text))
     honest = Lie.honest(cohort)
 
     def with_key(key: bytes) -> Lie:
         leaves, adverts = list(honest.leaves), list(honest.adverts)
-        leaves[place], adverts[place] = leaf(member_of(swapped), key), swapped
+        leaves[place], adverts[place] = build_leaf(to_member(swapped), key), swapped
         return replace(honest, leaves=leaves, adverts=adverts)
 
     def believes(client_id: ClientId, lie: Lie) -> str:

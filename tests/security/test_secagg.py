@@ -20,7 +20,7 @@ from fedlearn.errors import AggregationAborted, FedlearnError, PolicyViolation, 
 from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client import SecureClient, pair_keys
 from fedlearn.secagg.client_state import Advertised, ClientState, Shared
-from fedlearn.secagg.fixed_point import Lane, LaneRole, Words, vector_lane, weight_lane
+from fedlearn.secagg.fixed_point import Lane, LaneRole, Words, build_vector_lane, build_weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import (
     Advert,
@@ -37,7 +37,7 @@ from fedlearn.secagg.messages import (
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.server import open_session
-from fedlearn.secagg.session import Stage, terms_text
+from fedlearn.secagg.session import Stage, build_terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words, propose, to_words
 from tests.rehearsal import Cast, Post, Rehearsal, Way, deliver, rehearse
 from tests.rosters import roster_for, signatures_in, signatures_of, survivors_of
@@ -72,8 +72,8 @@ def lanes(
     *, bound: float = 1.0, max_weight: int = MAX_WEIGHT, size: int = SIZE
 ) -> tuple[Lane, ...]:
     return (
-        weight_lane(max_weight=max_weight, num_clients=N),
-        vector_lane(
+        build_weight_lane(max_weight=max_weight, num_clients=N),
+        build_vector_lane(
             "delta",
             size=size,
             bound=bound,
@@ -142,7 +142,7 @@ def mean_of(result: Rehearsal, terms: Terms = TERMS) -> float:
 
 
 def sign(terms: Terms) -> SignedTerms:
-    return SignedTerms(terms=terms, signature=CAST.signer.sign(terms_text(terms)))
+    return SignedTerms(terms=terms, signature=CAST.signer.sign(build_terms_text(terms)))
 
 
 @dataclass
@@ -237,7 +237,7 @@ def patched(old: bytes, new: bytes) -> Lie:
         data = message.terms.to_bytes()
         assert data.count(old) == 1
         changed = data.replace(old, new)
-        signature = CAST.signer.sign(keys.signed(b"terms", changed))
+        signature = CAST.signer.sign(keys.build_signed_text(b"terms", changed))
         return messages.encode(message)[: messages.HEADER_BYTES] + signature + changed
 
     return lie
@@ -279,7 +279,7 @@ def test_a_modulus_too_small_for_the_sum_cannot_be_said(modulus_bits: int) -> No
         (lambda _: sign(replace(TERMS, run_id=bytes(16))), "another run"),
         (
             lambda m: SignedTerms(
-                terms=m.terms, signature=keys.fresh_signer()[0].sign(terms_text(m.terms))
+                terms=m.terms, signature=keys.create_signer()[0].sign(build_terms_text(m.terms))
             ),
             "not signed by the pinned coordinator",
         ),
@@ -341,13 +341,13 @@ def change_advert(client_id: ClientId, change: Callable[[Advert], Advert]) -> Li
 
 def invented(advert: Advert) -> Advert:
     """Return an advert with keys that the liar made, signed by an identity that it made."""
-    signer, _ = keys.fresh_signer()
+    signer, _ = keys.create_signer()
     fresh = replace(
         advert,
         packet_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
         mask_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
     )
-    text = keys.signed(b"advert", TERMS.session, fresh.unsigned())
+    text = keys.build_signed_text(b"advert", TERMS.session, fresh.encode_signed_part())
     return replace(fresh, signature=signer.sign(text))
 
 
@@ -777,7 +777,7 @@ def test_a_vector_that_comes_late_stays_masked() -> None:
     masking.fold(words, pairs.inverse(), num_threads=1)
     with pytest.raises(ValueError, match="a mask is left"):
         from_words(TERMS, words, num_clients=1)
-    own = keys.self_mask_key(step.seed, session=step.session.id, client_id=VICTIM)
+    own = keys.derive_self_mask_key(step.seed, session=step.session.id, client_id=VICTIM)
     masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)
     total = from_words(TERMS, words, num_clients=1)  # control: the self-mask was what hid it
     assert total.weight == contribution(VICTIM).weight
@@ -866,7 +866,7 @@ def test_weights_and_metrics_travel_inside_the_sum() -> None:
 def test_an_upload_is_no_larger_than_its_packed_vector() -> None:
     """Other implementations send int64 per number. For 100,000 numbers the rest is below 4 %."""
     size = 100_000
-    lane = vector_lane(
+    lane = build_vector_lane(
         "delta",
         size=size,
         bound=1.0,
@@ -961,7 +961,7 @@ def test_a_well_signed_advert_with_a_weak_key_is_refused() -> None:
             paused.server.receive(client_id, advert)  # control
             continue
         weak = replace(advert, mask_key=bytes(32))
-        text = keys.signed(b"advert", TERMS.session, weak.unsigned())
+        text = keys.build_signed_text(b"advert", TERMS.session, weak.encode_signed_part())
         weak = replace(weak, signature=CAST.clients[client_id].signer.sign(text))
         with pytest.raises(ProtocolError, match="low order"):
             paused.server.receive(client_id, weak)
@@ -1038,7 +1038,7 @@ def test_half_of_the_spare_holders_may_lie_and_are_named(num_liars: int) -> None
         request_hash=REQUEST,
         max_weight=0,
         lanes=(
-            vector_lane(
+            build_vector_lane(
                 "delta", size=4, bound=1.0, modulus_bits=32, num_clients=30, weighted=False
             ),
         ),

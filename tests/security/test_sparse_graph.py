@@ -17,12 +17,12 @@ from fedlearn.errors import AggregationAborted, PolicyViolation
 from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client import pair_keys
 from fedlearn.secagg.client_state import ClientState, Masked
-from fedlearn.secagg.fixed_point import vector_lane
+from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Ring, Topology
 from fedlearn.secagg.messages import MaskedVector, Packets, Release, Roster, Shares, SignedTerms
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive, lowest_threshold
 from fedlearn.secagg.policy import TermsPolicy
-from fedlearn.secagg.session import Session, Stage, terms_text
+from fedlearn.secagg.session import Session, Stage, build_terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words, propose
 from fedlearn.secagg.unmasking import ShareBox, leftover_masks
 from tests.rehearsal import Cast, Way, rehearse
@@ -60,7 +60,7 @@ def assumed(dropout: float) -> Assumptions:
 
 
 def terms_for(num_clients: int, *, dropout: float = 0.1) -> Terms:
-    lane = vector_lane(
+    lane = build_vector_lane(
         "delta", size=SIZE, bound=1.0, modulus_bits=32, num_clients=num_clients, weighted=False
     )
     return propose(
@@ -112,7 +112,7 @@ class Conspiracy:
             )
             return reply
 
-        signed = SignedTerms(terms=terms, signature=self.cast.signer.sign(terms_text(terms)))
+        signed = SignedTerms(terms=terms, signature=self.cast.signer.sign(build_terms_text(terms)))
         adverts = [told(each, signed) for each in states]
         listed = [each for each in adverts if isinstance(each, messages.Advert)]
         directory = self.cast.clients[self.victim].directory
@@ -160,7 +160,7 @@ def _unmasked(
     )
     assert seed is not None
     assert mask_secret is not None
-    own = keys.self_mask_key(seed, session=session.id, client_id=client_id)
+    own = keys.derive_self_mask_key(seed, session=session.id, client_id=client_id)
     near, agreement = session.neighbours(client_id), keys.KeyAgreement(mask_secret)
     found = pair_keys(agreement, client_id, near, session=session)
     every = masking.MaskKeys(plus=[own, *found.plus], minus=found.minus)
@@ -278,8 +278,8 @@ def parts(neighbours: NDArray[np.int64], honest: set[int]) -> list[int]:
 def test_a_ring_is_cut_by_whoever_chooses_the_drop_outs_and_its_terms_are_refused() -> None:
     """With old parameters a coordinator learns two sums; each survivor sees t living holders."""
     seed = CUT.to_bytes(4, "little")
-    ring = Ring.drawn(NUM_LISTED, num_neighbours=OLD_K, seed=seed)
-    neighbours = np.array([ring.near(each) for each in range(NUM_LISTED)])
+    ring = Ring.from_seed(NUM_LISTED, num_neighbours=OLD_K, seed=seed)
+    neighbours = np.array([ring.neighbours(each) for each in range(NUM_LISTED)])
     dropped = cut(CUT, k=OLD_K, threshold=OLD_T)
     alive = set(range(NUM_LISTED)) - dropped
     quorum = (NUM_INVITED + NUM_CORRUPTED) // 2 + 1

@@ -36,7 +36,7 @@ from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.meanings import MEANINGS
 from fedlearn.gateway.pace import Pace
 from fedlearn.parallel.task import Progress
-from fedlearn.secagg.draw import tolerated
+from fedlearn.secagg.draw import find_max_accomplices
 from fedlearn.secagg.fixed_point import Lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Down, Up
@@ -455,7 +455,7 @@ def test_the_explanation_of_drawn_cohorts_shows_what_they_stand() -> None:
         listed, asked, *told = (int(each.replace(",", "")) for each in row)
         chance, most = min(1.0, 2.0 * asked / listed), num_corrupted(asked, corruption=0.1)
         stands = [
-            tolerated(listed, chance=chance, num_corrupted=most, log2_risk=-42.0 - tries)
+            find_max_accomplices(listed, chance=chance, num_corrupted=most, log2_risk=-42.0 - tries)
             for tries in (0, GRINDING_BITS)
         ]
         assert told == [most, *stands]

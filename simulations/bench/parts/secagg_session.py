@@ -13,7 +13,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import ClientState
-from fedlearn.secagg.fixed_point import vector_lane, weight_lane
+from fedlearn.secagg.fixed_point import build_vector_lane, build_weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.policy import TermsPolicy
@@ -48,7 +48,7 @@ def terms_for(num_clients: int, size: int) -> Terms:
         eta_bits=_ETA_BITS,
     )
     lanes = (
-        vector_lane(
+        build_vector_lane(
             "delta",
             size=size,
             bound=_BOUND,
@@ -56,7 +56,7 @@ def terms_for(num_clients: int, size: int) -> Terms:
             num_clients=num_clients,
             weighted=True,
         ),
-        weight_lane(max_weight=_MAX_WEIGHT, num_clients=num_clients),
+        build_weight_lane(max_weight=_MAX_WEIGHT, num_clients=num_clients),
     )
     return propose(
         derive(num_clients, assumptions=assumptions),
@@ -126,9 +126,9 @@ class _Session:
     @classmethod
     def of(cls, terms: Terms, now_s: NowS) -> "_Session":
         """Create parties with fresh keys."""
-        identities = {ClientId(i): keys.fresh_signer() for i in range(terms.num_clients)}
+        identities = {ClientId(i): keys.create_signer() for i in range(terms.num_clients)}
         directory = {i: public for i, (_, public) in identities.items()}
-        signer, coordinator_key = keys.fresh_signer()
+        signer, coordinator_key = keys.create_signer()
         clients = {
             i: SecureClient(
                 client_id=i,

@@ -107,8 +107,8 @@ def note_releases(release: Function) -> Function:
 
     def noting(self: Any, message: Any, state: Any, step: Any) -> Any:
         released = release(self, message, state, step)
-        terms, ranks = step.session.terms, step.session.ranks_in(step.survivors, what="")
-        survivors = step.session.among(ranks.tolist())
+        terms, ranks = step.session.terms, step.session.unpack_ranks(step.survivors, what="")
+        survivors = step.session.find_clients(ranks.tolist())
         note(f"released-{self.client_id}", terms.round_num, terms.attempt, *survivors)
         return released
 

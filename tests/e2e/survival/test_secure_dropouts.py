@@ -28,7 +28,7 @@ from fedlearn.core.messages import ClientId, Failure
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, run_round
-from fedlearn.secagg.bitmaps import bitmap
+from fedlearn.secagg.bitmaps import pack_bitmap
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.messages import Release, Survivors, encode
 from fedlearn.secagg.server import Advertising, Confirming, Masking, Sharing, Unmasking
@@ -447,7 +447,7 @@ def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_surv
         stack.callback(again.close)
         until_said(again, "connected")
         honest = stand.liar.requests
-        ranks = bitmap(everyone[:-1], size=NUM_AT_DOOR)
+        ranks = pack_bitmap(everyone[:-1], size=NUM_AT_DOOR)
         other = replace(honest[Stage.CONFIRM], message=encode(Survivors(ranks=ranks)))
         for stage in reversed(Stage):
             for request in (other, honest[stage]):

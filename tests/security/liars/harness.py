@@ -37,7 +37,7 @@ from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
-from fedlearn.secagg.session import Stage, terms_text
+from fedlearn.secagg.session import Stage, build_terms_text
 from fedlearn.secagg.shamir import NUM_LIMBS, SHARE_BYTES
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.session import ClientSession
@@ -182,7 +182,9 @@ class Told:
 
     def sign(self, terms: Terms) -> messages.SignedTerms:
         """Return terms with the coordinator's signature."""
-        return messages.SignedTerms(terms=terms, signature=self.signer.sign(terms_text(terms)))
+        return messages.SignedTerms(
+            terms=terms, signature=self.signer.sign(build_terms_text(terms))
+        )
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def patched(
         data, before, after = terms.to_bytes(), old(terms), new(terms)
         assert data.count(before) == 1
         data = data.replace(before, after)
-        signature = told.signer.sign(keys.signed(b"terms", data))
+        signature = told.signer.sign(keys.build_signed_text(b"terms", data))
         return messages.encode(told.message)[: messages.HEADER_BYTES] + signature + data
 
     return tell
@@ -113,12 +113,12 @@ def impossible_modulus(bits: int) -> Callable[[Told], bytes]:
     )
 
 
-def unsigned(told: Told) -> SignedTerms:
+def drop_signature(told: Told) -> SignedTerms:
     return SignedTerms(terms=terms_of(told), signature=bytes(64))
 
 
 def of_another_coordinator(told: Told) -> SignedTerms:
-    return replace(told, signer=keys.fresh_signer()[0]).sign(terms_of(told))
+    return replace(told, signer=keys.create_signer()[0]).sign(terms_of(told))
 
 
 def of_an_earlier_round(told: Told) -> SecureRequest:
@@ -135,7 +135,7 @@ def bare(told: Told) -> SecureRequest:
 
 NOT_SIGNED = "the terms are not signed by the pinned coordinator"
 TERMS = [
-    Lie("terms without a signature", Stage.ADVERTISE, unsigned, NOT_SIGNED),
+    Lie("terms without a signature", Stage.ADVERTISE, drop_signature, NOT_SIGNED),
     Lie("terms of a training that is not told of", Stage.ADVERTISE, bare),
     Lie("terms of another coordinator", Stage.ADVERTISE, of_another_coordinator, NOT_SIGNED),
     Lie(
@@ -195,7 +195,7 @@ def invented(advert: Advert) -> Advert:
         packet_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
         mask_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
     )
-    return replace(fresh, signature=keys.fresh_signer()[0].sign(fresh.unsigned()))
+    return replace(fresh, signature=keys.create_signer()[0].sign(fresh.encode_signed_part()))
 
 
 def with_one(

@@ -135,7 +135,7 @@ class LoneVictim:
         for _ in range(terms.num_clients - 1):
             self.num_made += 1
             number = ClientId(1000 + self.num_made)
-            signers[number], directory[number] = keys.fresh_signer()
+            signers[number], directory[number] = keys.create_signer()
         accomplices = {
             number: _Accomplice(
                 SecureClient(

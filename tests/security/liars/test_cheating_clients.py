@@ -24,7 +24,7 @@ from fedlearn.secagg.messages import (
     Shares,
     SurvivorSignature,
 )
-from fedlearn.secagg.session import Stage, advert_text
+from fedlearn.secagg.session import Stage, build_advert_text
 from fedlearn.secagg.terms import Terms
 from fedlearn.transport.base import Arrival, Channel, Exchange
 from tests.security.liars.harness import (
@@ -265,7 +265,9 @@ def test_an_answer_counts_once() -> None:
 
 
 def resigned(signer: keys.Signer, terms: Terms, unsigned: Advert) -> Advert:
-    return replace(unsigned, signature=signer.sign(advert_text(terms, unsigned.unsigned())))
+    return replace(
+        unsigned, signature=signer.sign(build_advert_text(terms, unsigned.encode_signed_part()))
+    )
 
 
 class Signer(SecureClient):

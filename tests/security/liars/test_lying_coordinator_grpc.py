@@ -87,7 +87,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 def other_key(told: Told) -> SecureRequest:
     """Send another identity key of a neighbour than the pinned one."""
     assert isinstance(told.request, SecureStageRequest)
-    directory = {**told.request.directory, OTHER: keys.fresh_signer()[1]}
+    directory = {**told.request.directory, OTHER: keys.create_signer()[1]}
     return replace(told.request, directory=directory)
 
 

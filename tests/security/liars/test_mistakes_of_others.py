@@ -18,7 +18,7 @@ from fedlearn.secagg.client import SecureClient, pair_keys
 from fedlearn.secagg.client_state import Advertised, ClientState, Shared
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.messages import Advert, MaskedVector, Packets, SignedTerms
-from fedlearn.secagg.session import Session, Stage, advert_text, terms_text
+from fedlearn.secagg.session import Session, Stage, build_advert_text, build_terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words
 from fedlearn.simulation.secure import SimulatedIdentities
 from tests.security.liars.harness import (
@@ -55,9 +55,11 @@ def test_keys_that_agree_in_a_32_bit_fold_make_other_masks() -> None:
     assert key != other
     assert np.array_equal(twister(key), twister(other))
     pairs = [SecretBytes(each) for each in (key, other)]
-    selves = [keys.self_mask_key(e, session=bytes(32), client_id=VICTIM) for e in pairs]
+    selves = [keys.derive_self_mask_key(e, session=bytes(32), client_id=VICTIM) for e in pairs]
     for one, another in (pairs, selves):
-        assert not np.array_equal(masking.keystream(one, 64), masking.keystream(another, 64))
+        assert not np.array_equal(
+            masking.expand_keystream(one, 64), masking.expand_keystream(another, 64)
+        )
 
 
 # --- Adverts --------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class Impostor:
 
     def __post_init__(self) -> None:
         for each in EVERYONE:
-            self.signers[each], self.public[each] = keys.fresh_signer()
+            self.signers[each], self.public[each] = keys.create_signer()
             self.packet[each], self.mask[each] = (SecretBytes.generate(32) for _ in range(2))
 
     def advert(self, client_id: ClientId) -> Advert:
@@ -90,7 +92,7 @@ class Impostor:
             nonce=bytes(16),
             signature=b"",
         )
-        text = advert_text(self.terms, unsigned.unsigned())
+        text = build_advert_text(self.terms, unsigned.encode_signed_part())
         return replace(unsigned, signature=self.signers[client_id].sign(text))
 
     def update_of(
@@ -119,7 +121,7 @@ class Impostor:
         mine = sender if to == VICTIM else to
         agreement, theirs = keys.KeyAgreement(self.packet[mine]), session.by_id[VICTIM].packet_key
         agreed = agreement.agree(theirs, owner=VICTIM)
-        return keys.packet_key(agreed, session=session.id, way=(sender, to))
+        return keys.derive_packet_key(agreed, session=session.id, way=(sender, to))
 
     def _seed(self, session: Session, packets: tuple[bytes, ...]) -> SecretBytes:
         points, held = [], []
@@ -135,7 +137,9 @@ class Impostor:
         return seed
 
     def _packets(self, session: Session) -> dict[ClientId, bytes]:
-        plain = messages.packet_of(session.points[VICTIM], SecretBytes(bytes(messages.PAIR_BYTES)))
+        plain = messages.build_packet(
+            session.points[VICTIM], SecretBytes(bytes(messages.PAIR_BYTES))
+        )
         return {
             i: keys.seal(self._way(session, i, VICTIM), plain, session=session.id, way=(i, VICTIM))
             for i in session.neighbours(VICTIM)
@@ -151,7 +155,7 @@ class Impostor:
             masking.fold(
                 words, pair_keys(agreement, each, [VICTIM], session=session), num_threads=1
             )
-        own = keys.self_mask_key(seed, session=session.id, client_id=VICTIM)
+        own = keys.derive_self_mask_key(seed, session=session.id, client_id=VICTIM)
         masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)
         total = from_words(self.terms, words, num_clients=1)
         (lane,) = [lane for lane in self.terms.lanes if lane.role is LaneRole.VECTOR]
@@ -165,7 +169,7 @@ def test_a_server_that_invents_the_neighbours_reads_an_update_unless_keys_are_pi
     """
     identities = SimulatedIdentities(len(EVERYONE), PLAN)
     terms = PLAN.terms(PARAMS.layout, run_id=RUN, round_num=0, attempt=0, request_hash=bytes(32))
-    signature = identities.coordinator[0].sign(terms_text(terms))
+    signature = identities.coordinator[0].sign(build_terms_text(terms))
     signed, liar = SignedTerms(terms=terms, signature=signature), Impostor(terms)
     lanes = {lane.name: lane for lane in terms.lanes if lane.role is not LaneRole.WEIGHT}
     update = np.random.default_rng(0).uniform(-1, 1, PARAMS.layout.size)

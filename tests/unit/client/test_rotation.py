@@ -23,7 +23,7 @@ from fedlearn.identity.identity import IDENTITY_FILE, Identity, Invitation, expi
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.secagg.client_state import Advertised, ClientState
-from fedlearn.secagg.fixed_point import weight_lane
+from fedlearn.secagg.fixed_point import build_weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Advert
 from fedlearn.secagg.parameters import Adversary
@@ -50,7 +50,7 @@ TERMS = Terms(
     min_survivors=2,
     sigma_bits=40,
     max_weight=9,
-    lanes=(weight_lane(max_weight=9, num_clients=3),),
+    lanes=(build_weight_lane(max_weight=9, num_clients=3),),
 )
 ADVERT = Advert(
     client_id=ClientId(0),

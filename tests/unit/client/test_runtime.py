@@ -812,7 +812,7 @@ def test_a_required_condition_that_is_unknown_does_not_hold(
         assert gateway.hear("hello").eligibility.unmetered
 
 
-SIGNER, COORDINATOR_KEY = keys.identity_of(
+SIGNER, COORDINATOR_KEY = keys.derive_identity(
     SecretBytes(bytes(32)), label=b"scripted coordinator", ids=()
 )
 
@@ -1256,7 +1256,7 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
     """The client remembers the first release across restarts and other runs."""
     once = PastRelease(
         run_id=bytes(16),
-        evaluates=False,
+        is_evaluation=False,
         round_num=0,
         attempt=0,
         session=bytes(32),

@@ -22,7 +22,7 @@ Identities = list[tuple[keys.Signer, bytes]]
 @pytest.fixture(scope="module")
 def identities() -> Identities:
     """Five of one client, in order."""
-    return [keys.fresh_signer() for _ in range(5)]
+    return [keys.create_signer() for _ in range(5)]
 
 
 def lineage_of(identities: Identities) -> Lineage:
@@ -62,7 +62,7 @@ def test_a_lineage_only_grows(identities: Identities) -> None:
 def test_both_keys_must_sign(identities: Identities, which: str) -> None:
     """One alone proves either no consent of the owner or no private key."""
     (_, first), (_, second) = identities[:2]
-    stranger, _ = keys.fresh_signer()
+    stranger, _ = keys.create_signer()
     signers = {"old": identities[0][0], "new": identities[1][0], which: stranger}
     forged = Lineage(first).followed_by(second, client_id=CLIENT, **signers)
     with pytest.raises(ProtocolError, match=r"statement 1 .* not signed by both"):

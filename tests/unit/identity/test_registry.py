@@ -17,7 +17,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, EnrolmentRefused
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.registry import Certify, Registry
-from fedlearn.secagg.keys import fresh_signer
+from fedlearn.secagg.keys import create_signer
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import InvitationRow
@@ -291,7 +291,7 @@ def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database
 
 # -- keys that follow from others ---------------------------------------------------------------
 
-SIGNERS = [fresh_signer() for _ in range(4)]
+SIGNERS = [create_signer() for _ in range(4)]
 
 
 def chain(*places: int, client_id: int = 0) -> Lineage:

@@ -38,7 +38,7 @@ def summing(aggregation: BoundedSum) -> BoundedUpdates:
     return BoundedUpdates(inner, aggregation)
 
 
-def levels_of(rows: Tensor, *, bound: float) -> Tensor:
+def read_levels(rows: Tensor, *, bound: float) -> Tensor:
     """Return what each row adds, as one that is alone: shape [B, n]."""
     lane = BoundedLane(bound, rows.shape[1])
     return torch.stack([_added(lane, row[None]) for row in rows])
@@ -74,7 +74,7 @@ def test_no_row_adds_more_than_its_levels(
     rng = Seed(seed).numpy()
     magnitudes = 10.0 ** (scale + spread * rng.standard_normal(size))
     row = torch.from_numpy(magnitudes * rng.choice([-1.0, 1.0], size)).float()[None]
-    added = levels_of(row, bound=0.7)[0]
+    added = read_levels(row, bound=0.7)[0]
     squares = sum(int(level) ** 2 for level in added.tolist())
     assert added.eq(added.round()).all()
     assert squares <= int(BoundedLane(0.7, size).levels) ** 2
@@ -85,7 +85,7 @@ def test_a_clipped_row_adds_nearly_all_of_its_levels() -> None:
     row = torch.from_numpy(Seed(3).numpy().standard_normal(50_000)).float()[None]
     row /= row.norm()
     for factor, expected in ((10.0, 1.0), (1.0, 1.0), (0.25, 0.25)):
-        added = levels_of(factor * row, bound=1.0)
+        added = read_levels(factor * row, bound=1.0)
         lane = BoundedLane(1.0, 50_000)
         assert float(added.norm()) == pytest.approx(expected * lane.levels, rel=1e-3)
         assert torch.allclose(added[0] * lane.step, min(factor, 1.0) * row[0].double(), atol=1e-6)
@@ -94,7 +94,7 @@ def test_a_clipped_row_adds_nearly_all_of_its_levels() -> None:
 def test_a_sum_is_exact_in_any_order_and_any_blocks() -> None:
     """As Python's integers add the levels up, be they together, apart, or rows that lie apart."""
     rows = torch.from_numpy(Seed(5).numpy().standard_normal((45, 3000)) * 3.0).float()
-    each = levels_of(rows, bound=1.0)
+    each = read_levels(rows, bound=1.0)
     expected = [sum(int(level) for level in column) for column in each.t().tolist()]
     lane = BoundedLane(1.0, 3000)
     together, apart = _added(lane, rows), torch.zeros(3000, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_one_client_moves_a_sum_by_its_levels_whoever_the_others_are() -> None:
     _, without = summed(4, others)
     _, with_me = summed(4, torch.cat([others[:7], mine, others[7:]]))
     moved = with_me.total.sums["delta"] - without.total.sums["delta"]
-    assert moved.tolist() == levels_of(mine, bound=1.0)[0].tolist()
+    assert moved.tolist() == read_levels(mine, bound=1.0)[0].tolist()
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])

@@ -3,14 +3,14 @@
 import pytest
 
 from fedlearn.errors import ProtocolError
-from fedlearn.secagg.bitmaps import bitmap, places_in
+from fedlearn.secagg.bitmaps import pack_bitmap, unpack_bitmap
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 21])
 def test_places_come_back(size: int) -> None:
     for places in ([], [0], [size - 1], list(range(0, size, 2))):
-        data = bitmap(places, size=size)
-        assert places_in(data, size=size, what="a set").tolist() == places
+        data = pack_bitmap(places, size=size)
+        assert unpack_bitmap(data, size=size, what="a set").tolist() == places
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,6 @@ def test_places_come_back(size: int) -> None:
 )
 def test_other_bits_are_no_set(data: bytes, reason: str) -> None:
     """Control: without the extra bit or byte, the bitmap is accepted."""
-    assert places_in(b"\x09\x02", size=10, what="a set").tolist() == [0, 3, 9]
+    assert unpack_bitmap(b"\x09\x02", size=10, what="a set").tolist() == [0, 3, 9]
     with pytest.raises(ProtocolError, match=reason):
-        places_in(data, size=10, what="a set")
+        unpack_bitmap(data, size=10, what="a set")

@@ -9,10 +9,10 @@ import pytest
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import AggregationAborted, PolicyViolation
 from fedlearn.secagg import messages
-from fedlearn.secagg.bitmaps import bitmap
+from fedlearn.secagg.bitmaps import pack_bitmap
 from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
 from fedlearn.secagg.client_state import ClientState, Released, Shared
-from fedlearn.secagg.fixed_point import vector_lane
+from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import add_packed, zeros
 from fedlearn.secagg.parameters import Adversary
@@ -25,7 +25,7 @@ from tests.rosters import NO_PROOF
 
 IDS = [ClientId(i) for i in range(4)]
 RUN = bytes(16)
-LANE = vector_lane(
+LANE = build_vector_lane(
     "delta",
     size=9,
     bound=1.0,
@@ -191,7 +191,7 @@ def test_what_was_released_is_released_again_for_the_same_survivors_alone() -> N
     assert isinstance(again, messages.Release)
     assert again.shares == step.shares
     assert after is state
-    fewer = messages.Survivors(ranks=bitmap([0, 1, 2], size=4))
+    fewer = messages.Survivors(ranks=pack_bitmap([0, 1, 2], size=4))
     signed = messages.Signatures(
         signed=step.survivors,
         root=bytes(32),

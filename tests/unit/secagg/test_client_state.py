@@ -16,7 +16,7 @@ from fedlearn.secagg.client_state import (
     Shared,
     Step,
 )
-from fedlearn.secagg.fixed_point import weight_lane
+from fedlearn.secagg.fixed_point import build_weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Advert
 from fedlearn.secagg.parameters import Adversary
@@ -37,7 +37,7 @@ TERMS = Terms(
     min_survivors=2,
     sigma_bits=40,
     max_weight=9,
-    lanes=(weight_lane(max_weight=9, num_clients=3),),
+    lanes=(build_weight_lane(max_weight=9, num_clients=3),),
 )
 ADVERTS = tuple(
     Advert(
@@ -55,7 +55,7 @@ SESSION, _ = Session.of(TERMS, ADVERTS, directory=DIRECTORY)
 SECRETS = [SecretBytes.generate(32) for _ in range(3)]
 HELD = {ClientId(1): SecretBytes.generate(72), ClientId(5): SecretBytes.generate(72)}
 OPENING = {ClientId(5): SECRETS[0]}
-SURVIVORS = SESSION.bitmap(IDS)
+SURVIVORS = SESSION.pack_ranks(IDS)
 STEPS: list[Step] = [
     Advertised(TERMS, ADVERTS[0], SECRETS[0], SECRETS[1]),
     Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], None),

@@ -58,7 +58,7 @@ def downloads(terms: Terms) -> tuple[int, int, int]:
     session, tree = Session.of(terms, adverts, directory=dict.fromkeys(ids, bytes(32)))
     roster = session.roster_for(ids[n // 2], tree=tree)
     alive = ids[n // 10 :]
-    survivors = session.bitmap(alive)
+    survivors = session.pack_ranks(alive)
     signatures = {each: drawn.bytes(64) for each in alive}
     shown = audit.show(signatures, session, survivors=survivors, tree=tree)
     told: tuple[messages.Message, ...] = roster, Survivors(ranks=survivors), shown

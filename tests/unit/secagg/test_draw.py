@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from fedlearn.core.messages import ClientId
-from fedlearn.secagg.draw import Draw, tolerated
+from fedlearn.secagg.draw import Draw, find_max_accomplices
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 
@@ -58,7 +58,9 @@ def test_where_all_are_needed_all_are_drawn_and_strangers_never() -> None:
 def test_the_accomplices_that_are_tolerated_are_those_of_the_exact_distribution(
     listed: int, chance: float, corrupted: int, bits: int
 ) -> None:
-    most = tolerated(listed, chance=chance, num_corrupted=corrupted, log2_risk=-float(bits))
+    most = find_max_accomplices(
+        listed, chance=chance, num_corrupted=corrupted, log2_risk=-float(bits)
+    )
     p = Fraction(chance)
 
     def risk(accomplices: int) -> Fraction:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import shamir
-from fedlearn.secagg.error_correction import false_shares
+from fedlearn.secagg.error_correction import find_false_shares
 from fedlearn.secagg.shamir import PRIME
 
 
@@ -28,7 +28,7 @@ def test_as_many_liars_as_can_be_told_are_found_and_nobody_else(data: st.DataObj
         limb = data.draw(st.integers(0, shamir.NUM_LIMBS - 1))
         offset = data.draw(st.integers(1, PRIME - 1))
         shares[liar, limb] = (int(shares[liar, limb]) + offset) % PRIME
-    assert false_shares(points, shares, threshold=threshold) == sorted(liars)
+    assert find_false_shares(points, shares, threshold=threshold) == sorted(liars)
 
 
 def test_one_liar_more_is_not_guessed_at() -> None:
@@ -38,7 +38,7 @@ def test_one_liar_more_is_not_guessed_at() -> None:
     for liars, found in (([0, 5], [0, 5]), ([0, 5, 7], None)):
         shares = true.copy()
         shares[liars] = np.arange(len(liars) * shamir.NUM_LIMBS).reshape(len(liars), -1)
-        assert false_shares(points, shares, threshold=4) == found
+        assert find_false_shares(points, shares, threshold=4) == found
 
 
 def test_a_lie_that_adds_up_to_nothing_over_the_limbs_is_found() -> None:
@@ -47,7 +47,7 @@ def test_a_lie_that_adds_up_to_nothing_over_the_limbs_is_found() -> None:
     shares = shamir.share([SecretBytes.generate(32)], threshold=2, points=points)[:, 0]
     shares[2, 0] = (int(shares[2, 0]) + 1) % PRIME
     shares[2, 1] = (int(shares[2, 1]) + PRIME - 1) % PRIME
-    assert false_shares(points, shares, threshold=2) == [2]
+    assert find_false_shares(points, shares, threshold=2) == [2]
 
 
 @pytest.mark.parametrize("limbs", [[0] * 9, [PRIME - 1] * 9])

@@ -14,12 +14,12 @@ from fedlearn.secagg.fixed_point import (
     Lane,
     LaneRole,
     add_noise,
+    build_noisy_lane,
+    build_vector_lane,
+    build_weight_lane,
     decode,
     encode,
-    levels_of,
-    noisy_lane,
-    vector_lane,
-    weight_lane,
+    read_levels,
 )
 
 
@@ -47,7 +47,7 @@ def test_levels_of_either_sign_survive_every_modulus(modulus_bits: int) -> None:
     assert decode(lane(modulus_bits), words, num_clients=1).tolist() == values.tolist()
     total = words.copy()
     np.add(words, words[::-1], out=total)
-    assert levels_of(lane(modulus_bits), total).tolist() == [0, 0, 0, 0, 0]
+    assert read_levels(lane(modulus_bits), total).tolist() == [0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_sensitivity_is_how_far_one_client_can_move_a_lane(
     """A metric's second number says whether there is a value, so it is never negative."""
     one = replace(lane(size=size), role=role)
     first, second = (
-        levels_of(one, encode(one, np.array(values), factor=1.0, noise=noise(size)))
+        read_levels(one, encode(one, np.array(values), factor=1.0, noise=noise(size)))
         for values in extremes
     )
     distance = float(np.linalg.norm(first - second))
@@ -76,10 +76,12 @@ def test_the_sensitivity_is_how_far_one_client_can_move_a_lane(
 def test_rounding_is_unbiased_and_off_by_less_than_a_step() -> None:
     """The mean of 100,000 roundings of 0.1 steps is 0.1 steps."""
     many = lane(size=100_000)
-    levels = levels_of(many, encode(many, np.full(100_000, 0.05), factor=1.0, noise=noise(100_000)))
+    levels = read_levels(
+        many, encode(many, np.full(100_000, 0.05), factor=1.0, noise=noise(100_000))
+    )
     assert set(levels.tolist()) == {0, 1}
     assert abs(levels.mean() - 0.1) < 5 * np.sqrt(0.09 / 100_000)
-    nearest = levels_of(
+    nearest = read_levels(
         many, encode(many, np.full(100_000, 0.05), factor=1.0, noise=noise(1).repeat(100_000))
     )
     assert abs(nearest.mean() - 0.1) > 0.05, "control: one noise for all is biased"
@@ -91,7 +93,7 @@ def test_float32_values_are_scaled_in_float64() -> None:
     values = np.random.default_rng(0).random(1000, np.float32)
     words = encode(fine, values, factor=1 / 3, noise=np.zeros(1000, np.uint32))
     expected = np.floor(values.astype(np.float64) * (2.0**40 / 3))
-    assert levels_of(fine, words).tolist() == expected.tolist()
+    assert read_levels(fine, words).tolist() == expected.tolist()
     assert np.any(np.floor(values * np.float32(2.0**40 / 3)) != expected), "control"
 
 
@@ -100,7 +102,7 @@ def test_a_value_at_the_bound_is_never_rounded_beyond_it() -> None:
     wide = lane(64, size=2, max_level=(1 << 51) - 1)
     most = np.full(2, 0xFFFFFFFF, np.uint32)
     values = np.array([wide.bound, -wide.bound])
-    levels = levels_of(wide, encode(wide, values * (1 + 5e-5), factor=1.0, noise=most))
+    levels = read_levels(wide, encode(wide, values * (1 + 5e-5), factor=1.0, noise=most))
     assert levels.max() == wide.max_level
     assert levels.min() >= -wide.max_level
 
@@ -138,7 +140,7 @@ def test_a_lane_that_could_overflow_cannot_be_made() -> None:
 @pytest.mark.parametrize("num_clients", [1, 2, 3, 100, 128, 129, 1000])
 def test_the_modulus_holds_the_largest_sum_exactly(num_clients: int) -> None:
     for bits in MODULUS_BITS[:-1]:
-        made = vector_lane(
+        made = build_vector_lane(
             "delta",
             size=1,
             bound=1.0,
@@ -154,7 +156,7 @@ def test_the_modulus_holds_the_largest_sum_exactly(num_clients: int) -> None:
 
 def test_a_modulus_without_room_for_a_level_is_refused() -> None:
     """A sign bit and one level for each of 2**14 clients fill all 16 bits."""
-    made = partial(vector_lane, "delta", size=1, bound=1.0, modulus_bits=16, weighted=False)
+    made = partial(build_vector_lane, "delta", size=1, bound=1.0, modulus_bits=16, weighted=False)
     with pytest.raises(ConfigError, match="16385 clients leaves no level in 16 bits"):
         made(num_clients=(1 << 14) + 1)
     assert made(num_clients=1 << 14).max_level == 1
@@ -182,14 +184,14 @@ def test_an_impossible_lane_is_refused(field: str, value: Any) -> None:
 
 
 def test_weights_are_exact_whole_numbers() -> None:
-    weights = weight_lane(max_weight=10**6, num_clients=1000)
+    weights = build_weight_lane(max_weight=10**6, num_clients=1000)
     words = encode(weights, np.array([123456.0]), factor=1.0, noise=noise(1))
     assert decode(weights, words, num_clients=1).tolist() == [123456.0]
     assert weights.num_bytes == 8
 
 
 def test_the_reported_error_bounds_the_measured_one() -> None:
-    made = vector_lane(
+    made = build_vector_lane(
         "delta",
         size=20_000,
         bound=1.0,
@@ -215,7 +217,7 @@ def test_a_noisy_lane_holds_its_clients_and_their_noise(
     modulus_bits: int, num_clients: int, noise_share: float
 ) -> None:
     """Noise is relative to the longest rounded vector; 14 deviations of the sum's noise fit in."""
-    made = noisy_lane(
+    made = build_noisy_lane(
         "delta",
         size=1000,
         bound=0.7,
@@ -232,7 +234,7 @@ def test_a_noisy_lane_holds_its_clients_and_their_noise(
 
 def test_no_rounded_vector_is_longer_than_noise_is_measured_by() -> None:
     """Vectors at the bound, dense and nearly sparse, become longer when rounded, but not beyond."""
-    made = noisy_lane(
+    made = build_noisy_lane(
         "delta", size=400, bound=1.0, modulus_bits=24, num_clients=1000, noise_share=0.01
     )
     rng, longest = np.random.default_rng(0), 0.0
@@ -240,19 +242,19 @@ def test_no_rounded_vector_is_longer_than_noise_is_measured_by() -> None:
         row = rng.normal(size=400) ** rng.choice([1, 3, 9])
         row /= np.linalg.norm(row)
         words = encode(replace(made, noise=0.0), row, factor=1.0, noise=noise(400, seed=seed))
-        longest = max(longest, float(np.linalg.norm(levels_of(made, words))))
+        longest = max(longest, float(np.linalg.norm(read_levels(made, words))))
     assert made.max_level < longest <= made.norm
 
 
 def test_the_noise_of_a_sum_is_that_of_its_clients() -> None:
     """Its variance is n times one client's; 2/3 or 3/2 of the noise would be noticed."""
-    made = noisy_lane(
+    made = build_noisy_lane(
         "delta", size=40_000, bound=1.0, modulus_bits=32, num_clients=10, noise_share=0.5
     )
     total = np.zeros(made.size, made.dtype)
     for _ in range(10):
         add_noise(made, total, source=SecretStream.fresh())
-    levels = levels_of(made, total).astype(np.float64)
+    levels = read_levels(made, total).astype(np.float64)
     excess = [
         float((levels**2).mean()) / (10 * (scale * made.noise) ** 2) - 1.0
         for scale in (1.0, 2 / 3, 3 / 2)
@@ -264,7 +266,9 @@ def test_the_noise_of_a_sum_is_that_of_its_clients() -> None:
 
 
 def test_a_modulus_in_which_rounding_would_cost_noise_is_refused() -> None:
-    make = partial(noisy_lane, "delta", size=10**6, bound=1.0, num_clients=100, noise_share=0.1)
+    make = partial(
+        build_noisy_lane, "delta", size=10**6, bound=1.0, num_clients=100, noise_share=0.1
+    )
     with pytest.raises(ConfigError, match="longer by 1000 levels; use a wider modulus"):
         make(modulus_bits=16)
     made = make(modulus_bits=24)
@@ -275,4 +279,4 @@ def test_a_modulus_in_which_rounding_would_cost_noise_is_refused() -> None:
 def test_noise_that_could_not_be_drawn_or_added_up_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="has noise of"):
         replace(lane(40), noise=value)
-    assert replace(lane(40), noise=4.0).reach(100) == 100 * 1000 + 14 * 4 * 10
+    assert replace(lane(40), noise=4.0).largest_sum(100) == 100 * 1000 + 14 * 4 * 10

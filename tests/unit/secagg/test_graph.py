@@ -7,8 +7,8 @@ from fedlearn.secagg.graph import Ring
 
 
 def ring(size: int, *, num_neighbours: int, seed: bytes) -> list[list[int]]:
-    drawn = Ring.drawn(size, num_neighbours=num_neighbours, seed=seed)
-    return [drawn.near(each).tolist() for each in range(size)]
+    drawn = Ring.from_seed(size, num_neighbours=num_neighbours, seed=seed)
+    return [drawn.neighbours(each).tolist() for each in range(size)]
 
 
 @pytest.mark.parametrize(("size", "k"), [(3, 2), (5, 4), (7, 4), (20, 6), (101, 30)])
@@ -39,7 +39,9 @@ def test_the_ring_of_a_seed_stays_as_it_is() -> None:
 def test_positions_say_nothing_about_who_is_near() -> None:
     """Over many seeds, clients 0 and 1 are neighbours as often as any other two: k / (n - 1)."""
     seeds = (i.to_bytes(4) for i in range(2000))
-    meetings = sum(1 in Ring.drawn(21, num_neighbours=4, seed=seed).near(0) for seed in seeds)
+    meetings = sum(
+        1 in Ring.from_seed(21, num_neighbours=4, seed=seed).neighbours(0) for seed in seeds
+    )
     assert abs(meetings / 2000 - 0.2) < 5 * np.sqrt(0.16 / 2000)
 
 

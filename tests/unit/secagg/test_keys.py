@@ -14,8 +14,8 @@ A, B = ClientId(3), ClientId(8)
 
 def test_both_sides_of_a_pair_derive_one_mask_key() -> None:
     ours, theirs = (keys.KeyAgreement(SecretBytes.generate(32)) for _ in range(2))
-    first = keys.pair_mask_key(ours, theirs.public_key, session=b"s", pair=(A, B))
-    second = keys.pair_mask_key(theirs, ours.public_key, session=b"s", pair=(B, A))
+    first = keys.derive_pair_mask_key(ours, theirs.public_key, session=b"s", pair=(A, B))
+    second = keys.derive_pair_mask_key(theirs, ours.public_key, session=b"s", pair=(B, A))
     assert first == second
     assert len(first.reveal()) == 32
 
@@ -32,9 +32,11 @@ def test_every_pair_session_and_purpose_has_its_own_key() -> None:
     assert not any(one == other for one, other in combinations(found, 2))
     again = keys.derive(secret, session=b"one", label=b"pair mask", ids=(3, 8))
     assert again == found[0]
-    one, other = (keys.self_mask_key(secret, session=s, client_id=A) for s in (b"one", b"two"))
+    one, other = (
+        keys.derive_self_mask_key(secret, session=s, client_id=A) for s in (b"one", b"two")
+    )
     assert one != other
-    assert one != keys.self_mask_key(secret, session=b"one", client_id=B)
+    assert one != keys.derive_self_mask_key(secret, session=b"one", client_id=B)
 
 
 def test_a_low_order_key_is_refused() -> None:
@@ -69,19 +71,21 @@ def test_digests_of_shifted_parts_differ() -> None:
 
 
 def test_a_signature_serves_one_purpose() -> None:
-    signer, public = keys.fresh_signer()
-    signature = signer.sign(keys.signed(b"advert", b"body"))
-    assert keys.verify(public, signature, keys.signed(b"advert", b"body"))
-    assert not keys.verify(public, signature, keys.signed(b"survivors", b"body"))
-    assert not keys.verify(public, signature[:-1], keys.signed(b"advert", b"body"))
-    assert not keys.verify(b"no key", signature, keys.signed(b"advert", b"body"))
-    assert not keys.verify(keys.fresh_signer()[1], signature, keys.signed(b"advert", b"body"))
+    signer, public = keys.create_signer()
+    signature = signer.sign(keys.build_signed_text(b"advert", b"body"))
+    assert keys.verify(public, signature, keys.build_signed_text(b"advert", b"body"))
+    assert not keys.verify(public, signature, keys.build_signed_text(b"survivors", b"body"))
+    assert not keys.verify(public, signature[:-1], keys.build_signed_text(b"advert", b"body"))
+    assert not keys.verify(b"no key", signature, keys.build_signed_text(b"advert", b"body"))
+    assert not keys.verify(
+        keys.create_signer()[1], signature, keys.build_signed_text(b"advert", b"body")
+    )
 
 
 def test_a_commitment_holds_one_seed_of_one_client_in_one_session() -> None:
     seed = SecretBytes.generate(32)
-    made = keys.commitment(seed, session=b"s", client_id=A)
-    assert made == keys.commitment(seed, session=b"s", client_id=A)
-    assert made != keys.commitment(SecretBytes.generate(32), session=b"s", client_id=A)
-    assert made != keys.commitment(seed, session=b"t", client_id=A)
-    assert made != keys.commitment(seed, session=b"s", client_id=B)
+    made = keys.commit_to_seed(seed, session=b"s", client_id=A)
+    assert made == keys.commit_to_seed(seed, session=b"s", client_id=A)
+    assert made != keys.commit_to_seed(SecretBytes.generate(32), session=b"s", client_id=A)
+    assert made != keys.commit_to_seed(seed, session=b"t", client_id=A)
+    assert made != keys.commit_to_seed(seed, session=b"s", client_id=B)

@@ -17,10 +17,10 @@ from fedlearn.secagg.masking import (
     MaskKeys,
     Stream,
     add_packed,
-    faster,
-    fastest_stream,
+    choose_fastest,
+    choose_stream,
+    expand_keystream,
     fold,
-    keystream,
     pack,
     zeros,
 )
@@ -102,13 +102,13 @@ def test_the_faster_way_is_taken_however_it_is_disturbed(slow: Stream) -> None:
 
     fast, held = (stream for stream in STREAMS if stream is not slow), timed(slow)
     candidates = [held, *map(timed, fast)]
-    assert faster(candidates, clock=clock) is candidates[1]
-    assert faster(candidates[::-1], clock=clock) is candidates[1]
+    assert choose_fastest(candidates, clock=clock) is candidates[1]
+    assert choose_fastest(candidates[::-1], clock=clock) is candidates[1]
 
 
 def test_the_way_is_found_once_a_process() -> None:
-    assert fastest_stream() is fastest_stream()
-    assert fastest_stream() in STREAMS
+    assert choose_stream() is choose_stream()
+    assert choose_stream() in STREAMS
 
 
 def test_a_mask_is_no_constant_and_lanes_have_their_own() -> None:
@@ -125,7 +125,7 @@ def test_lanes_lie_end_to_end_in_a_mask_each_from_a_block_on() -> None:
     """Each lane starts at a new 16-byte block, and a span may end in the middle of a lane."""
     lanes = zeros([lane(16, 3), lane(64, 1), lane(32, SPAN_BYTES // 4), lane(16, 5)])
     fold(lanes, MaskKeys(plus=KEYS[:1], minus=[]), num_threads=2)
-    stream = keystream(KEYS[0], SPAN_BYTES + 48).tobytes()
+    stream = expand_keystream(KEYS[0], SPAN_BYTES + 48).tobytes()
     assert lanes[0].tobytes() == stream[:6]
     assert lanes[1].tobytes() == stream[16:24]
     assert lanes[2].tobytes() == stream[32 : 32 + SPAN_BYTES]
@@ -137,22 +137,22 @@ def test_more_masks_than_are_open_at_a_time_are_all_folded() -> None:
     total, expected = zeros([lane(32, 10)]), np.zeros(10, np.uint32)
     fold(total, MaskKeys(plus=keys, minus=[]), num_threads=1)
     for key in keys:
-        expected += keystream(key, 40).view(np.uint32)
+        expected += expand_keystream(key, 40).view(np.uint32)
     assert np.array_equal(total[0], expected)
 
 
 def test_every_bit_of_a_key_matters() -> None:
     """If a cipher used fewer bits of the key, streams would repeat: 32 bits are guessed quickly."""
     key = bytes(range(32))
-    streams = {keystream(SecretBytes(key), 64).tobytes()}
+    streams = {expand_keystream(SecretBytes(key), 64).tobytes()}
     for bit in range(256):
         flipped = (int.from_bytes(key) ^ (1 << bit)).to_bytes(32)
-        streams.add(keystream(SecretBytes(flipped), 64).tobytes())
+        streams.add(expand_keystream(SecretBytes(flipped), 64).tobytes())
     assert len(streams) == 257
 
 
 def test_masked_zeros_look_uniform() -> None:
-    stream = keystream(KEYS[0], 1 << 20)
+    stream = expand_keystream(KEYS[0], 1 << 20)
     counts = np.bincount(stream, minlength=256)
     assert ((counts - 4096) ** 2 / 4096).sum() < 255 + 6 * np.sqrt(510)
 

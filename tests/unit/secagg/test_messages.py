@@ -19,10 +19,10 @@ from fedlearn.secagg.messages import (
     Signatures,
     Survivors,
     SurvivorSignature,
+    build_packet,
     decode,
     encode,
     open_packet,
-    packet_of,
 )
 
 A, B = ClientId(1), ClientId(4)
@@ -104,7 +104,7 @@ def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:
 
 def test_a_packet_holds_the_shares_of_one_holder() -> None:
     pair = SecretBytes(b"h" * 72)
-    plain = packet_of(5, pair)
+    plain = build_packet(5, pair)
     assert len(plain) + 16 == 92
     assert open_packet(plain, point=5, sender=A) == pair
     with pytest.raises(ProtocolError, match="another holder's shares"):
@@ -117,8 +117,10 @@ def test_a_packet_holds_elements_of_the_field() -> None:
     """A client that passed other values on would be refused later, and be taken for the liar."""
     largest = ((1 << 31) - 2).to_bytes(4, "little")
     pair = SecretBytes(largest * 18)
-    assert open_packet(packet_of(7, pair), point=7, sender=A).reveal() == pair.reveal(), "control"
+    assert open_packet(build_packet(7, pair), point=7, sender=A).reveal() == pair.reveal(), (
+        "control"
+    )
     for number in ((1 << 31) - 1, 1 << 31):
         wrong = SecretBytes(largest * 17 + number.to_bytes(4, "little"))
         with pytest.raises(ProtocolError, match="packet of client 1 holds shares that are none"):
-            open_packet(packet_of(7, wrong), point=7, sender=A)
+            open_packet(build_packet(7, wrong), point=7, sender=A)

@@ -12,11 +12,11 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import (
     Adversary,
     Assumptions,
-    corrupted_neighbours,
     derive,
     is_connected,
     lowest_quorum,
     lowest_threshold,
+    max_corrupted_neighbours,
     num_corrupted,
     num_holders,
 )
@@ -90,7 +90,7 @@ def test_the_tail_is_that_of_the_exact_distribution() -> None:
     """In rational numbers, P[more than a] is within the bound, and P[more than a - 1] is not."""
     for n, k, corrupted in ((100, 22, 10), (300, 76, 30)):
         given = assume(CURIOUS, Topology.SPARSE)
-        a = corrupted_neighbours(n, k, roster_size=n, assumptions=given)
+        a = max_corrupted_neighbours(n, k, roster_size=n, assumptions=given)
         others, ways = n - 1, math.comb(n - 1, k)
 
         def above(
@@ -141,7 +141,7 @@ def first_that_holds(n: int, given: Assumptions) -> tuple[int, int] | None:
     for k in range(2, fewest - 1, 2):
         if not is_active and not is_connected(n, k, assumptions=given):
             continue
-        answering = k - corrupted_neighbours(n, k, roster_size=n, assumptions=dropping)
+        answering = k - max_corrupted_neighbours(n, k, roster_size=n, assumptions=dropping)
         t = lowest_threshold(n, k, roster_size=fewest, assumptions=given)
         if t <= answering:
             return k, t

@@ -102,7 +102,7 @@ def test_where_noise_is_promised_and_clients_cannot_count_so_many_have_to_sign(
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_request_has_one_hash_however_it_was_sent(*, evaluates: bool) -> None:
+def test_a_request_has_one_hash_however_it_was_sent(*, is_evaluation: bool) -> None:
     """Clients compute the same hash as the terms, even if constants were sent separately."""
     tensors = {
         "head": torch.ones(3),
@@ -121,7 +121,7 @@ def test_a_request_has_one_hash_however_it_was_sent(*, evaluates: bool) -> None:
         seed=2,
         broadcast={"control": torch.ones(3)},
     )
-    if evaluates:
+    if is_evaluation:
         whole = EvaluateRequest(round_num=1, tensors=tensors, order=("head", "small"))
     bare, constants = split(whole)
     assert set(constants) == {"base", "table"}

@@ -7,7 +7,7 @@ import pytest
 
 from fedlearn.errors import PolicyViolation
 from fedlearn.privacy.gaussian import gaussian_epsilon
-from fedlearn.secagg.fixed_point import noisy_lane, vector_lane
+from fedlearn.secagg.fixed_point import build_noisy_lane, build_vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.policy import NoiseFloor, TermsPolicy, squared_distance
@@ -40,7 +40,7 @@ def terms(n: int, adversary: Adversary, topology: Topology, *, corruption: float
         sigma_bits=40,
         eta_bits=30,
     )
-    lane = vector_lane(
+    lane = build_vector_lane(
         "delta",
         size=1,
         bound=1.0,
@@ -119,7 +119,7 @@ def noisy(n: int, *, noise_shares: tuple[float, ...]) -> Terms:
     """Return terms with one noisy lane per share."""
     made = terms(n, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
     lanes = tuple(
-        noisy_lane(
+        build_noisy_lane(
             f"lane {number}",
             size=2,
             bound=1.0,

@@ -6,7 +6,7 @@ import pytest
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import AggregationAborted
 from fedlearn.secagg.client_state import ClientState
-from fedlearn.secagg.fixed_point import vector_lane
+from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.policy import TermsPolicy
@@ -16,7 +16,7 @@ from tests.rehearsal import Cast, Rehearsal, Way, rehearse
 
 IDS = [ClientId(i) for i in range(9)]
 RUN = bytes(16)
-LANE = vector_lane(
+LANE = build_vector_lane(
     "delta",
     size=3,
     bound=1.0,

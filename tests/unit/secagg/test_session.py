@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedlearn.secagg.fixed_point import vector_lane
+from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.session import shortage
+from fedlearn.secagg.session import find_shortage
 from fedlearn.secagg.terms import Terms
 
 SPARSE = Terms(
@@ -25,7 +25,9 @@ SPARSE = Terms(
     sigma_bits=40,
     max_weight=0,
     lanes=(
-        vector_lane("delta", size=3, bound=1.0, modulus_bits=24, num_clients=12, weighted=False),
+        build_vector_lane(
+            "delta", size=3, bound=1.0, modulus_bits=24, num_clients=12, weighted=False
+        ),
     ),
 )
 ACTIVE = replace(SPARSE, adversary=Adversary.ACTIVE_SERVER)
@@ -44,5 +46,5 @@ COMPLETE = replace(SPARSE, topology=Topology.COMPLETE, num_neighbours=11, thresh
 def test_a_roster_has_a_least_size_and_below_it_a_reason(
     terms: Terms, least: int, reason: str
 ) -> None:
-    assert shortage(terms, least) is None, "the control"
-    assert shortage(terms, least - 1) == reason
+    assert find_shortage(terms, least) is None, "the control"
+    assert find_shortage(terms, least - 1) == reason

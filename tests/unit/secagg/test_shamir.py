@@ -142,7 +142,7 @@ def test_shares_below_the_threshold_look_alike_for_unlike_secrets() -> None:
 
 
 def test_uniform_elements_fill_the_field_evenly() -> None:
-    drawn = shamir.uniform_field((200_000,))
+    drawn = shamir.draw_uniform((200_000,))
     assert int(drawn.max()) < PRIME
     counts = np.bincount((drawn >> np.uint64(27)).astype(np.int64), minlength=16)
     assert abs(counts - 12_500).max() < 6 * np.sqrt(12_500)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from fedlearn.errors import ConfigError, ProtocolError
-from fedlearn.secagg.fixed_point import LaneRole, vector_lane, weight_lane
+from fedlearn.secagg.fixed_point import LaneRole, build_vector_lane, build_weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import zeros
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.terms import Contribution, Terms, from_words, to_words
 
-DELTA = vector_lane(
+DELTA = build_vector_lane(
     "delta",
     size=1000,
     bound=2.0,
@@ -21,7 +21,7 @@ DELTA = vector_lane(
     num_clients=4,
     weighted=True,
 )
-LOSS = vector_lane(
+LOSS = build_vector_lane(
     "loss",
     size=1,
     bound=10.0,
@@ -44,7 +44,7 @@ TERMS = Terms(
     min_survivors=3,
     sigma_bits=40,
     max_weight=200,
-    lanes=(weight_lane(max_weight=200, num_clients=4), DELTA, LOSS),
+    lanes=(build_weight_lane(max_weight=200, num_clients=4), DELTA, LOSS),
 )
 PLAIN = replace(TERMS, max_weight=0, lanes=(replace(DELTA, weighted=False),))
 

@@ -13,7 +13,7 @@ from fedlearn.session.history import History, HistoryFile
 
 PAST = PastRelease(
     run_id=b"r" * 16,
-    evaluates=True,
+    is_evaluation=True,
     round_num=3,
     attempt=1,
     session=b"s" * 32,

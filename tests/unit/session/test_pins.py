@@ -15,9 +15,9 @@ from fedlearn.secagg import keys
 from fedlearn.session.pins import PinFile, Pins
 
 A, B = ClientId(1), ClientId(2)
-OLD, OLD_KEY = keys.fresh_signer()
-NEW, NEW_KEY = keys.fresh_signer()
-_, OTHER_KEY = keys.fresh_signer()
+OLD, OLD_KEY = keys.create_signer()
+NEW, NEW_KEY = keys.create_signer()
+_, OTHER_KEY = keys.create_signer()
 CHAIN = Lineage(OLD_KEY).followed_by(NEW_KEY, client_id=A, old=OLD, new=NEW).to_bytes()
 SEEN = Pins().following({A: OLD_KEY, B: OTHER_KEY})
 ROSTER = IdentityRoster(

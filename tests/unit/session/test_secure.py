@@ -30,7 +30,7 @@ from fedlearn.identity.lineage import Lineage
 from fedlearn.secagg import messages
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.keys import fresh_signer
+from fedlearn.secagg.keys import create_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, notice_of, request_hash
 from fedlearn.secagg.server import Advertising, Sharing, open_session
@@ -261,7 +261,7 @@ def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
 ) -> None:
     """In the state of the run, or in a file; without the chain the same key is refused."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
-    old, new = fresh_signer(), fresh_signer()
+    old, new = create_signer(), create_signer()
     chain = Lineage(old[1]).followed_by(new[1], client_id=ClientId(1), old=old[0], new=new[0])
     session = desk.sessions[0]
     file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
