@@ -129,7 +129,7 @@ def rehearse(
         asked = after.confirmed
     else:
         unmasking = after
-    cohort.ask(Stage.UNMASK, dict.fromkeys(asked, final), messages.Release, unmasking.receive)
+    cohort.ask(Stage.UNMASK, dict.fromkeys(asked, final), messages.ShareRelease, unmasking.receive)
     outcome = unmasking.close(num_threads=num_threads)
     return Rehearsal(outcome, cohort.refusals, cohort.states)
 
@@ -177,6 +177,6 @@ class _Cohort:
                 contribute=lambda _: self._contributions[client_id],
             )
         except FedlearnError:
-            self.states[client_id] = self.states[client_id].at(None)
+            self.states[client_id] = self.states[client_id].with_step(None)
             raise
         return self._post(stage, Way.UP, client_id, messages.encode(reply))

@@ -23,7 +23,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.gateway.eligibility import Requirements
 from fedlearn.privacy.plan import PrivacyPlan
 from fedlearn.rounds.run import EarlyStopping, RoundCallback
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behaviour import ClientBehaviour
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -214,4 +214,4 @@ class Deployment(Pieces):
     """
 
     requirements: Requirements
-    draw: Draw | None
+    draw: RosterDraw | None

@@ -10,7 +10,7 @@ from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.privacy.plan import ExampleNoised
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.plan import SecurePlan
 
 
@@ -54,7 +54,7 @@ def require_summable(strategy: Strategy) -> WeightedMean:
     return require_weighted_mean(strategy.aggregation)
 
 
-def roster_draw(config: Config) -> Draw | None:
+def roster_draw(config: Config) -> RosterDraw | None:
     """Load the roster that decides which clients may be asked; ``None``: there is none.
 
     Raises:
@@ -65,7 +65,7 @@ def roster_draw(config: Config) -> Draw | None:
         return None
     roster = IdentityRoster.load(Path(section.roster))
     client_ids = roster.clients.keys()
-    return Draw(roster=roster.digest, client_ids=client_ids, factor=section.draw_factor)
+    return RosterDraw(roster=roster.digest, client_ids=client_ids, factor=section.draw_factor)
 
 
 def _tells_each(strategy: Strategy) -> bool:

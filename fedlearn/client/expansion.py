@@ -16,7 +16,7 @@ import structlog
 
 from fedlearn.errors import AggregationAborted, Cancelled
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.client_state import Shared
+from fedlearn.secagg.client_state import SharedStep
 from fedlearn.secagg.fixed_point import Lane, Words
 from fedlearn.session.secure import KeptState
 
@@ -29,7 +29,7 @@ _NICER = 10
 _NICEST = 19
 
 #: A step and its masks; ``None`` if there was nothing to expand, or the expansion was dropped.
-_Expansion: TypeAlias = tuple[Shared, tuple[Words, ...]] | None
+_Expansion: TypeAlias = tuple[SharedStep, tuple[Words, ...]] | None
 
 _log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class MaskExpander:
         is_dropped = threading.Event()
         self._latest = is_dropped, self._worker.submit(_expand, secure, state, is_dropped)
 
-    def take(self, step: Shared) -> tuple[Words, ...] | None:
+    def take(self, step: SharedStep) -> tuple[Words, ...] | None:
         """Wait for the masks of ``step``, and return them; ``None`` if there are none.
 
         Any thread may call this.
@@ -98,7 +98,7 @@ def _expand(secure: SecureClient, state: bytes, is_dropped: threading.Event) -> 
         check()
         session = KeptState.of(state).session
         step = None if session is None else session.step
-        if not isinstance(step, Shared) or count_mask_bytes(step.session.terms.lanes) > (
+        if not isinstance(step, SharedStep) or count_mask_bytes(step.session.terms.lanes) > (
             MAX_EXPANDED_BYTES
         ):
             return None

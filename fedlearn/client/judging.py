@@ -26,7 +26,7 @@ from fedlearn.identity.identity import Identity
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.fixed_point import MAX_LEVEL
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.policy import NoiseFloor, TermsPolicy, squared_distance_of
+from fedlearn.secagg.policy import NoiseFloor, TermsPolicy, lane_squared_distance
 
 _ADVERSARIES: dict[AdversaryName, Adversary] = {
     "active": Adversary.ACTIVE_SERVER,
@@ -300,7 +300,7 @@ class Judge:
                 asked="an update without noise",
                 limit=_NOISED[self.policy.privacy.mode],
             )
-        self._noise_floor(spent).judge(share, squared_distance_of(share))
+        self._noise_floor(spent).judge(share, lane_squared_distance(share))
 
     def _noise_floor(self, spent: float) -> NoiseFloor:
         """Derive the required noise, given the squared distances spent in the last 24 hours."""

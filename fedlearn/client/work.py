@@ -42,7 +42,7 @@ from fedlearn.errors import (
     ProtocolError,
 )
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.policy import squared_distance, squared_distance_of
+from fedlearn.secagg.policy import lane_squared_distance, squared_distance
 from fedlearn.session.secure import after_failure, session_to_mask_for
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import LocalTrainer
@@ -150,7 +150,7 @@ class Worker:
             ),
             pin_file=self.home.keys.pin_file(enrolment),
             history_file=self.home.keys.history_file(enrolment),
-            expanded=self.masks.take,
+            find_masks=self.masks.take,
         )
         work = partial(self._train, task, session, control, request)
         return await loop.run_in_executor(self.thread, work)
@@ -293,7 +293,7 @@ class Worker:
     def _charge_update(self, request: TrainRequest) -> None:
         """Charge the daily ε budget for an update that has its own noise."""
         if share := noise_share(request.settings):
-            squared = squared_distance_of(share)
+            squared = lane_squared_distance(share)
             self.home.spend(self.home.training_id, squared, self.clock.unix_s())
 
     def _charge_sum(self, state: bytes) -> None:

@@ -24,7 +24,7 @@ def list_available(pieces: Deployment, channel: Channel, round_num: int) -> Sequ
     """
     there = channel.available()
     if (draw := pieces.draw) is not None:
-        there = draw.drawn(there, round_num=round_num, num_asked=pieces.policy.num_asked)
+        there = draw.select(there, round_num=round_num, num_asked=pieces.policy.num_asked)
     if pieces.privacy is None or not pieces.privacy.takes_turns:
         return there
     num_asked, seed = pieces.policy.num_asked, pieces.seed

@@ -177,7 +177,7 @@ def _invite(
     there: Sequence[ClientId] = without(list(channel.available()), busy())
     num_clients = min(pieces.config.evaluation.num_clients, len(there))
     if pieces.draw is not None:
-        there = pieces.draw.drawn(there, round_num=round_num, num_asked=num_clients)
+        there = pieces.draw.select(there, round_num=round_num, num_asked=num_clients)
     rng = pieces.seed.derive("evaluated clients", round_num).numpy()
     chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
     return Invited(num_clients, [there[place] for place in chosen.tolist()])

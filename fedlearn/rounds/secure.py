@@ -54,9 +54,9 @@ from fedlearn.secagg.plan import (
     LOSS,
     NUM_EXAMPLES,
     SecurePlan,
-    notice_of,
-    noticed_hash,
-    request_hash,
+    build_notice,
+    hash_notice,
+    hash_request,
 )
 from fedlearn.secagg.server import (
     Confirming,
@@ -259,7 +259,7 @@ class SecureCollector:
         members.lineages = self._lineages_then(kept) if self.sends_directory else {}
         try:
             outcome = members.open(
-                kept.asked, kept.message, kept.unmasking(), num_threads=self.num_threads
+                kept.asked, kept.message, kept.resume(), num_threads=self.num_threads
             )
         except AggregationAborted as error:
             _log.warning("masked_sum_stays", round_num=terms.round_num, error=str(error))
@@ -283,27 +283,27 @@ class SecureCollector:
             return None
         try:
             kept = MaskedSum.from_bytes(data)
-            kept.unmasking()
+            kept.resume()
         except ProtocolError as error:
             _log.error("masked_sum_unreadable", error=str(error))
             self.masked_sum.clear()
             return None
         terms = kept.session.terms
         same = replace(request.message(), attempt=terms.attempt)
-        if terms.run_id == self.run_id and terms.request_hash == request_hash(same):
+        if terms.run_id == self.run_id and terms.request_hash == hash_request(same):
             return kept
         self.masked_sum.clear()
         return None
 
     def _run(self, session: "SessionCourse", request: RoundRequest) -> tuple[Terms, SessionOutcome]:
         train = request.message()
-        notice = notice_of(train)
+        notice = build_notice(train)
         terms = self.plan.terms(
             request.params.layout,
             run_id=self.run_id,
             round_num=request.round_num,
             attempt=request.attempt,
-            request_hash=noticed_hash(notice),
+            request_hash=hash_notice(notice),
         )
         outcome = self.lead(
             session,
@@ -547,7 +547,7 @@ class SessionCourse:
             Stage.UNMASK,
             asked,
             final,
-            messages.Release,
+            messages.ShareRelease,
             unmasking.receive,
             is_enough=lambda: unmasking.is_enough,
         )

@@ -12,7 +12,7 @@ from fedlearn.core.params import Params
 from fedlearn.errors import AggregationAborted, ConfigError
 from fedlearn.rounds.secure import NotKept, SecureCollector
 from fedlearn.secagg.evaluation import EvaluationPlan
-from fedlearn.secagg.plan import notice_of, noticed_hash
+from fedlearn.secagg.plan import build_notice, hash_notice
 
 _log = structlog.get_logger(__name__)
 
@@ -64,9 +64,9 @@ class SecureEvaluator:
         request = EvaluateRequest(
             round_num=round_num, tensors=params.named(), order=tuple(params.layout.by_name)
         )
-        notice = notice_of(request)
+        notice = build_notice(request)
         terms = plan.terms(
-            run_id=self.sessions.run_id, round_num=round_num, request_hash=noticed_hash(notice)
+            run_id=self.sessions.run_id, round_num=round_num, request_hash=hash_notice(notice)
         )
         try:
             outcome = self.sessions.lead(

@@ -104,7 +104,9 @@ def check(
     alive = session.unpack_ranks(survivors, what="the survivors")
     # The quorum is a lower bound on the size of the sum only if all signers are part of the sum.
     if strangers := sorted(set(ranks.tolist()) - set(alive.tolist())):
-        raise ProtocolError(f"a signature of position {strangers[0]} in the roster, no survivor")
+        raise ProtocolError(
+            f"position {strangers[0]} in the roster signed, but is not among the survivors"
+        )
     if len(ranks) < terms.quorum:
         raise ProtocolError(
             f"{len(ranks)} survivors confirmed the survivors, the quorum is {terms.quorum}"
@@ -136,7 +138,9 @@ def _identify_signers(
     """Return the clients at the opened positions; ProtocolError if the roster does not prove it."""
     if session.terms.topology is Topology.COMPLETE:
         if evidence.signers or evidence.of_signers != _NO_PROOF:
-            raise ProtocolError("signers are told that are known")
+            raise ProtocolError(
+                "signers are named in the complete graph, where every client knows them"
+            )
         return session.find_clients(opened)
     signers = [signer.client_id for signer in evidence.signers]
     if len(signers) != len(opened):

@@ -28,22 +28,22 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted, ProtocolError
 from fedlearn.secagg import audit, keys, masking, messages, shamir
 from fedlearn.secagg.client_state import (
-    Advertised,
+    AdvertisedStep,
     ClientState,
-    Confirmed,
-    Masked,
-    Released,
-    Shared,
+    ConfirmedStep,
+    MaskedStep,
+    ReleasedStep,
+    SharedStep,
 )
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.fixed_point import Words
 from fedlearn.secagg.merkle import compute_root
 from fedlearn.secagg.messages import (
     Advert,
     MaskedVector,
     Packets,
-    Release,
     Roster,
+    ShareRelease,
     Shares,
     Signatures,
     SignedTerms,
@@ -63,18 +63,18 @@ from fedlearn.secagg.session import (
 from fedlearn.secagg.terms import Contribution, Terms, to_words
 
 #: Masks that are expanded between two calls of ``check``; smaller batches take longer in total.
-_FOLDED_TOGETHER = 32
+_MASKS_PER_CHECK = 32
 
-#: Returns the masks that were expanded ahead for a step; ``None``: expand them now.
-Expanded: TypeAlias = Callable[[Shared], tuple[Words, ...] | None]
+#: Returns the masks that were computed in advance for a step; ``None``: compute them now.
+FindMasks: TypeAlias = Callable[[SharedStep], tuple[Words, ...] | None]
 
 
-def nothing_expanded(_step: Shared) -> None:
-    """Return ``None``: no masks were expanded ahead."""
+def find_no_masks(_step: SharedStep) -> None:
+    """Return ``None``: no masks were computed in advance."""
 
 
 @contextmanager
-def _ending_at(stage: Stage) -> Iterator[None]:
+def _abort_at(stage: Stage) -> Iterator[None]:
     """Turn a breach of the protocol into an abort of the session at ``stage``."""
     try:
         yield
@@ -106,7 +106,7 @@ class SecureClient:
     directory: Mapping[ClientId, bytes]
     policy: TermsPolicy
     num_threads: int
-    draw: Draw | None = None
+    draw: RosterDraw | None = None
 
     def handle(
         self,
@@ -114,21 +114,21 @@ class SecureClient:
         state: ClientState,
         *,
         contribute: Callable[[Terms], Contribution],
-        expanded: Expanded = nothing_expanded,
+        find_masks: FindMasks = find_no_masks,
     ) -> tuple[messages.Up, ClientState]:
         """Answer one message of the coordinator.
 
         Make the returned state durable before the reply is sent, and never answer twice from the
         same state: two replies from one state use the same keys, so their difference reveals the
         difference of the updates, and a second set of survivors could be signed. After an exception
-        the session is over for this client; continue with ``state.at(None)``.
+        the session is over for this client; continue with ``state.with_step(None)``.
 
         Args:
             message: The coordinator's message.
             state: The state after the previous message, or between sessions.
             contribute: Called once, at R2, to train under these terms; returns what to add to the
                 sum.
-            expanded: Called once after ``contribute``; returns the masks that :meth:`expand`
+            find_masks: Called once after ``contribute``; returns the masks that :meth:`expand`
                 computed for this step, if any.
 
         Raises:
@@ -138,27 +138,31 @@ class SecureClient:
         match message, state.step:
             case SignedTerms(), _:  # starts a new session; an unfinished one is dropped
                 return self.advertise(message, state)
-            case Roster(), Advertised() as step:
+            case Roster(), AdvertisedStep() as step:
                 return self.share(message, state, step)
-            case Packets(), Shared() as step:
+            case Packets(), SharedStep() as step:
                 trained = contribute(step.session.terms)
-                masks = expanded(step)
-                return self.mask(message, state, step, contribution=trained, expanded=masks)
-            case Survivors(), Masked() as step:
+                masks = find_masks(step)
+                return self.mask(message, state, step, contribution=trained, precomputed=masks)
+            case Survivors(), MaskedStep() as step:
                 if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
                     return self.confirm(message, state, step)
-                return self._release(step, self._checked(message, step, state), state)
-            case Signatures(), Confirmed() as step:
+                return self._release(step, self._check_survivors(message, step, state), state)
+            case Signatures(), ConfirmedStep() as step:
                 return self.release(message, state, step)
-            case ((Signatures() | Survivors()), Released() as step):
+            case ((Signatures() | Survivors()), ReleasedStep() as step):
                 return self.repeat(message, state, step)
-        at = type(state.step).__name__.lower() if state.step else "between sessions"
+        at = (
+            type(state.step).__name__.removesuffix("Step").lower()
+            if state.step
+            else "between sessions"
+        )
         raise ProtocolError(
-            f"{type(message).__name__} does not follow: this client is {at}; each message of a "
+            f"{type(message).__name__} is out of order: this client is {at}; each message of a "
             "session is answered once"
         )
 
-    @_ending_at(Stage.ADVERTISE)
+    @_abort_at(Stage.ADVERTISE)
     def advertise(self, message: SignedTerms, state: ClientState) -> tuple[Advert, ClientState]:
         """R0: accept the coordinator's terms for this run, and publish fresh keys.
 
@@ -169,7 +173,7 @@ class SecureClient:
         if not keys.verify(self.coordinator_key, message.signature, build_terms_text(terms)):
             raise ProtocolError("the terms are not signed by the pinned coordinator")
         if terms.run_id != state.run_id:
-            raise ProtocolError("the terms are of another run")
+            raise ProtocolError("the terms belong to another run")
         self.policy.judge(terms)
         if self.draw is not None:
             self.policy.judge_drawn(terms, [self.client_id], draw=self.draw)
@@ -184,11 +188,11 @@ class SecureClient:
         )
         signature = self.signer.sign(build_advert_text(terms, unsigned.encode_signed_part()))
         advert = replace(unsigned, signature=signature)
-        return advert, state.at(Advertised(terms, advert, packet_secret, mask_secret))
+        return advert, state.with_step(AdvertisedStep(terms, advert, packet_secret, mask_secret))
 
-    @_ending_at(Stage.SHARE)
+    @_abort_at(Stage.SHARE)
     def share(
-        self, message: Roster, state: ClientState, step: Advertised
+        self, message: Roster, state: ClientState, step: AdvertisedStep
     ) -> tuple[Shares, ClientState]:
         """R1: check the roster, then share the self-seed and the mask key among the holders.
 
@@ -223,9 +227,11 @@ class SecureClient:
             commitment=keys.commit_to_seed(seed, session=session.id, client_id=own),
             packets=tuple(packets),
         )
-        return reply, state.at(Shared(session, opening, step.mask_secret, seed, pairs.get(own)))
+        return reply, state.with_step(
+            SharedStep(session, opening, step.mask_secret, seed, pairs.get(own))
+        )
 
-    def _check_roster(self, session: Session, message: Roster, step: Advertised) -> None:
+    def _check_roster(self, session: Session, message: Roster, step: AdvertisedStep) -> None:
         self.policy.judge_roster(step.terms, size=session.size)
         if self.draw is not None:
             self.policy.judge_drawn(step.terms, session.points, draw=self.draw)
@@ -242,59 +248,59 @@ class SecureClient:
         if compute_root(session.size, leaves, keys=ids, proof=message.proof) != session.root:
             raise ProtocolError("the adverts are not those of the roster")
 
-    @_ending_at(Stage.MASK)
-    def expand(self, step: Shared, *, check: Callable[[], None]) -> tuple[Words, ...]:
-        """Expand all masks of this step ahead of time, while the client waits for the network.
+    @_abort_at(Stage.MASK)
+    def expand(self, step: SharedStep, *, check: Callable[[], None]) -> tuple[Words, ...]:
+        """Expand all masks of this step in advance, while the client waits for the network.
 
         These are its own mask and those with all neighbours. ``check`` is called every few masks;
         an exception from it stops the work.
         """
         words = masking.zeros(step.session.terms.lanes)
-        every = self._mask_keys(step, step.session.neighbours(self.client_id))
-        for some in every.split(-(-len(every) // _FOLDED_TOGETHER)):
+        every = self._derive_mask_keys(step, step.session.neighbours(self.client_id))
+        for some in every.split(-(-len(every) // _MASKS_PER_CHECK)):
             check()
             masking.fold(words, some, num_threads=self.num_threads)
         return words
 
-    @_ending_at(Stage.MASK)
+    @_abort_at(Stage.MASK)
     def mask(
         self,
         message: Packets,
         state: ClientState,
-        step: Shared,
+        step: SharedStep,
         *,
         contribution: Contribution,
-        expanded: tuple[Words, ...] | None = None,
+        precomputed: tuple[Words, ...] | None = None,
     ) -> tuple[MaskedVector, ClientState]:
         """R2: store the packets, mask the contribution, forget this client's own secrets.
 
-        ``expanded`` has the masks that :meth:`expand` returned for this step, if it was called.
+        ``precomputed`` has the masks that :meth:`expand` returned for this step, if it was called.
         """
         session, terms = step.session, step.session.terms
         if contribution.request_hash != terms.request_hash:
-            raise ProtocolError("trained on another request than the terms name")
-        held = self._open(message, step)
+            raise ProtocolError("this client trained on another request than the one in the terms")
+        held = self._open_packets(message, step)
         partners = [owner for owner in held if owner != self.client_id]
         fresh = SecretBytes.generate(keys.KEY_BYTES).reveal()
         words = to_words(terms, contribution, rounding_key=fresh)
-        if expanded is None:
-            folded = self._mask_keys(step, partners)
+        if precomputed is None:
+            folded = self._derive_mask_keys(step, partners)
         else:
-            for total, mask in zip(words, expanded, strict=True):
+            for total, mask in zip(words, precomputed, strict=True):
                 np.add(total, mask, out=total)
             # Masks with neighbours that sent no packet were expanded too: take them out again.
             absent = sorted(set(session.neighbours(self.client_id)) - set(partners))
             agreement = keys.KeyAgreement(step.mask_secret)
-            folded = pair_keys(agreement, self.client_id, absent, session=session).inverse()
+            folded = derive_pair_keys(agreement, self.client_id, absent, session=session).inverse()
         masking.fold(words, folded, num_threads=self.num_threads)
         reply = MaskedVector(session=session.id, packed=masking.pack(terms.lanes, words))
-        return reply, state.at(Masked(session, held))
+        return reply, state.with_step(MaskedStep(session, held))
 
-    def _open(self, message: Packets, step: Shared) -> dict[ClientId, SecretBytes]:
+    def _open_packets(self, message: Packets, step: SharedStep) -> dict[ClientId, SecretBytes]:
         session = step.session
         strangers = message.packets.keys() - set(session.neighbours(self.client_id))
         if strangers:
-            raise ProtocolError(f"packets of clients that are no neighbours: {min(strangers)}")
+            raise ProtocolError(f"client {min(strangers)} sent a packet but is not a neighbour")
         held = {} if step.own is None else {self.client_id: step.own}
         if len(message.packets) + len(held) < session.terms.threshold:
             raise ProtocolError(
@@ -313,25 +319,25 @@ class SecureClient:
                 ) from error
         return held
 
-    def _mask_keys(self, step: Shared, partners: Iterable[ClientId]) -> masking.MaskKeys:
+    def _derive_mask_keys(self, step: SharedStep, partners: Iterable[ClientId]) -> masking.MaskKeys:
         own = keys.derive_self_mask_key(
             step.seed, session=step.session.id, client_id=self.client_id
         )
         agreement = keys.KeyAgreement(step.mask_secret)
-        pairs = pair_keys(agreement, self.client_id, partners, session=step.session)
+        pairs = derive_pair_keys(agreement, self.client_id, partners, session=step.session)
         return masking.MaskKeys(plus=[own, *pairs.plus], minus=pairs.minus)
 
     def confirm(
-        self, message: Survivors, state: ClientState, step: Masked
+        self, message: Survivors, state: ClientState, step: MaskedStep
     ) -> tuple[SurvivorSignature, ClientState]:
         """R3: sign this set of survivors, and never another one in this session."""
-        survivors = self._checked(message, step, state)
+        survivors = self._check_survivors(message, step, state)
         text = step.session.build_survivors_text(survivors, self.client_id)
-        after = Confirmed(step.session, step.held, survivors)
-        return SurvivorSignature(signature=self.signer.sign(text)), state.at(after)
+        after = ConfirmedStep(step.session, step.held, survivors)
+        return SurvivorSignature(signature=self.signer.sign(text)), state.with_step(after)
 
-    @_ending_at(Stage.CONFIRM)
-    def _checked(self, message: Survivors, step: Masked, state: ClientState) -> bytes:
+    @_abort_at(Stage.CONFIRM)
+    def _check_survivors(self, message: Survivors, step: MaskedStep, state: ClientState) -> bytes:
         """Return the received bitmap of survivors, if an honest server could have sent it.
 
         A neighbour whose packet never arrived cannot have survived: this client does not mask with
@@ -349,7 +355,7 @@ class SecureClient:
             raise ProtocolError(f"{len(ranks)} survivors, the least is {terms.min_survivors}")
         holders = set(alive) & set(session.holders(self.client_id))
         if holders - step.held.keys() - {self.client_id}:
-            raise ProtocolError("a survivor's packet was kept from this client")
+            raise ProtocolError("a survivor's packet was withheld from this client")
         if len(holders) < terms.threshold:
             raise ProtocolError(
                 f"{len(holders)} of this client's holders survive, the threshold is "
@@ -359,10 +365,10 @@ class SecureClient:
             state.releases.require_same(terms, alive)
         return message.ranks
 
-    @_ending_at(Stage.UNMASK)
+    @_abort_at(Stage.UNMASK)
     def release(
-        self, message: Signatures, state: ClientState, step: Confirmed
-    ) -> tuple[Release, ClientState]:
+        self, message: Signatures, state: ClientState, step: ConfirmedStep
+    ) -> tuple[ShareRelease, ClientState]:
         """R4: release one share of every owner, if a quorum signed the same survivors.
 
         Raises:
@@ -372,8 +378,8 @@ class SecureClient:
         return self._release(step, step.survivors, state)
 
     def _release(
-        self, step: Masked | Confirmed, survivors: bytes, state: ClientState
-    ) -> tuple[Release, ClientState]:
+        self, step: MaskedStep | ConfirmedStep, survivors: bytes, state: ClientState
+    ) -> tuple[ShareRelease, ClientState]:
         """Release the self-seed share of each survivor, and the mask-key share of each dropout."""
         session, half, shares = step.session, shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
         alive = set(
@@ -384,13 +390,13 @@ class SecureClient:
             # Never both halves: with both secrets of a client its vector could be unmasked.
             shares[owner] = SecretBytes(data[:half] if owner in alive else data[half:])
         most = self.policy.max_releases_per_round
-        after = state.released(Released(session, survivors, shares), most=most)
-        return Release(session=session.id, shares=shares), after
+        after = state.record_release(ReleasedStep(session, survivors, shares), most=most)
+        return ShareRelease(session=session.id, shares=shares), after
 
-    @_ending_at(Stage.UNMASK)
+    @_abort_at(Stage.UNMASK)
     def repeat(
-        self, message: Signatures | Survivors, state: ClientState, step: Released
-    ) -> tuple[Release, ClientState]:
+        self, message: Signatures | Survivors, state: ClientState, step: ReleasedStep
+    ) -> tuple[ShareRelease, ClientState]:
         """R4 again: release the same shares if the same is asked; the state does not change."""
         if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
             if not isinstance(message, Signatures):
@@ -398,9 +404,9 @@ class SecureClient:
             self._audit(message, step)
         elif not isinstance(message, Survivors) or message.ranks != step.survivors:
             raise ProtocolError("this client has released its shares to other survivors")
-        return Release(session=step.session.id, shares=step.shares), state
+        return ShareRelease(session=step.session.id, shares=step.shares), state
 
-    def _audit(self, message: Signatures, step: Confirmed | Released) -> None:
+    def _audit(self, message: Signatures, step: ConfirmedStep | ReleasedStep) -> None:
         session, signers = step.session, [signer.client_id for signer in message.signers]
         if self.draw is not None:
             self.policy.judge_drawn(session.terms, signers, draw=self.draw)
@@ -427,7 +433,7 @@ def check_advert(advert: Advert, terms: Terms, *, directory: Mapping[ClientId, b
         )
 
 
-def pair_keys(
+def derive_pair_keys(
     agreement: keys.KeyAgreement,
     client_id: ClientId,
     partners: Iterable[ClientId],

@@ -28,7 +28,7 @@ _Held: TypeAlias = Annotated[Mapping[ClientId, SecretBytes], octets.secret_table
 
 
 @dataclass(frozen=True, eq=False)
-class Advertised:
+class AdvertisedStep:
     """R0 is answered: the terms are accepted, and the private halves of both keys are kept."""
 
     terms: OwnTerms
@@ -38,7 +38,7 @@ class Advertised:
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class SharedStep:
     """R1 is answered: the client has shared its secrets.
 
     Attributes:
@@ -62,7 +62,7 @@ class Shared:
 
 
 @dataclass(frozen=True, eq=False)
-class Masked:
+class MaskedStep:
     """R2 is answered: the client's secrets are forgotten; ``held`` has the shares, by owner."""
 
     session: Session
@@ -70,7 +70,7 @@ class Masked:
 
 
 @dataclass(frozen=True, eq=False)
-class Confirmed:
+class ConfirmedStep:
     """R3 is answered: this set of survivors is signed, and no other will be."""
 
     session: Session
@@ -79,7 +79,7 @@ class Confirmed:
 
 
 @dataclass(frozen=True, eq=False)
-class Released:
+class ReleasedStep:
     """R4 is answered: the same shares may be released again, for the same survivors, and no others.
 
     So a coordinator that crashed before it unmasked the sum can resume, and needs no second sum.
@@ -91,7 +91,7 @@ class Released:
     shares: Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(SHARE_BYTES)]
 
 
-Step: TypeAlias = Advertised | Shared | Masked | Confirmed | Released
+Step: TypeAlias = AdvertisedStep | SharedStep | MaskedStep | ConfirmedStep | ReleasedStep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,7 +113,9 @@ class ClientState:
     releases: PastReleases
     step: Annotated[
         Step | None,
-        octets.one_of(NoneType, Advertised, Shared, Masked, Confirmed, Released),
+        octets.one_of(
+            NoneType, AdvertisedStep, SharedStep, MaskedStep, ConfirmedStep, ReleasedStep
+        ),
     ] = field(repr=False)
 
     @classmethod
@@ -121,11 +123,11 @@ class ClientState:
         """Return the state of a client that has not taken part in any session."""
         return cls(run_id=run_id, releases=PastReleases(), step=None)
 
-    def at(self, step: Step | None) -> "ClientState":
+    def with_step(self, step: Step | None) -> "ClientState":
         """Return the state at ``step``; ``None`` ends the session and forgets its secrets."""
         return replace(self, step=step)
 
-    def released(self, step: Released, *, most: int) -> "ClientState":
+    def record_release(self, step: ReleasedStep, *, most: int) -> "ClientState":
         """Return the state after shares were released.
 
         Args:
@@ -133,19 +135,19 @@ class ClientState:
             most: Most attempts at one round in which the client helps.
 
         Raises:
-            PolicyViolation: See :meth:`~fedlearn.secagg.releases.PastReleases.after`.
+            PolicyViolation: See :meth:`~fedlearn.secagg.releases.PastReleases.record`.
         """
         session = step.session
         ranks = session.unpack_ranks(step.survivors, what="the survivors")
         # In a sparse graph the client sees only its neighbours, too few to compare two sums.
         survivors = session.find_clients(ranks) if session.is_whole else ()
-        releases = self.releases.after(session.terms, survivors, session=session.id, most=most)
+        releases = self.releases.record(session.terms, survivors, session=session.id, most=most)
         return replace(self, releases=releases, step=step)
 
     @property
     def is_in_session(self) -> bool:
         """Whether a session is under way, so that the state holds secrets that are still needed."""
-        return self.step is not None and not isinstance(self.step, Released)
+        return self.step is not None and not isinstance(self.step, ReleasedStep)
 
     def to_bytes(self) -> bytes:
         """Encode the state with its secrets, for a store that only its owner can read."""
@@ -155,7 +157,7 @@ class ClientState:
     def from_bytes(cls, data: bytes) -> "ClientState":
         """Decode the output of :meth:`to_bytes`; ProtocolError if damaged or of another version."""
         if data[: len(_HEADER)] != _HEADER:
-            raise ProtocolError("this is no state of secure aggregation of this version")
+            raise ProtocolError("this is not a state of secure aggregation of this version")
         return _STATE.from_bytes(data[len(_HEADER) :], what="the state of a client")
 
 

@@ -43,7 +43,7 @@ _TICKET_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
+class RosterDraw:
     """A roster that draws clients.
 
     Attributes:
@@ -52,8 +52,8 @@ class Draw:
         factor: f: clients drawn for each client that is invited, >= 1.
 
     Example:
-        >>> draw = Draw(roster="9f…", client_ids=range(1000), factor=2.0)
-        >>> draw.chance(50), len(draw.drawn(draw.client_ids, round_num=3, num_asked=50))
+        >>> draw = RosterDraw(roster="9f…", client_ids=range(1000), factor=2.0)
+        >>> draw.chance(50), len(draw.select(draw.client_ids, round_num=3, num_asked=50))
         (0.1, 103)
     """
 
@@ -65,7 +65,7 @@ class Draw:
         """Return p, the probability that a client is drawn if ``num_asked`` are invited."""
         return min(1.0, self.factor * num_asked / max(1, len(self.client_ids)))
 
-    def drawn(
+    def select(
         self, client_ids: Iterable[ClientId], *, round_num: int, num_asked: int
     ) -> list[ClientId]:
         """Keep the clients that are in the roster and drawn for the round, in their order."""

@@ -249,7 +249,7 @@ def build_noisy_lane(
     if max_level < _FEWEST_LEVELS * rounding or noise_share * max_level < MIN_NOISE:
         raise ConfigError(
             f"lane {name!r}: {modulus_bits} bits leave {max(max_level, 0)} levels for vectors of "
-            f"{size} numbers beside the noise of {num_clients} clients, and rounding alone makes "
+            f"{size} numbers next to the noise of {num_clients} clients, and rounding alone makes "
             f"such a vector longer by {rounding:.4g} levels; use a wider modulus"
         )
     plain = Lane(

@@ -156,7 +156,9 @@ def unseal(
     try:
         return AESGCM(key.reveal()).decrypt(_NONCE, packet, struct.pack("<QQ", *way) + session)
     except InvalidTag as error:
-        raise ProtocolError(f"the packet of client {way[0]} does not open: altered") from error
+        raise ProtocolError(
+            f"the packet of client {way[0]} cannot be decrypted: it was altered"
+        ) from error
 
 
 def commit_to_seed(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> bytes:

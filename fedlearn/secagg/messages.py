@@ -7,7 +7,7 @@ R0    SignedTerms      Advert                                 152
 R1    Roster           Shares                                 32 + 32 + 92 k
 R2    Packets          MaskedVector                           32 + Σ size b / 8
 R3    Survivors        SurvivorSignature (active server)      64
-R4    Signatures       Release                                32 + 44 (k + 1)
+R4    Signatures       ShareRelease                           32 + 44 (k + 1)
 ===== ================ ====================================== =========================
 
 A client receives only the part of the roster that it needs, with a proof that it belongs to the
@@ -15,7 +15,7 @@ roster (:mod:`fedlearn.secagg.merkle`): of m clients, its own advert and those o
 and later a sample of the clients that signed the survivors (:mod:`fedlearn.secagg.audit`). In the
 complete graph that part is the whole roster, and nothing is left to prove.
 
-Against an honest-but-curious server R3 is left out: Release answers Survivors. Each message
+Against an honest-but-curious server R3 is left out: ShareRelease answers Survivors. Each message
 begins with ``FLSA``, a version byte and a byte for its kind; lists have a count and strictly
 ascending ids. Decoding refuses everything else: each message has exactly one encoding.
 """
@@ -203,7 +203,7 @@ class Signatures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class ShareRelease:
     """R4 up: one share per owner: of a survivor's self-seed, or of a dropped client's mask key.
 
     Which of the two it is follows from the survivors; no field could ask for both.
@@ -214,7 +214,7 @@ class Release:
 
 
 Down: TypeAlias = SignedTerms | Roster | Packets | Survivors | Signatures
-Up: TypeAlias = Advert | Shares | MaskedVector | SurvivorSignature | Release
+Up: TypeAlias = Advert | Shares | MaskedVector | SurvivorSignature | ShareRelease
 Message: TypeAlias = Down | Up
 
 _MESSAGE: octets.Form[Message] = octets.one_of(
@@ -227,7 +227,7 @@ _MESSAGE: octets.Form[Message] = octets.one_of(
     Survivors,
     SurvivorSignature,
     Signatures,
-    Release,
+    ShareRelease,
 )
 
 
@@ -253,11 +253,11 @@ def decode(data: bytes) -> Message:
     """
     reader = octets.Reader(data, what="a message of secure aggregation")
     if reader.take(len(_MAGIC)) != _MAGIC:
-        raise ProtocolError("this is no message of secure aggregation")
+        raise ProtocolError("this is not a message of secure aggregation")
     if (version := reader.integer(1)) != VERSION:
         raise ProtocolError(
-            f"secure aggregation version {version}, this side speaks {VERSION}; upgrade the "
-            "older side"
+            f"the message has version {version} of secure aggregation, this side has {VERSION}; "
+            "upgrade the older side"
         )
     message = _MESSAGE.read(reader)
     reader.finish()
@@ -277,5 +277,7 @@ def open_packet(plain: bytes, *, point: int, sender: ClientId) -> SecretBytes:
     pair = SecretBytes(reader.take(PAIR_BYTES))
     reader.finish()
     if not is_canonical(pair.reveal()):
-        raise ProtocolError(f"the packet of client {sender} holds shares that are none")
+        raise ProtocolError(
+            f"the packet of client {sender} holds invalid shares: a number is not below p"
+        )
     return pair

@@ -136,7 +136,7 @@ def text(length_bytes: int, *, most: int) -> Form[str]:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise ProtocolError("a text is no UTF-8") from error
+            raise ProtocolError("a text is not UTF-8") from error
 
     return byte_string(length_bytes, most=most).map(str.encode, decode)
 

@@ -113,28 +113,30 @@ class Adversary(IntEnum):
 class Assumptions:
     """The assumptions from which k, t and q are derived."""
 
-    adversary: Annotated[Adversary, doc("Whom it must hold against.")]
-    topology: Annotated[Topology, doc("Complete, or sparse.")]
+    adversary: Annotated[Adversary, doc("The adversary that the protocol must withstand.")]
+    topology: Annotated[Topology, doc("The mask graph: complete or sparse.")]
     corruption: Annotated[
         BelowOne,
-        doc("Largest fraction of the clients asked that the adversary controls, gamma in [0, 1)."),
+        doc(
+            "Largest fraction of the invited clients that the adversary controls, gamma in [0, 1)."
+        ),
     ]
     dropout: Annotated[
         BelowOne,
         doc(
-            "Largest fraction of the clients asked that drop out, those that over-selection asks "
-            "too many included, delta in [0, 1)."
+            "Largest fraction of the invited clients that drop out, including those that "
+            "over-selection invites in excess, delta in [0, 1)."
         ),
     ]
     sigma_bits: Annotated[
         Count,
         doc(
-            "In a sparse graph privacy fails with at most 2^-sigma, sigma >= 1; against an active"
-            " server, for all the rosters together that it can try."
+            "In a sparse graph privacy fails with probability at most 2^-sigma, sigma >= 1; "
+            "against an active server, over all rosters that it can try."
         ),
     ]
     eta_bits: Annotated[
-        Count, doc("In a sparse graph a round fails with at most 2^-eta, eta >= 1.")
+        Count, doc("In a sparse graph a round fails with probability at most 2^-eta, eta >= 1.")
     ]
 
     def __post_init__(self) -> None:
@@ -229,7 +231,7 @@ class Parameters:
                 c = _gap_bound(n, k, roster_size=fewest, assumptions=given)
                 rule = f"{rule} and t >= k/2 + c = {k // 2 + c}"
                 gaps = f"two gaps of k/2 with c = {c} corrupted each with {risk}"
-                more += [("cut", f"{gaps}, whoever drops out")]
+                more += [("cut", f"{gaps}, whichever clients drop out")]
             both = f"2q > n + A = {n + corrupted}"
             more += [("quorum", f"q = {self.quorum}, the least with {both}")]
             if not complete:

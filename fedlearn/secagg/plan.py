@@ -75,7 +75,7 @@ class SecurePlan:
             no room for a level.
     """
 
-    parameters: Annotated[Parameters, doc("N, k, t, q and what they rest on.")]
+    parameters: Annotated[Parameters, doc("n, k, t and q, with the assumptions behind them.")]
     min_survivors: Annotated[
         int, doc("Fewest clients in a released sum; at least that of ``parameters``.")
     ]
@@ -84,15 +84,16 @@ class SecurePlan:
     ]
     statistics_norm: Annotated[
         Positive,
-        doc("Likewise of the change in statistics, such as those of batch normalisation, > 0."),
+        doc("The same for the change in statistics, such as those of batch normalisation, > 0."),
     ]
-    max_loss: Annotated[Positive, doc("A client's training loss is cut off here, > 0.")]
+    max_loss: Annotated[Positive, doc("A client's training loss is cut off at this value, > 0.")]
     max_examples: Annotated[
         int,
         Ge(1),
         Le(10**9),
         doc(
-            "A client with more examples counts as one with so many, >= 1; smaller is more precise."
+            "A client with more examples counts as if it had this many, >= 1; smaller is more "
+            "precise."
         ),
     ]
     by_examples: Annotated[bool, doc("Whether clients are weighted by their examples.")]
@@ -102,16 +103,16 @@ class SecurePlan:
         Le(40),
         MultipleOf(8),
         doc(
-            "Bits of one number on its way to the coordinator: 16, 24, 32 or 40; what the sum "
-            "does not need is precision."
+            "Bits of one number in an upload: 16, 24, 32 or 40; bits that the sum does not need "
+            "add precision."
         ),
     ]
-    further: Annotated[Sequence[LaneSpec], doc("The strategy's lanes beside the delta.")] = ()
+    further: Annotated[Sequence[LaneSpec], doc("The strategy's lanes other than the delta.")] = ()
     noise_multiplier: Annotated[
         Positive | None,
         doc(
-            "Standard deviation of the noise in a sum by the largest norm of one client's "
-            "contribution, > 0; not set: clients add none."
+            "Standard deviation of the noise in a sum, relative to the largest norm of one "
+            "client's contribution, > 0; not set: clients add none."
         ),
     ] = None
 
@@ -127,13 +128,13 @@ class SecurePlan:
                 )
             if lane.name in taken:
                 raise ConfigError(
-                    f"the algorithm has a lane {lane.name!r}, which is a name of secure "
-                    "aggregation's own; call it something else"
+                    f"the algorithm has a lane {lane.name!r}, but secure aggregation "
+                    "reserves this name; choose another"
                 )
         if self.noise_multiplier is not None and self.by_examples:
             raise ConfigError(
-                "secure aggregation: weights by examples have no noise, and would tell of them; "
-                "weigh all clients alike"
+                "secure aggregation: weights by examples have no noise, and would reveal how many "
+                "examples clients have; weight all clients equally"
             )
 
     def require_same_mean(self, aggregation: object) -> None:
@@ -148,8 +149,9 @@ class SecurePlan:
             raise RoundError(f"secure aggregation: {error}") from error
         if mean.by_examples != self.by_examples:
             raise RoundError(
-                f"secure aggregation: the strategy weighs by_examples={mean.by_examples}, but the "
-                f"sessions of this run by_examples={self.by_examples}; let all rounds weigh alike"
+                f"secure aggregation: the strategy weights clients with "
+                f"by_examples={mean.by_examples}, but the sessions of this run with "
+                f"by_examples={self.by_examples}; use the same in all rounds"
             )
 
     @property
@@ -160,16 +162,16 @@ class SecurePlan:
         count the survivors, that many must sign instead.
         """
         quorum, least = self.parameters.quorum, self.min_survivors
-        if self.noise_multiplier is not None and self._assured(quorum) < least:
+        if self.noise_multiplier is not None and self._count_assured(quorum) < least:
             quorum = least
         return replace(self.parameters, min_survivors=least, quorum=quorum)
 
     @property
     def num_assured(self) -> int:
         """Least number of clients in a released sum, even if the coordinator of this plan lies."""
-        return self._assured(self.session.quorum)
+        return self._count_assured(self.session.quorum)
 
-    def _assured(self, quorum: int) -> int:
+    def _count_assured(self, quorum: int) -> int:
         given = self.parameters.assumptions
         return num_assured(
             given.adversary, given.topology, quorum=quorum, min_survivors=self.min_survivors
@@ -195,15 +197,17 @@ class SecurePlan:
         """Return, for each lane of the strategy, the session's lanes that carry it end to end."""
         num_statistics = layout.size - layout.num_trainable
         if self.noise_multiplier is not None:
-            delta = [self._lane(PARAMETERS, layout.size, self.clip_norm)]
+            delta = [self._build_lane(PARAMETERS, layout.size, self.clip_norm)]
         else:
-            delta = [self._lane(PARAMETERS, layout.num_trainable, self.clip_norm)]
+            delta = [self._build_lane(PARAMETERS, layout.num_trainable, self.clip_norm)]
             if num_statistics:
-                delta.append(self._lane(STATISTICS, num_statistics, self.statistics_norm))
+                delta.append(self._build_lane(STATISTICS, num_statistics, self.statistics_norm))
         lanes = {DELTA.name: tuple(delta)}
         for lane in self.further:
             assert lane.bound is not None  # checked when this was made
-            vector = self._lane(lane.name, lane.size(layout), lane.bound, weighted=lane.weighted)
+            vector = self._build_lane(
+                lane.name, lane.size(layout), lane.bound, weighted=lane.weighted
+            )
             lanes[lane.name] = (vector,)
         return lanes
 
@@ -215,7 +219,7 @@ class SecurePlan:
         metrics = {LOSS: self.max_loss, HAS_LOSS: 1.0}
         if not self.by_examples:
             metrics[NUM_EXAMPLES] = float(self.max_examples)
-        lanes += [self._metric(name, most) for name, most in metrics.items()]
+        lanes += [self._build_metric_lane(name, most) for name, most in metrics.items()]
         if self.by_examples:
             num_clients = self.parameters.num_clients
             lanes.append(build_weight_lane(max_weight=self.max_examples, num_clients=num_clients))
@@ -241,7 +245,7 @@ class SecurePlan:
         Raises:
             ConfigError: A sum could overflow.
         """
-        lane, n = self._lane(PARAMETERS, 1, self.clip_norm), self.parameters.num_clients
+        lane, n = self._build_lane(PARAMETERS, 1, self.clip_norm), self.parameters.num_clients
         rms = math.sqrt(n) * lane.step / 2.0
         is_less = self.num_assured < self.min_survivors
         assured = f"; {self.num_assured} if the coordinator lies" if is_less else ""
@@ -257,7 +261,7 @@ class SecurePlan:
             ("hides", self._hides),
         ]
         if self.noise_multiplier is not None:
-            enough = f"so that {self.num_noisy} = {self.min_survivors} - A clients have"
+            enough = f"so that {self.num_noisy} = {self.min_survivors} - A clients together have"
             times = f"{self.noise_multiplier:.4g} times that of all lanes"
             facts += [("noise", f"{of_each}, {enough} {times}")]
         return [
@@ -272,17 +276,18 @@ class SecurePlan:
         corrupted = self.parameters.num_corrupted
         others = self.num_assured - corrupted - 1
         words = (
-            f"an update behind those of {others} others, where the coordinator knows the parts of "
+            f"one update among those of {others} others, if the coordinator knows the updates of "
             f"A = {corrupted}"
             if others > 0
-            else f"nothing, where the coordinator knows the parts of A = {corrupted}"
+            else f"nothing, if the coordinator knows the updates of A = {corrupted}"
         )
         if self.num_assured < USUAL_MIN_COHORT:
-            words += f"; clients refuse sums of fewer than {USUAL_MIN_COHORT} (min_cohort) if left"
-            words += " at the default"
+            words += (
+                f"; by default clients refuse sums of fewer than {USUAL_MIN_COHORT} (min_cohort)"
+            )
         return words
 
-    def _lane(self, name: str, size: int, bound: float, *, weighted: bool = True) -> Lane:
+    def _build_lane(self, name: str, size: int, bound: float, *, weighted: bool = True) -> Lane:
         num_clients = self.parameters.num_clients
         if self.noise_multiplier is not None:
             return build_noisy_lane(
@@ -302,7 +307,7 @@ class SecurePlan:
             weighted=self.by_examples and weighted,
         )
 
-    def _metric(self, name: str, most: float) -> Lane:
+    def _build_metric_lane(self, name: str, most: float) -> Lane:
         return build_vector_lane(
             name,
             size=1,
@@ -329,12 +334,12 @@ def clip(values: Tensor, bound: float) -> tuple[Tensor, bool]:
     return (values, False) if norm <= bound else (values * (bound / norm), True)
 
 
-def request_hash(work: TrainRequest | EvaluateRequest) -> bytes:
+def hash_request(work: TrainRequest | EvaluateRequest) -> bytes:
     """Return the hash by which the terms of a session identify a request."""
-    return noticed_hash(notice_of(work))
+    return hash_notice(build_notice(work))
 
 
-def noticed_hash(notice: TrainingNotice | EvaluationNotice) -> bytes:
+def hash_notice(notice: TrainingNotice | EvaluationNotice) -> bytes:
     """Return the :func:`request_hash` of the request that a notice announces."""
     if isinstance(notice, EvaluationNotice):
         return digest(b"evaluation", notice.rest_hash)
@@ -342,7 +347,7 @@ def noticed_hash(notice: TrainingNotice | EvaluationNotice) -> bytes:
     return digest(b"training settings and request", settings, notice.rest_hash)
 
 
-def notice_of(work: TrainRequest | EvaluateRequest) -> TrainingNotice | EvaluationNotice:
+def build_notice(work: TrainRequest | EvaluateRequest) -> TrainingNotice | EvaluationNotice:
     """Build the notice of a request, which clients receive before the model."""
     # Sorted by name: at a client, tensors that were sent separately come last.
     tensors = dict(sorted(work.tensors.items()))

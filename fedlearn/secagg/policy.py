@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import PolicyViolation
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import (
@@ -43,17 +43,17 @@ class NoiseFloor:
             share: Standard deviation of the client's own noise, divided by its norm.
             squared: Squared distance of the session that it is asked to join.
         """
-        _at_least("privacy.min_noise_share", share * (1.0 + 1e-9), self.min_share)
+        _require_at_least("privacy.min_noise_share", share * (1.0 + 1e-9), self.min_share)
         if self.max_epsilon is None:
             return
         # Imported only if there is a limit: it loads scipy.
         from fedlearn.privacy.gaussian import gaussian_epsilon  # noqa: PLC0415
 
         epsilon = gaussian_epsilon(math.sqrt(self.spent + squared), self.target_delta)
-        _at_most("privacy.max_epsilon_per_day", epsilon, self.max_epsilon)
+        _require_at_most("privacy.max_epsilon_per_day", epsilon, self.max_epsilon)
 
 
-def squared_distance_of(share: float) -> float:
+def lane_squared_distance(share: float) -> float:
     """Return the squared distance of one lane whose noise is ``share`` times its norm."""
     return (2.0 / share) ** 2
 
@@ -115,20 +115,20 @@ class TermsPolicy:
         The error names the rule, the value in the terms and the limit.
         """
         if terms.adversary < self.adversary:
-            asked, limit = _words(terms.adversary), _words(self.adversary)
+            asked, limit = _format_adversary(terms.adversary), _format_adversary(self.adversary)
             raise PolicyViolation(rule="adversary", asked=asked, limit=limit)
         if terms.topology is Topology.SPARSE and not self.allow_sparse:
             raise PolicyViolation(
                 rule="allow_sparse", asked="a sparse graph", limit="a complete one"
             )
-        _at_most("max_cohort", terms.num_clients, self.max_cohort)
-        _at_least("min_cohort", terms.num_assured, self.min_cohort)
+        _require_at_most("max_cohort", terms.num_clients, self.max_cohort)
+        _require_at_least("min_cohort", terms.num_assured, self.min_cohort)
         self._judge_shares(terms)
-        _at_most("max_weight", terms.max_weight, self.max_weight)
-        _at_most("max_upload_bytes", terms.num_bytes, self.max_upload_bytes)
+        _require_at_most("max_weight", terms.max_weight, self.max_weight)
+        _require_at_most("max_upload_bytes", terms.num_bytes, self.max_upload_bytes)
         for lane in terms.lanes:
             if lane.role is LaneRole.VECTOR:
-                _at_most("max_clip", lane.bound, self.max_clip * (1.0 + 1e-9))
+                _require_at_most("max_clip", lane.bound, self.max_clip * (1.0 + 1e-9))
         self.judge_noise(terms)
 
     def judge_roster(self, terms: Terms, *, size: int) -> None:
@@ -146,7 +146,7 @@ class TermsPolicy:
             terms.num_clients,
             terms.num_neighbours,
             roster_size=size,
-            assumptions=self._feared(terms),
+            assumptions=self._build_assumptions(terms),
         )
         if terms.threshold < lowest:
             raise PolicyViolation(
@@ -155,7 +155,9 @@ class TermsPolicy:
                 limit=f"at least {lowest}",
             )
 
-    def judge_drawn(self, terms: Terms, client_ids: Iterable[ClientId], *, draw: Draw) -> None:
+    def judge_drawn(
+        self, terms: Terms, client_ids: Iterable[ClientId], *, draw: RosterDraw
+    ) -> None:
         """Raise PolicyViolation if an active server invites a client that the roster did not draw.
 
         Args:
@@ -166,13 +168,13 @@ class TermsPolicy:
         if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
             return
         n, round_num, asked = terms.num_clients, terms.round_num, set(client_ids)
-        if undrawn := asked.difference(draw.drawn(asked, round_num=round_num, num_asked=n)):
+        if undrawn := asked.difference(draw.select(asked, round_num=round_num, num_asked=n)):
             raise PolicyViolation(
                 rule="max_draw_factor",
                 asked=f"client {min(undrawn)} in round {round_num}",
-                limit=f"who is drawn by this client's roster, {draw.factor:g} for each of the "
-                f"{n} asked, of {len(draw.client_ids)}; the coordinator draws alike where "
-                "secure_aggregation.roster names the same file",
+                limit=f"a client that this client's roster draws ({draw.factor:g} for each of the "
+                f"{n} invited, of {len(draw.client_ids)}); the coordinator draws the same ones if "
+                "its secure_aggregation.roster names the same file",
             )
 
     def judge_noise(self, terms: Terms) -> None:
@@ -188,19 +190,19 @@ class TermsPolicy:
         self.noise.judge(share, squared_distance(terms, corruption=self.corruption))
 
     def _judge_shares(self, terms: Terms) -> None:
-        feared, n, k = self._feared(terms), terms.num_clients, terms.num_neighbours
+        feared, n, k = self._build_assumptions(terms), terms.num_clients, terms.num_neighbours
         lowest = lowest_threshold(n, k, roster_size=n, assumptions=feared)
         if lowest > (holders := num_holders(n, k)):
             limit = f"more: not even {holders} shares would be enough for a secret"
             raise PolicyViolation(rule="num_neighbours", asked=str(k), limit=limit)
-        _at_least("threshold", terms.threshold, lowest)
-        _at_most("threshold", terms.threshold, holders)
+        _require_at_least("threshold", terms.threshold, lowest)
+        _require_at_most("threshold", terms.threshold, holders)
         if terms.adversary is Adversary.ACTIVE_SERVER:
-            _at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=feared))
+            _require_at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=feared))
             if terms.topology is Topology.SPARSE:
-                _at_least("sigma_bits", terms.sigma_bits, self.sigma_bits)
+                _require_at_least("sigma_bits", terms.sigma_bits, self.sigma_bits)
 
-    def _feared(self, terms: Terms) -> Assumptions:
+    def _build_assumptions(self, terms: Terms) -> Assumptions:
         """Return what t, q and k must withstand; dropout and eta are the coordinator's concern."""
         return Assumptions(
             adversary=terms.adversary,
@@ -212,15 +214,15 @@ class TermsPolicy:
         )
 
 
-def _words(adversary: Adversary) -> str:
+def _format_adversary(adversary: Adversary) -> str:
     return adversary.name.lower().replace("_", "-")
 
 
-def _at_least(rule: str, asked: float, limit: float) -> None:
+def _require_at_least(rule: str, asked: float, limit: float) -> None:
     if asked < limit:
         raise PolicyViolation(rule=rule, asked=f"{asked:g}", limit=f"at least {limit:g}")
 
 
-def _at_most(rule: str, asked: float, limit: float) -> None:
+def _require_at_most(rule: str, asked: float, limit: float) -> None:
     if asked > limit:
         raise PolicyViolation(rule=rule, asked=f"{asked:g}", limit=f"at most {limit:g}")

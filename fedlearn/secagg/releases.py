@@ -49,7 +49,7 @@ class PastRelease:
     survivors: ClientIds
 
     @property
-    def place(self) -> tuple[bytes, bool]:
+    def key(self) -> tuple[bytes, bool]:
         """The run and the kind of sum: one release is remembered for each."""
         return self.run_id, self.is_evaluation
 
@@ -63,10 +63,10 @@ class PastReleases:
         octets.sequence(octets.record(PastRelease), most=_MAX_RUNS),
     ] = ()
 
-    def of(self, terms: Terms) -> PastRelease | None:
+    def find(self, terms: Terms) -> PastRelease | None:
         """Return the last release of the run and kind of these terms, if there is one."""
-        place = terms.run_id, terms.is_evaluation
-        return next((each for each in self.last if each.place == place), None)
+        key = terms.run_id, terms.is_evaluation
+        return next((each for each in self.last if each.key == key), None)
 
     def require_open(self, terms: Terms, *, most: int) -> None:
         """Check terms before the client accepts them.
@@ -79,7 +79,7 @@ class PastReleases:
             PolicyViolation: The session is over, it is one attempt too many, or the client could
                 not tell whether the same clients are in its sum.
         """
-        last = self.of(terms)
+        last = self.find(terms)
         if last is None:
             return
         if (terms.round_num, terms.attempt) <= (last.round_num, last.attempt):
@@ -93,8 +93,8 @@ class PastReleases:
             raise PolicyViolation(
                 rule=ONE_SET,
                 asked=f"in round {terms.round_num} another session, attempt {terms.attempt}",
-                limit="the sum that was opened before: in a sparse graph a client does not see who "
-                "is in one",
+                limit="the sum that was opened before: in a sparse graph a client does not see "
+                "which clients are in a sum",
             )
         if terms.round_num == last.round_num and last.num_releases >= most:
             raise PolicyViolation(
@@ -109,9 +109,9 @@ class PastReleases:
         Raises:
             PolicyViolation: One is missing, so the sum would be over another set of clients.
         """
-        last = self._of_round(terms)
+        last = self._find_in_round(terms)
         if last is not None and (missing := sorted(set(last.survivors) - set(members))):
-            raise _another_set(terms, f"a session without client {missing[0]}", last.survivors)
+            raise _build_violation(terms, f"a session without client {missing[0]}", last.survivors)
 
     def require_same(self, terms: Terms, survivors: Sequence[ClientId]) -> None:
         """Check survivors before they are confirmed.
@@ -119,14 +119,16 @@ class PastReleases:
         Raises:
             PolicyViolation: They differ from the clients of this round's previous sum.
         """
-        last = self._of_round(terms)
+        last = self._find_in_round(terms)
         if last is not None and tuple(survivors) != last.survivors:
             different = min(set(survivors) ^ set(last.survivors))
-            raise _another_set(
-                terms, f"a sum over others, client {different} for one", last.survivors
+            raise _build_violation(
+                terms,
+                f"a sum over other clients, which differ in client {different}",
+                last.survivors,
             )
 
-    def after(
+    def record(
         self, terms: Terms, survivors: Sequence[ClientId], *, session: bytes, most: int
     ) -> "PastReleases":
         """Return the record after a sum was opened; a session counts only once.
@@ -143,7 +145,7 @@ class PastReleases:
         Raises:
             PolicyViolation: A sum that was opened in the meantime forbids this one.
         """
-        before = self._of_round(terms)
+        before = self._find_in_round(terms)
         if before is not None and before.session == session:
             return self
         self.require_open(terms, most=most)
@@ -157,14 +159,14 @@ class PastReleases:
             num_releases=1 if before is None else before.num_releases + 1,
             survivors=tuple(survivors),
         )
-        return replace(self, last=(*(e for e in self.last if e.place != new.place), new))
+        return replace(self, last=(*(e for e in self.last if e.key != new.key), new))
 
-    def _of_round(self, terms: Terms) -> PastRelease | None:
-        last = self.of(terms)
+    def _find_in_round(self, terms: Terms) -> PastRelease | None:
+        last = self.find(terms)
         return last if last is not None and last.round_num == terms.round_num else None
 
 
-def _another_set(terms: Terms, asked: str, survivors: Sequence[ClientId]) -> PolicyViolation:
+def _build_violation(terms: Terms, asked: str, survivors: Sequence[ClientId]) -> PolicyViolation:
     return PolicyViolation(
         rule=ONE_SET,
         asked=f"in round {terms.round_num} {asked}",

@@ -31,8 +31,8 @@ from fedlearn.secagg.messages import (
     ClientIds,
     MaskedVector,
     Packets,
-    Release,
     Roster,
+    ShareRelease,
     Shares,
     Signatures,
     SignedTerms,
@@ -42,7 +42,7 @@ from fedlearn.secagg.messages import (
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.session import Session, Stage, build_terms_text, find_shortage
 from fedlearn.secagg.terms import Terms, Total, from_words
-from fedlearn.secagg.unmasking import Recovered, ShareBox, leftover_masks
+from fedlearn.secagg.unmasking import RecoveredSecrets, ShareBox, find_leftover_masks
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class MaskedSum:
     def from_bytes(cls, data: bytes) -> "MaskedSum":
         """Decode the output of :meth:`to_bytes`; ProtocolError if damaged or of another version."""
         if data[: len(_HEADER)] != _HEADER:
-            raise ProtocolError("this is no masked sum of this version")
+            raise ProtocolError("this is not a masked sum of this version")
         return _MASKED_SUM.from_bytes(data[len(_HEADER) :], what="a masked sum")
 
     @property
@@ -104,10 +104,10 @@ class MaskedSum:
         """The message that asks survivors for shares; ProtocolError if it is damaged."""
         final = messages.decode(self.final)
         if not isinstance(final, Survivors | Signatures):
-            raise ProtocolError(f"{type(final).__name__} opens no sum")
+            raise ProtocolError(f"{type(final).__name__} does not ask for shares")
         return final
 
-    def unmasking(self) -> "Unmasking":
+    def resume(self) -> "Unmasking":
         """Return the stage that asks for shares again; ProtocolError if the sum is damaged."""
         _ = self.message  # raises if it is damaged
         sums, begin = masking.zeros(self.session.terms.lanes), 0
@@ -129,7 +129,7 @@ class SessionOutcome:
     Attributes:
         total: The released sum.
         survivors: Clients whose values are in it, ascending.
-        suspects: Those of :class:`~fedlearn.secagg.unmasking.Recovered`.
+        suspects: Those of :class:`~fedlearn.secagg.unmasking.RecoveredSecrets`.
     """
 
     total: Total
@@ -298,12 +298,12 @@ class Confirming(_Stage[bytes]):
     unmasking: "Unmasking"
     tree: MerkleTree
     directory: Mapping[ClientId, bytes]
-    told: Survivors
+    message: Survivors
 
     def receive(self, client_id: ClientId, message: SurvivorSignature) -> None:
         """Take a survivor's signature."""
         self._require_awaited(client_id, self.unmasking.survivors)
-        text = self.unmasking.session.build_survivors_text(self.told.ranks, client_id)
+        text = self.unmasking.session.build_survivors_text(self.message.ranks, client_id)
         if not keys.verify(self.directory[client_id], message.signature, text):
             raise ProtocolError(f"client {client_id} did not sign these survivors")
         self._received[client_id] = message.signature
@@ -329,7 +329,7 @@ class Confirming(_Stage[bytes]):
         evidence = audit.show(
             {signer: self._received[signer] for signer in self.confirmed},
             session,
-            survivors=self.told.ranks,
+            survivors=self.message.ranks,
             tree=self.tree,
         )
         return evidence, self.unmasking
@@ -344,7 +344,7 @@ class Unmasking(_Stage[None]):
     survivors: tuple[ClientId, ...]
     sums: tuple[Words, ...] = field(repr=False)
     _box: ShareBox = field(init=False, repr=False)
-    _recovered: Recovered | None = field(default=None, init=False, repr=False)
+    _recovered: RecoveredSecrets | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._box = ShareBox(self.session, self.commitments, set(self.survivors))
@@ -356,12 +356,12 @@ class Unmasking(_Stage[None]):
         If a share is false, there may be t of every client and still no secret: one more holder
         shows which share it is.
         """
-        if self._recovered is None and self._box.shortest >= self.session.terms.threshold:
+        if self._recovered is None and self._box.fewest_shares >= self.session.terms.threshold:
             with suppress(AggregationAborted):
                 self._recovered = self._box.recover()
         return self._recovered is not None
 
-    def receive(self, client_id: ClientId, release: Release) -> None:
+    def receive(self, client_id: ClientId, release: ShareRelease) -> None:
         """Take the shares that a survivor releases: one per client that it holds shares of."""
         self._require_awaited(client_id, self.survivors)
         _require_session(release.session, self.session)
@@ -373,14 +373,14 @@ class Unmasking(_Stage[None]):
                 f"{len(expected)} that it holds shares of"
             )
         if not all(shamir.is_canonical(share.reveal()) for share in release.shares.values()):
-            raise ProtocolError(f"client {client_id} released shares that are none of the field's")
+            raise ProtocolError(f"client {client_id} released shares that are not below p")
         self._box.put(client_id, release.shares)
         self._received[client_id] = None
 
     def close(self, *, num_threads: int) -> SessionOutcome:
         """Remove the masks from the sum, in place, on ``num_threads`` threads; call this once."""
         recovered = self._recovered or self._box.recover()
-        leftover = leftover_masks(recovered, session=self.session)
+        leftover = find_leftover_masks(recovered, session=self.session)
         masking.fold(self.sums, leftover, num_threads=num_threads)
         try:
             total = from_words(self.session.terms, self.sums, num_clients=len(self.survivors))

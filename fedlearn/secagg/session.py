@@ -96,7 +96,9 @@ class Session:
         """
         size, rank = roster.size, roster.rank
         if size > terms.num_clients:
-            raise ProtocolError(f"{size} clients in the roster, more than n")
+            raise ProtocolError(
+                f"{size} clients in the roster, more than the {terms.num_clients} invited"
+            )
         if short := find_shortage(terms, size):
             raise ProtocolError(short)
         if rank >= size:

@@ -89,25 +89,29 @@ class Terms:
         if complete != (self.topology is Topology.COMPLETE):
             raise ConfigError(f"{self.num_neighbours} neighbours in a {self.topology.name} graph")
         if not complete and self.num_neighbours % 2:
-            raise ConfigError(f"{self.num_neighbours} neighbours on a ring are not even")
+            raise ConfigError(f"{self.num_neighbours} neighbours on a ring; give an even number")
         self._check_lanes()
 
     def _check_lanes(self) -> None:
         if not 1 <= len(self.lanes) <= MAX_LANES:
             raise ConfigError(f"{len(self.lanes)} lanes, not 1 to {MAX_LANES}")
         if len({lane.name for lane in self.lanes}) != len(self.lanes):
-            raise ConfigError("two lanes have one name")
+            raise ConfigError("two lanes have the same name")
         weights = [lane for lane in self.lanes if lane.role is LaneRole.WEIGHT]
         if [(w.max_level, w.size, w.step) for w in weights] != (
             [(self.max_weight, 1, 1.0)] if self.max_weight else []
         ):
-            raise ConfigError("weights travel in one lane of their own, whole and up to max_weight")
+            raise ConfigError(
+                "weights need one lane of their own, of whole numbers up to max_weight"
+            )
         for lane in self.lanes:
             lane.require_room(self.num_clients)
             if lane.weighted and not self.max_weight:
                 raise ConfigError(f"lane {lane.name!r} is weighted, but no weights are sent")
         if any(lane.noise for lane in self.lanes) and not all(lane.noise for lane in self.lanes):
-            raise ConfigError("some lanes have noise and some have none, which would tell of them")
+            raise ConfigError(
+                "some lanes have noise and others have none, which would reveal their values"
+            )
 
     @property
     def num_bytes(self) -> int:

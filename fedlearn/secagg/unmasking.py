@@ -16,7 +16,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted
 from fedlearn.secagg import keys, masking, shamir
-from fedlearn.secagg.client import pair_keys
+from fedlearn.secagg.client import derive_pair_keys
 from fedlearn.secagg.error_correction import find_false_shares
 from fedlearn.secagg.session import Session, Stage
 
@@ -26,7 +26,7 @@ _MOST_DECODED = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Recovered:
+class RecoveredSecrets:
     """The secrets of all clients that shared them.
 
     Attributes:
@@ -65,11 +65,11 @@ class ShareBox:
             self._shares[owner][holder] = share
 
     @property
-    def shortest(self) -> int:
+    def fewest_shares(self) -> int:
         """Number of shares of the owner that has the fewest."""
         return min(len(of_owner) for of_owner in self._shares.values())
 
-    def recover(self) -> Recovered:
+    def recover(self) -> RecoveredSecrets:
         """Recover all secrets; abort if they are not what their owners published.
 
         That happens if an owner has fewer than t shares, or too many false ones to identify. If the
@@ -80,7 +80,7 @@ class ShareBox:
         suspects: set[ClientId] = set()
         left = list(self._shares)
         while left:
-            secrets = self._combine(left, [self._holders(owner, suspects) for owner in left])
+            secrets = self._combine(left, [self._choose_holders(owner, suspects) for owner in left])
             found |= {
                 owner: secret
                 for owner, secret in zip(left, secrets, strict=True)
@@ -88,12 +88,14 @@ class ShareBox:
             }
             left = [owner for owner in left if owner not in found]
             if left:
-                decoded = (self._false_holders(owner, suspects) for owner in left[:_MOST_DECODED])
+                decoded = (
+                    self._find_false_holders(owner, suspects) for owner in left[:_MOST_DECODED]
+                )
                 more = next(filter(None, decoded), None)
                 if more is None:
-                    raise self._abortion(left, is_alone=bool(found))
+                    raise self._build_error(left, is_alone=bool(found))
                 suspects |= more
-        return Recovered(
+        return RecoveredSecrets(
             seeds={owner: found[owner] for owner in self._shares if owner in self.survivors},
             mask_keys={
                 owner: found[owner] for owner in self._shares if owner not in self.survivors
@@ -107,7 +109,7 @@ class ShareBox:
             return opened == self.commitments[owner]
         return keys.KeyAgreement(secret).public_key == self.session.by_id[owner].mask_key
 
-    def _holders(self, owner: ClientId, without: AbstractSet[ClientId]) -> list[ClientId]:
+    def _choose_holders(self, owner: ClientId, without: AbstractSet[ClientId]) -> list[ClientId]:
         """Return the first t holders of an owner's shares, leaving out ``without``."""
         threshold = self.session.terms.threshold
         held = sorted(self._shares[owner].keys() - without)
@@ -119,12 +121,14 @@ class ShareBox:
             )
         return held[:threshold]
 
-    def _false_holders(self, owner: ClientId, suspects: AbstractSet[ClientId]) -> set[ClientId]:
+    def _find_false_holders(
+        self, owner: ClientId, suspects: AbstractSet[ClientId]
+    ) -> set[ClientId]:
         """Return the holders with a false share of an owner's secret; empty if it is unclear."""
         threshold = self.session.terms.threshold
         held = sorted(self._shares[owner].keys() - suspects)
         points = [self.session.points[holder] for holder in held]
-        if found := find_false_shares(points, self._limbs(owner, held), threshold=threshold):
+        if found := find_false_shares(points, self._read_limbs(owner, held), threshold=threshold):
             return {held[place] for place in found}
         # One share more than t is too few to decode, but the published value tells which to drop.
         if len(held) == threshold + 1:
@@ -135,7 +139,7 @@ class ShareBox:
                     return {holder}
         return set()
 
-    def _abortion(self, failed: Sequence[ClientId], *, is_alone: bool) -> AggregationAborted:
+    def _build_error(self, failed: Sequence[ClientId], *, is_alone: bool) -> AggregationAborted:
         """Build the error; the owners are at fault if ``is_alone``: other secrets came out."""
         owners = ", ".join(map(str, failed))
         received = min(len(self._shares[owner]) for owner in failed)
@@ -147,7 +151,7 @@ class ShareBox:
             culprits=failed if is_alone else (),
         )
 
-    def _limbs(self, owner: ClientId, holders: Sequence[ClientId]) -> NDArray[np.uint32]:
+    def _read_limbs(self, owner: ClientId, holders: Sequence[ClientId]) -> NDArray[np.uint32]:
         """Return shares of one owner's secret: shape [holders, limbs]."""
         joined = b"".join(self._shares[owner][holder].reveal() for holder in holders)
         return shamir.from_bytes(joined).reshape(len(holders), shamir.NUM_LIMBS)
@@ -158,10 +162,10 @@ class ShareBox:
         points = self.session.points
         at = np.array([[points[holder] for holder in row] for row in holders], np.int64)
         rows = zip(owners, holders, strict=True)
-        return shamir.combine(at, np.stack([self._limbs(owner, row) for owner, row in rows]))
+        return shamir.combine(at, np.stack([self._read_limbs(owner, row) for owner, row in rows]))
 
 
-def leftover_masks(recovered: Recovered, *, session: Session) -> masking.MaskKeys:
+def find_leftover_masks(recovered: RecoveredSecrets, *, session: Session) -> masking.MaskKeys:
     """Return the keys of the masks to fold into the sum so that none are left in it.
 
     The self-masks of the survivors are subtracted. For each dropped client, its pairwise masks are
@@ -174,7 +178,7 @@ def leftover_masks(recovered: Recovered, *, session: Session) -> masking.MaskKey
     ]
     for client_id, secret in recovered.mask_keys.items():
         partners = [v for v in session.neighbours(client_id) if v in recovered.seeds]
-        pairs = pair_keys(keys.KeyAgreement(secret), client_id, partners, session=session)
+        pairs = derive_pair_keys(keys.KeyAgreement(secret), client_id, partners, session=session)
         plus.extend(pairs.plus)
         minus.extend(pairs.minus)
     return masking.MaskKeys(plus=plus, minus=minus)

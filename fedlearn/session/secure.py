@@ -25,7 +25,13 @@ from fedlearn.core.messages import (
 )
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import messages
-from fedlearn.secagg.client_state import ClientState, Confirmed, Masked, Released, Shared
+from fedlearn.secagg.client_state import (
+    ClientState,
+    ConfirmedStep,
+    MaskedStep,
+    ReleasedStep,
+    SharedStep,
+)
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.plan import (
     HAS_LOSS,
@@ -34,7 +40,7 @@ from fedlearn.secagg.plan import (
     PARAMETERS,
     STATISTICS,
     clip,
-    noticed_hash,
+    hash_notice,
 )
 from fedlearn.secagg.session import Session
 from fedlearn.secagg.terms import Contribution, Terms
@@ -137,7 +143,7 @@ def after_failure(data: bytes) -> bytes:
         return data
     kept = KeptState.of(data)
     assert kept.session is not None  # it is under way
-    return replace(kept, session=kept.session.at(None)).to_bytes()
+    return replace(kept, session=kept.session.with_step(None)).to_bytes()
 
 
 def is_in_session(data: bytes) -> bool:
@@ -157,7 +163,7 @@ def has_sent_masked(data: bytes) -> bool:
         return False  # nothing that could be answered from
     if kept.session is None:
         return False
-    is_in_a_sum = isinstance(kept.session.step, Masked | Confirmed | Released)
+    is_in_a_sum = isinstance(kept.session.step, MaskedStep | ConfirmedStep | ReleasedStep)
     return is_in_a_sum or bool(kept.session.releases.last)
 
 
@@ -168,7 +174,7 @@ def session_to_mask_for(data: bytes) -> Session | None:
     except (ProtocolError, safetensors.SafetensorError):
         return None  # nothing that could be answered from
     step = None if kept.session is None else kept.session.step
-    return step.session if isinstance(step, Shared) else None
+    return step.session if isinstance(step, SharedStep) else None
 
 
 def _octets(data: bytes) -> Tensor:
@@ -185,7 +191,7 @@ def message_in(request: SecureRequest) -> messages.Message:
     message = messages.decode(request.message)
     match request, message:
         case SecureTermsRequest(), messages.SignedTerms():
-            if noticed_hash(request.notice) != message.terms.request_hash:
+            if hash_notice(request.notice) != message.terms.request_hash:
                 raise ProtocolError("the terms name other work than what is announced")
             if message.terms.is_evaluation != isinstance(request.notice, EvaluationNotice):
                 raise ProtocolError("metrics alone are summed for an evaluation, and only for one")

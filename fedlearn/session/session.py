@@ -42,9 +42,9 @@ from fedlearn.errors import (
     UnusableResult,
 )
 from fedlearn.secagg import messages
-from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
-from fedlearn.secagg.draw import Draw
-from fedlearn.secagg.plan import request_hash
+from fedlearn.secagg.client import FindMasks, SecureClient, find_no_masks
+from fedlearn.secagg.draw import RosterDraw
+from fedlearn.secagg.plan import hash_request
 from fedlearn.secagg.releases import PastReleases
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
@@ -116,7 +116,7 @@ class ClientSession:
         pin_file: Keeps the identity keys of other clients across runs; ``None`` keeps them in the
             client's state.
         history_file: Likewise keeps the sums that this client has helped to open.
-        expanded: Masks that were expanded while the client waited for the network.
+        find_masks: Masks that were expanded while the client waited for the network.
         transforms: The user's own transform classes that the coordinator may ask for, in addition
             to the trainer's ``own_transforms``.
         on_bounded: Called with each contribution to a secure sum, which names the values that
@@ -132,7 +132,7 @@ class ClientSession:
     on_failure: Callable[[str], object] = tell_nobody
     pin_file: PinFile | None = None
     history_file: HistoryFile | None = None
-    expanded: Expanded = nothing_expanded
+    find_masks: FindMasks = find_no_masks
     transforms: Collection[type[Transform]] = ()
     on_bounded: Callable[[Contribution], object] = log_bounded
     reason_of: Callable[[BaseException], str] = public_reason
@@ -226,7 +226,7 @@ class ClientSession:
 
         def contribute(terms: Terms) -> Contribution:
             match request:
-                case SecureTrainRequest(train=train) if request_hash(train) == terms.request_hash:
+                case SecureTrainRequest(train=train) if hash_request(train) == terms.request_hash:
                     nonlocal trained
                     begun = kept.settled(train, self.client_id)
                     update, trainer = self._train(train, begun.trainer, control)
@@ -235,7 +235,7 @@ class ClientSession:
                     self.on_bounded(added)
                     return added
                 case SecureEvaluateRequest(evaluate=evaluate) if (
-                    request_hash(evaluate) == terms.request_hash
+                    hash_request(evaluate) == terms.request_hash
                 ):
                     added = measured(terms, self._evaluate(evaluate, control))
                     self.on_bounded(added)
@@ -255,7 +255,7 @@ class ClientSession:
         if history is not None:
             state = replace(state, releases=history.releases)
         answered, session = secure.handle(
-            asked, state, contribute=contribute, expanded=self.expanded
+            asked, state, contribute=contribute, find_masks=self.find_masks
         )
         reply = SecureReply(round_num=request.round_num, message=messages.encode(answered))
         if self.pin_file is None:
@@ -269,12 +269,12 @@ class ClientSession:
             session = replace(session, releases=PastReleases())  # the file is the only copy
         return reply, replace(trained, session=session)
 
-    def _draw(self, pins: Pins) -> Draw | None:
+    def _draw(self, pins: Pins) -> RosterDraw | None:
         """Return the rule for which clients may be asked, if the pins come from a roster."""
         if not pins.roster or self.secure is None:
             return None
         factor = self.secure.policy.max_draw_factor
-        return Draw(roster=pins.roster, client_ids=pins.clients.keys(), factor=factor)
+        return RosterDraw(roster=pins.roster, client_ids=pins.clients.keys(), factor=factor)
 
     def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> EvaluateReply:
         result = self.trainer.evaluate(request.tensors, control=control)

@@ -246,7 +246,7 @@ def test_check_prints_the_parameters_of_secure_aggregation(shell: Shell) -> None
     on = ("--set", "secure_aggregation.mode=complete")
     done = shell.type("check", *on, "--set", "engine.transport=memory").out
     assert "# threshold    t = 8, the least with 2t > h + a = 15" in done
-    assert "# hides        an update behind those of 7 others" in done
+    assert "# hides        one update among those of 7 others" in done
     assert "# fixed point  b = 32" in done
     refused = shell.type("check", *on, code=2)
     assert "# threshold    t = 8" in refused.out

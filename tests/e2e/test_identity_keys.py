@@ -15,7 +15,7 @@ from fedlearn.identity.identity import IDENTITY_FILE, Identity
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.rounds.records import RoundRecord
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.store.registry import StoredRegistry
 from tests.e2e.deployed import SECURE, Site, site_in
 from tests.processes import Launcher, until
@@ -115,7 +115,7 @@ def test_a_swapped_key_and_a_stranger_are_refused_and_named_in_the_log(site: Sit
     assert "client 2, who is not in the roster" in site.log("client-1")
 
 
-def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) -> Draw:
+def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) -> RosterDraw:
     """Rename the clients of a roster until its draws have enough clients, but never all."""
     given = IdentityRoster.load(path)
     for number in range(1000):
@@ -124,9 +124,9 @@ def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) 
             for each, entry in given.clients.items()
         }
         roster = replace(given, clients=clients)
-        draw = Draw(roster=roster.digest, client_ids=clients.keys(), factor=factor)
+        draw = RosterDraw(roster=roster.digest, client_ids=clients.keys(), factor=factor)
         drawn = [
-            len(draw.drawn(clients, round_num=round_num, num_asked=num_asked))
+            len(draw.select(clients, round_num=round_num, num_asked=num_asked))
             for round_num in range(num_rounds)
         ]
         if num_asked <= min(drawn) and max(drawn) < len(clients):
@@ -164,7 +164,7 @@ def test_clients_with_a_roster_are_asked_when_it_draws_them_and_refuse_other_rou
     assert len(committed) == 3
     for record in committed:
         asked = [ClientId(each) for each in record.participations.client_ids.tolist()]
-        assert draw.drawn(asked, round_num=record.round_num, num_asked=2) == asked
+        assert draw.select(asked, round_num=record.round_num, num_asked=2) == asked
         assert record.participations.num(Status.REPORTED) == 2
     assert "refused_by_policy" not in site.log("client-*")
     for client in clients:

@@ -168,7 +168,7 @@ def test_packets_are_sealed_as_in_nist_gcm() -> None:
 
 
 @pytest.mark.parametrize("mask_stream", STREAMS)
-def test_masks_are_the_counter_stream_of_rfc_3686(open_mask_stream: Stream) -> None:
+def test_masks_are_the_counter_stream_of_rfc_3686(mask_stream: Stream) -> None:
     """From its second block on: RFC 3686 counts from one, and a mask from two."""
     count = 0
     for record in records("ciphers/AES/CTR/aes-256-ctr.txt"):
@@ -177,7 +177,7 @@ def test_masks_are_the_counter_stream_of_rfc_3686(open_mask_stream: Stream) -> N
         )
         if len(plain) <= 16 or iv[12:] != (1).to_bytes(4):
             continue
-        stream = open_mask_stream(
+        stream = mask_stream(
             SecretBytes(bytes.fromhex(record["key"])), int.from_bytes(iv[:12], "little")
         )
         assert stream.update(plain[16:]) == cipher[16:]
@@ -201,14 +201,14 @@ def test_public_keys_are_those_of_rfc_7748() -> None:
 
 
 @pytest.mark.parametrize("mask_stream", STREAMS)
-def test_masks_are_the_counter_stream_of_nist_gcm(open_mask_stream: Stream) -> None:
+def test_masks_are_the_counter_stream_of_nist_gcm(mask_stream: Stream) -> None:
     """A span whose number is a vector's IV encrypts the vector's plain text."""
     count = 0
     for record in records("ciphers/AES/GCM/gcmEncryptExtIV256.rsp"):
         if len(record["iv"]) != 24 or not record["pt"]:
             continue
         span = int.from_bytes(bytes.fromhex(record["iv"]), "little")
-        stream = open_mask_stream(SecretBytes(bytes.fromhex(record["key"])), span)
+        stream = mask_stream(SecretBytes(bytes.fromhex(record["key"])), span)
         assert stream.update(bytes.fromhex(record["pt"])).hex() == record["ct"]
         count += 1
     assert count > 1000

@@ -18,8 +18,8 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import PolicyViolation, ProtocolError
 from fedlearn.secagg import audit, keys, messages, parameters
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.client_state import ClientState, Confirmed
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.client_state import ClientState, ConfirmedStep
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.merkle import MerkleTree, Proof, hash_leaf
 from fedlearn.secagg.messages import Advert, Member, Signatures
@@ -223,7 +223,7 @@ def test_names_alone_would_not_fix_the_sample(
         return vote.show(padded(vote.sign(asked, everyone), IDS), everyone)
 
     assert "did not sign" in vote.reason(shown_after_the_sample(), everyone)
-    monkeypatch.setattr(audit, "_places", blind)
+    monkeypatch.setattr(audit, "_select_places", blind)
     assert vote.reason(shown_after_the_sample(), everyone) == "", "fewer than a quorum are enough"
 
 
@@ -264,7 +264,7 @@ def test_in_the_complete_graph_nobody_is_told_who_signed(vote: Vote, everyone: b
         replace(shown, signers=(signer,)),
         replace(shown, of_signers=Proof(hashes=bytes(32), splits=b"")),
     ):
-        assert "signers are told that are known" in whole.reason(lie, everyone)
+        assert "signers are named in the complete graph" in whole.reason(lie, everyone)
 
 
 Change = Callable[[Vote, Signatures], Signatures]
@@ -335,7 +335,9 @@ def test_who_is_no_survivor_signs_nothing(vote: Vote) -> None:
     """If all clients sign a smaller set, only signatures of its members count."""
     survivors = vote.session.pack_ranks(IDS[10:])
     shown = vote.show(vote.sign(IDS, survivors), survivors)
-    assert "position 0 in the roster, no survivor" in vote.reason(shown, survivors)
+    assert "position 0 in the roster signed, but is not among the survivors" in vote.reason(
+        shown, survivors
+    )
     honest = vote.show(vote.sign(IDS[10:], survivors), survivors)
     assert vote.reason(honest, survivors) == "", "the control"
 
@@ -372,8 +374,8 @@ def test_an_accomplice_that_no_roster_drew_signs_nothing(vote: Vote, everyone: b
     """Its neighbours refuse the roster, so other clients could only see it as a signer."""
     signer, _ = keys.create_signer()
     shown = vote.show(vote.sign(IDS, everyone), everyone)
-    step = Confirmed(vote.view, {}, everyone)
-    state = ClientState.fresh(vote.terms.run_id).at(step)
+    step = ConfirmedStep(vote.view, {}, everyone)
+    state = ClientState.fresh(vote.terms.run_id).with_step(step)
 
     def client(listed: Iterable[ClientId]) -> SecureClient:
         return SecureClient(
@@ -383,11 +385,11 @@ def test_an_accomplice_that_no_roster_drew_signs_nothing(vote: Vote, everyone: b
             directory=vote.directory,
             policy=POLICY,
             num_threads=1,
-            draw=Draw(roster="r", client_ids=frozenset(listed), factor=2.0),
+            draw=RosterDraw(roster="r", client_ids=frozenset(listed), factor=2.0),
         )
 
     undrawn = shown.signers[20].client_id
     with pytest.raises(PolicyViolation, match=f"max_draw_factor.*client {undrawn} in round"):
         client(each for each in IDS if each != undrawn).release(shown, state, step)
     reply, _ = client(IDS).release(shown, state, step)
-    assert isinstance(reply, messages.Release)
+    assert isinstance(reply, messages.ShareRelease)

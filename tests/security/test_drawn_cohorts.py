@@ -16,11 +16,11 @@ from fedlearn.errors import AggregationAborted, DeploymentError, PolicyViolation
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client_state import ClientState
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan, notice_of, request_hash
+from fedlearn.secagg.plan import SecurePlan, build_notice, hash_request
 from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.session import Stage
@@ -33,8 +33,8 @@ from tests.unit.session.test_secure import PARAMS, TRAIN, Trainer
 
 NUM_LISTED, NUM_ASKED, ROUND = 40, 6, 3
 LISTED = [ClientId(each) for each in range(NUM_LISTED)]
-DRAW = Draw(roster="the roster", client_ids=frozenset(LISTED), factor=2.0)
-DRAWN = DRAW.drawn(LISTED, round_num=ROUND, num_asked=NUM_ASKED)
+DRAW = RosterDraw(roster="the roster", client_ids=frozenset(LISTED), factor=2.0)
+DRAWN = DRAW.select(LISTED, round_num=ROUND, num_asked=NUM_ASKED)
 UNDRAWN = [each for each in LISTED if each not in DRAWN]
 
 POLICY = TermsPolicy(
@@ -83,7 +83,7 @@ def run(
     cohort: Sequence[ClientId],
     *,
     accomplices: Iterable[ClientId] = (),
-    draw: Draw | None = DRAW,
+    draw: RosterDraw | None = DRAW,
     terms: Terms | None = None,
 ) -> Rehearsal:
     """Run a session in which accomplices do not check the draw."""
@@ -146,7 +146,7 @@ def test_a_client_that_was_not_drawn_says_so_and_why() -> None:
         POLICY.judge_drawn(terms_for(), [*DRAWN, UNDRAWN[0]], draw=DRAW)
     assert "`max_draw_factor`" in str(caught.value)
     assert f"client {UNDRAWN[0]} in round 3" in str(caught.value)
-    assert "2 for each of the 6 asked, of 40" in str(caught.value)
+    assert "2 for each of the 6 invited, of 40" in str(caught.value)
     assert "secure_aggregation.roster" in str(caught.value)
     lax = replace(DRAW, factor=1e9)
     POLICY.judge_drawn(terms_for(), LISTED, draw=lax)
@@ -217,14 +217,14 @@ def asked(
         run_id=bytes(16),
         round_num=train.round_num,
         attempt=0,
-        request_hash=request_hash(train),
+        request_hash=hash_request(train),
     )
     signed, _ = open_session(terms, signer=signer, directory={})
     request = SecureTermsRequest(
         round_num=train.round_num,
         attempt=0,
         message=messages.encode(signed),
-        notice=notice_of(train),
+        notice=build_notice(train),
     )
     reply, _ = session.handle(encode(request), b"")
     return decode(reply)

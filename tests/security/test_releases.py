@@ -275,7 +275,10 @@ def test_a_client_that_drops_out_of_the_second_sum_keeps_it_closed(tmp_path: Pat
     federation.silent = frozenset([VICTIM])
     refused = collect_from(collector, EVERYONE, request(attempt=1))
     assert refused.aggregate is None
-    assert any(f"a sum over others, client {VICTIM}" in reason for reason in reasons(refused))
+    assert any(
+        f"a sum over other clients, which differ in client {VICTIM}" in reason
+        for reason in reasons(refused)
+    )
 
 
 @pytest.mark.slow
@@ -454,11 +457,11 @@ def test_changing_the_graph_gets_around_no_rule(first: SecurePlan, second: Secur
         )
 
     known = EVERYONE if first is PLAN else ()
-    past = PastReleases().after(terms(first, 0), known, session=bytes(32), most=9)
+    past = PastReleases().record(terms(first, 0), known, session=bytes(32), most=9)
     with pytest.raises(PolicyViolation, match=ONE_SET):
         past.require_open(terms(second, 1), most=9)
     past.require_open(terms(second, 0, round_num=1), most=9)
-    complete = PastReleases().after(terms(PLAN, 0), EVERYONE, session=bytes(32), most=9)
+    complete = PastReleases().record(terms(PLAN, 0), EVERYONE, session=bytes(32), most=9)
     complete.require_open(terms(PLAN, 1), most=9)  # control: both sets will be known
 
 

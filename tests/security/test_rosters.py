@@ -368,7 +368,11 @@ def test_another_size_is_another_session(cohort: Cohort) -> None:
     told = honest.told(victim)
     for size in (len(SMALL) - 1, len(SMALL) + 1):
         assert honest.reason(victim, replace(told, size=size))
-    for size, words in ((0, "the least is 18"), (17, "the least is 18"), (1 << 16, "more than n")):
+    for size, words in (
+        (0, "the least is 18"),
+        (17, "the least is 18"),
+        (1 << 16, "more than the"),
+    ):
         assert words in honest.reason(victim, replace(told, size=size))
     assert "a position of 24" in honest.reason(victim, replace(told, rank=24))
 

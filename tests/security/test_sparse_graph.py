@@ -15,16 +15,23 @@ from numpy.typing import NDArray
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import AggregationAborted, PolicyViolation
 from fedlearn.secagg import keys, masking, messages, shamir
-from fedlearn.secagg.client import pair_keys
-from fedlearn.secagg.client_state import ClientState, Masked
+from fedlearn.secagg.client import derive_pair_keys
+from fedlearn.secagg.client_state import ClientState, MaskedStep
 from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Ring, Topology
-from fedlearn.secagg.messages import MaskedVector, Packets, Release, Roster, Shares, SignedTerms
+from fedlearn.secagg.messages import (
+    MaskedVector,
+    Packets,
+    Roster,
+    ShareRelease,
+    Shares,
+    SignedTerms,
+)
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive, lowest_threshold
 from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.session import Session, Stage, build_terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words, propose
-from fedlearn.secagg.unmasking import ShareBox, leftover_masks
+from fedlearn.secagg.unmasking import ShareBox, find_leftover_masks
 from tests.rehearsal import Cast, Way, rehearse
 from tests.rosters import whole
 
@@ -126,7 +133,7 @@ class Conspiracy:
         for each in self.accomplices & set(near):
             told(each, _packets_for(each, asked, shared, session))
             step = states[each].step
-            assert isinstance(step, Masked)
+            assert isinstance(step, MaskedStep)
             pairs.append((session.points[each], step.held[self.victim].reveal()))
         return _unmasked(session, self.victim, masked, pairs[: terms.threshold])
 
@@ -162,7 +169,7 @@ def _unmasked(
     assert mask_secret is not None
     own = keys.derive_self_mask_key(seed, session=session.id, client_id=client_id)
     near, agreement = session.neighbours(client_id), keys.KeyAgreement(mask_secret)
-    found = pair_keys(agreement, client_id, near, session=session)
+    found = derive_pair_keys(agreement, client_id, near, session=session)
     every = masking.MaskKeys(plus=[own, *found.plus], minus=found.minus)
     sums = masking.zeros(session.terms.lanes)
     masking.add_packed(sums, masked.packed, lanes=session.terms.lanes)
@@ -377,7 +384,7 @@ def test_a_ring_that_is_cut_gives_two_partial_sums() -> None:
     for (_, client_id), message in post.heard.items():
         if isinstance(message, Shares):
             commitments[client_id] = message.commitment
-        elif isinstance(message, Release):
+        elif isinstance(message, ShareRelease):
             released[client_id] = message.shares
     box = ShareBox(post.session, commitments, set(result.outcome.survivors))
     for client_id, shares in released.items():
@@ -390,7 +397,7 @@ def test_a_ring_that_is_cut_gives_two_partial_sums() -> None:
             assert isinstance(vector, MaskedVector)
             masking.add_packed(sums, vector.packed, lanes=terms.lanes)
         seeds = {each: recovered.seeds[each] for each in arc}
-        leftover = leftover_masks(replace(recovered, seeds=seeds), session=post.session)
+        leftover = find_leftover_masks(replace(recovered, seeds=seeds), session=post.session)
         masking.fold(sums, leftover, num_threads=1)
         found = from_words(terms, sums, num_clients=len(arc)).sums["delta"]
         assert np.abs(found - np.sum([update_of(each) for each in arc], axis=0)).max() < 1e-5

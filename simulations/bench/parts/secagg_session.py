@@ -172,7 +172,7 @@ class _Session:
         self._exchange(Stage.CONFIRM, asked, messages.SurvivorSignature, confirming.receive)
         signatures, unmasking = self._serve(Stage.CONFIRM, confirming.close)
         shown = ((i, signatures) for i in survivors)
-        self._exchange(Stage.UNMASK, shown, messages.Release, unmasking.receive)
+        self._exchange(Stage.UNMASK, shown, messages.ShareRelease, unmasking.receive)
         outcome = self._serve(Stage.UNMASK, lambda: unmasking.close(num_threads=1))
         self._check(outcome, len(survivors))
         return Measured(

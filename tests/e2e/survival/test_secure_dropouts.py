@@ -30,7 +30,7 @@ from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.secagg.bitmaps import pack_bitmap
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.messages import Release, Survivors, encode
+from fedlearn.secagg.messages import ShareRelease, Survivors, encode
 from fedlearn.secagg.server import Advertising, Confirming, Masking, Sharing, Unmasking
 from fedlearn.secagg.session import Stage
 from fedlearn.session.session import ClientSession
@@ -441,7 +441,7 @@ def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_surv
         everyone = list(range(NUM_AT_DOOR))
         assert stand.require_exact(stand.collect(round_num=0)) == everyone
         given = liars.answer_of(stand.liar.replies[victim, Stage.UNMASK])
-        assert isinstance(given, Release)
+        assert isinstance(given, ShareRelease)
         clients[victim].kill()
         again = start(site, victim, life=1)
         stack.callback(again.close)
@@ -454,7 +454,7 @@ def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_surv
                 reply = stand.liar.ask(victim, request, deadline_s=LONG_S)
                 if request is honest[Stage.UNMASK]:
                     said = liars.answer_of(reply)
-                    assert isinstance(said, Release)
+                    assert isinstance(said, ShareRelease)
                     assert encode(said) == encode(given)
                 else:
                     assert isinstance(reply, Failure)

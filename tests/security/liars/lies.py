@@ -142,7 +142,7 @@ TERMS = [
         "terms of another run",
         Stage.ADVERTISE,
         changed(run_id=bytes(16)),
-        "the terms are of another run",
+        "the terms belong to another run",
     ),
     Lie("terms that were kept to before", Stage.ADVERTISE, of_an_earlier_round, "one release"),
     Lie(
@@ -277,7 +277,7 @@ ROSTERS = [
         "own advert",
     ),
     Lie("too small a roster", Stage.SHARE, roster(lambda _, a: a[:2]), "2 clients in the roster"),
-    Lie("too large a roster", Stage.SHARE, roster(crowd), "more than n"),
+    Lie("too large a roster", Stage.SHARE, roster(crowd), "more than the"),
     Lie("one client twice", Stage.SHARE, roster(lambda _, a: [*a[:-1], a[-2]])),
 ]
 
@@ -353,9 +353,11 @@ def told_more(told: Told) -> SecureRequest:
 
 
 PACKETS = [
-    Lie("packets exchanged", Stage.MASK, packets(swap), "does not open"),
-    Lie("a bit of a packet", Stage.MASK, packets(flip), "does not open"),
-    Lie("packets of an earlier session", Stage.MASK, packets(earlier_packets), "does not open"),
+    Lie("packets exchanged", Stage.MASK, packets(swap), "cannot be decrypted"),
+    Lie("a bit of a packet", Stage.MASK, packets(flip), "cannot be decrypted"),
+    Lie(
+        "packets of an earlier session", Stage.MASK, packets(earlier_packets), "cannot be decrypted"
+    ),
     Lie("packets kept back", Stage.MASK, packets(starve), "too few for the threshold"),
     Lie(
         "a packet of a stranger",

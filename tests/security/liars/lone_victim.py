@@ -204,7 +204,7 @@ class LoneVictim:
         final, unmasking = confirming.close()
         for number, each in begun.accomplices.items():
             release = each.handle(final)
-            assert isinstance(release, messages.Release)
+            assert isinstance(release, messages.ShareRelease)
             unmasking.receive(number, release)
         return unmasking.close(num_threads=1).total
 

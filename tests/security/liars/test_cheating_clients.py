@@ -15,12 +15,12 @@ from fedlearn.core.messages import ClientId, Failure, Reply, SecureReply
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.client_state import Advertised, ClientState
+from fedlearn.secagg.client_state import AdvertisedStep, ClientState
 from fedlearn.secagg.messages import (
     Advert,
     MaskedVector,
-    Release,
     Roster,
+    ShareRelease,
     Shares,
     SurvivorSignature,
 )
@@ -94,8 +94,8 @@ def vector(change: Callable[[bytes], bytes]) -> Change:
 
 
 def release(change: Callable[[dict[ClientId, SecretBytes]], object]) -> Change:
-    def changed(message: messages.Message) -> Release:
-        assert isinstance(message, Release)
+    def changed(message: messages.Message) -> ShareRelease:
+        assert isinstance(message, ShareRelease)
         rows = dict(message.shares)
         change(rows)
         return replace(message, shares=rows)
@@ -105,7 +105,7 @@ def release(change: Callable[[dict[ClientId, SecretBytes]], object]) -> Change:
 
 def of_session(session: bytes) -> Change:
     def changed(message: messages.Message) -> messages.Message:
-        assert isinstance(message, Shares | MaskedVector | Release)
+        assert isinstance(message, Shares | MaskedVector | ShareRelease)
         return replace(message, session=session)
 
     return changed
@@ -292,8 +292,8 @@ class Borrower(SecureClient):
             return advert, after
         stolen = keys.KeyAgreement(SecretBytes.generate(32)).public_key
         false = resigned(self.signer, message.terms, replace(advert, mask_key=stolen))
-        assert isinstance(after.step, Advertised)
-        return false, after.at(replace(after.step, advert=false))
+        assert isinstance(after.step, AdvertisedStep)
+        return false, after.with_step(replace(after.step, advert=false))
 
 
 class Weak(SecureClient):
@@ -310,7 +310,7 @@ class Dealer(SecureClient):
     """Deals shares of another mask key than its own, properly sealed."""
 
     def share(
-        self, message: Roster, state: ClientState, step: Advertised
+        self, message: Roster, state: ClientState, step: AdvertisedStep
     ) -> tuple[Shares, ClientState]:
         if step.terms.round_num != CHEATED:
             return super().share(message, state, step)
@@ -322,7 +322,7 @@ class Uncommitted(SecureClient):
     """Commits to another self-seed than the one whose shares it deals."""
 
     def share(
-        self, message: Roster, state: ClientState, step: Advertised
+        self, message: Roster, state: ClientState, step: AdvertisedStep
     ) -> tuple[Shares, ClientState]:
         shares, after = super().share(message, state, step)
         if step.terms.round_num != CHEATED:
@@ -397,14 +397,14 @@ def test_packets_that_do_not_open_are_found_by_whom_they_were_sent_to() -> None:
     garbage = bytes(messages.PACKET_BYTES)
     one = cheating(Stage.SHARE, shares(lambda s: replace(s, packets=(garbage, *s.packets[1:]))))
     collected = one.collect(round_num=CHEATED)
-    assert f"the packet of client {CHEAT} does not open" in row_of(collected, 0).reason
+    assert f"the packet of client {CHEAT} cannot be decrypted" in row_of(collected, 0).reason
     assert one.require_exact(collected) == EVERYONE[1:]
     assert not collected.culprits, "one client may say what it likes of another"
     every = cheating(Stage.SHARE, shares(lambda s: replace(s, packets=(garbage,) * 5)))
     collected = every.collect(round_num=CHEATED)
     require_nothing(collected)
     for each in OTHERS:
-        assert f"the packet of client {CHEAT} does not open" in row_of(collected, each).reason
+        assert f"the packet of client {CHEAT} cannot be decrypted" in row_of(collected, each).reason
     assert collected.culprits == {CHEAT}
     assert "of no use to 5 clients" in row_of(collected, CHEAT).reason
 
@@ -438,7 +438,7 @@ def test_more_false_shares_than_can_be_told_from_true_ones_release_nothing() -> 
         if at is not Stage.UNMASK or client_id > 2 or reply.round_num != CHEATED:
             return None
         message = spoiling(EVERYONE, limb=client_id)(messages.decode(reply.message))
-        assert isinstance(message, Release)
+        assert isinstance(message, ShareRelease)
         return SecureReply(round_num=reply.round_num, message=messages.encode(message))
 
     stand = honest_before(Stand.in_memory(victim=CHEAT, plan=PLAN, sabotage=sabotage))

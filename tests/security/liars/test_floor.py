@@ -29,7 +29,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.secagg.fixed_point import Lane, LaneRole
 from fedlearn.secagg.plan import PARAMETERS as DELTA_LANE
-from fedlearn.secagg.plan import notice_of, noticed_hash
+from fedlearn.secagg.plan import build_notice, hash_notice
 from fedlearn.secagg.terms import Terms, propose
 from tests.security.liars.gateway import LyingGateway, ThreadedClient
 from tests.security.liars.harness import PARAMS
@@ -138,7 +138,7 @@ class Ask:
             run_id=run.encode().ljust(16)[:16],
             round_num=round_num,
             attempt=attempt,
-            request_hash=noticed_hash(notice_of(self.request(round_num))),
+            request_hash=hash_notice(build_notice(self.request(round_num))),
             max_weight=0,
             lanes=self.lanes,
         )
@@ -194,7 +194,7 @@ class Stage:
 
     def begin(self, round_num: int = 0, *, run: str = "lies", attempt: int = 0) -> Begun:
         terms = self.ask.terms(round_num, run=run, attempt=attempt)
-        return self.liar.begin(terms, notice_of(self.ask.request(round_num)))
+        return self.liar.begin(terms, build_notice(self.ask.request(round_num)))
 
     def open(self, begun: Begun, round_num: int = 0) -> None:
         request = self.ask.request(round_num)

@@ -12,7 +12,7 @@ import pytest
 
 from fedlearn.core.messages import ClientId, Failure
 from fedlearn.secagg import messages
-from fedlearn.secagg.messages import Release
+from fedlearn.secagg.messages import ShareRelease
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.session import Stage
 from tests.rosters import signatures_of, survivors_of
@@ -92,7 +92,7 @@ def test_without_signatures_impossible_survivors_are_refused_all_the_same(lie: L
     plan = plan_for(6, corruption=0.1, dropout=0.34, adversary=curious)
     made = Stand.in_memory(victim=VICTIM, plan=plan)
     assert made.require_exact(made.collect(round_num=3)) == EVERYONE
-    assert isinstance(answer_of(made.liar.replies[VICTIM, Stage.CONFIRM]), Release)
+    assert isinstance(answer_of(made.liar.replies[VICTIM, Stage.CONFIRM]), ShareRelease)
     made.liar.lie = lie
     collected = made.collect(round_num=4)
     refusal = made.liar.replies[VICTIM, Stage.CONFIRM]
@@ -170,7 +170,7 @@ def test_no_order_of_questions_gets_both_secrets_of_a_client(adversary: Adversar
     shares: dict[tuple[int, int], set[bytes]] = defaultdict(set)
 
     def note(holder: ClientId, reply: object) -> bool:
-        if not isinstance(reply, Release):
+        if not isinstance(reply, ShareRelease):
             return False
         for owner, share in reply.shares.items():
             shares[holder, owner].add(share.reveal())

@@ -134,7 +134,7 @@ def test_what_was_released_is_not_released_again_by_a_client_that_was_started_ag
     deployed.honest()
     liar = deployed.stand.liar
     released = answer_of(liar.replies[VICTIM, Stage.UNMASK])
-    assert isinstance(released, messages.Release)
+    assert isinstance(released, messages.ShareRelease)
     deployed.clients[VICTIM].stop()
     deployed.clients[VICTIM].start()
     deployed.site.wait_for(NUM_CLIENTS)
@@ -147,7 +147,7 @@ def test_what_was_released_is_not_released_again_by_a_client_that_was_started_ag
     ):
         assert isinstance(liar.ask(VICTIM, request, deadline_s=LONG_S), Failure)
     again = answer_of(liar.ask(VICTIM, liar.requests[Stage.UNMASK], deadline_s=LONG_S))
-    assert isinstance(again, messages.Release)
+    assert isinstance(again, messages.ShareRelease)
     assert messages.encode(again) == messages.encode(released)
     deployed.honest()
 

@@ -14,8 +14,8 @@ from fedlearn.core.messages import ClientId, SecureReply
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted
 from fedlearn.secagg import keys, masking, messages, shamir
-from fedlearn.secagg.client import SecureClient, pair_keys
-from fedlearn.secagg.client_state import Advertised, ClientState, Shared
+from fedlearn.secagg.client import SecureClient, derive_pair_keys
+from fedlearn.secagg.client_state import AdvertisedStep, ClientState, SharedStep
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.messages import Advert, MaskedVector, Packets, SignedTerms
 from fedlearn.secagg.session import Session, Stage, build_advert_text, build_terms_text
@@ -108,11 +108,11 @@ class Impostor:
         directory = {**self.public, VICTIM: client.directory[VICTIM]}
         session, tree = Session.of(self.terms, adverts, directory=directory)
         step = state.step
-        assert isinstance(step, Advertised)
+        assert isinstance(step, AdvertisedStep)
         shares, state = client.share(session.roster_for(VICTIM, tree=tree), state, step)
         seed = self._seed(session, shares.packets)
         shared = state.step
-        assert isinstance(shared, Shared)
+        assert isinstance(shared, SharedStep)
         told = Packets(packets=self._packets(session))
         vector, _ = client.mask(told, state, shared, contribution=given)
         return self._unmasked(session, vector, seed)
@@ -153,7 +153,7 @@ class Impostor:
         for each in session.neighbours(VICTIM):
             agreement = keys.KeyAgreement(self.mask[each])
             masking.fold(
-                words, pair_keys(agreement, each, [VICTIM], session=session), num_threads=1
+                words, derive_pair_keys(agreement, each, [VICTIM], session=session), num_threads=1
             )
         own = keys.derive_self_mask_key(seed, session=session.id, client_id=VICTIM)
         masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)

@@ -13,7 +13,7 @@ from fedlearn.core.params import Params
 from fedlearn.errors import Cancelled
 from fedlearn.secagg import messages
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.client_state import ClientState, Shared
+from fedlearn.secagg.client_state import ClientState, SharedStep
 from fedlearn.secagg.fixed_point import LaneRole, Words
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
@@ -51,7 +51,7 @@ class Counting(SecureClient):
 
     num_expansions = 0
 
-    def expand(self, step: Shared, *, check: Callable[[], None]) -> tuple[Words, ...]:
+    def expand(self, step: SharedStep, *, check: Callable[[], None]) -> tuple[Words, ...]:
         type(self).num_expansions += 1
         return super().expand(step, check=check)
 
@@ -95,8 +95,8 @@ def kept(state: ClientState) -> bytes:
     return KeptState(trainer={}, session=state).to_bytes()
 
 
-def step_of(state: ClientState) -> Shared:
-    assert isinstance(state.step, Shared)
+def step_of(state: ClientState) -> SharedStep:
+    assert isinstance(state.step, SharedStep)
     return state.step
 
 
@@ -123,7 +123,7 @@ def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MaskExpander) -> 
     plain, _ = client().handle(message, state, contribute=zero)
     ahead.follow(client(), kept(state))
     restored = ClientState.from_bytes(state.to_bytes())  # as loaded for the next message
-    used, _ = client().handle(message, restored, contribute=zero, expanded=ahead.take)
+    used, _ = client().handle(message, restored, contribute=zero, find_masks=ahead.take)
     assert used == plain
     assert Counting.num_expansions == 1
     assert ahead.take(step_of(state)) is None
@@ -137,9 +137,9 @@ def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MaskExpa
     ahead.follow(client(), kept(state))
     restarted = MaskExpander()
     assert restarted.take(step_of(state)) is None
-    plain, _ = client().handle(message, state, contribute=zero, expanded=restarted.take)
+    plain, _ = client().handle(message, state, contribute=zero, find_masks=restarted.take)
     restarted.close()
-    used, _ = client().handle(message, state, contribute=zero, expanded=ahead.take)
+    used, _ = client().handle(message, state, contribute=zero, find_masks=ahead.take)
     assert used == plain
     assert Counting.num_expansions == 1
 
@@ -156,7 +156,7 @@ def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MaskExpander)
     """The same session with another self-mask, as if the first answer could not be stored."""
     states, _ = shared()
     step = step_of(states[CLIENTS[0]])
-    again = Shared(
+    again = SharedStep(
         step.session,
         step.opening,
         step.mask_secret,

@@ -22,7 +22,7 @@ from fedlearn.errors import ConnectionRefused, DeploymentError
 from fedlearn.identity.identity import IDENTITY_FILE, Identity, Invitation, expires_unix_s
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
-from fedlearn.secagg.client_state import Advertised, ClientState
+from fedlearn.secagg.client_state import AdvertisedStep, ClientState
 from fedlearn.secagg.fixed_point import build_weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Advert
@@ -400,7 +400,7 @@ def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
     client.home.keys.request_rotation()
     secret = SecretBytes.generate(32)
     fresh = ClientState.fresh(bytes(16))
-    begun = fresh.at(Advertised(TERMS, ADVERT, secret, secret))
+    begun = fresh.with_step(AdvertisedStep(TERMS, ADVERT, secret, secret))
     path = client.home.folder / "state" / "run"
     path.parent.mkdir()
     path.write_bytes(KeptState(trainer={}, session=begun).to_bytes())

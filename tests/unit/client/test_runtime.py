@@ -51,12 +51,12 @@ from fedlearn.errors import DeploymentError
 from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.secagg import keys, messages
-from fedlearn.secagg.client_state import ClientState, Masked
+from fedlearn.secagg.client_state import ClientState, MaskedStep
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.keys import verify
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash
+from fedlearn.secagg.plan import SecurePlan, build_notice, hash_notice
 from fedlearn.secagg.releases import PastRelease, PastReleases
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.session import Session
@@ -866,9 +866,9 @@ def advert(
     )
     layout = Params.of(torch.nn.Linear(2, 1)).layout
     train = train_request(epochs=epochs)
-    notice = notice_of(train)
+    notice = build_notice(train)
     terms = plan.terms(
-        layout, run_id=bytes(16), round_num=0, attempt=attempt, request_hash=noticed_hash(notice)
+        layout, run_id=bytes(16), round_num=0, attempt=attempt, request_hash=hash_notice(notice)
     )
     terms = replace(terms, threshold=threshold or terms.threshold)
     signed, _ = open_session(terms, signer=SIGNER, directory={})
@@ -901,8 +901,8 @@ def advert_to_evaluate() -> SecureTermsRequest:
     plan = EvaluationPlan(
         parameters=derive(3, assumptions=assumed), measures=("loss",), max_loss=10.0
     )
-    notice = notice_of(EVALUATION)
-    terms = plan.terms(run_id=bytes(16), round_num=0, request_hash=noticed_hash(notice))
+    notice = build_notice(EVALUATION)
+    terms = plan.terms(run_id=bytes(16), round_num=0, request_hash=hash_notice(notice))
     signed, _ = open_session(terms, signer=SIGNER, directory={})
     return SecureTermsRequest(
         round_num=0, attempt=0, message=messages.encode(signed), notice=notice
@@ -1234,8 +1234,8 @@ def test_what_is_held_of_an_abandoned_session_is_erased_after_a_day(
     held = SecretBytes.generate(72)
     terms = messages.decode(advert().message)
     assert isinstance(terms, messages.SignedTerms)
-    step = Masked(Session(terms.terms, bytes(32), 0, (), (), {}), {ClientId(1): held})
-    state = KeptState(trainer={}, session=ClientState.fresh(bytes(16)).at(step)).to_bytes()
+    step = MaskedStep(Session(terms.terms, bytes(32), 0, (), (), {}), {ClientId(1): held})
+    state = KeptState(trainer={}, session=ClientState.fresh(bytes(16)).with_step(step)).to_bytes()
     path = secure_home.folder / "state" / "run"
     path.parent.mkdir()
     path.write_bytes(state)

@@ -12,7 +12,7 @@ from fedlearn.config import load
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.rounds import _invite
 from fedlearn.errors import ConfigError
-from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.draw import RosterDraw
 from fedlearn.transport.base import Exchange
 
 SECURE = "secure_aggregation.mode=complete"
@@ -58,11 +58,11 @@ def test_who_has_a_task_is_not_asked_to_evaluate() -> None:
 def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
     """Clients with the roster would refuse others. The draw uses the number in the terms."""
     listed = [ClientId(each) for each in range(200)]
-    draw = Draw(roster="r", client_ids=listed, factor=2.0)
+    draw = RosterDraw(roster="r", client_ids=listed, factor=2.0)
     found = replace(pieces("evaluation.clients=20"), draw=draw)
     num_clients, client_ids = _invite(found, There(listed), frozenset, 3)
     assert num_clients == 20
-    assert set(client_ids) <= set(draw.drawn(listed, round_num=3, num_asked=20))
+    assert set(client_ids) <= set(draw.select(listed, round_num=3, num_asked=20))
     assert 10 < len(client_ids) <= 20
     assert set(_invite(found, There(listed), frozenset, 4).client_ids) != set(client_ids)
 

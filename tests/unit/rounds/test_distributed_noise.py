@@ -77,5 +77,5 @@ def test_the_fewest_honest_shares_are_the_noise_that_was_asked() -> None:
 
 
 def test_weights_have_no_noise_and_are_refused() -> None:
-    with pytest.raises(ConfigError, match="weigh all clients alike"):
+    with pytest.raises(ConfigError, match="weight all clients equally"):
         plan(by_examples=True)

@@ -39,7 +39,7 @@ from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan, noticed_hash, request_hash
+from fedlearn.secagg.plan import SecurePlan, hash_notice, hash_request
 from fedlearn.secagg.session import Stage
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
@@ -357,7 +357,7 @@ def test_clients_are_told_how_they_will_train_before_they_agree() -> None:
     assert isinstance(masking, SecureTrainRequest)
     assert isinstance(first.notice, TrainingNotice)
     assert first.notice.settings == settings_of(LOCAL)
-    assert noticed_hash(first.notice) == request_hash(masking.train)
+    assert hash_notice(first.notice) == hash_request(masking.train)
 
 
 def test_a_client_does_not_release_twice_in_a_round() -> None:

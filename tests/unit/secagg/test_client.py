@@ -10,8 +10,8 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import AggregationAborted, PolicyViolation
 from fedlearn.secagg import messages
 from fedlearn.secagg.bitmaps import pack_bitmap
-from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
-from fedlearn.secagg.client_state import ClientState, Released, Shared
+from fedlearn.secagg.client import FindMasks, SecureClient, find_no_masks
+from fedlearn.secagg.client_state import ClientState, ReleasedStep, SharedStep
 from fedlearn.secagg.fixed_point import build_vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import add_packed, zeros
@@ -75,10 +75,10 @@ class Restarting(SecureClient):
         state: ClientState,
         *,
         contribute: Callable[[Terms], Contribution],
-        expanded: Expanded = nothing_expanded,
+        find_masks: FindMasks = find_no_masks,
     ) -> tuple[messages.Up, ClientState]:
         before = ClientState.from_bytes(state.to_bytes())
-        reply, after = super().handle(message, before, contribute=contribute, expanded=expanded)
+        reply, after = super().handle(message, before, contribute=contribute, find_masks=find_masks)
         return reply, ClientState.from_bytes(after.to_bytes())
 
 
@@ -106,10 +106,10 @@ def test_masks_expanded_ahead_are_those_that_are_sent() -> None:
     states, packets, _ = shared()
     client, state = CAST.clients[IDS[1]], states[IDS[1]]
     step = state.step
-    assert isinstance(step, Shared)
+    assert isinstance(step, SharedStep)
     plain, _ = client.mask(packets[IDS[1]], state, step, contribution=ZERO)
     expanded = client.expand(step, check=lambda: None)
-    ahead, _ = client.mask(packets[IDS[1]], state, step, contribution=ZERO, expanded=expanded)
+    ahead, _ = client.mask(packets[IDS[1]], state, step, contribution=ZERO, precomputed=expanded)
     assert ahead == plain
     words = zeros([LANE])
     add_packed(words, plain.packed, lanes=[LANE])
@@ -185,10 +185,10 @@ def test_what_was_released_is_released_again_for_the_same_survivors_alone() -> N
     )
     client, state = CAST.clients[IDS[1]], result.states[IDS[1]]
     step = state.step
-    assert isinstance(step, Released)
+    assert isinstance(step, ReleasedStep)
     told = messages.Survivors(ranks=step.survivors)
     again, after = client.handle(told, state, contribute=lambda _: ZERO)
-    assert isinstance(again, messages.Release)
+    assert isinstance(again, messages.ShareRelease)
     assert again.shares == step.shares
     assert after is state
     fewer = messages.Survivors(ranks=pack_bitmap([0, 1, 2], size=4))

@@ -8,12 +8,12 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.client_state import (
-    Advertised,
+    AdvertisedStep,
     ClientState,
-    Confirmed,
-    Masked,
-    Released,
-    Shared,
+    ConfirmedStep,
+    MaskedStep,
+    ReleasedStep,
+    SharedStep,
     Step,
 )
 from fedlearn.secagg.fixed_point import build_weight_lane
@@ -57,12 +57,12 @@ HELD = {ClientId(1): SecretBytes.generate(72), ClientId(5): SecretBytes.generate
 OPENING = {ClientId(5): SECRETS[0]}
 SURVIVORS = SESSION.pack_ranks(IDS)
 STEPS: list[Step] = [
-    Advertised(TERMS, ADVERTS[0], SECRETS[0], SECRETS[1]),
-    Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], None),
-    Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], HELD[ClientId(1)]),
-    Masked(SESSION, HELD),
-    Confirmed(SESSION, HELD, SURVIVORS),
-    Released(SESSION, SURVIVORS, {ClientId(1): SecretBytes.generate(36)}),
+    AdvertisedStep(TERMS, ADVERTS[0], SECRETS[0], SECRETS[1]),
+    SharedStep(SESSION, OPENING, SECRETS[1], SECRETS[2], None),
+    SharedStep(SESSION, OPENING, SECRETS[1], SECRETS[2], HELD[ClientId(1)]),
+    MaskedStep(SESSION, HELD),
+    ConfirmedStep(SESSION, HELD, SURVIVORS),
+    ReleasedStep(SESSION, SURVIVORS, {ClientId(1): SecretBytes.generate(36)}),
 ]
 FRESH = ClientState.fresh(b"r" * 16)
 
@@ -70,29 +70,31 @@ FRESH = ClientState.fresh(b"r" * 16)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
     """Compared as bytes, since sessions and secrets define no equality."""
-    state = replace(FRESH.released(released(TERMS), most=9), step=step)
+    state = replace(FRESH.record_release(released(TERMS), most=9), step=step)
     data = state.to_bytes()
     again = ClientState.from_bytes(data)
     assert again.to_bytes() == data
     assert type(again.step) is type(step)
     assert again.releases == state.releases
-    if isinstance(step, Masked | Confirmed) and isinstance(again.step, Masked | Confirmed):
+    if isinstance(step, MaskedStep | ConfirmedStep) and isinstance(
+        again.step, MaskedStep | ConfirmedStep
+    ):
         assert again.step.session.id == SESSION.id
         assert again.step.held == HELD
-    if isinstance(step, Shared) and isinstance(again.step, Shared):
+    if isinstance(step, SharedStep) and isinstance(again.step, SharedStep):
         assert again.step.opening == OPENING
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_damaged_state_is_refused(step: Step) -> None:
-    data = FRESH.at(step).to_bytes()
+    data = FRESH.with_step(step).to_bytes()
     for bad in (data[:-1], data + b"\x00", b"XXXX" + data[4:], data[:4] + b"\x02" + data[5:]):
         with pytest.raises(ProtocolError):
             ClientState.from_bytes(bad)
 
 
-def released(terms: Terms) -> Released:
-    return Released(Session.of(terms, ADVERTS, directory=DIRECTORY)[0], SURVIVORS, {})
+def released(terms: Terms) -> ReleasedStep:
+    return ReleasedStep(Session.of(terms, ADVERTS, directory=DIRECTORY)[0], SURVIVORS, {})
 
 
 def last_of(state: ClientState) -> tuple[int, int, int]:
@@ -102,24 +104,24 @@ def last_of(state: ClientState) -> tuple[int, int, int]:
 
 
 def test_releases_are_counted_by_round_and_end_the_session() -> None:
-    first = FRESH.at(STEPS[0]).released(released(TERMS), most=9)
+    first = FRESH.with_step(STEPS[0]).record_release(released(TERMS), most=9)
     assert not first.is_in_session
-    assert FRESH.at(STEPS[0]).is_in_session, "the control"
+    assert FRESH.with_step(STEPS[0]).is_in_session, "the control"
     assert last_of(first) == (2, 1, 1)
-    assert last_of(first.released(released(replace(TERMS, attempt=2)), most=9)) == (2, 2, 2)
-    assert last_of(first.released(released(replace(TERMS, round_num=3)), most=9)) == (3, 1, 1)
+    assert last_of(first.record_release(released(replace(TERMS, attempt=2)), most=9)) == (2, 2, 2)
+    assert last_of(first.record_release(released(replace(TERMS, round_num=3)), most=9)) == (3, 1, 1)
 
 
 def test_a_release_that_is_worked_on_again_after_a_crash_counts_once() -> None:
     """The history outlives the run's state, so after a crash it may be one answer ahead of it."""
-    first = FRESH.released(released(TERMS), most=9)
-    behind = replace(FRESH.at(STEPS[4]), releases=first.releases)
-    assert last_of(behind.released(released(TERMS), most=9)) == (2, 1, 1)
+    first = FRESH.record_release(released(TERMS), most=9)
+    behind = replace(FRESH.with_step(STEPS[4]), releases=first.releases)
+    assert last_of(behind.record_release(released(TERMS), most=9)) == (2, 1, 1)
 
 
 def test_ending_a_session_forgets_its_secrets_but_not_the_releases() -> None:
-    state = FRESH.released(released(TERMS), most=9).at(STEPS[1])
+    state = FRESH.record_release(released(TERMS), most=9).with_step(STEPS[1])
     assert SECRETS[2].reveal() in state.to_bytes()
-    ended = state.at(None)
+    ended = state.with_step(None)
     assert SECRETS[2].reveal() not in ended.to_bytes()
     assert last_of(ended) == (2, 1, 1)

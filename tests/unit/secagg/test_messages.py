@@ -13,8 +13,8 @@ from fedlearn.secagg.messages import (
     Member,
     Message,
     Packets,
-    Release,
     Roster,
+    ShareRelease,
     Shares,
     Signatures,
     Survivors,
@@ -61,7 +61,7 @@ MESSAGES: list[tuple[Message, int]] = [
         ),
         (4 + 1) + 32 + (4 + 2 * 64) + (4 + 40) + (4 + 32 + 4) + (4 + 64 + 4 + 8),
     ),
-    (Release(session=b"s" * 32, shares={A: SecretBytes(b"h" * 36)}), 36 + 44),
+    (ShareRelease(session=b"s" * 32, shares={A: SecretBytes(b"h" * 36)}), 36 + 44),
 ]
 
 
@@ -87,8 +87,8 @@ def test_a_message_cut_or_extended_is_refused(message: Message, num_bytes: int) 
     ("data", "reason"),
     [
         (b"", "ends 4 bytes early"),
-        (b"FLSB\x01\x00", "no message of secure aggregation"),
-        (b"FLSA\x01\x00", "version 1, this side speaks 3"),
+        (b"FLSB\x01\x00", "not a message of secure aggregation"),
+        (b"FLSA\x01\x00", "version 1 of secure aggregation, this side has 3"),
         (b"FLSA\x03\x0a", "says 10 where at most 9"),
         (b"FLSA\x03\x04\xff\xff\xff\xff", "at most 0"),
         (b"FLSA\x03\x04\x01\x00\x00\x00" + b"\xff" * 100, "above 2\\*\\*63 - 1"),
@@ -122,5 +122,5 @@ def test_a_packet_holds_elements_of_the_field() -> None:
     )
     for number in ((1 << 31) - 1, 1 << 31):
         wrong = SecretBytes(largest * 17 + number.to_bytes(4, "little"))
-        with pytest.raises(ProtocolError, match="packet of client 1 holds shares that are none"):
+        with pytest.raises(ProtocolError, match="packet of client 1 holds invalid shares"):
             open_packet(build_packet(7, wrong), point=7, sender=A)

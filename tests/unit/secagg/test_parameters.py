@@ -185,7 +185,7 @@ def test_the_choice_is_printed_with_its_formulas() -> None:
     told = dict(derive(1000, assumptions=assume(ACTIVE, Topology.SPARSE)).explain())
     assert told["neighbours"] == "k = 172, of them corrupted a = 71, more with P <= 2^-106"
     assert "t = 127, the least with 2t > h + a = 243 and t >= k/2 + c = 127" in told["threshold"]
-    assert "c = 41 corrupted each with P <= 2^-106, whoever drops out" in told["cut"]
+    assert "c = 41 corrupted each with P <= 2^-106, whichever clients drop out" in told["cut"]
     assert "of 1000 signatures 114 are opened, of 900 135; with fewer than q real" in told["audit"]
     assert told["in all"] == "with 2^64 tries at each of these it fails with P <= 2^-40"
     assert "2q > n + A = 1100" in told["quorum"]

@@ -10,7 +10,7 @@ from fedlearn.core.params import Params
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan, request_hash
+from fedlearn.secagg.plan import SecurePlan, hash_request
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from fedlearn.secagg.plan import SecurePlan, request_hash
         (
             13,
             0.3,
-            "behind those of 7 others, where the coordinator knows the parts of A = 2",
+            "among those of 7 others, if the coordinator knows the updates of A = 2",
             False,
         ),
-        (4, 0.0, "behind those of 2 others, where the coordinator knows the parts of A = 1", False),
-        (3, 0.0, "behind those of 1 others, where the coordinator knows the parts of A = 1", True),
+        (4, 0.0, "among those of 2 others, if the coordinator knows the updates of A = 1", False),
+        (3, 0.0, "among those of 1 others, if the coordinator knows the updates of A = 1", True),
     ],
 )
 def test_a_plan_tells_behind_how_many_others_it_hides_an_update(
@@ -102,7 +102,7 @@ def test_where_noise_is_promised_and_clients_cannot_count_so_many_have_to_sign(
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_request_has_one_hash_however_it_was_sent(*, is_evaluation: bool) -> None:
+def test_a_request_has_one_hash_however_it_was_sent(*, evaluates: bool) -> None:
     """Clients compute the same hash as the terms, even if constants were sent separately."""
     tensors = {
         "head": torch.ones(3),
@@ -121,13 +121,13 @@ def test_a_request_has_one_hash_however_it_was_sent(*, is_evaluation: bool) -> N
         seed=2,
         broadcast={"control": torch.ones(3)},
     )
-    if is_evaluation:
+    if evaluates:
         whole = EvaluateRequest(round_num=1, tensors=tensors, order=("head", "small"))
     bare, constants = split(whole)
     assert set(constants) == {"base", "table"}
     found = decode(encode(bare), constants=encode_constants(constants))
     assert isinstance(found, TrainRequest | EvaluateRequest)
-    assert request_hash(found) == request_hash(whole)
+    assert hash_request(found) == hash_request(whole)
     with pytest.raises(ProtocolError, match="lacks the constants of its model"):
         decode(encode(bare))
     with pytest.raises(ProtocolError, match=r"the tensors \['head'\] are in the request and"):
@@ -136,4 +136,4 @@ def test_a_request_has_one_hash_however_it_was_sent(*, is_evaluation: bool) -> N
         encode(bare), constants=encode_constants({**constants, "base": tensors["base"] + 1})
     )
     assert isinstance(other, TrainRequest | EvaluateRequest)
-    assert request_hash(other) != request_hash(whole)
+    assert hash_request(other) != hash_request(whole)

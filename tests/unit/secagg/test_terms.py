@@ -70,11 +70,11 @@ def test_terms_come_back_from_their_bytes(terms: Terms) -> None:
         ({"num_neighbours": 0}, "0 neighbours"),
         ({"num_neighbours": 2}, "2 neighbours in a COMPLETE graph"),
         ({"topology": Topology.SPARSE}, "3 neighbours in a SPARSE graph"),
-        ({"topology": Topology.SPARSE, "num_clients": 7, "min_survivors": 3}, "not even"),
+        ({"topology": Topology.SPARSE, "num_clients": 7, "min_survivors": 3}, "an even number"),
         ({"lanes": ()}, "0 lanes"),
-        ({"lanes": (DELTA, DELTA)}, "one name"),
-        ({"lanes": (DELTA,)}, "weights travel in one lane"),
-        ({"max_weight": 100}, "weights travel in one lane"),
+        ({"lanes": (DELTA, DELTA)}, "same name"),
+        ({"lanes": (DELTA,)}, "weights need one lane"),
+        ({"max_weight": 100}, "weights need one lane"),
         ({"max_weight": 0, "lanes": (DELTA,)}, "no weights are sent"),
         ({"lanes": (TERMS.lanes[0], replace(DELTA, modulus_bits=24))}, "overflow 24 bits"),
     ],
@@ -92,7 +92,7 @@ def test_inconsistent_terms_cannot_be_read() -> None:
         Terms.from_bytes(data[:-1])
     with pytest.raises(ProtocolError, match="impossible terms"):
         Terms.from_bytes(data[:-2] + b"\x02\x01")
-    with pytest.raises(ProtocolError, match="no UTF-8"):
+    with pytest.raises(ProtocolError, match="not UTF-8"):
         Terms.from_bytes(data.replace(b"delta", b"d\xffcta"))
 
 
@@ -157,7 +157,7 @@ def test_noise_on_some_lanes_alone_is_no_terms() -> None:
     (noisy,) = NOISY.lanes
     other = replace(noisy, name="control")
     assert len(replace(NOISY, lanes=(noisy, other)).lanes) == 2
-    with pytest.raises(ConfigError, match="some lanes have noise and some have none"):
+    with pytest.raises(ConfigError, match="some lanes have noise and others have none"):
         replace(NOISY, lanes=(noisy, replace(other, noise=0.0)))
 
 

@@ -32,7 +32,7 @@ from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.keys import create_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan, notice_of, request_hash
+from fedlearn.secagg.plan import SecurePlan, build_notice, hash_request
 from fedlearn.secagg.server import Advertising, Sharing, open_session
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.pins import PinFile, Pins
@@ -115,7 +115,7 @@ class Desk:
             run_id=bytes(16),
             round_num=4,
             attempt=attempt,
-            request_hash=request_hash(hashed),
+            request_hash=hash_request(hashed),
         )
 
     def open(self, terms: Terms) -> tuple[messages.SignedTerms, Advertising]:
@@ -133,7 +133,7 @@ class Desk:
                 round_num=4,
                 attempt=0,
                 message=data,
-                notice=notice_of(self.announced),
+                notice=build_notice(self.announced),
             )
         else:
             request = SecureStageRequest(
@@ -347,7 +347,9 @@ def test_a_state_without_a_session_is_left_as_it_is() -> None:
 def request_with(kind: str, data: bytes) -> SecureRequest:
     match kind:
         case "terms":
-            return SecureTermsRequest(round_num=4, attempt=0, message=data, notice=notice_of(TRAIN))
+            return SecureTermsRequest(
+                round_num=4, attempt=0, message=data, notice=build_notice(TRAIN)
+            )
         case "train":
             return SecureTrainRequest(message=data, train=TRAIN)
         case _:
@@ -401,7 +403,7 @@ def asked_to_measure(terms: Terms, work: SecureRequest) -> tuple[object, Trainer
 
 
 def to_measure() -> Terms:
-    return MEASURES.terms(run_id=bytes(16), round_num=4, request_hash=request_hash(EVALUATE))
+    return MEASURES.terms(run_id=bytes(16), round_num=4, request_hash=hash_request(EVALUATE))
 
 
 def test_an_evaluation_is_answered_masked_and_trains_nothing() -> None:
@@ -431,9 +433,9 @@ def test_what_is_not_the_announced_evaluation_is_not_answered(work: SecureReques
 def test_terms_are_of_the_kind_of_work_that_is_announced() -> None:
     """A sum of metrics alone counts as an evaluation, so a training under it would go uncounted."""
     training_terms = PLAN.terms(
-        PARAMS.layout, run_id=bytes(16), round_num=4, attempt=0, request_hash=request_hash(EVALUATE)
+        PARAMS.layout, run_id=bytes(16), round_num=4, attempt=0, request_hash=hash_request(EVALUATE)
     )
-    metrics_alone = replace(to_measure(), request_hash=request_hash(TRAIN))
+    metrics_alone = replace(to_measure(), request_hash=hash_request(TRAIN))
     for announced, terms in ((EVALUATE, training_terms), (TRAIN, metrics_alone)):
         desk = Desk([Measuring(), Measuring(), Measuring()])
         desk.announced = announced
