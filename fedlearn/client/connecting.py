@@ -32,7 +32,7 @@ from fedlearn.identity.identity import Invitation
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.session.secure import after_failure
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.addresses import announced_addresses, join_addresses
+from fedlearn.transport.addresses import join_addresses, select_addresses
 from fedlearn.transport.content import TaskKey
 from fedlearn.transport.grpc_client import ComeBackLater, GatewaySession, enrol
 
@@ -281,7 +281,7 @@ class Connector:
         """Save the addresses at which the coordinator says it can be reached, now or soon."""
         assert self.enrolment is not None
         is_secure = bool(self.enrolment.invitation.ca_pem)
-        addresses = announced_addresses(announced, here=here, is_secure=is_secure)
+        addresses = select_addresses(announced, here=here, is_secure=is_secure)
         if not addresses or addresses == self.enrolment.invitation.addresses:
             return
         try:

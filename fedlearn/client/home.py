@@ -33,7 +33,7 @@ from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.core.json_files import parse_json
 from fedlearn.errors import DeploymentError
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.content import compute_digest
 
 _DAY_S = 86_400.0
 #: Files directly in the client's folder whose interrupted writes are cleaned up.
@@ -87,7 +87,7 @@ class Home(ClientFolder):
         values = {
             "key": task.key._asdict(),
             "digest": task.message.digest.hex(),
-            "personal_digest": digest_of(task.message.personal).hex(),
+            "personal_digest": compute_digest(task.message.personal).hex(),
             "is_ahead": task.is_announced,
         }
         if self._task_values != values:
@@ -186,7 +186,7 @@ class Home(ClientFolder):
         path = self._replies / f"{number:08d}" / "reply"
         held = HeldReply(
             key=task.key,
-            digest=digest_of(reply),
+            digest=compute_digest(reply),
             num_bytes=len(reply),
             expires_unix_s=task.expires_unix_s,
             max_inline_bytes=task.message.max_inline_bytes,
@@ -251,7 +251,7 @@ class Home(ClientFolder):
     @property
     def training_id(self) -> bytes:
         """Id of the current training once it has begun; it stays the same when work resumes."""
-        return digest_of(json.dumps([self._task_values, self._begin_unix_s]).encode())
+        return compute_digest(json.dumps([self._task_values, self._begin_unix_s]).encode())
 
     def count_task(self, now_unix_s: float) -> None:
         """Count the current task's training, only once even if it is interrupted."""

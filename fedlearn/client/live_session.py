@@ -9,7 +9,7 @@ from typing import Any
 from fedlearn.client.keyring import Enrolment
 from fedlearn.errors import ConnectionRefused
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.content import TaskKey, digest_of, signed_bytes
+from fedlearn.transport.content import TaskKey, compute_digest, encode_signed_reply
 from fedlearn.transport.grpc_client import Credentials, GatewayConnection, GatewaySession
 
 
@@ -48,13 +48,13 @@ class LiveSession:
 
     def build_result(self, key: TaskKey, reply: bytes) -> wire_pb2.FromClient:
         """Build the signed message that carries a reply inline."""
-        envelope = self.build_envelope(key, digest=digest_of(reply), num_bytes=len(reply))
+        envelope = self.build_envelope(key, digest=compute_digest(reply), num_bytes=len(reply))
         return wire_pb2.FromClient(result=wire_pb2.Result(envelope=envelope, data=reply))
 
     def build_envelope(self, key: TaskKey, *, digest: bytes, num_bytes: int) -> wire_pb2.Envelope:
         """Build the signed envelope that announces a reply."""
         client_id, message = self.enrolment.client_id, key.message()
-        signed = signed_bytes(message, client_id=client_id, digest=digest)
+        signed = encode_signed_reply(message, client_id=client_id, digest=digest)
         return wire_pb2.Envelope(
             key=message,
             digest=digest,

@@ -47,7 +47,7 @@ from fedlearn.session.secure import after_failure, session_to_mask_for
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.content import TaskKey, digest_of
+from fedlearn.transport.content import TaskKey, compute_digest
 
 #: Number of crashes in one task after which the client gives it up.
 _MAX_CRASHES = 3
@@ -215,7 +215,7 @@ class Worker:
             if not await self._download(constants, task, control):
                 return False
         if message.data:
-            if digest_of(message.data) != message.digest:
+            if compute_digest(message.data) != message.digest:
                 raise ProtocolError("the request's bytes are not those that were announced")
             write_private(self.home.request, message.data)
             return True

@@ -230,7 +230,7 @@ class _RunServer:
 
     def _require_enough(self, num_present: int, num_waits: int) -> None:
         """Allow as many waits as a round has retries, then raise TooFewNodes."""
-        policy, attendance = self.leader.pieces.policy, self.channel.attendance()
+        policy, attendance = self.leader.pieces.policy, self.channel.describe_attendance()
         retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
         if num_waits > retries:
             raise TooFewNodes(

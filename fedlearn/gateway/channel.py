@@ -32,8 +32,8 @@ from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.gateway.upload_store import LoggedReply, OpeningRecord, ReplyLog, remove_exchanges
 from fedlearn.transport import wire
-from fedlearn.transport.base import Arrival, Asked, are_same, reply_in, require_free
-from fedlearn.transport.content import NO_QUESTION, TaskKey, digest_of
+from fedlearn.transport.base import Arrival, CohortRequests, are_same, decode_reply, require_free
+from fedlearn.transport.content import NO_QUESTION, TaskKey, compute_digest
 
 #: Seconds between two checks of whether to stop waiting.
 _POLL_S = 0.2
@@ -209,7 +209,7 @@ class GatewayChannel:
     def _open_question(
         self, key: TaskKey, requests: Mapping[ClientId, Request], exchange: "GatewayExchange"
     ) -> LiveQuestion:
-        asked = Asked.of(requests)
+        asked = CohortRequests.of(requests)
         _require_fit(asked.personal)
         # Before the log, whose existence means that clients were asked.
         offers = self._encode_requests(asked.shared, asked.places)
@@ -386,7 +386,7 @@ class GatewayExchange:
             data = question.log.read(reply)
         read = self._last = _ReadReply(question)
         try:
-            answer = reply_in(data)
+            answer = decode_reply(data)
         except ProtocolError as error:
             answer = Failure(str(error))
             read.refuse(answer.reason)
@@ -516,7 +516,7 @@ def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
 def _build_offer(content: bytes, *, constants: Offer | None, folder: Path) -> Offer:
     if len(content) > wire.MAX_INLINE_BYTES:
         return replace(_write_offer(content, folder=folder), constants=constants)
-    digest = digest_of(content)
+    digest = compute_digest(content)
     return Offer(
         digest=digest, num_bytes=len(content), data=content, path=None, constants=constants
     )
@@ -533,7 +533,7 @@ def _encode_older(request: Request, *, folder: Path) -> Offer | None:
 
 def _write_offer(content: bytes, *, folder: Path) -> Offer:
     """Write content to a file and return the offer to download it."""
-    digest = digest_of(content)
+    digest = compute_digest(content)
     path, written = folder / digest.hex(), folder / f"{digest.hex()}.new"
     written.write_bytes(content)
     written.replace(path)  # a running download of the old file keeps its open copy

@@ -26,7 +26,7 @@ from fedlearn.identity.lineage import Lineage, newest_key
 from fedlearn.identity.registry import EnrolledClient, Registry, token_digest
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.content import enrolment_bytes
+from fedlearn.transport.content import encode_enrolment
 
 #: Bytes: a signing request has less than 1 kB, the longest chain of identity keys 10 kB.
 MAX_ENROLMENT_BYTES = 16 << 10
@@ -117,7 +117,7 @@ class Enrolments:
     def _redeem(self, request: wire_pb2.EnrolRequest) -> tuple[bytes, EnrolledClient]:
         if len(request.name) > _MAX_NAME or len(request.token) > _MAX_TOKEN_BYTES:
             raise EnrolmentRefused("the name or the token is too long")
-        proof = enrolment_bytes(request.token, request.csr_pem)
+        proof = encode_enrolment(request.token, request.csr_pem)
         if not verify(request.identity_key, request.identity_signature, proof):
             raise EnrolmentRefused("the request is not signed by the identity key in it")
         made: list[bytes] = []

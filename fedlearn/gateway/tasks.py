@@ -43,7 +43,7 @@ from fedlearn.gateway.upload_store import (
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import DIGEST_BYTES, TaskKey, digest_of, signed_bytes
+from fedlearn.transport.content import DIGEST_BYTES, TaskKey, compute_digest, encode_signed_reply
 
 #: Bytes of small replies of one cohort that may be in flight at once.
 _INLINE_TOTAL_BYTES = 256 << 20
@@ -462,7 +462,9 @@ class Exchanges:
             return refuse(f"{len(envelope.digest)} bytes are not a digest", "digest")
         if envelope.num_bytes > most:
             return refuse(f"{envelope.num_bytes} bytes, at most {most} are allowed", "size")
-        signed = signed_bytes(envelope.key, client_id=client.client_id, digest=envelope.digest)
+        signed = encode_signed_reply(
+            envelope.key, client_id=client.client_id, digest=envelope.digest
+        )
         if not verify(client.identity_key, envelope.signature, signed):
             return refuse("the signature is not by this client's identity key", "signature")
         return ReplyState.OPEN
@@ -603,7 +605,7 @@ def _find_mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
     """Return a refusal if ``data`` does not match its envelope."""
     if len(data) != envelope.num_bytes:
         return refuse(f"{len(data)} bytes, but {envelope.num_bytes} were announced", "size")
-    if digest_of(data) != envelope.digest:
+    if compute_digest(data) != envelope.digest:
         return WRONG_DIGEST
     return None
 

@@ -129,7 +129,7 @@ class Transfers:
     async def _write_chunks(self, client: EnrolledClient, context: Context, data: bytes) -> None:
         for begin in range(0, len(data), self.chunk_bytes):
             part = memoryview(data)[begin : begin + self.chunk_bytes]
-            chunk = wire.bytes_field(wire_pb2.Chunk.DATA_FIELD_NUMBER, part)
+            chunk = wire.encode_bytes_field(wire_pb2.Chunk.DATA_FIELD_NUMBER, part)
             await self._with_stall_timeout(client, context.write(chunk))
             self.counters.bytes_out += len(part)
 
@@ -294,5 +294,5 @@ async def _wait_until_done(job: "asyncio.Future[T]") -> bool:
 
 def _parse_data(data: bytes) -> memoryview:
     """Return the bytes in an UploadPart, without a copy if it is encoded as our clients do."""
-    found = wire.only_field(wire_pb2.UploadPart.DATA_FIELD_NUMBER, data)
+    found = wire.parse_bytes_field(wire_pb2.UploadPart.DATA_FIELD_NUMBER, data)
     return memoryview(parse_message(wire_pb2.UploadPart, data).data) if found is None else found

@@ -41,7 +41,7 @@ from fedlearn.training.trainer import (
     TaskControl,
     TrainContext,
 )
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.content import compute_digest
 
 #: Longest wait for another process in one sum; being slow is no error.
 _TIMEOUT = timedelta(minutes=10)
@@ -355,7 +355,7 @@ def _digest(result: LocalResult) -> str:
     """Hash a result; results with the same bits have equal digests."""
     values = [*result.tensors.values(), *result.state.values(), *result.lanes.values()]
     flat = [value.detach().cpu().flatten().view(torch.uint8) for value in values]
-    return digest_of(torch.cat(flat).numpy().tobytes()).hex()
+    return compute_digest(torch.cat(flat).numpy().tobytes()).hex()
 
 
 def _answer(worker: WorkerProcess) -> dict[str, str]:

@@ -344,7 +344,7 @@ class _PlayedRound:
         task, self._landed_s = self.collection.land(arrival.client_id), self.now_s
         if (congestion := self.collector.congestion) is not None:
             self.collection.limit(congestion.landed(num_in_flight=num_in_flight))
-        duration_s = arrival.took_s(self.opened_s + task.asked_s)
+        duration_s = arrival.duration_s(self.opened_s + task.asked_s)
         oldest = None
         staleness = self.collector.staleness
         if staleness is not None and self.collection.allows_early_work:

@@ -39,7 +39,7 @@ def require_addresses(texts: Iterable[str]) -> tuple[str, ...]:
     for each in addresses:
         if not is_address(each):
             raise DeploymentError(
-                f"{each!r} is no address; write host:port, such as coordinator.example.org:443"
+                f"{each!r} is not an address; write host:port, such as coordinator.example.org:443"
             )
     return addresses
 
@@ -54,7 +54,7 @@ def join_addresses(first: Iterable[str], then: Iterable[str]) -> tuple[str, ...]
     return tuple(dict.fromkeys((*first, *then)))[:MAX_ADDRESSES]
 
 
-def announced_addresses(announced: Iterable[str], *, here: str, is_secure: bool) -> tuple[str, ...]:
+def select_addresses(announced: Iterable[str], *, here: str, is_secure: bool) -> tuple[str, ...]:
     """Return the addresses that a client keeps after its coordinator announced new ones.
 
     The present address is kept as the last one, in case the announcement is wrong.
@@ -69,9 +69,9 @@ def announced_addresses(announced: Iterable[str], *, here: str, is_secure: bool)
         At most :data:`MAX_ADDRESSES`; empty: no usable address was announced.
 
     Example:
-        >>> announced_addresses(["new:443", "nonsense"], here="old:443", is_secure=True)
+        >>> select_addresses(["new:443", "nonsense"], here="old:443", is_secure=True)
         ('new:443', 'old:443')
-        >>> announced_addresses(["new:443"], here="127.0.0.1:9440", is_secure=False)
+        >>> select_addresses(["new:443"], here="127.0.0.1:9440", is_secure=False)
         ()
     """
     found = [each for each in announced if is_address(each) and (is_secure or is_loopback(each))]

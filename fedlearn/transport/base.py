@@ -26,7 +26,7 @@ from fedlearn.core.messages import (
 from fedlearn.errors import ProtocolError
 
 
-def _tell_nobody(_: str) -> None:
+def _ignore_refusal(_: str) -> None:
     """Ignore a refusal on a channel that cannot report it to the client."""
 
 
@@ -45,11 +45,11 @@ class Arrival:
     client_id: ClientId
     reply: Reply
     elapsed_s: float
-    refuse: Callable[[str], None] = _tell_nobody
+    refuse: Callable[[str], None] = _ignore_refusal
     logged_s: float | None = None
 
-    def took_s(self, asked_s: float) -> float:
-        """Return the seconds that its client took, asked ``asked_s`` into the exchange."""
+    def duration_s(self, asked_s: float) -> float:
+        """Return how long the client took, in seconds, if it was asked at ``asked_s``."""
         return self.elapsed_s - asked_s if self.logged_s is None else self.logged_s
 
 
@@ -141,7 +141,7 @@ def ask_once(
 
 
 @dataclass(frozen=True)
-class Asked:
+class CohortRequests:
     """The requests of a cohort, split so that shared parts are encoded and stored once."""
 
     shared: Sequence[Request]  # the distinct requests, without personal parts
@@ -149,7 +149,7 @@ class Asked:
     personal: Mapping[ClientId, bytes]  # by client its packets of secure aggregation, if it has any
 
     @classmethod
-    def of(cls, requests: Mapping[ClientId, Request]) -> "Asked":
+    def of(cls, requests: Mapping[ClientId, Request]) -> "CohortRequests":
         """Split requests; those that are, or wrap, the same object share one entry."""
         shared: dict[tuple[type[Request], int], tuple[int, Request]] = {}
         places, personal = dict[ClientId, int](), dict[ClientId, bytes]()
@@ -180,16 +180,16 @@ def require_free(
         ValueError: See :meth:`Exchange.ask`.
     """
     if not is_open:
-        raise ValueError("this exchange is closed; open another one to ask")
+        raise ValueError("this exchange is closed; open another one to send requests")
     for client_id in requests:
         if client_id in awaited:
             raise ValueError(
-                f"client {client_id} is asked again before its answer has been returned; ask it "
-                "once `next` has returned it, or leave it out"
+                f"client {client_id} is asked again before its reply has been returned; ask it "
+                "after `next` has returned the reply, or leave it out"
             )
 
 
-def reply_in(data: bytes | mmap) -> Reply:
+def decode_reply(data: bytes | mmap) -> Reply:
     """Decode a reply.
 
     Raises:
@@ -204,9 +204,9 @@ def reply_in(data: bytes | mmap) -> Reply:
     raise ProtocolError(f"{type(message).__name__} is not a reply")
 
 
-def as_reply(data: bytes | mmap) -> Reply:
+def decode_reply_or_failure(data: bytes | mmap) -> Reply:
     """Decode a reply; bytes that are not a reply become a :class:`Failure`."""
     try:
-        return reply_in(data)
+        return decode_reply(data)
     except ProtocolError as error:
         return Failure(reason=str(error))

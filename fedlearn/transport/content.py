@@ -72,7 +72,7 @@ class TaskKey(NamedTuple):
         return cls(run_id, kind, round_num, attempt, exchange)
 
 
-def digest_of(data: bytes) -> bytes:
+def compute_digest(data: bytes) -> bytes:
     """Return the digest of ``data``."""
     return blake3(data).digest()
 
@@ -89,12 +89,12 @@ def hash_stream(stream: BinaryIO) -> blake3:
     return found
 
 
-def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> bytes:
+def encode_signed_reply(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> bytes:
     """Return the bytes that a client signs for a reply: its task, its client id and its digest.
 
     Guarantees:
         Different arguments never give the same bytes (every field is of fixed length or
-        preceded by its length), nor do they give those of :func:`enrolment_bytes`.
+        preceded by its length), nor do they give those of :func:`encode_enrolment`.
 
     Args:
         key: The whole task, so that a signature is useless in another run, round or attempt.
@@ -103,23 +103,23 @@ def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> byt
     """
     return b"".join(
         (
-            _sized(_REPLY_DOMAIN),
-            _sized(key.run_id.encode()),
-            _sized(key.kind.encode()),
-            *(_number(n) for n in (key.round_num, key.attempt, key.exchange, client_id)),
-            _sized(digest),
+            _prefix_length(_REPLY_DOMAIN),
+            _prefix_length(key.run_id.encode()),
+            _prefix_length(key.kind.encode()),
+            *(_encode_number(n) for n in (key.round_num, key.attempt, key.exchange, client_id)),
+            _prefix_length(digest),
         )
     )
 
 
-def enrolment_bytes(token: bytes, csr_pem: bytes) -> bytes:
+def encode_enrolment(token: bytes, csr_pem: bytes) -> bytes:
     """Return the bytes that a client signs to enrol: proof that it holds its identity key."""
-    return _sized(_ENROLMENT_DOMAIN) + _sized(token) + _sized(csr_pem)
+    return _prefix_length(_ENROLMENT_DOMAIN) + _prefix_length(token) + _prefix_length(csr_pem)
 
 
-def _sized(content: bytes) -> bytes:
-    return _number(len(content)) + content
+def _prefix_length(content: bytes) -> bytes:
+    return _encode_number(len(content)) + content
 
 
-def _number(number: int) -> bytes:
+def _encode_number(number: int) -> bytes:
     return number.to_bytes(8, "big")

@@ -34,7 +34,7 @@ from fedlearn.errors import (
 from fedlearn.identity.identity import SERVER_NAME, Identity, Invitation
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
-from fedlearn.transport.content import enrolment_bytes, hash_stream
+from fedlearn.transport.content import encode_enrolment, hash_stream
 
 #: Metadata key for the name of a client without a certificate; only a server without TLS reads it.
 NAME_METADATA = "fedlearn-client"
@@ -144,7 +144,7 @@ class GatewaySession:
             message = await self._call.read(wire_pb2.FromCoordinator)
         if message is not None and (what := message.WhichOneof("what")) in _WITH_A_REASON:
             part = getattr(message, what)
-            part.reason = _words(part.reason)
+            part.reason = _clean_text(part.reason)
         return message
 
     async def watch(self) -> NoReturn:
@@ -205,7 +205,7 @@ class GatewayConnection:
             DeploymentError: Plaintext to another machine was requested.
         """
         self._address = address
-        self._channel = _channel(address, credentials)
+        self._channel = _open_channel(address, credentials)
         self._metadata = ((NAME_METADATA, name),) if name and not credentials else ()
         self._stall_timeout_s = stall_timeout_s
         self._life = _Life()
@@ -250,12 +250,12 @@ class GatewayConnection:
         own.protocol = protocol
         await call.write(wire_pb2.FromClient(hello=own))
         first = await call.read(wire_pb2.FromCoordinator, patiently=False, within_s=_WELCOME_S)
-        welcome = self._welcome(first)
+        welcome = self._require_welcome(first)
         if welcome.protocol != protocol:
             raise OtherProtocol(
-                f"{self._address} answers in protocol {welcome.protocol}, this client asked for "
-                f"{protocol}; install the coordinator's version of fedlearn "
-                f"({_words(welcome.software)!r})"
+                f"{self._address} answers in protocol {welcome.protocol}, but this client asked "
+                f"for {protocol}; install the coordinator's version of fedlearn "
+                f"({_clean_text(welcome.software)!r})"
             )
         return welcome
 
@@ -292,13 +292,13 @@ class GatewayConnection:
             ProtocolError: The bytes do not match the digest; the file is removed.
             DeploymentError: The file cannot be written.
         """
-        offset = _num_bytes_there(path, at_most=num_bytes)
+        offset = _measure_partial_file(path, at_most=num_bytes)
         try:
-            await self._complete(digest, num_bytes=num_bytes, offset=offset, path=path)
+            await self._fill_file(digest, num_bytes=num_bytes, offset=offset, path=path)
         except ProtocolError:
             if offset == 0:
                 raise
-            await self._complete(digest, num_bytes=num_bytes, offset=0, path=path)
+            await self._fill_file(digest, num_bytes=num_bytes, offset=0, path=path)
 
     async def upload(self, envelope: wire_pb2.Envelope, path: Path) -> wire_pb2.Receipt:
         """Send a reply, starting at the offset that the coordinator names; return its receipt.
@@ -316,32 +316,33 @@ class GatewayConnection:
             await call.write(wire_pb2.UploadPart(envelope=envelope))
             status = await call.read(wire_pb2.UploadStatus, patiently=False)
             if status is None or status.WhichOneof("what") != "offset":
-                return self._receipt(status)  # settled before
+                return self._require_receipt(status)  # settled before
             if status.offset > envelope.num_bytes:
                 raise ProtocolError(
-                    f"{self._address} has {status.offset} bytes of a reply of {envelope.num_bytes}"
+                    f"{self._address} reports {status.offset} bytes of a reply of "
+                    f"{envelope.num_bytes}"
                 )
             answer = asyncio.create_task(call.read(wire_pb2.UploadStatus))
             try:
                 await _send_file(call, path, offset=status.offset, until=answer)
-                return self._receipt(await answer)
+                return self._require_receipt(await answer)
             finally:
                 call.cancel()
                 await asyncio.gather(answer, return_exceptions=True)
 
-    async def _complete(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
+    async def _fill_file(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
         """Download the missing bytes from ``offset`` on; remove the file if it is wrong."""
         try:
             if offset < num_bytes or num_bytes == 0:
                 await self._append(digest, num_bytes=num_bytes, offset=offset, path=path)
-            await asyncio.to_thread(_check, path, digest=digest)
+            await asyncio.to_thread(_check_digest, path, digest=digest)
         except ProtocolError:
             _remove(path)
             raise
 
     async def _append(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
         """Append the bytes that the coordinator sends from ``offset`` on to ``path``."""
-        with _local(path):
+        with _report_disk_errors(path):
             stream = path.open("ab")
         with stream, self._call("Download") as call:
             await call.write(wire_pb2.DownloadRequest(digest=digest, offset=offset))
@@ -353,9 +354,9 @@ class GatewayConnection:
                         f"{self._address} sent a chunk of {len(chunk.data)} bytes that ends at "
                         f"{offset} of {num_bytes}"
                     )
-                with _local(path):
+                with _report_disk_errors(path):
                     stream.write(chunk.data)
-                    stream.flush()  # inside `_local`, so that a full disk is reported as such
+                    stream.flush()  # here, so that a full disk is reported as such
 
     @contextmanager
     def _call(self, method: str, *, service: str = wire.GATEWAY) -> Iterator["_Call"]:
@@ -372,23 +373,23 @@ class GatewayConnection:
         finally:
             call.cancel()
 
-    def _welcome(self, first: wire_pb2.FromCoordinator | None) -> wire_pb2.Welcome:
+    def _require_welcome(self, first: wire_pb2.FromCoordinator | None) -> wire_pb2.Welcome:
         if first is None:
             raise ConnectionError(f"{self._address} ended the session before a welcome")
         if first.WhichOneof("what") != "welcome":
             raise ProtocolError(f"{self._address} answered a hello with {first.WhichOneof('what')}")
         return first.welcome
 
-    def _receipt(self, status: wire_pb2.UploadStatus | None) -> wire_pb2.Receipt:
+    def _require_receipt(self, status: wire_pb2.UploadStatus | None) -> wire_pb2.Receipt:
         if status is None:
             raise ConnectionError(f"{self._address} ended an upload without a receipt")
         if status.WhichOneof("what") != "receipt":
             raise ProtocolError(f"{self._address} sent {status.WhichOneof('what')}, not a receipt")
-        status.receipt.reason = _words(status.receipt.reason)
+        status.receipt.reason = _clean_text(status.receipt.reason)
         return status.receipt
 
 
-def _words(text: str) -> str:
+def _clean_text(text: str) -> str:
     return printable(text[:_MAX_CHARACTERS])
 
 
@@ -423,7 +424,7 @@ async def enrol(
         token=invitation.token,
         csr_pem=csr_pem,
         identity_key=identity.public_key,
-        identity_signature=identity.sign(enrolment_bytes(invitation.token, csr_pem)),
+        identity_signature=identity.sign(encode_enrolment(invitation.token, csr_pem)),
         lineage=lineage,
     )
     credentials = credentials or Credentials.of(invitation)
@@ -453,7 +454,7 @@ async def look(address: str, invitation: Invitation) -> None:
         await connection.look(request)
 
 
-class _Ended(ConnectionError):
+class _CallEnd(ConnectionError):
     """The coordinator has ended a call regularly."""
 
 
@@ -488,12 +489,12 @@ class _Call:
 
     async def write_bytes(self, data: bytes) -> None:
         """Send one serialised message."""
-        async with self._failures(), self._writing, asyncio.timeout(self._stall_timeout_s):
+        async with self._translate_errors(), self._writing, asyncio.timeout(self._stall_timeout_s):
             await self._call.write(data)
 
     async def end_writing(self) -> None:
         """Tell the coordinator that no more messages follow."""
-        async with self._failures():
+        async with self._translate_errors():
             await self._call.done_writing()
 
     async def read(
@@ -508,18 +509,18 @@ class _Call:
         """
         most_s = within_s if patiently else min(within_s, self._stall_timeout_s)
         try:
-            async with self._failures(waits_s=most_s):
+            async with self._translate_errors(waits_s=most_s):
                 async with asyncio.timeout(most_s if math.isfinite(most_s) else None):
                     data = await self._call.read()
             self._life.num_ticks = 0
-        except _Ended:
+        except _CallEnd:
             return None
         if not isinstance(data, bytes):
             return None
         try:
             return kind.FromString(data)
         except DecodeError as error:
-            raise ProtocolError(f"{self._address} sent {len(data)} bytes, no {kind}") from error
+            raise ProtocolError(f"{self._address} sent {len(data)} bytes, not a {kind}") from error
 
     def cancel(self) -> None:
         """End the call; has no effect if it has ended."""
@@ -533,10 +534,13 @@ class _Call:
         (https://github.com/grpc/grpc/issues/36066).
         """
         if self._status in (None, _WRITE_FAILED):
-            self._status = _at_once(call.code()), _at_once(call.details()) or ""
-            self._come_back_s = _seconds(_at_once(call.trailing_metadata()))
+            self._status = (
+                _run_without_waiting(call.code()),
+                _run_without_waiting(call.details()) or "",
+            )
+            self._come_back_s = _parse_seconds(_run_without_waiting(call.trailing_metadata()))
 
-    async def _end(self) -> None:
+    async def _wait_for_status(self) -> None:
         """Wait for the coordinator's status if a write failed before it came.
 
         gRPC does not notify anyone when it replaces one status by the other, so this polls. It does
@@ -549,29 +553,29 @@ class _Call:
             await asyncio.sleep(_LOOK_S)
             self._remember(self._call)
 
-    def _failure(self) -> Exception:
+    def _build_error(self) -> Exception:
         """Translate the status of the call into an exception."""
         code, words = self._status or (grpc.StatusCode.UNKNOWN, "")
         if code is grpc.StatusCode.OK:
-            return _Ended(f"{self._address} has ended the call")
+            return _CallEnd(f"{self._address} has ended the call")
         if code in _REFUSALS:
             is_version = code is grpc.StatusCode.FAILED_PRECONDITION
             return (OtherProtocol if is_version else ConnectionRefused)(
-                f"{self._address} refuses: {_words(words)}"
+                f"{self._address} refuses: {_clean_text(words)}"
             )
-        told = f"{self._address}: {code.name}: {_words(words)}"
+        text = f"{self._address}: {code.name}: {_clean_text(words)}"
         if self._come_back_s is not None:
-            return ComeBackLater(told, after_s=self._come_back_s)
-        return ConnectionError(told)
+            return ComeBackLater(text, after_s=self._come_back_s)
+        return ConnectionError(text)
 
     @asynccontextmanager
-    async def _failures(self, *, waits_s: float | None = None) -> AsyncIterator[None]:
+    async def _translate_errors(self, *, waits_s: float | None = None) -> AsyncIterator[None]:
         waits_s = self._stall_timeout_s if waits_s is None else waits_s
         try:
             yield
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the call has ended
-            await self._end()
-            raise self._failure() from error
+            await self._wait_for_status()
+            raise self._build_error() from error
         except TimeoutError as error:
             raise ConnectionError(f"{self._address} has been silent for {waits_s:g} s") from error
         except asyncio.CancelledError:
@@ -583,17 +587,17 @@ class _Call:
             raise ConnectionError(f"the call to {self._address} was closed") from None
 
 
-def _seconds(metadata: grpc.aio.Metadata | None) -> float | None:
+def _parse_seconds(metadata: grpc.aio.Metadata | None) -> float | None:
     """Return the seconds after which to come back; ``None`` if there is no valid number."""
-    told = dict(metadata or ()).get(wire.COME_BACK_METADATA)
+    text = dict(metadata or ()).get(wire.COME_BACK_METADATA)
     try:
-        seconds = float(str(told))
+        seconds = float(str(text))
     except ValueError:
         return None
     return seconds if 0.0 <= seconds < math.inf else None
 
 
-def _at_once(answer: Coroutine[None, None, T]) -> T:
+def _run_without_waiting(answer: Coroutine[None, None, T]) -> T:
     """Return the result of a coroutine that never has to wait."""
     try:
         answer.send(None)
@@ -607,7 +611,7 @@ async def _send_file(
     call: _Call, path: Path, *, offset: int, until: "asyncio.Task[wire_pb2.UploadStatus | None]"
 ) -> None:
     """Send ``path`` from ``offset`` on; stop early once the coordinator has answered ``until``."""
-    with _local(path), path.open("rb") as stream:
+    with _report_disk_errors(path), path.open("rb") as stream:
         stream.seek(offset)
         while not until.done():
             data = stream.read(wire.CHUNK_BYTES)
@@ -616,14 +620,14 @@ async def _send_file(
                     await call.end_writing()
                     return
                 number = wire_pb2.UploadPart.DATA_FIELD_NUMBER
-                await call.write_bytes(wire.bytes_field(number, data))
+                await call.write_bytes(wire.encode_bytes_field(number, data))
             except (ConnectionError, ConnectionRefused):
                 return  # the coordinator may answer early: its answer says what went wrong
 
 
-def _num_bytes_there(path: Path, *, at_most: int) -> int:
+def _measure_partial_file(path: Path, *, at_most: int) -> int:
     """Return the size of a partial download; remove a file that is too long to be one."""
-    with _local(path):
+    with _report_disk_errors(path):
         num_bytes = path.stat().st_size if path.exists() else 0
         if num_bytes <= at_most:
             return num_bytes
@@ -632,34 +636,34 @@ def _num_bytes_there(path: Path, *, at_most: int) -> int:
 
 
 def _remove(path: Path) -> None:
-    with _local(path):
+    with _report_disk_errors(path):
         path.unlink(missing_ok=True)
 
 
-def _check(path: Path, *, digest: bytes) -> None:
-    with _local(path), path.open("rb", buffering=0) as stream:
+def _check_digest(path: Path, *, digest: bytes) -> None:
+    with _report_disk_errors(path), path.open("rb", buffering=0) as stream:
         found = hash_stream(stream).digest()
     if found != digest:
         raise ProtocolError(
-            f"{path} was downloaded with digest {found.hex()}, asked for {digest.hex()}: it is "
+            f"{path} was downloaded with digest {found.hex()}, expected {digest.hex()}: it was "
             "removed and must be downloaded again"
         )
 
 
-def _local(path: Path) -> AbstractContextManager[None]:
+def _report_disk_errors(path: Path) -> AbstractContextManager[None]:
     """Report errors of the disk as such: network errors are OSErrors, too."""
     return disk_errors(path, raises=DeploymentError, doing="read or write")
 
 
-def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
+def _open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
     """Create a channel to ``address``; raise DeploymentError for plaintext to another machine."""
     is_local = is_loopback(address)
     options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local else [*_OPTIONS]
     if credentials is None:
         if not is_local:
             raise DeploymentError(
-                f"{address} is another machine, and without TLS everybody between could read and "
-                "change what is sent; join with an invitation (`fedlearn invite NAME`)"
+                f"{address} is another machine, and without TLS every machine on the way could "
+                "read and change messages; join with an invitation (`fedlearn invite NAME`)"
             )
         return grpc.aio.insecure_channel(address, options)
     tls = grpc.ssl_channel_credentials(

@@ -17,7 +17,7 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import ClientId, Failure, Reply, Request
 from fedlearn.errors import ProtocolError
-from fedlearn.transport.base import Arrival, reply_in, require_free
+from fedlearn.transport.base import Arrival, decode_reply, require_free
 
 #: A reply that is due exactly at the end of a wait has arrived, despite rounding errors.
 _ROUNDING_S = 1e-9
@@ -58,7 +58,7 @@ class MemoryChannel:
         state = self.states.get(client_id, b"")
         reply, self.states[client_id] = self.handlers[client_id](data, state)
         try:
-            return reply_in(reply)
+            return decode_reply(reply)
         except ProtocolError as error:
             self.refused[client_id] = str(error)
             return Failure(str(error))
@@ -114,10 +114,10 @@ class MemoryExchange:
             return None
         if not self._due or self._due[0][0] > min(until_s + _ROUNDING_S, self._deadline_s):
             if until_s < self._deadline_s:
-                self._pass_to(max(until_s, self._elapsed_s))
+                self._advance_to(max(until_s, self._elapsed_s))
             return None
         arrival_s, _, client_id, encoded = heappop(self._due)
-        self._pass_to(arrival_s)
+        self._advance_to(arrival_s)
         self._awaited.discard(client_id)
         reply = self._channel.reply(client_id, encoded())
         refuse = partial(self._channel.refused.__setitem__, client_id)
@@ -144,7 +144,7 @@ class MemoryExchange:
         self._awaited.clear()
         self._due.clear()
 
-    def _pass_to(self, elapsed_s: float) -> None:
+    def _advance_to(self, elapsed_s: float) -> None:
         clock = self._channel.clock
         clock.sleep(max(0.0, self._start_s + elapsed_s - clock.now_s()))
         self._elapsed_s = elapsed_s

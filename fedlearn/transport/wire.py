@@ -66,7 +66,7 @@ def download_chunk_bytes(beat_s: float) -> int:
     return min(CHUNK_BYTES, int(MISSED_BEATS * beat_s * SLOWEST_BYTES_PER_S))
 
 
-def bytes_field(number: int, data: bytes | memoryview) -> bytes:
+def encode_bytes_field(number: int, data: bytes | memoryview) -> bytes:
     """Serialise a message with a single field, of bytes, whose number is below 16.
 
     Used for the chunks of a transfer: protobuf's own serialisation grows a buffer step by step,
@@ -74,21 +74,23 @@ def bytes_field(number: int, data: bytes | memoryview) -> bytes:
 
     Example:
         >>> from fedlearn.transport import wire_pb2
-        >>> bytes_field(2, b"abc") == wire_pb2.UploadPart(data=b"abc").SerializeToString()
+        >>> encode_bytes_field(2, b"abc") == wire_pb2.UploadPart(data=b"abc").SerializeToString()
         True
     """
-    return b"".join((_head(number, len(data)), data))
+    return b"".join((_encode_head(number, len(data)), data))
 
 
-def only_field(number: int, message: bytes) -> memoryview | None:
-    """Return the bytes in a message of :func:`bytes_field`, without a copy; ``None`` for any other.
+def parse_bytes_field(number: int, message: bytes) -> memoryview | None:
+    """Return the bytes in a message of :func:`encode_bytes_field`, without a copy.
+
+    ``None`` for any other message.
 
     Example:
-        >>> bytes(only_field(2, bytes_field(2, b"abc")))
+        >>> bytes(parse_bytes_field(2, encode_bytes_field(2, b"abc")))
         b'abc'
     """
     for begin in range(2, min(len(message), _MAX_HEAD_BYTES) + 1):
-        head = _head(number, len(message) - begin)
+        head = _encode_head(number, len(message) - begin)
         if len(head) == begin and message.startswith(head):
             return memoryview(message)[begin:]
     return None
@@ -98,7 +100,7 @@ def only_field(number: int, message: bytes) -> memoryview | None:
 _MAX_HEAD_BYTES = 5
 
 
-def _head(number: int, size: int) -> bytes:
+def _encode_head(number: int, size: int) -> bytes:
     """Return a field's tag and length: a varint, seven bits in each byte, lowest first."""
     head = bytearray([number << 3 | 2])
     while size > 0x7F:  # noqa: PLR2004 - seven bits

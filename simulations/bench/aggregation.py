@@ -45,7 +45,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.transport.base import Arrival, as_reply
+from fedlearn.transport.base import Arrival, decode_reply_or_failure
 
 #: Number of different updates, which the cohort sends repeatedly.
 NUM_DISTINCT = 4
@@ -138,7 +138,7 @@ class Replaying:
             return None
         client_id = self.asked.popleft()
         data = self.updates[client_id % len(self.updates)]
-        return Arrival(client_id, as_reply(data), min(until_s, 0.0))
+        return Arrival(client_id, decode_reply_or_failure(data), min(until_s, 0.0))
 
     def close(self) -> None:
         """Forget all clients that were asked."""

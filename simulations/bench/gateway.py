@@ -42,7 +42,7 @@ from parts.superlink import Flower
 from parts.watch import Memory, cpu_s, watched
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.content import compute_digest
 
 #: Tensors of the small model and of the large one.
 _TENSORS, _LARGE_TENSORS = 4, 10
@@ -155,7 +155,7 @@ def bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bul
     path.write_bytes(content)
     return Bulky(
         path=path,
-        digest=digest_of(content),
+        digest=compute_digest(content),
         at_once=asyncio.Semaphore(at_once),
         downloads=downloads,
         clock=SystemClock(),

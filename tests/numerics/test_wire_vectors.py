@@ -23,7 +23,12 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.errors import ProtocolError
-from fedlearn.transport.content import TaskKey, digest_of, enrolment_bytes, signed_bytes
+from fedlearn.transport.content import (
+    TaskKey,
+    compute_digest,
+    encode_enrolment,
+    encode_signed_reply,
+)
 from fedlearn.transport.wire import PROTOCOL
 
 VECTORS = Path(__file__).parents[2] / "docs/reference/wire-vectors.json"
@@ -61,15 +66,15 @@ TOKEN, CSR_PEM = bytes(range(32)), b"-----BEGIN CERTIFICATE REQUEST-----\n"
 def made() -> dict[str, Any]:  # Any: what JSON holds
     """Return what the file is to hold."""
     identity = Ed25519PrivateKey.from_private_bytes(SECRET)
-    reply = digest_of(encode(MESSAGES["train reply"]))
-    signed = signed_bytes(KEY.message(), client_id=CLIENT_ID, digest=reply)
-    enrolment = enrolment_bytes(TOKEN, CSR_PEM)
+    reply = compute_digest(encode(MESSAGES["train reply"]))
+    signed = encode_signed_reply(KEY.message(), client_id=CLIENT_ID, digest=reply)
+    enrolment = encode_enrolment(TOKEN, CSR_PEM)
     messages = {name: encode(message) for name, message in MESSAGES.items()}
     return {
         "protocol": PROTOCOL,
         "format": OLDEST,
         "messages": [
-            {"name": name, "bytes": data.hex(), "digest": digest_of(data).hex()}
+            {"name": name, "bytes": data.hex(), "digest": compute_digest(data).hex()}
             for name, data in messages.items()
         ],
         "reply_signature": {

@@ -657,7 +657,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a Flower node forgets what its client keeps",
         node,
-        "node_store_of",
+        "open_node_store",
         _keeps_nothing,
         lambda c: c.place == "flower" and _keeps(c),
     ),

@@ -43,8 +43,8 @@ from fedlearn.training.trainer import (
 )
 from fedlearn.transport.base import Channel, Exchange
 from fedlearn.transport.flower import FlowerChannel
-from fedlearn.transport.flower.node_store import node_store_of
-from fedlearn.transport.flower.records import run_id_of
+from fedlearn.transport.flower.node_store import open_node_store
+from fedlearn.transport.flower.records import format_run_id
 from fedlearn.transport.memory import MemoryChannel
 from tests.grid import LocalGrid, joined
 from tests.oracle.configuration import NUM_CLIENTS, Configuration
@@ -91,7 +91,7 @@ class Nodes:
 
     def sessions(self, simulation: Any, *_: object) -> tuple[Channel, Collector]:
         """Return a channel to them, and what collects: as :func:`simulated_plan._sessions` does."""
-        run_id = run_id_of(self.grid.context(FIRST_NODE))
+        run_id = format_run_id(self.grid.context(FIRST_NODE))
         channel = FlowerChannel(
             grid=self.grid,
             clock=self.grid.clock,
@@ -108,11 +108,11 @@ class Nodes:
         return _sessions(simulation, channel, states, identities)
 
     def _state(self, client_id: ClientId) -> bytes:
-        with node_store_of(self.grid.context(FIRST_NODE + client_id)) as store:
+        with open_node_store(self.grid.context(FIRST_NODE + client_id)) as store:
             return store.state
 
     def _keep(self, client_id: ClientId, state: bytes) -> None:
-        with node_store_of(self.grid.context(FIRST_NODE + client_id)) as store:
+        with open_node_store(self.grid.context(FIRST_NODE + client_id)) as store:
             store.keep(state)
 
 

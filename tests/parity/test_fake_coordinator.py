@@ -38,7 +38,7 @@ from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.testing import FakeCoordinator, LocalGateway
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 from fedlearn.transport.grpc_client import Credentials, GatewayConnection, enrol
 from tests.security.peers.harness import HELLO, Peer, envelope, result, told
 
@@ -226,8 +226,8 @@ def garbled(data: bytes, place: int) -> bytes:
 
 def large(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
     data = encode(honest_reply(task))
-    digest = digest_of(data)
-    signed = signed_bytes(task.key, client_id=peer.client_id, digest=digest)
+    digest = compute_digest(data)
+    signed = encode_signed_reply(task.key, client_id=peer.client_id, digest=digest)
     about = wire_pb2.Envelope(
         key=task.key,
         digest=digest,

@@ -361,7 +361,7 @@ def test_a_coordinator_that_was_believed_once_is_remembered_in_the_folder(tmp_pa
 # ---- Once a session -----------------------------------------------------------------------
 
 
-def payload_of(reply: Message) -> bytes:
+def build_payload(reply: Message) -> bytes:
     return reply.content.array_records["fedlearn.payload"]["message"].data
 
 
@@ -377,10 +377,10 @@ def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: b
     if in_folder:
         superlink.restart_nodes()
     _, *before, last = superlink.seen[VICTIM]
-    assert "SecureReply" in str(decode(payload_of(superlink.answer(VICTIM, last))))
+    assert "SecureReply" in str(decode(build_payload(superlink.answer(VICTIM, last))))
     for message in before:
         reply = superlink.answer(VICTIM, message)
-        data = payload_of(reply)
+        data = build_payload(reply)
         words = "one release" if isinstance(sent_in(message), messages.SignedTerms) else ""
         assert words in str(decode(data))
         assert "Failure" in str(decode(data))

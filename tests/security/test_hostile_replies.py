@@ -39,7 +39,7 @@ from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.transport.base import reply_in
+from fedlearn.transport.base import decode_reply
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 HOSTILE, NUM_CLIENTS = ClientId(2), 4
@@ -84,7 +84,7 @@ def with_element(value: float) -> Mapping[str, Tensor]:
 
 def says_that_it_failed(answer: bytes) -> bool:
     try:
-        return isinstance(reply_in(answer), Failure)
+        return isinstance(decode_reply(answer), Failure)
     except ProtocolError:
         return False
 

@@ -28,14 +28,14 @@ from flwr.serverapp import ServerApp
 from fedlearn.transport.flower.channel import Federation, FlowerChannel, server_app
 from fedlearn.transport.flower.legacy_records import LegacyRecords
 from fedlearn.transport.flower.node import Answer, Keys, Mod, Node, client_app
-from fedlearn.transport.flower.postbox import Counts, MessageGrid, in_a_thread
+from fedlearn.transport.flower.postbox import ChannelCounts, MessageGrid, start_thread
 from fedlearn.transport.flower.stock_channel import StockChannel
 from fedlearn.transport.flower.stock_records import StockRecords
 
 __all__ = [
     "Answer",
+    "ChannelCounts",
     "ClientApp",
-    "Counts",
     "Federation",
     "FlowerChannel",
     "Keys",
@@ -47,6 +47,6 @@ __all__ = [
     "StockChannel",
     "StockRecords",
     "client_app",
-    "in_a_thread",
     "server_app",
+    "start_thread",
 ]

@@ -20,26 +20,26 @@ from fedlearn.core.messages import (
     Settings,
 )
 from fedlearn.errors import ProtocolError
-from fedlearn.transport.base import Asked, are_same, as_reply
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.base import CohortRequests, are_same, decode_reply_or_failure
+from fedlearn.transport.content import compute_digest
 from fedlearn.transport.flower.grid_channel import GridChannel, Question
-from fedlearn.transport.flower.postbox import MessageGrid, Sent
+from fedlearn.transport.flower.postbox import MessageGrid, SentMessage
 from fedlearn.transport.flower.records import (
     HELLO,
-    content_of,
-    key_header,
-    key_on,
-    number_in,
-    payload_of,
+    build_content,
+    build_key_header,
+    build_payload,
+    format_run_id,
+    read_card,
+    read_number,
     require_signed,
-    run_id_of,
-    unpacked,
+    unpack,
 )
 from fedlearn.transport.wire_pb2 import TaskKey
 
 _HELLO_TTL_S = 600.0
 #: Most reasons that are listed for nodes that are not clients.
-_TOLD_REASONS = 3
+_MAX_REASONS = 3
 
 
 class _Constants(NamedTuple):
@@ -50,7 +50,7 @@ class _Constants(NamedTuple):
     payload: ArrayRecord
 
 
-class _Encoded(NamedTuple):
+class _EncodedRequest(NamedTuple):
     """A request, encoded for a cohort."""
 
     key: TaskKey
@@ -71,7 +71,7 @@ class FlowerChannel(GridChannel):
     run_id: str
     coordinator_key: bytes
     _keys: dict[ClientId, bytes] = field(default_factory=dict, init=False)
-    _hellos: dict[int, Sent] = field(default_factory=dict, init=False)
+    _hellos: dict[int, SentMessage] = field(default_factory=dict, init=False)
     _settled_nodes: set[int] = field(default_factory=set, init=False)
     _strangers: dict[int, str] = field(default_factory=dict, init=False)  # reasons, by node
     _last_keys: dict[str, TaskKey] = field(default_factory=dict, init=False)
@@ -83,24 +83,24 @@ class FlowerChannel(GridChannel):
         """By client the key that it showed first in this run; grows as clients join."""
         return MappingProxyType(self._keys)
 
-    def attendance(self) -> str:
+    def describe_attendance(self) -> str:
         """Describe how many nodes were last connected, and why some are not clients.
 
         For example "3 nodes are connected, 2 did not introduce themselves (the ClientApp raised
         ValueError)".
         """
-        told = super().attendance()
+        text = super().describe_attendance()
         strangers = self._connected - set(self._node_ids.values())
         reasons = sorted({self._strangers[node] for node in strangers & self._strangers.keys()})
         if strangers:
-            why = f" ({'; '.join(reasons[:_TOLD_REASONS])})" if reasons else ""
-            told += f", {len(strangers)} did not introduce themselves{why}"
-        return told
+            why = f" ({'; '.join(reasons[:_MAX_REASONS])})" if reasons else ""
+            text += f", {len(strangers)} did not introduce themselves{why}"
+        return text
 
-    def _questions(
+    def _build_questions(
         self, requests: Mapping[ClientId, Request], *, expires_s: float
     ) -> dict[ClientId, Question]:
-        asked, questions = Asked.of(requests), dict[ClientId, Question]()
+        asked, questions = CohortRequests.of(requests), dict[ClientId, Question]()
         alike = [self._encode(request) for request in asked.shared]
         for client, place in asked.places.items():
             # The personal part goes into the header; all clients share the payload.
@@ -108,8 +108,8 @@ class FlowerChannel(GridChannel):
             evaluates = isinstance(asked.shared[place], EvaluateRequest)
             digest = b"" if request.constants is None else request.constants.digest
             content = partial(
-                content_of,
-                key_header(request.key, personal=personal, constants_digest=digest),
+                build_content,
+                build_key_header(request.key, personal=personal, constants_digest=digest),
                 request.payload,
             )
             whole = None
@@ -122,26 +122,30 @@ class FlowerChannel(GridChannel):
                 whole=whole,
                 message_type=MessageType.EVALUATE if evaluates else MessageType.TRAIN,
                 expires_s=expires_s,
-                read=partial(self._signed, request, client),
+                read=partial(self._read_signed, request, client),
             )
         return questions
 
-    def _encode(self, request: Request) -> "_Encoded":
+    def _encode(self, request: Request) -> "_EncodedRequest":
         """Encode a request in the parts of a message; the SuperLink stores each part once."""
         bare, constants = split(request)
-        return _Encoded(self._key(request), payload_of(encode(bare)), self._constants_of(constants))
+        return _EncodedRequest(
+            self._next_key(request), build_payload(encode(bare)), self._encode_constants(constants)
+        )
 
-    def _constants_of(self, constants: Mapping[str, Tensor]) -> "_Constants | None":
+    def _encode_constants(self, constants: Mapping[str, Tensor]) -> "_Constants | None":
         """Encode constants; the same tensors are encoded only once in a run."""
         if not constants:
             return None
         known = self._constants
         if known is None or not are_same(known.tensors, constants):
             data = encode_constants(constants)
-            self._constants = known = _Constants(constants, digest_of(data), payload_of(data))
+            self._constants = known = _Constants(
+                constants, compute_digest(data), build_payload(data)
+            )
         return known
 
-    def _key(self, request: Request) -> TaskKey:
+    def _next_key(self, request: Request) -> TaskKey:
         """Return the key of the next exchange of such requests."""
         attempt = 0 if isinstance(request, EvaluateRequest) else request.attempt
         key = TaskKey(
@@ -153,20 +157,22 @@ class FlowerChannel(GridChannel):
         self._last_keys[key.kind] = key
         return key
 
-    def _signed(self, request: "_Encoded", client: ClientId, message: Message) -> Reply:
-        header, data = unpacked(message.content)
+    def _read_signed(self, request: "_EncodedRequest", client: ClientId, message: Message) -> Reply:
+        header, data = unpack(message.content)
         require_signed(header, data, key=request.key, client=client, by=self._keys[client])
         if request.constants is not None:
             self._holders[client] = request.constants.digest
-        return as_reply(data)
+        return decode_reply_or_failure(data)
 
     # -- introductions --
 
-    def _meet(self, nodes: set[int]) -> None:
-        """Ask new nodes to introduce themselves; those that have become clients."""
-        greeting = content_of(key_header(self._introduction), payload_of(self.coordinator_key))
+    def _identify_nodes(self, nodes: set[int]) -> None:
+        """Ask new nodes to introduce themselves, and admit those that have answered."""
+        greeting = build_content(
+            build_key_header(self._introduction), build_payload(self.coordinator_key)
+        )
         strangers = [
-            Sent(
+            SentMessage(
                 node_id=node_id,
                 content=greeting,
                 message_type=MessageType.QUERY,
@@ -177,16 +183,16 @@ class FlowerChannel(GridChannel):
         if strangers:
             self._hellos |= {sent.node_id: sent for sent in strangers}
             self._postbox.send(strangers)
-        self._postbox.look(self._hellos.values())
+        self._postbox.poll(self._hellos.values())
         for sent in [each for each in self._hellos.values() if each.outcome is not None]:
             del self._hellos[sent.node_id]
-            self._take_in(sent)
+            self._admit_node(sent)
 
     @property
     def _introduction(self) -> TaskKey:
         return TaskKey(run_id=self.run_id, kind=HELLO)
 
-    def _take_in(self, sent: Sent) -> None:
+    def _admit_node(self, sent: SentMessage) -> None:
         """Pin the key of a node that introduced itself; ask one that failed again."""
         outcome = self._postbox.take(sent)
         log = structlog.get_logger(__name__).bind(node_id=sent.node_id)
@@ -198,7 +204,7 @@ class FlowerChannel(GridChannel):
             return
         self._settled_nodes.add(sent.node_id)
         try:
-            client, public_key = self._hello(outcome, sent)
+            client, public_key = self._read_hello(outcome, sent)
         except ProtocolError as error:
             self.counts.refused += 1
             self._strangers[sent.node_id] = str(error)
@@ -207,15 +213,16 @@ class FlowerChannel(GridChannel):
         self._node_ids[client], self._keys[client] = sent.node_id, public_key
         log.info("client_joined", client_id=client, key=public_key.hex()[:12])
 
-    def _hello(self, reply: Message, sent: Sent) -> tuple[ClientId, bytes]:
+    def _read_hello(self, reply: Message, sent: SentMessage) -> tuple[ClientId, bytes]:
         """Return the client at a node and its key; ProtocolError if the introduction is invalid."""
-        header, data = unpacked(reply.content)
-        client, public_key = ClientId(number_in(header, "client_id")), key_on(data, sent.node_id)
+        header, data = unpack(reply.content)
+        client = ClientId(read_number(header, "client_id"))
+        public_key = read_card(data, sent.node_id)
         require_signed(header, data, key=self._introduction, client=client, by=public_key)
         if self._keys.get(client, public_key) != public_key:
             raise ProtocolError(
-                f"another key than client {client} showed first in this run; give its node an "
-                "identity folder, or start the run again"
+                f"client {client} showed another key first in this run; give its node an "
+                "identity folder, or restart the run"
             )
         return client, public_key
 
@@ -239,6 +246,10 @@ def server_app(main: Callable[[Federation], None]) -> ServerApp:
 
     @app.main()
     def _main(grid: Grid, context: Context) -> None:
-        main(Federation(grid=grid, run_id=run_id_of(context), run_config=dict(context.run_config)))
+        main(
+            Federation(
+                grid=grid, run_id=format_run_id(context), run_config=dict(context.run_config)
+            )
+        )
 
     return app

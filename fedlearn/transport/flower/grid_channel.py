@@ -16,12 +16,12 @@ from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.transport.base import Arrival, require_free
 from fedlearn.transport.flower.postbox import (
     PUSH_AGAIN_S,
-    Counts,
+    ChannelCounts,
     MessageGrid,
     Postbox,
-    Sent,
+    SentMessage,
     Start,
-    in_a_thread,
+    start_thread,
 )
 from fedlearn.transport.flower.records import asks_for_constants, num_bytes
 
@@ -35,7 +35,7 @@ _REPLY_ALLOWANCE_BYTES = 1 << 20
 
 
 @dataclass(eq=False, kw_only=True)
-class Question(Sent):
+class Question(SentMessage):
     """A request in flight to a client, and its reply.
 
     Attributes:
@@ -66,12 +66,12 @@ class GridChannel(ABC):
     grid: MessageGrid
     clock: Clock
     patience_s: float
-    start: Start = in_a_thread
-    counts: Counts = field(default_factory=Counts)
+    start: Start = start_thread
+    counts: ChannelCounts = field(default_factory=ChannelCounts)
     _postbox: Postbox = field(init=False, repr=False)
     _node_ids: dict[ClientId, int] = field(default_factory=dict, init=False)
     _connected: set[int] = field(default_factory=set, init=False)
-    _late: list[Sent] = field(default_factory=list, init=False)
+    _late: list[SentMessage] = field(default_factory=list, init=False)
     #: Questions to clients that are not known yet, and until when to wait for them.
     _unsent: dict[Question, tuple[ClientId, float]] = field(default_factory=dict, init=False)
 
@@ -79,11 +79,11 @@ class GridChannel(ABC):
         self._postbox = Postbox(self.grid, self.clock, self.start, self.counts)
 
     @abstractmethod
-    def _meet(self, nodes: set[int]) -> None:
+    def _identify_nodes(self, nodes: set[int]) -> None:
         """Find the clients at the nodes that are connected now."""
 
     @abstractmethod
-    def _questions(
+    def _build_questions(
         self, requests: Mapping[ClientId, Request], *, expires_s: float
     ) -> dict[ClientId, Question]:
         """Build the question for each client; questions to unknown clients are not sent."""
@@ -94,8 +94,8 @@ class GridChannel(ABC):
         Raises:
             DeploymentError: The SuperLink does not answer, or no longer serves this run.
         """
-        self._connected = self._nodes(self.clock.now_s() + self.patience_s)
-        self._meet(self._connected)
+        self._connected = self._list_nodes(self.clock.now_s() + self.patience_s)
+        self._identify_nodes(self._connected)
         nodes = self._connected
         return sorted(client for client, node_id in self._node_ids.items() if node_id in nodes)
 
@@ -109,7 +109,7 @@ class GridChannel(ABC):
         """Number of those nodes that are clients."""
         return len(self._connected & set(self._node_ids.values()))
 
-    def attendance(self) -> str:
+    def describe_attendance(self) -> str:
         """Describe how many nodes were last connected."""
         noun = "node is" if self.num_nodes == 1 else "nodes are"
         return f"{self.num_nodes} {noun} connected"
@@ -125,7 +125,7 @@ class GridChannel(ABC):
 
         A client that has not joined after ``patience_s`` has failed.
         """
-        sent = self._questions(requests, expires_s=expires_s)
+        sent = self._build_questions(requests, expires_s=expires_s)
         now_s = self.clock.now_s()
         for client, each in sent.items():
             if self._knows(client):
@@ -133,7 +133,7 @@ class GridChannel(ABC):
             if patience_s:
                 self._unsent[each] = client, now_s + patience_s
             else:
-                each.settle(_stranger(), now_s)
+                each.settle(_build_unknown_client_failure(), now_s)
         known = [each for client, each in sent.items() if self._knows(client)]
         self._postbox.send(known)
         return sent
@@ -152,15 +152,17 @@ class GridChannel(ABC):
                 sent.node_id = self._node_ids[client]
                 self._postbox.send([sent])
             elif now_s >= ends_s:
-                sent.settle(_stranger(), now_s)
+                sent.settle(_build_unknown_client_failure(), now_s)
             else:
                 self._unsent[sent] = client, ends_s
 
-    def arrived(self, waiting: Mapping[ClientId, Question], *, before_s: float) -> list[ClientId]:
+    def poll_arrivals(
+        self, waiting: Mapping[ClientId, Question], *, before_s: float
+    ) -> list[ClientId]:
         """Return the clients whose outcome arrived by ``before_s``, earliest first."""
         self._clear_late()
         self._send_unsent()
-        self._postbox.look(waiting.values())
+        self._postbox.poll(waiting.values())
         arrived_s = {
             client: sent.arrived_s
             for client, sent in waiting.items()
@@ -178,7 +180,7 @@ class GridChannel(ABC):
     def _clear_late(self) -> None:
         """Fetch and drop replies to exchanges that have ended, to free them in the SuperLink."""
         now_s = self.clock.now_s()
-        self._postbox.look(self._late)
+        self._postbox.poll(self._late)
         still_out = []
         for sent in self._late:
             outcome = self._postbox.take(sent)
@@ -200,13 +202,13 @@ class GridChannel(ABC):
         try:
             if sent.whole is not None and asks_for_constants(outcome):
                 if sent.content is sent.whole:
-                    raise ProtocolError("it asks for constants that it was sent")
+                    raise ProtocolError("the node asks for constants that it was sent")
                 sent.send_again(sent.whole)
                 self._postbox.send([sent])
                 return None
             if (size := num_bytes(outcome.content)) > sent.max_reply_bytes:
                 raise ProtocolError(
-                    f"a reply of {size} bytes, at most {sent.max_reply_bytes} are taken"
+                    f"a reply of {size} bytes, at most {sent.max_reply_bytes} are allowed"
                 )
             return sent.read(outcome)
         except ProtocolError as error:
@@ -216,7 +218,7 @@ class GridChannel(ABC):
             )
             return Failure(str(error))
 
-    def _nodes(self, end_s: float) -> set[int]:
+    def _list_nodes(self, end_s: float) -> set[int]:
         """Return the connected nodes; retry errors until ``end_s``."""
         while True:
             try:
@@ -225,13 +227,13 @@ class GridChannel(ABC):
                 self.counts.grid_errors += 1
                 if self.clock.now_s() >= end_s:
                     raise DeploymentError(
-                        f"the SuperLink does not say which nodes there are ({error}); look into "
-                        "its log, then start the run again with `flwr run`"
+                        f"the SuperLink does not list its nodes ({error}); read its log, then "
+                        "restart the run with `flwr run`"
                     ) from error
                 self.clock.sleep(PUSH_AGAIN_S)
 
 
-def _stranger() -> Failure:
+def _build_unknown_client_failure() -> Failure:
     return Failure("the client is not in this federation")
 
 
@@ -277,7 +279,7 @@ class FlowerExchange:
         clock, before_s = self._channel.clock, self._start_s + min(until_s, self._deadline_s)
         while self._waiting:
             if not self._arrived:
-                self._arrived.extend(self._channel.arrived(self._waiting, before_s=before_s))
+                self._arrived.extend(self._channel.poll_arrivals(self._waiting, before_s=before_s))
             if self._arrived:
                 client = self._arrived.popleft()
                 sent = self._waiting.pop(client)

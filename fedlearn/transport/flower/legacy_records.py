@@ -24,11 +24,11 @@ class LegacyRecords(StockRecords):
     def content(self, request: Request) -> RecordDict:
         """Convert a request to records; raises the same errors as for the present API."""
         present = super().content(request)
-        asked = "evaluateins" if isinstance(request, EvaluateRequest) else "fitins"
+        prefix = "evaluateins" if isinstance(request, EvaluateRequest) else "fitins"
         return RecordDict(
             {
-                f"{asked}.parameters": present.array_records[ARRAYS],
-                f"{asked}.config": present.config_records[CONFIG],
+                f"{prefix}.parameters": present.array_records[ARRAYS],
+                f"{prefix}.config": present.config_records[CONFIG],
             }
         )
 
@@ -39,23 +39,23 @@ class LegacyRecords(StockRecords):
             ProtocolError: They are not a reply, or say that the client failed.
         """
         evaluates = isinstance(request, EvaluateRequest)
-        answered = "evaluateres" if evaluates else "fitres"
+        prefix = "evaluateres" if evaluates else "fitres"
         try:
-            status = content.config_records[f"{answered}.status"]
-            told = content.config_records[f"{answered}.metrics"]
-            count = content.metric_records[f"{answered}.num_examples"]["num_examples"]
-            losses = content.metric_records[f"{answered}.loss"] if evaluates else MetricRecord()
-            arrays = None if evaluates else content.array_records[f"{answered}.parameters"]
+            status = content.config_records[f"{prefix}.status"]
+            metrics = content.config_records[f"{prefix}.metrics"]
+            count = content.metric_records[f"{prefix}.num_examples"]["num_examples"]
+            losses = content.metric_records[f"{prefix}.loss"] if evaluates else MetricRecord()
+            arrays = None if evaluates else content.array_records[f"{prefix}.parameters"]
         except KeyError as error:
             raise ProtocolError(
-                f"the reply has no record {error}, as those of client_fn and NumPyClient have; if "
+                f"the reply lacks the record {error}, which client_fn and NumPyClient send; if "
                 'this app registers functions with @app.train(), set flower.client_apps to "flower"'
             ) from error
         if status.get("code") != _OK:
             raise ProtocolError(f"the client could not answer: {status.get('message')!r}")
         numbers = {
             name: value
-            for name, value in told.items()
+            for name, value in metrics.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         present = RecordDict({METRICS: MetricRecord({**numbers, **losses, WEIGHT: count})})

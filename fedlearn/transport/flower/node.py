@@ -13,30 +13,30 @@ from fedlearn.core.codec import encode
 from fedlearn.core.messages import ClientId, EvaluateReply, Failure, Settings, TrainReply
 from fedlearn.errors import DeploymentError, ProtocolError, SettingsRefused
 from fedlearn.identity.identity import Identity
-from fedlearn.transport.base import reply_in
-from fedlearn.transport.content import digest_of
-from fedlearn.transport.flower.node_store import NodeStore, folder_of, node_store_of, read_key
+from fedlearn.transport.base import decode_reply
+from fedlearn.transport.content import compute_digest
+from fedlearn.transport.flower.node_store import NodeStore, find_folder, open_node_store, read_key
 from fedlearn.transport.flower.records import (
     HELLO,
     KEY_BYTES,
     MAX_INTEGER,
-    bytes_in,
-    card_of,
-    constants_in,
+    build_card,
+    build_constants_request,
+    build_refusal,
+    format_run_id,
     is_foreign,
-    refusal,
-    request_for_constants,
-    run_id_of,
-    signable_key,
-    signed_reply,
-    unpacked,
+    read_bytes,
+    read_constants,
+    read_signable_key,
+    sign_reply,
+    unpack,
 )
 from fedlearn.transport.flower.stock_records import (
     SettingsOf,
-    evaluate_request,
-    evaluated,
-    train_request,
-    trained,
+    build_evaluate_records,
+    build_train_records,
+    parse_evaluate_request,
+    parse_train_request,
 )
 from fedlearn.transport.wire_pb2 import TaskKey
 
@@ -110,7 +110,7 @@ def client_app(
             SettingsRefused if it cannot.
         mods: Flower's, around the app in their order: they see signed replies.
     """
-    node = _Answering(make_answer, settings_of)
+    node = _Answerer(make_answer, settings_of)
     app = ClientApp(mods=list(mods))
     app.train()(node.train)
     app.evaluate()(node.evaluate)
@@ -119,7 +119,7 @@ def client_app(
 
 
 @dataclass(frozen=True)
-class _Answering:
+class _Answerer:
     """Answers fedlearn's coordinator, and Flower's own strategies."""
 
     make_answer: Callable[[Node, Keys], Answer]
@@ -127,44 +127,44 @@ class _Answering:
 
     def train(self, message: Message, context: Context) -> Message:
         if not is_foreign(message.content):
-            return self._signed(message, context)
+            return self._answer_signed(message, context)
         try:
             seed = context.run_id & MAX_INTEGER
-            request = train_request(message.content, settings_of=self.settings_of, seed=seed)
-            reply = _reply_in(self._answered(context, encode(request))[0], TrainReply)
+            request = parse_train_request(message.content, settings_of=self.settings_of, seed=seed)
+            reply = _decode_reply(self._run_answer(context, encode(request))[0], TrainReply)
         except (ProtocolError, SettingsRefused) as error:
-            return refusal(message, str(error))
-        return Message(trained(reply, request, message.content), reply_to=message)
+            return build_refusal(message, str(error))
+        return Message(build_train_records(reply, request, message.content), reply_to=message)
 
     def evaluate(self, message: Message, context: Context) -> Message:
         if not is_foreign(message.content):
-            return self._signed(message, context)
+            return self._answer_signed(message, context)
         try:
-            request = evaluate_request(message.content)
-            reply = _reply_in(self._answered(context, encode(request))[0], EvaluateReply)
+            request = parse_evaluate_request(message.content)
+            reply = _decode_reply(self._run_answer(context, encode(request))[0], EvaluateReply)
         except ProtocolError as error:
-            return refusal(message, str(error))
-        return Message(evaluated(reply), reply_to=message)
+            return build_refusal(message, str(error))
+        return Message(build_evaluate_records(reply), reply_to=message)
 
-    def _signed(self, message: Message, context: Context) -> Message:
-        header, data = unpacked(message.content)
-        key, personal = signable_key(header, context), bytes_in(header, "personal")
+    def _answer_signed(self, message: Message, context: Context) -> Message:
+        header, data = unpack(message.content)
+        key, personal = read_signable_key(header, context), read_bytes(header, "personal")
         constants = b""
-        if digest := bytes_in(header, "constants_digest"):
-            constants = _constants(message, context, digest)
+        if digest := read_bytes(header, "constants_digest"):
+            constants = _load_constants(message, context, digest)
             if not constants:
-                return request_for_constants(message)
-        reply, identity = self._answered(context, data, personal=personal, constants=constants)
-        client = _node(context).client_id
-        return signed_reply(message, reply, key=key, client=client, by=identity)
+                return build_constants_request(message)
+        reply, identity = self._run_answer(context, data, personal=personal, constants=constants)
+        client = _read_node(context).client_id
+        return sign_reply(message, reply, key=key, client=client, by=identity)
 
-    def _answered(
+    def _run_answer(
         self, context: Context, data: bytes, *, personal: bytes = b"", constants: bytes = b""
     ) -> tuple[bytes, Identity]:
         """Return the encoded reply and the identity that signs it; store the client's new state."""
-        node = _node(context)
-        with node_store_of(context) as store:
-            before, keys = store.state, _keys(context, store)
+        node = _read_node(context)
+        with open_node_store(context) as store:
+            before, keys = store.state, _load_keys(context, store)
             answer = self.make_answer(node, keys)
             reply, after = answer(data, before, personal=personal, constants=constants)
             if after != before:
@@ -172,49 +172,51 @@ class _Answering:
         return reply, keys.identity
 
 
-def _constants(message: Message, context: Context, digest: bytes) -> bytes:
+def _load_constants(message: Message, context: Context, digest: bytes) -> bytes:
     """Return a model's constants, from the message or the store; empty if neither has them.
 
     Raises:
         ProtocolError: Those in the message have another digest.
     """
-    with node_store_of(context) as store:
-        if not (brought := constants_in(message.content)):
-            kept = store.constants
-            return kept if digest_of(kept) == digest else b""
-        if digest_of(brought) != digest:
-            raise ProtocolError("the constants of the model are not those that the header names")
-        store.keep_constants(brought)
-    return brought
+    with open_node_store(context) as store:
+        if not (received := read_constants(message.content)):
+            stored = store.constants
+            return stored if compute_digest(stored) == digest else b""
+        if compute_digest(received) != digest:
+            raise ProtocolError("the model's constants do not match the digest in the header")
+        store.keep_constants(received)
+    return received
 
 
 def _introduce(message: Message, context: Context) -> Message:
-    node = _node(context)
-    _, shown = unpacked(message.content)
-    with node_store_of(context) as store:
-        _meet(shown, context, store)
+    node = _read_node(context)
+    _, coordinator_key = unpack(message.content)
+    with open_node_store(context) as store:
+        _pin_coordinator(coordinator_key, context, store)
         identity = store.identity
-    card = card_of(context.node_id, identity.public_key)
-    key = TaskKey(run_id=run_id_of(context), kind=HELLO)
-    return signed_reply(message, card, key=key, client=node.client_id, by=identity)
+    card = build_card(context.node_id, identity.public_key)
+    key = TaskKey(run_id=format_run_id(context), kind=HELLO)
+    return sign_reply(message, card, key=key, client=node.client_id, by=identity)
 
 
-def _reply_in(data: bytes, kind: type[_ReplyT]) -> _ReplyT:
+def _decode_reply(data: bytes, kind: type[_ReplyT]) -> _ReplyT:
     """Decode a reply; raise ProtocolError if it is a failure, with its reason."""
-    reply = reply_in(data)
+    reply = decode_reply(data)
     if not isinstance(reply, kind):
         raise ProtocolError(
-            reply.reason if isinstance(reply, Failure) else f"a {type(reply).__name__} is no answer"
+            reply.reason
+            if isinstance(reply, Failure)
+            else f"a {type(reply).__name__} does not answer this message"
         )
     return reply
 
 
-def _node(context: Context) -> Node:
+def _read_node(context: Context) -> Node:
     partition = context.node_config.get("partition-id", context.node_id & MAX_INTEGER)
     if type(partition) is not int or not 0 <= partition <= MAX_INTEGER:
         raise DeploymentError(
-            f"partition-id is {partition!r} in this node's configuration; it is the number of "
-            "the client, from 0 (`flower-supernode --node-config partition-id=0`)"
+            f"partition-id is {partition!r} in this node's configuration; it must be the client's "
+            "number, 0 or higher (`flower-supernode --node-config partition-id=0`)"
         )
     return Node(
         client_id=ClientId(partition),
@@ -223,12 +225,12 @@ def _node(context: Context) -> Node:
     )
 
 
-def _keys(context: Context, store: NodeStore) -> Keys:
-    known = _configured_key(context) or store.coordinator_key
-    return Keys(identity=store.identity, coordinator_key=known, folder=folder_of(context))
+def _load_keys(context: Context, store: NodeStore) -> Keys:
+    known = _load_configured_key(context) or store.coordinator_key
+    return Keys(identity=store.identity, coordinator_key=known, folder=find_folder(context))
 
 
-def _configured_key(context: Context) -> bytes:
+def _load_configured_key(context: Context) -> bytes:
     """Return the coordinator's key of the node's configuration; empty if it has none."""
     value = context.node_config.get("coordinator-key")
     if value is None:
@@ -245,23 +247,25 @@ def _configured_key(context: Context) -> bytes:
         ) from error
 
 
-def _meet(shown: bytes, context: Context, store: NodeStore) -> None:
+def _pin_coordinator(coordinator_key: bytes, context: Context, store: NodeStore) -> None:
     """Pin the coordinator's key, if it shows one and none is known.
 
     A coordinator that shows another key causes no error here: this client later refuses its terms,
     and the coordinator receives the reason.
     """
-    if not shown:
+    if not coordinator_key:
         return  # a run without secure aggregation
-    if len(shown) != KEY_BYTES:
-        raise ProtocolError(f"the coordinator shows a key of {len(shown)} bytes, not {KEY_BYTES}")
-    log, known = structlog.get_logger(__name__), _keys(context, store).coordinator_key
+    if len(coordinator_key) != KEY_BYTES:
+        raise ProtocolError(
+            f"the coordinator shows a key of {len(coordinator_key)} bytes, not {KEY_BYTES}"
+        )
+    log, known = structlog.get_logger(__name__), _load_keys(context, store).coordinator_key
     if not known:
-        store.pin(shown)
-        advice = "give it to this node beforehand: --node-config coordinator-key"
-        log.warning("coordinator_key_taken_on_first_use", key=shown.hex(), advice=advice)
-    elif known != shown:
-        log.warning("coordinator_shows_another_key", key=shown.hex(), pinned=known.hex())
-    if folder_of(context) is None:
-        advice = "give this node a folder for them: --node-config identity"
+        store.pin(coordinator_key)
+        advice = "configure the key at this node: --node-config coordinator-key"
+        log.warning("coordinator_key_taken_on_first_use", key=coordinator_key.hex(), advice=advice)
+    elif known != coordinator_key:
+        log.warning("coordinator_shows_another_key", key=coordinator_key.hex(), pinned=known.hex())
+    if find_folder(context) is None:
+        advice = "configure a folder for the keys: --node-config identity"
         log.warning("keys_lost_with_the_node", advice=advice)

@@ -33,33 +33,33 @@ from fedlearn.core.files import create_private, make_private_folder, write_priva
 from fedlearn.core.locks import open_lock, wait_for_lock
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Identity
-from fedlearn.transport.flower.records import KEY_BYTES, run_id_of
+from fedlearn.transport.flower.records import KEY_BYTES, format_run_id
 
 #: Name of our record in Flower's context.
 _STATE = "fedlearn.state"
 
 
-def folder_of(context: Context) -> Path | None:
+def find_folder(context: Context) -> Path | None:
     """Return the folder that this node is configured with for its client; ``None`` if none."""
     value = context.node_config.get("identity")
     return None if value is None else Path(str(value))
 
 
 @contextmanager
-def node_store_of(context: Context) -> Iterator["NodeStore"]:
+def open_node_store(context: Context) -> Iterator["NodeStore"]:
     """Open the store of this node's client; other processes wait until it is closed.
 
     Raises:
         DeploymentError: The folder cannot be created, read or written.
     """
-    folder = folder_of(context)
+    folder = find_folder(context)
     if folder is None:
-        yield _InContext(context)
+        yield _ContextStore(context)
         return
     make_private_folder(folder)
     with open_lock(folder / "lock") as file:
         wait_for_lock(file)
-        yield _InFolder(folder, run_id_of(context))
+        yield _FolderStore(folder, format_run_id(context))
 
 
 def read_key(text: str, *, source: str) -> bytes:
@@ -74,14 +74,14 @@ def read_key(text: str, *, source: str) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise DeploymentError(
-            f"{source} holds no key: it is {2 * KEY_BYTES} hexadecimal digits, as the coordinator "
-            "says when its run starts"
+            f"{source} is not a key: a key has {2 * KEY_BYTES} hexadecimal digits, as the "
+            "coordinator prints them when its run starts"
         )
     return key
 
 
 @dataclass(frozen=True)
-class _InContext:
+class _ContextStore:
     """A store in Flower's context, which lasts as long as the node.
 
     The client's keys are created on first use. The coordinator's key is empty until it is pinned,
@@ -106,7 +106,7 @@ class _InContext:
     @property
     def state(self) -> bytes:
         # In a series of runs the context outlives each run, but its sessions do not.
-        is_of_this_run = self._record.get("run_id") == run_id_of(self.context)
+        is_of_this_run = self._record.get("run_id") == format_run_id(self.context)
         return self._bytes("state") if is_of_this_run else b""
 
     def pin(self, coordinator_key: bytes) -> None:
@@ -115,7 +115,7 @@ class _InContext:
 
     def keep(self, state: bytes) -> None:
         self._record["state"] = state
-        self._record["run_id"] = run_id_of(self.context)
+        self._record["run_id"] = format_run_id(self.context)
 
     @property
     def constants(self) -> bytes:
@@ -136,7 +136,7 @@ class _InContext:
 
 
 @dataclass(frozen=True)
-class _InFolder:
+class _FolderStore:
     """The same store in a folder on the node's disk."""
 
     folder: Path
@@ -177,4 +177,4 @@ class _InFolder:
 
 
 #: A client's store, opened for one message.
-NodeStore: TypeAlias = _InContext | _InFolder
+NodeStore: TypeAlias = _ContextStore | _FolderStore

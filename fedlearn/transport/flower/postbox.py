@@ -14,7 +14,7 @@ from flwr.app import Message, RecordDict
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import Failure
 from fedlearn.errors import DeploymentError
-from fedlearn.transport.flower.records import error_of
+from fedlearn.transport.flower.records import describe_error_reply
 
 #: Runs a function in the background; by default in a thread that does not keep the process alive.
 Start = Callable[[Callable[[], None]], None]
@@ -34,7 +34,7 @@ PUSH_AGAIN_S = 1.0
 _LEAST_TTL_S = 0.1
 
 
-def in_a_thread(work: Callable[[], None]) -> None:
+def start_thread(work: Callable[[], None]) -> None:
     """Run ``work`` in a thread that ends with the process: a pull may hang for hours."""
     threading.Thread(target=work, name="flower", daemon=True).start()
 
@@ -53,7 +53,7 @@ class MessageGrid(Protocol):
 
 
 @dataclass
-class Counts:
+class ChannelCounts:
     """Event counts of a channel, for telemetry."""
 
     late: int = 0  # replies after their exchange had ended
@@ -62,7 +62,7 @@ class Counts:
 
 
 @dataclass(eq=False, kw_only=True)
-class Sent:
+class SentMessage:
     """A message in flight to a node, and its outcome, which a background thread sets.
 
     Attributes:
@@ -111,18 +111,18 @@ class Postbox:
     grid: MessageGrid
     clock: Clock
     start: Start
-    counts: Counts
-    _due: deque[Sent] = field(default_factory=deque)
+    counts: ChannelCounts
+    _due: deque[SentMessage] = field(default_factory=deque)
     _pulling_since_s: dict[int, float] = field(default_factory=dict)
-    _held: set[Sent] = field(default_factory=set)
+    _held: set[SentMessage] = field(default_factory=set)
     _num_sweepers: int = 0
     _is_broken: bool = False
 
-    def send(self, messages: Sequence[Sent]) -> None:
+    def send(self, messages: Sequence[SentMessage]) -> None:
         """Push the messages in order, in the background."""
-        self.start(partial(self._watched, partial(self._push_all, messages)))
+        self.start(partial(self._run_watched, partial(self._push_all, messages)))
 
-    def look(self, waiting: Iterable[Sent]) -> None:
+    def poll(self, waiting: Iterable[SentMessage]) -> None:
         """Pull the replies to ``waiting`` that are due, in the background.
 
         Raises:
@@ -130,8 +130,8 @@ class Postbox:
         """
         if self._is_broken:
             raise DeploymentError(
-                "the SuperLink no longer serves this run: it was stopped, or an error stands in "
-                "the log above; start it again with `flwr run`"
+                "the SuperLink no longer serves this run: it was stopped, or there is an error in "
+                "the log above; restart it with `flwr run`"
             )
         now_s = self.clock.now_s()
         for sent in waiting:
@@ -142,9 +142,9 @@ class Postbox:
             self._num_sweepers += 1
             self._pulling_since_s[self._num_sweepers] = now_s
             sweep = partial(self._sweep, self._num_sweepers)
-            self.start(partial(self._watched, sweep))
+            self.start(partial(self._run_watched, sweep))
 
-    def take(self, sent: Sent) -> Message | Failure | None:
+    def take(self, sent: SentMessage) -> Message | Failure | None:
         """Return the outcome if there is one, and free its slot for another reply."""
         outcome = sent.outcome
         if outcome is not None:
@@ -158,7 +158,7 @@ class Postbox:
     def _may_pull(self) -> bool:
         return bool(self._due) and len(self._held) < _MAX_HELD
 
-    def _watched(self, work: Callable[[], None]) -> None:
+    def _run_watched(self, work: Callable[[], None]) -> None:
         """Run ``work``; an exception ends the run instead of being lost in a thread."""
         try:
             work()
@@ -166,13 +166,13 @@ class Postbox:
             self._is_broken = True
             raise
 
-    def _push_all(self, messages: Sequence[Sent]) -> None:
+    def _push_all(self, messages: Sequence[SentMessage]) -> None:
         for sent in messages:
             problem = self._push(sent)
             if problem:
                 sent.settle(Failure(problem), self.clock.now_s())
 
-    def _push(self, sent: Sent) -> str:
+    def _push(self, sent: SentMessage) -> str:
         """Push one message; return the reason for a failure, or an empty text."""
         problem = ""
         for tried in range(_MAX_PUSHES):
@@ -184,7 +184,7 @@ class Postbox:
                 message_ids = list(self.grid.push_messages([sent.message(self.clock.now_s())]))
             except httpx.HTTPError as error:
                 self.counts.grid_errors += 1
-                problem = f"the SuperLink did not take the message: {type(error).__name__}"
+                problem = f"the SuperLink did not accept the message: {type(error).__name__}"
                 continue
             sent.message_id = (message_ids or [""])[0] or ""
             return "" if sent.message_id else "the SuperLink has no such node, or refused its size"
@@ -205,7 +205,7 @@ class Postbox:
         finally:
             del self._pulling_since_s[number]
 
-    def _pull(self, sent: Sent) -> None:
+    def _pull(self, sent: SentMessage) -> None:
         try:
             replies = list(self.grid.pull_messages([sent.message_id]))
         except httpx.HTTPError:
@@ -215,5 +215,5 @@ class Postbox:
             if not sent.is_dropped:  # a dropped one is never taken, so it must not hold a slot
                 self._held.add(sent)
             reply = replies[0]
-            outcome = reply if reply.has_content() else Failure(error_of(reply))
+            outcome = reply if reply.has_content() else Failure(describe_error_reply(reply))
             sent.settle(outcome, self.clock.now_s())

@@ -11,7 +11,7 @@ from fedlearn.core.words import printable
 from fedlearn.errors import ProtocolError
 from fedlearn.identity.identity import Identity
 from fedlearn.secagg.keys import verify
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 from fedlearn.transport.wire_pb2 import TaskKey
 
 #: Names of our records in a message.
@@ -52,19 +52,19 @@ _LEGACY: Mapping[str, str] = {
     "fitins.": _SET_LEGACY,
     "evaluateins.": _SET_LEGACY,
     "secaggplus_configs": (
-        "its secaggplus_mod takes part in Flower's own secure aggregation only; take the mod out, "
-        "or use fedlearn's ClientApp, which has a secure aggregation of its own"
+        "its secaggplus_mod supports Flower's own secure aggregation only; remove the mod, or use "
+        "fedlearn's ClientApp, which has its own secure aggregation"
     ),
 }
 
 
-def payload_of(data: bytes) -> ArrayRecord:
+def build_payload(data: bytes) -> ArrayRecord:
     """Wrap bytes in an array, since Flower sends arrays in chunks, but other records whole."""
     array = Array(dtype="uint8", shape=(len(data),), stype=_ARRAY_TYPE, data=data)
     return ArrayRecord({_ARRAY: array})
 
 
-def content_of(
+def build_content(
     header: ConfigRecord, payload: ArrayRecord, *, constants: ArrayRecord | None = None
 ) -> RecordDict:
     """Build the content of a message, with the model's constants if they are sent."""
@@ -74,7 +74,7 @@ def content_of(
     return content
 
 
-def constants_in(content: RecordDict) -> bytes:
+def read_constants(content: RecordDict) -> bytes:
     """Return the constants in a message; empty if there are none."""
     array = content.array_records.get(_CONSTANTS, ArrayRecord()).get(_ARRAY)
     return b"" if array is None else array.data
@@ -85,7 +85,7 @@ def is_foreign(content: RecordDict) -> bool:
     return _HEADER not in content.config_records and bool(content.array_records)
 
 
-def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
+def unpack(content: RecordDict) -> tuple[ConfigRecord, bytes]:
     """Return the header and the payload.
 
     Raises:
@@ -95,7 +95,7 @@ def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
     payload = content.array_records.get(_PAYLOAD, ArrayRecord()).get(_ARRAY)
     if header is None or payload is None or payload.stype != _ARRAY_TYPE:
         raise ProtocolError(
-            "a Flower message without fedlearn's records; both sides must run fedlearn's apps"
+            "the Flower message has no fedlearn records; both sides must run fedlearn's apps"
         )
     return header, payload.data
 
@@ -106,7 +106,7 @@ def num_bytes(content: RecordDict) -> int:
     return sum(len(array.data) for record in records for array in record.values())
 
 
-def key_header(
+def build_key_header(
     key: TaskKey, *, personal: bytes = b"", constants_digest: bytes = b""
 ) -> ConfigRecord:
     """Build the header of a request.
@@ -121,7 +121,7 @@ def key_header(
     return ConfigRecord({"kind": key.kind, **numbers, **parts})
 
 
-def bytes_in(header: ConfigRecord, name: str) -> bytes:
+def read_bytes(header: ConfigRecord, name: str) -> bytes:
     """Return a bytes field of a header; empty if it is missing.
 
     Raises:
@@ -129,11 +129,11 @@ def bytes_in(header: ConfigRecord, name: str) -> bytes:
     """
     value = header.get(name, b"")
     if not isinstance(value, bytes):
-        raise ProtocolError(f"a message whose {name} is not bytes")
+        raise ProtocolError(f"{name} in a message is not bytes")
     return value
 
 
-def signable_key(header: ConfigRecord, context: Context) -> TaskKey:
+def read_signable_key(header: ConfigRecord, context: Context) -> TaskKey:
     """Return the key of a request; its run id comes from this client's own node.
 
     Raises:
@@ -143,11 +143,11 @@ def signable_key(header: ConfigRecord, context: Context) -> TaskKey:
     kind = header.get("kind")
     if not isinstance(kind, str) or kind == HELLO:
         raise ProtocolError(f"a request cannot be of kind {kind!r}")
-    numbers = {name: number_in(header, name) for name in _NUMBERS}
-    return TaskKey(run_id=run_id_of(context), kind=kind, **numbers)
+    numbers = {name: read_number(header, name) for name in _NUMBERS}
+    return TaskKey(run_id=format_run_id(context), kind=kind, **numbers)
 
 
-def number_in(header: ConfigRecord, name: str) -> int:
+def read_number(header: ConfigRecord, name: str) -> int:
     """Return an integer field of a header.
 
     Raises:
@@ -155,27 +155,27 @@ def number_in(header: ConfigRecord, name: str) -> int:
     """
     value = header.get(name)
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-        raise ProtocolError(f"a message whose {name} is not an integer in [0, 2**63)")
+        raise ProtocolError(f"{name} in a message is not an integer in [0, 2**63)")
     return value
 
 
-def request_for_constants(message: Message) -> Message:
+def build_constants_request(message: Message) -> Message:
     """Ask for the constants that a request lacks and this node does not have."""
     return Message(RecordDict({_CONSTANTS: ConfigRecord()}), reply_to=message)
 
 
 def asks_for_constants(reply: Message) -> bool:
-    """Return whether a reply is a :func:`request_for_constants`."""
+    """Return whether a reply is a :func:`build_constants_request`."""
     return _CONSTANTS in reply.content.config_records
 
 
-def signed_reply(
+def sign_reply(
     message: Message, data: bytes, *, key: TaskKey, client: ClientId, by: Identity
 ) -> Message:
     """Sign ``data`` as the reply to a message, for :func:`require_signed` to check."""
-    signature = by.sign(signed_bytes(key, client_id=client, digest=digest_of(data)))
+    signature = by.sign(encode_signed_reply(key, client_id=client, digest=compute_digest(data)))
     header = ConfigRecord({"client_id": client, "signature": signature})
-    return Message(content_of(header, payload_of(data)), reply_to=message)
+    return Message(build_content(header, build_payload(data)), reply_to=message)
 
 
 def require_signed(
@@ -187,52 +187,52 @@ def require_signed(
         ProtocolError: The signature is missing or does not match.
     """
     signature = header.get("signature")
-    signed = signed_bytes(key, client_id=client, digest=digest_of(data))
+    signed = encode_signed_reply(key, client_id=client, digest=compute_digest(data))
     if not isinstance(signature, bytes) or not verify(by, signature, signed):
         raise ProtocolError("the reply is not signed by this client for this task")
 
 
-def card_of(node_id: int, public_key: bytes) -> bytes:
+def build_card(node_id: int, public_key: bytes) -> bytes:
     """Build a client's introduction: its public key, bound to this node."""
     return node_id.to_bytes(_NODE_ID_BYTES, "big") + public_key
 
 
-def key_on(card: bytes, node_id: int) -> bytes:
+def read_card(card: bytes, node_id: int) -> bytes:
     """Return the key on a card.
 
     Raises:
         ProtocolError: The card is not of this node.
     """
     public_key = card[_NODE_ID_BYTES:]
-    if len(public_key) != KEY_BYTES or card != card_of(node_id, public_key):
-        raise ProtocolError("an introduction that is not of this node")
+    if len(public_key) != KEY_BYTES or card != build_card(node_id, public_key):
+        raise ProtocolError("the introduction belongs to another node")
     return public_key
 
 
-def refusal(message: Message, reason: str) -> Message:
-    """Build an error that tells one of Flower's own strategies why there is no reply."""
+def build_refusal(message: Message, reason: str) -> Message:
+    """Build an error that gives one of Flower's own strategies the reason for a missing reply."""
     return Message(Error(REFUSED, reason), reply_to=message)
 
 
-def error_of(reply: Message) -> str:
-    """Return why a node has no reply, in its own words if it gives a reason."""
+def describe_error_reply(reply: Message) -> str:
+    """Describe why a node has no reply, in its own words if it gives a reason."""
     code, reason = (reply.error.code, reply.error.reason) if reply.has_error() else (0, None)
     if code == REFUSED and reason:
         return reason[:MAX_REASON]
     if code == _RAISED and reason:
-        return _exception_of(reason)[:MAX_REASON]
+        return _describe_exception(reason)[:MAX_REASON]
     return f"Flower error {code}: {_ERRORS.get(code, 'unknown')}"
 
 
-def _exception_of(reason: str) -> str:
+def _describe_exception(reason: str) -> str:
     """Describe the exception that Flower reports, with a remedy if its cause is known."""
     found = _EXCEPTION.fullmatch(reason)
     words = f"{found[1]}: {found[2]}" if found else reason
     advice = next((advice for missed, advice in _LEGACY.items() if missed in words), "")
-    told = f"the ClientApp raised {printable(' '.join(words.split()))}"
-    return f"{told}; {advice}" if advice else told
+    text = f"the ClientApp raised {printable(' '.join(words.split()))}"
+    return f"{text}; {advice}" if advice else text
 
 
-def run_id_of(context: Context) -> str:
+def format_run_id(context: Context) -> str:
     """Return the id of the run, unique for ever."""
     return f"flower-{context.run_id}"

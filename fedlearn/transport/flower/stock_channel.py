@@ -26,10 +26,10 @@ class StockChannel(GridChannel):
 
     records: StockRecords
 
-    def _meet(self, nodes: set[int]) -> None:
+    def _identify_nodes(self, nodes: set[int]) -> None:
         self._node_ids |= {ClientId(node_id & MAX_INTEGER): node_id for node_id in nodes}
 
-    def _questions(
+    def _build_questions(
         self, requests: Mapping[ClientId, Request], *, expires_s: float
     ) -> dict[ClientId, Question]:
         # Clients with the same request share one content object, so that its arrays are encoded
@@ -56,5 +56,5 @@ class StockChannel(GridChannel):
     def _answer(self, client: ClientId, request: Request, message: Message) -> Reply:
         sender = message.metadata.src_node_id
         if sender != self._node_ids[client]:
-            raise ProtocolError(f"the reply is another node's: {sender}")
+            raise ProtocolError(f"the reply is from another node: {sender}")
         return self.records.reply(message.content, request)

@@ -90,8 +90,8 @@ class StockRecords:
             if (dtype := saved[name].dtype) in _BEYOND_NUMPY:
                 raise ConfigError(
                     f"the model's tensor {name!r} is {dtype}, which numpy does not have, "
-                    "and Flower's arrays are numpy's; with flower.client_apps = \"flower\" a model "
-                    "has tensors of float16, float32 or float64"
+                    'and Flower sends numpy arrays; with flower.client_apps = "flower", use '
+                    "tensors of float16, float32 or float64"
                 )
         return cls(names=names, evaluate_config=evaluate_config)
 
@@ -114,9 +114,9 @@ class StockRecords:
                 round_num, config = request.round_num, self.evaluate_config
             case _:
                 raise RoundError(f"Flower's ClientApps do not answer a {type(request).__name__}")
-        arrays = {name: _array(request.tensors[own]) for name, own in self.names.items()}
-        told_all = ConfigRecord({**_given(config), _ROUND: round_num})
-        return RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: told_all})
+        arrays = {name: _encode_array(request.tensors[own]) for name, own in self.names.items()}
+        config_record = ConfigRecord({**_drop_none(config), _ROUND: round_num})
+        return RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: config_record})
 
     def reply(self, content: RecordDict, request: Request) -> Reply:
         """Convert a client's records to a reply.
@@ -124,20 +124,20 @@ class StockRecords:
         Raises:
             ProtocolError: They are not a reply: records, names, shapes or dtypes differ.
         """
-        record = _only(content.metric_records, "MetricRecord")
-        num_examples, metrics = _num_examples(record), _scalars(record)
+        record = _get_only(content.metric_records, "MetricRecord")
+        num_examples, metrics = _read_num_examples(record), _read_scalars(record)
         if isinstance(request, EvaluateRequest):
             return EvaluateReply(
                 round_num=request.round_num, num_examples=num_examples, metrics=metrics
             )
         assert isinstance(request, TrainRequest)  # what was sent
-        arrays, local = self._arrays(content), dict[str, Tensor]()
+        arrays, local = self._read_arrays(content), dict[str, Tensor]()
         for name, own in self.names.items():
-            sent, local[own] = request.tensors[own], _tensor(arrays[name], name)
+            sent, local[own] = request.tensors[own], _decode_array(arrays[name], name)
             if local[own].shape != sent.shape or local[own].dtype != sent.dtype:
                 raise ProtocolError(
-                    f"the array {name!r} is {_described(local[own])}, but {_described(sent)} was "
-                    f"sent{_as_numpy(local[own], sent)}"
+                    f"the array {name!r} is {_describe_tensor(local[own])}, but "
+                    f"{_describe_tensor(sent)} was sent{_advise_on_dtype(local[own], sent)}"
                 )
         delta = difference(local, request.tensors, order=request.order)
         return TrainReply(
@@ -147,7 +147,7 @@ class StockRecords:
             metrics=metrics,
         )
 
-    def _arrays(self, content: RecordDict) -> Mapping[str, Array]:
+    def _read_arrays(self, content: RecordDict) -> Mapping[str, Array]:
         """Return the arrays of a local model by their names in its ``state_dict``.
 
         An app that trains a list of arrays sends a list, whose keys are indices: the order is that
@@ -156,7 +156,7 @@ class StockRecords:
         Raises:
             ProtocolError: The arrays are not those of the model.
         """
-        arrays = _only(content.array_records, "ArrayRecord")
+        arrays = _get_only(content.array_records, "ArrayRecord")
         if arrays.keys() == {str(place) for place in range(len(self.names))}:
             return {name: arrays[str(place)] for place, name in enumerate(self.names)}
         if all(name.isdecimal() for name in arrays):
@@ -169,7 +169,7 @@ class StockRecords:
         return arrays
 
 
-def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) -> TrainRequest:
+def parse_train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) -> TrainRequest:
     """Convert a training message of one of Flower's strategies to a request.
 
     Args:
@@ -182,9 +182,9 @@ def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) ->
         SettingsRefused: ``settings_of`` refuses the config.
     """
     _require_present(content)
-    tensors, config = _tensors(content), _config(content)
-    seed = _whole(config.pop(_SEED, seed), _SEED)
-    round_num = _round(config)
+    tensors, config = _decode_arrays(content), _read_config(content)
+    seed = _require_whole(config.pop(_SEED, seed), _SEED)
+    round_num = _pop_round(config)
     return TrainRequest(
         round_num=round_num - 1,
         attempt=0,
@@ -195,17 +195,21 @@ def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) ->
     )
 
 
-def evaluate_request(content: RecordDict) -> EvaluateRequest:
+def parse_evaluate_request(content: RecordDict) -> EvaluateRequest:
     """Convert an evaluation message of one of Flower's strategies to a request.
 
     Raises:
         ProtocolError: The message is not understood.
     """
     _require_present(content)
-    return EvaluateRequest(round_num=_round(_config(content)), tensors=_tensors(content))
+    return EvaluateRequest(
+        round_num=_pop_round(_read_config(content)), tensors=_decode_arrays(content)
+    )
 
 
-def trained(reply: TrainReply, request: TrainRequest, content: RecordDict) -> RecordDict:
+def build_train_records(
+    reply: TrainReply, request: TrainRequest, content: RecordDict
+) -> RecordDict:
     """Build the records of a training reply; the arrays keep the key of the message's arrays."""
     (key,) = content.array_records
     delta, local = reply.lanes[DELTA.name], dict(request.tensors)
@@ -213,13 +217,13 @@ def trained(reply: TrainReply, request: TrainRequest, content: RecordDict) -> Re
     for name, part in zip(request.order, delta.split(sizes), strict=True):
         start = request.tensors[name]
         local[name] = (start.to(delta.dtype) + part.view(start.shape)).to(start.dtype)
-    arrays = ArrayRecord({name: _array(value) for name, value in local.items()})
-    return RecordDict({key: arrays, METRICS: _metrics(reply)})
+    arrays = ArrayRecord({name: _encode_array(value) for name, value in local.items()})
+    return RecordDict({key: arrays, METRICS: _build_metrics(reply)})
 
 
-def evaluated(reply: EvaluateReply) -> RecordDict:
+def build_evaluate_records(reply: EvaluateReply) -> RecordDict:
     """Build the records of an evaluation reply."""
-    return RecordDict({METRICS: _metrics(reply)})
+    return RecordDict({METRICS: _build_metrics(reply)})
 
 
 def _require_present(content: RecordDict) -> None:
@@ -231,7 +235,7 @@ def _require_present(content: RecordDict) -> None:
     if any(name in content.config_records for name in ("fitins.config", "evaluateins.config")):
         raise ProtocolError(
             "the ServerApp is a legacy app (server_fn, flwr.server.strategy), which does not name "
-            "the model's arrays; take a strategy of flwr.serverapp.strategy, or fedlearn's "
+            "the model's arrays; use a strategy of flwr.serverapp.strategy, or fedlearn's "
             "ServerApp"
         )
 
@@ -246,13 +250,13 @@ _BEYOND_NUMPY = frozenset(
 )
 
 
-def _array(value: Tensor) -> Array:
+def _encode_array(value: Tensor) -> Array:
     return Array(np.asarray(value.detach().cpu().contiguous().numpy()))
 
 
-def _tensors(content: RecordDict) -> dict[str, Tensor]:
-    record = _only(content.array_records, "ArrayRecord")
-    tensors = {name: _tensor(array, name) for name, array in record.items()}
+def _decode_arrays(content: RecordDict) -> dict[str, Tensor]:
+    record = _get_only(content.array_records, "ArrayRecord")
+    tensors = {name: _decode_array(array, name) for name, array in record.items()}
     for name, value in tensors.items():
         # Flower's strategies average these counts as well, in float64: make them integers again.
         if name.rpartition(".")[2] == _COUNTER and value.is_floating_point():
@@ -260,16 +264,16 @@ def _tensors(content: RecordDict) -> dict[str, Tensor]:
     return tensors
 
 
-def _tensor(array: Array, name: str) -> Tensor:
+def _decode_array(array: Array, name: str) -> Tensor:
     """Decode an array in numpy's format; allocate no more memory than it has bytes."""
     if array.stype != _NPY:
-        raise ProtocolError(f"the array {name!r} is of the type {array.stype!r}, not {_NPY!r}")
+        raise ProtocolError(f"the array {name!r} has the type {array.stype!r}, not {_NPY!r}")
     found = _NPY_HEADER.match(array.data)
     if found is None:
         raise ProtocolError(
-            f"the array {name!r} is not of numbers that torch has, as numpy writes them"
+            f"the array {name!r} is not in numpy's format, or has numbers that torch does not have"
         )
-    dtype, shape = np.dtype(found["dtype"].decode()), _shape(found["shape"])
+    dtype, shape = np.dtype(found["dtype"].decode()), _parse_shape(found["shape"])
     data = memoryview(array.data)[found.end() :]
     if math.prod(shape) * dtype.itemsize != len(data):
         raise ProtocolError(
@@ -284,77 +288,77 @@ def _tensor(array: Array, name: str) -> Tensor:
     return torch.from_numpy(np.array(values, order="C"))  # a copy: the bytes cannot be written to
 
 
-def _shape(text: bytes) -> tuple[int, ...]:
+def _parse_shape(text: bytes) -> tuple[int, ...]:
     return tuple(int(each) for each in text.split(b",") if each.strip())
 
 
-def _as_numpy(value: Tensor, sent: Tensor) -> str:
+def _advise_on_dtype(value: Tensor, sent: Tensor) -> str:
     """Return advice for an array in float64, numpy's default dtype; otherwise an empty text."""
     if value.shape != sent.shape or value.dtype != torch.float64:
         return ""
     return "; have model.factory build the model in torch.float64, or convert the array"
 
 
-def _described(value: Tensor) -> str:
+def _describe_tensor(value: Tensor) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}"
 
 
 # -- configs and metrics --
 
 
-def _only(records: Mapping[str, _RecordT], kind: str) -> _RecordT:
+def _get_only(records: Mapping[str, _RecordT], kind: str) -> _RecordT:
     if len(records) != 1:
         raise ProtocolError(
-            f"a message with {len(records)} records of the type {kind}; Flower's strategies and "
+            f"the message has {len(records)} records of the type {kind}; Flower's strategies and "
             "ClientApps send one"
         )
     return next(iter(records.values()))
 
 
-def _given(config: Settings) -> dict[str, int | float | str | bytes | list[int]]:
+def _drop_none(config: Settings) -> dict[str, int | float | str | bytes | list[int]]:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def _config(content: RecordDict) -> dict[str, Scalar]:
+def _read_config(content: RecordDict) -> dict[str, Scalar]:
     config = dict[str, Scalar]()
-    for name, value in _only(content.config_records, "ConfigRecord").items():
+    for name, value in _get_only(content.config_records, "ConfigRecord").items():
         if not isinstance(value, bool | int | float | str):
             raise ProtocolError(
-                f"the config's {name!r} is {type(value).__name__}; a setting is a number, a text "
-                "or a truth value"
+                f"the config's {name!r} is {type(value).__name__}; it must be a number, a string "
+                "or a bool"
             )
         config[name] = value
     return config
 
 
-def _round(config: dict[str, Scalar]) -> int:
+def _pop_round(config: dict[str, Scalar]) -> int:
     """Remove the round from a config, and return it."""
-    round_num = _whole(config.pop(_ROUND, None), _ROUND)
+    round_num = _require_whole(config.pop(_ROUND, None), _ROUND)
     if round_num < 1:
         raise ProtocolError(f"the config's {_ROUND!r} is {round_num}; rounds count from 1")
     return round_num
 
 
-def _whole(value: Scalar, name: str) -> int:
+def _require_whole(value: Scalar, name: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ProtocolError(
-            f"the config's {name!r} is {value!r}; it is an integer in [0, 2**63), as Flower's "
-            "strategies set it"
+            f"the config's {name!r} is {value!r}; it must be an integer in [0, 2**63), as in "
+            "Flower's strategies"
         )
     return value
 
 
-def _num_examples(record: MetricRecord) -> int:
+def _read_num_examples(record: MetricRecord) -> int:
     value = record.get(NUM_EXAMPLES)
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     raise ProtocolError(
-        f"the metrics' {NUM_EXAMPLES!r} is {value!r}; it is the number of examples, by which a "
-        "client counts"
+        f"the metric {NUM_EXAMPLES!r} is {value!r}; it must be the number of examples, the "
+        "client's weight"
     )
 
 
-def _scalars(record: MetricRecord) -> dict[str, float]:
+def _read_scalars(record: MetricRecord) -> dict[str, float]:
     """Return the metrics that are single numbers; lists have no mean."""
     return {
         name: float(value)
@@ -363,5 +367,5 @@ def _scalars(record: MetricRecord) -> dict[str, float]:
     }
 
 
-def _metrics(reply: TrainReply | EvaluateReply) -> MetricRecord:
+def _build_metrics(reply: TrainReply | EvaluateReply) -> MetricRecord:
     return MetricRecord({**reply.metrics, NUM_EXAMPLES: reply.num_examples})

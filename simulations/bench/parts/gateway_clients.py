@@ -16,7 +16,7 @@ from fedlearn.core.messages import TrainReply
 from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import Identity, certificate_fingerprint
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 from fedlearn.transport.grpc_client import Credentials, GatewayConnection, GatewaySession
 
 #: Clients that connect at the same time.
@@ -43,7 +43,7 @@ class Client:
         self, key: wire_pb2.TaskKey, *, digest: bytes, num_bytes: int
     ) -> wire_pb2.Envelope:
         """Sign and return the description of a reply."""
-        signed = signed_bytes(key, client_id=self.client_id, digest=digest)
+        signed = encode_signed_reply(key, client_id=self.client_id, digest=digest)
         return wire_pb2.Envelope(
             key=key, digest=digest, num_bytes=num_bytes, signature=self.identity.sign(signed)
         )
@@ -125,7 +125,7 @@ class Inline:
         """Return the update of a round and its digest; all clients send the same."""
         if round_num not in self._replies:
             data = encoded_update(self.size, tensors=self.tensors, round_num=round_num)
-            self._replies[round_num] = data, digest_of(data)
+            self._replies[round_num] = data, compute_digest(data)
         return self._replies[round_num]
 
 

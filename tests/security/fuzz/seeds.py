@@ -29,7 +29,7 @@ from fedlearn.core.messages import (
 from fedlearn.gateway import upload_store
 from fedlearn.identity.identity import Invitation
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 from tests.security.fuzz.targets import CLIENT, KEY, RUN_ID, signer
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -136,8 +136,8 @@ def _envelopes() -> Mapping[str, bytes]:
 
 
 def _envelope(data: bytes) -> wire_pb2.Envelope:
-    key, digest = wire_pb2.TaskKey(**KEY._asdict()), digest_of(data)
-    signature = signer().sign(signed_bytes(key, client_id=CLIENT, digest=digest))
+    key, digest = wire_pb2.TaskKey(**KEY._asdict()), compute_digest(data)
+    signature = signer().sign(encode_signed_reply(key, client_id=CLIENT, digest=digest))
     return wire_pb2.Envelope(key=key, digest=digest, num_bytes=len(data), signature=signature)
 
 
@@ -146,7 +146,7 @@ def _reply_log() -> Mapping[str, bytes]:
         folder = Path(name) / "log"
         opened = upload_store.OpeningRecord(run_id=RUN_ID, opened_unix_s=1.5)
         log = upload_store.ReplyLog(folder, opened=opened, durable=True)
-        reply = upload_store.LoggedReply(ClientId(3), 0.5, digest_of(b"data"), 4)
+        reply = upload_store.LoggedReply(ClientId(3), 0.5, compute_digest(b"data"), 4)
         draft = upload_store.Draft(reply, b"data")
         log.append([draft, draft])
         log.close(upload_store.ClosingRecord(num_consumed=1, by_itself=True))

@@ -34,7 +34,7 @@ from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.content import TaskKey, enrolment_bytes
+from fedlearn.transport.content import TaskKey, encode_enrolment
 
 Target = Callable[[bytes], None]
 
@@ -110,7 +110,7 @@ def signing_request(data: bytes) -> None:
         token=token,
         csr_pem=data,
         identity_key=identity.public_key,
-        identity_signature=identity.sign(enrolment_bytes(token, data)),
+        identity_signature=identity.sign(encode_enrolment(token, data)),
     )
     with suppress(EnrolmentRefused):
         enrolments._redeem(request)  # noqa: SLF001 - below gRPC

@@ -28,7 +28,7 @@ from fedlearn.identity.registry import Registry
 from fedlearn.testing.local_gateway import ANYWHERE, LocalGateway
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 from fedlearn.transport.grpc_client import Credentials, GatewayConnection, GatewaySession, enrol
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
@@ -262,9 +262,9 @@ def trained(task: wire_pb2.Task, peer: Peer) -> wire_pb2.FromClient:
 def envelope(
     key: wire_pb2.TaskKey, data: bytes, peer: Peer, *, client_id: int | None = None
 ) -> wire_pb2.Envelope:
-    digest = digest_of(data)
+    digest = compute_digest(data)
     claimed = peer.client_id if client_id is None else client_id
-    signed = signed_bytes(key, client_id=claimed, digest=digest)
+    signed = encode_signed_reply(key, client_id=claimed, digest=digest)
     return wire_pb2.Envelope(
         key=key, digest=digest, num_bytes=len(data), signature=peer.identity.sign(signed)
     )

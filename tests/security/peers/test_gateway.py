@@ -29,7 +29,7 @@ from fedlearn.identity.registry import EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
-from fedlearn.transport.content import enrolment_bytes
+from fedlearn.transport.content import encode_enrolment
 from fedlearn.transport.grpc_client import GatewayConnection, GatewaySession, enrol
 from tests.security.peers.harness import (
     HELLO,
@@ -256,7 +256,7 @@ def test_an_enrolment_with_anothers_identity_key_is_refused(site: Site) -> None:
         token=invitation.token,
         csr_pem=csr_pem,
         identity_key=victim,
-        identity_signature=thief.sign(enrolment_bytes(invitation.token, csr_pem)),
+        identity_signature=thief.sign(encode_enrolment(invitation.token, csr_pem)),
     )
 
     async def ask() -> grpc.StatusCode:

@@ -19,7 +19,7 @@ def test_a_roster_lies_where_the_application_says(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_no_address_is_refused() -> None:
     """On construction, before a process starts."""
-    with pytest.raises(DeploymentError, match="'https://new' is no address; write host:port"):
+    with pytest.raises(DeploymentError, match="'https://new' is not an address; write host:port"):
         Connection(addresses=["new:443", "https://new"])
 
 

@@ -64,7 +64,7 @@ from fedlearn.session.history import History, HistoryFile
 from fedlearn.session.secure import KeptState
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 
 WAIT_S = 60.0  # exceeded only by a hang
 #: The settings of the requests below.
@@ -134,7 +134,7 @@ class ScriptedGateway:
     ) -> bytes:
         """Push a task; returns the digest of its request."""
         data = encode(request)
-        digest = digest_of(data)
+        digest = compute_digest(data)
         self.blobs[digest] = data
         task = wire_pb2.Task(
             key=key(request, round_num),
@@ -151,10 +151,10 @@ class ScriptedGateway:
     def send_ahead(self, request: Request, *, round_num: int, last_round_num: int = 9) -> None:
         """Announce a model to prefetch."""
         data = encode(request)
-        self.blobs[digest_of(data)] = data
+        self.blobs[compute_digest(data)] = data
         ahead = wire_pb2.Task(
             key=key(request, round_num),
-            digest=digest_of(data),
+            digest=compute_digest(data),
             num_bytes=len(data),
             max_reply_bytes=1 << 24,
             max_inline_bytes=wire.MAX_INLINE_BYTES,
@@ -423,10 +423,10 @@ def test_a_task_is_answered_signed_and_settled(home: Home, gateway: ScriptedGate
         assert isinstance(reply, TrainReply)
         envelope = result.envelope
         assert envelope.key == key(request, 0)
-        assert envelope.digest == digest_of(result.data)
+        assert envelope.digest == compute_digest(result.data)
         identity = home.keys.enrolment()
         assert identity is not None
-        signed = signed_bytes(envelope.key, client_id=3, digest=envelope.digest)
+        signed = encode_signed_reply(envelope.key, client_id=3, digest=envelope.digest)
         assert verify(identity.identity.public_key, envelope.signature, signed)
         assert not verify(Identity.create().public_key, envelope.signature, signed)
         gateway.settle(request)
@@ -467,7 +467,7 @@ def test_a_large_task_is_downloaded_and_its_reply_uploaded(
         running.wait_for(EventKind.CONNECTED)
         digest = gateway.offer(request, inline=False)
         envelope, data = gateway.uploads.get(timeout=WAIT_S)
-        assert envelope.digest == digest_of(data)
+        assert envelope.digest == compute_digest(data)
         assert isinstance(decode(data), TrainReply)
         running.wait_for(EventKind.ACCEPTED)
     assert gateway.offsets == [0]
@@ -687,7 +687,7 @@ def test_a_newer_model_that_is_told_of_costs_no_second_fetch_of_the_one_that_is_
         running.wait_for(EventKind.LATE)  # so it has received round 2 as well
         trainer.go.release()
         assert trainer.begun.get(timeout=WAIT_S) == 1
-        assert gateway.fetched.count(digest_of(encode(in_round(1, size=5000)))) == 1
+        assert gateway.fetched.count(compute_digest(encode(in_round(1, size=5000)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -1300,7 +1300,7 @@ def test_what_is_announced_as_another_kind_is_judged_as_what_it_is(
             data = encode(train_request())
             task = wire_pb2.Task(
                 key=wire_pb2.TaskKey(run_id="run", kind=key_.kind, attempt=attempt),
-                digest=digest_of(data),
+                digest=compute_digest(data),
                 num_bytes=len(data),
                 data=data,
                 max_inline_bytes=wire.MAX_INLINE_BYTES,
@@ -1447,7 +1447,7 @@ def test_a_reply_that_is_too_large_is_a_failure(home: Home, gateway: ScriptedGat
     data = encode(train_request())
     task = wire_pb2.Task(
         key=key(train_request(), 0),
-        digest=digest_of(data),
+        digest=compute_digest(data),
         num_bytes=len(data),
         data=data,
         max_reply_bytes=10,
@@ -1558,7 +1558,7 @@ def test_a_task_that_kills_the_process_is_given_up(home: Home, gateway: Scripted
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         gateway.push(cancel=wire_pb2.Cancel(key=key(request, 0), reason="not yet"))
-        task = wire_pb2.Task(key=key(request, 0), digest=digest_of(data), num_bytes=len(data))
+        task = wire_pb2.Task(key=key(request, 0), digest=compute_digest(data), num_bytes=len(data))
         home.open_task(OpenTask.of(task, now_unix_s=0.0))
         for _ in range(3):
             home.begin_work()

@@ -237,7 +237,7 @@ NAN = Array(np.full((3,), math.nan, np.float32))
         (with_weight(0), "num_examples is 0|num_examples 0"),
         (with_weight(10**12), "updates.max_examples"),
         (with_weight(-5.0), "num_examples"),
-        (from_another, "another node's: 13"),
+        (from_another, "from another node: 13"),
     ],
 )
 def test_a_client_that_lies_has_failed_and_the_round_goes_on(
@@ -358,8 +358,8 @@ def make_zeros() -> nn.Module:
         (legacy(), "", 'raised KeyError: .*client_fn, NumPyClient.*client_apps to "flower-legacy"'),
         (listing(), "flower.client_apps=flower-legacy", "raised KeyError: 'arrays'"),
         (APP, "flower.client_apps=flower-legacy", "raised KeyError: 'arrays'"),
-        (legacy(mods=[secaggplus_mod]), "flower.client_apps=flower-legacy", "secaggplus_mod .*out"),
-        (legacy(mods=[secaggplus_mod]), "", "secaggplus_mod takes part in Flower's own"),
+        (legacy(mods=[secaggplus_mod]), "flower.client_apps=flower-legacy", "secaggplus_mod"),
+        (legacy(mods=[secaggplus_mod]), "", "secaggplus_mod supports Flower's own"),
         (listing(num_arrays=1), "stragglers.below_minimum=skip", "no client reported .*lists 1"),
     ],
 )

@@ -48,7 +48,7 @@ from fedlearn.identity.registry import Contact, EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 from fedlearn.transport.grpc_client import (
     NAME_METADATA,
     ComeBackLater,
@@ -93,8 +93,8 @@ def value_of(reply: Reply) -> float:
 def envelope(
     task: wire_pb2.Task, data: bytes, *, client_id: int, identity: Identity
 ) -> wire_pb2.Envelope:
-    digest = digest_of(data)
-    signature = identity.sign(signed_bytes(task.key, client_id=client_id, digest=digest))
+    digest = compute_digest(data)
+    signature = identity.sign(encode_signed_reply(task.key, client_id=client_id, digest=digest))
     return wire_pb2.Envelope(key=task.key, digest=digest, num_bytes=len(data), signature=signature)
 
 
@@ -1047,7 +1047,7 @@ def test_a_client_whose_task_is_open_is_not_asked_again(site: Site) -> None:
     both = asked([first, second], train_request(round_num=1))
     first.answer(task, train_reply(1.0))
     wait_until(lambda: gateway.counters.replies_logged == 1)
-    with pytest.raises(ValueError, match="client 0 is asked again before its answer"):
+    with pytest.raises(ValueError, match="client 0 is asked again before its reply"):
         exchange.ask(both)
     assert read(exchange) == (0, 1.0)
     exchange.ask(both)
@@ -1250,7 +1250,7 @@ def test_what_a_client_took_is_what_it_took_whenever_a_restart_finds_its_reply(s
     exchange.ask(asked([member], train_request()), number=0)
     arrival = exchange.next(until_s=WAIT_S)
     assert arrival is not None
-    assert arrival.took_s(0.0) == pytest.approx(5.0)
+    assert arrival.duration_s(0.0) == pytest.approx(5.0)
 
 
 def test_an_exchange_that_was_put_aside_goes_on_in_the_same_process(site: Site) -> None:
@@ -1452,7 +1452,7 @@ def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:
     revoked = asyncio.Event()
 
     async def downloaded() -> tuple[int, grpc.StatusCode]:
-        asked = wire_pb2.DownloadRequest(digest=digest_of(encode(request)))
+        asked = wire_pb2.DownloadRequest(digest=compute_digest(encode(request)))
         # With an adaptive window, the whole request could already be in flight.
         fixed = [("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(member.address, fixed) as channel:

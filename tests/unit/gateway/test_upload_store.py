@@ -25,7 +25,7 @@ from fedlearn.gateway.upload_store import (
     WriteResult,
     read_exchange_logs,
 )
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.content import compute_digest
 from tests.damage import Damage, damaged
 
 OPENED = OpeningRecord(run_id="run", opened_unix_s=1000.0)
@@ -33,7 +33,7 @@ LATER = OpeningRecord(run_id="run", opened_unix_s=2000.0)
 
 
 def draft(client_id: int, data: bytes = b"reply") -> Draft:
-    return Draft(LoggedReply(ClientId(client_id), 0.5, digest_of(data), len(data)), data)
+    return Draft(LoggedReply(ClientId(client_id), 0.5, compute_digest(data), len(data)), data)
 
 
 def upload(folder: Path, client_id: int, data: bytes) -> Draft:
@@ -272,7 +272,7 @@ def test_a_cut_upload_goes_on_with_what_is_there(tmp_path: Path) -> None:
     second = begun(tmp_path)
     assert (second.offset, second.was_resumed) == (5, True)
     second.write(b"56", b"", b"789")
-    assert second.digest() == digest_of(b"0123456789")
+    assert second.digest() == compute_digest(b"0123456789")
     second.close()
 
 
@@ -288,7 +288,7 @@ def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
     assert upload.offset == 10
     (path,) = tmp_path.iterdir()
     assert path.read_bytes() == b"".join(chunks)
-    assert upload.digest() == digest_of(b"".join(chunks))
+    assert upload.digest() == compute_digest(b"".join(chunks))
     upload.close()
 
 

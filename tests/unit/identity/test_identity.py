@@ -24,7 +24,7 @@ from fedlearn.identity.identity import (
 )
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.content import enrolment_bytes, signed_bytes
+from fedlearn.transport.content import encode_enrolment, encode_signed_reply
 from tests.damage import damaged
 
 KEY = wire_pb2.TaskKey(run_id="r", kind="TrainRequest", round_num=3, attempt=1, exchange=0)
@@ -152,7 +152,7 @@ class Signed(NamedTuple):
             attempt=self.attempt,
             exchange=self.exchange,
         )
-        return signed_bytes(key, client_id=self.client_id, digest=self.digest)
+        return encode_signed_reply(key, client_id=self.client_id, digest=self.digest)
 
 
 # Few letters, and numbers whose bytes are letters: what would collide, if anything does.
@@ -215,10 +215,10 @@ def test_enrolment_signs_other_bytes_than_replies_and_tells_token_from_request(
     token: bytes, csr: bytes, other_token: bytes, other_csr: bytes
 ) -> None:
     same = (token, csr) == (other_token, other_csr)
-    assert (enrolment_bytes(token, csr) == enrolment_bytes(other_token, other_csr)) == same
-    assert enrolment_bytes(token + csr, b"") != enrolment_bytes(token, csr) or not csr
-    reply = signed_bytes(KEY, client_id=1, digest=bytes(32))
-    assert reply[:33] != enrolment_bytes(token, csr)[:33]
+    assert (encode_enrolment(token, csr) == encode_enrolment(other_token, other_csr)) == same
+    assert encode_enrolment(token + csr, b"") != encode_enrolment(token, csr) or not csr
+    reply = encode_signed_reply(KEY, client_id=1, digest=bytes(32))
+    assert reply[:33] != encode_enrolment(token, csr)[:33]
 
 
 def test_an_invitation_is_one_private_file_that_prints_no_token(tmp_path: Path) -> None:

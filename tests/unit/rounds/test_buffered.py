@@ -296,7 +296,7 @@ def test_who_sends_what_does_not_count_is_not_waited_for_without_end() -> None:
         assert num_waits < 1000
         exchange = collecting._exchange  # noqa: SLF001 - to let time pass on its clock
         assert isinstance(exchange, MemoryExchange)
-        exchange._pass_to(exchange.elapsed_s() + 1.0)  # noqa: SLF001
+        exchange._advance_to(exchange.elapsed_s() + 1.0)  # noqa: SLF001
 
     collecting.wait = wait
     collected = collect(collecting)

@@ -53,7 +53,7 @@ def reply_to(request: Request, error: BaseException) -> Reply:
     return found
 
 
-def in_a_thread(call: Callable[[], Reply]) -> Reply:
+def start_thread(call: Callable[[], Reply]) -> Reply:
     found = list[Reply]()
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
@@ -66,7 +66,7 @@ def in_a_thread(call: Callable[[], Reply]) -> Reply:
 def test_an_exit_in_the_training_thread_is_a_failure(
     request_: Request, error: BaseException
 ) -> None:
-    assert in_a_thread(lambda: reply_to(request_, error)) == Failure(type(error).__name__)
+    assert start_thread(lambda: reply_to(request_, error)) == Failure(type(error).__name__)
 
 
 def test_an_exit_in_the_main_thread_is_a_failure_but_ctrl_c_is_not() -> None:

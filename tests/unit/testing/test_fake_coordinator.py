@@ -29,7 +29,7 @@ from fedlearn.training.trainer import (
     TrainContext,
 )
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.content import compute_digest, encode_signed_reply
 from fedlearn.transport.grpc_client import Credentials, GatewayConnection, GatewaySession, enrol
 
 SETTINGS = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
@@ -76,8 +76,8 @@ async def answer_one(
     task = message.task
     handler = ClientSession(ClientId(client_id), trainer)
     reply, _ = await asyncio.to_thread(handler.handle, task.data, b"")
-    digest = digest_of(reply)
-    signed = signed_bytes(task.key, client_id=client_id, digest=digest)
+    digest = compute_digest(reply)
+    signed = encode_signed_reply(task.key, client_id=client_id, digest=digest)
     envelope = wire_pb2.Envelope(
         key=task.key, digest=digest, num_bytes=len(reply), signature=identity.sign(signed)
     )

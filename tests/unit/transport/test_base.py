@@ -4,7 +4,7 @@ import torch
 
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import ClientId, EvaluateRequest, SecureTrainRequest, TrainRequest
-from fedlearn.transport.base import Asked
+from fedlearn.transport.base import CohortRequests
 
 TRAIN = TrainRequest(
     round_num=1,
@@ -20,21 +20,21 @@ ONE, OTHER, THIRD = ClientId(1), ClientId(2), ClientId(3)
 def test_a_cohort_is_sent_one_model_and_each_client_its_packets() -> None:
     """Control: another model is another request."""
     masking = {each: SecureTrainRequest(message=b"%d" % each, train=TRAIN) for each in (ONE, OTHER)}
-    found = Asked.of(masking)
+    found = CohortRequests.of(masking)
     assert found.places == {ONE: 0, OTHER: 0}
     assert found.personal == {ONE: b"1", OTHER: b"2"}
     assert [encode(each) for each in found.shared] == [
         encode(SecureTrainRequest(message=b"", train=TRAIN))
     ]
     own = TrainRequest(**vars(TRAIN))
-    found = Asked.of({**masking, THIRD: SecureTrainRequest(message=b"3", train=own)})
+    found = CohortRequests.of({**masking, THIRD: SecureTrainRequest(message=b"3", train=own)})
     assert found.places == {ONE: 0, OTHER: 0, THIRD: 1}
 
 
 def test_other_requests_are_sent_as_they_are() -> None:
     """Once for all that are sent one object, and nothing is for one client alone."""
     evaluation = EvaluateRequest(round_num=1, tensors={})
-    found = Asked.of({ONE: TRAIN, OTHER: evaluation, THIRD: TRAIN})
+    found = CohortRequests.of({ONE: TRAIN, OTHER: evaluation, THIRD: TRAIN})
     assert found.places == {ONE: 0, OTHER: 1, THIRD: 0}
     assert list(found.shared) == [TRAIN, evaluation]
     assert not found.personal
@@ -42,5 +42,5 @@ def test_other_requests_are_sent_as_they_are() -> None:
 
 def test_a_training_in_the_clear_is_not_the_one_that_is_masked() -> None:
     """They hold the same model, and are answered otherwise."""
-    found = Asked.of({ONE: TRAIN, OTHER: SecureTrainRequest(message=b"2", train=TRAIN)})
+    found = CohortRequests.of({ONE: TRAIN, OTHER: SecureTrainRequest(message=b"2", train=TRAIN)})
     assert [type(each) for each in found.shared] == [TrainRequest, SecureTrainRequest]

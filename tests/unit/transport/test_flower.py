@@ -39,7 +39,7 @@ from fedlearn.core.messages import (
 from fedlearn.errors import DataError, DeploymentError, ProtocolError
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import Arrival, ask_once
-from fedlearn.transport.flower import FlowerChannel, Mod, client_app, in_a_thread
+from fedlearn.transport.flower import FlowerChannel, Mod, client_app, start_thread
 from tests.grid import RUN, LocalGrid, joined
 
 KEY = bytes(32)
@@ -163,7 +163,7 @@ def header_of(message: Message) -> dict[str, bytes | int]:
     return {name: value for name, value in record.items() if isinstance(value, bytes | int)}
 
 
-def payload_of(message: Message) -> bytes:
+def build_payload(message: Message) -> bytes:
     return message.content.array_records["fedlearn.payload"]["message"].data
 
 
@@ -251,7 +251,7 @@ def test_an_exchange_is_asked_again_while_it_is_open() -> None:
     assert exchange.next(until_s=2.0) is None
     assert grid.clock.now_s() == pytest.approx(2.0)
     later = replace(REQUEST, round_num=4)
-    with pytest.raises(ValueError, match="client 1 is asked again before its answer"):
+    with pytest.raises(ValueError, match="client 1 is asked again before its reply"):
         exchange.ask(dict.fromkeys([ClientId(1), ClientId(2)], later))
     exchange.ask(dict.fromkeys([ClientId(0), ClientId(2), ClientId(9)], later))
     arrivals = {a.client_id: a for a in iter(partial(exchange.next, until_s=math.inf), None)}
@@ -390,7 +390,7 @@ def test_a_node_that_asks_for_what_it_was_sent_has_failed() -> None:
 
     grid.tamper = of_client(1, insatiable)
     arrivals = ask(channel(grid), WITH_BASE)
-    assert reasons(arrivals) == {1: "it asks for constants that it was sent"}
+    assert reasons(arrivals) == {1: "the node asks for constants that it was sent"}
 
 
 def test_constants_are_held_against_their_digest() -> None:
@@ -520,7 +520,7 @@ def test_nobody_is_waited_for_by_a_look() -> None:
     looked_s = grid.clock.now_s()
     assert list(made.available()) == [0, 1, 2, 3]
     assert grid.clock.now_s() == looked_s
-    assert made.attendance() == "4 nodes are connected"
+    assert made.describe_attendance() == "4 nodes are connected"
 
 
 def test_nodes_that_did_not_introduce_themselves_are_counted_with_the_reason() -> None:
@@ -532,7 +532,7 @@ def test_nodes_that_did_not_introduce_themselves_are_counted_with_the_reason() -
         return (own if context.node_config["partition-id"] == 0 else foreign)(message, context)
 
     made = channel(HinderedGrid(VirtualClock(), app=app), min_clients=1)
-    told = made.attendance()
+    told = made.describe_attendance()
     assert told.startswith(
         "3 nodes are connected, 2 did not introduce themselves (the ClientApp raised ValueError: "
     )
@@ -566,7 +566,7 @@ def test_a_stalled_upload_delays_nobody() -> None:
     clock, deadline_s = FastClock(), 10_000.0
     grid = StallingGrid(clock, latency_s={1: 30.0})
     made = channel(grid)
-    made._postbox.start = in_a_thread  # noqa: SLF001 - introductions were at once
+    made._postbox.start = start_thread  # noqa: SLF001 - introductions were at once
     arrivals = ask_once(made, dict.fromkeys(CLIENTS, REQUEST), deadline_s=deadline_s)
     assert {next(arrivals).client_id for _ in range(2)} == {0, 1}
     assert clock.now_s() < deadline_s
@@ -602,7 +602,7 @@ def forged(message: Message, reply: Message) -> Message:
 
 
 def unsigned(message: Message, reply: Message) -> Message:
-    return with_content(reply, {"client_id": 1}, payload_of(reply))
+    return with_content(reply, {"client_id": 1}, build_payload(reply))
 
 
 def garbage(message: Message, reply: Message) -> Message:
@@ -628,7 +628,7 @@ def test_an_earlier_reply_is_refused_when_it_is_replayed() -> None:
     kept: list[tuple[dict[str, bytes | int], bytes]] = []
 
     def replay(message: Message, reply: Message) -> Message:
-        kept.append((header_of(reply), payload_of(reply)))
+        kept.append((header_of(reply), build_payload(reply)))
         return with_content(reply, *kept[0])
 
     made = channel(HinderedGrid(VirtualClock(), tamper=of_client(1, replay)))
@@ -682,7 +682,7 @@ def test_an_introduction_at_another_node_is_refused() -> None:
     cards: list[tuple[dict[str, bytes | int], bytes]] = []
 
     def copy(message: Message, reply: Message) -> Message:
-        cards.append((header_of(reply), payload_of(reply)))
+        cards.append((header_of(reply), build_payload(reply)))
         return with_content(reply, *cards[0])
 
     made = channel(HinderedGrid(VirtualClock(), tamper=copy))
@@ -700,7 +700,7 @@ def test_a_node_that_fails_to_introduce_itself_is_asked_again() -> None:
     grid = HinderedGrid(VirtualClock(), tamper=fail)
     made = channel(grid, min_clients=1)
     assert list(made.available()) == []
-    assert "could not be loaded" in made.attendance()
+    assert "could not be loaded" in made.describe_attendance()
     failing = False
     assert list(made.available()) == [0, 1, 2]
 
@@ -781,7 +781,7 @@ def asked(grid: HinderedGrid, context: Context) -> Message:
 
 
 def times_asked(reply: Message) -> int:
-    found = decode(payload_of(reply))
+    found = decode(build_payload(reply))
     assert isinstance(found, EvaluateReply)
     return found.num_examples
 

@@ -24,7 +24,7 @@ from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import Identity, Invitation, certificate_fingerprint
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import grpc_client, wire
-from fedlearn.transport.content import digest_of, enrolment_bytes
+from fedlearn.transport.content import compute_digest, encode_enrolment
 from fedlearn.transport.grpc_client import (
     NAME_METADATA,
     Credentials,
@@ -58,7 +58,7 @@ WELCOME = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, client_id=7, r
 KEY = TaskKey(run_id="run", kind="TrainRequest", round_num=1)
 ACCEPTED = UploadStatus(receipt=Receipt(key=KEY, verdict=Receipt.ACCEPTED))
 CONTENT = bytes(range(256)) * 10_000  # 2.4 chunks
-DIGEST = digest_of(CONTENT)
+DIGEST = compute_digest(CONTENT)
 ENVELOPE = Envelope(key=KEY, digest=DIGEST, num_bytes=len(CONTENT), signature=bytes(64))
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -652,7 +652,7 @@ def test_an_empty_download_makes_an_empty_file(tmp_path: Path) -> None:
             serving(Gateway(download=_sends(b""))) as address,
             connecting(address) as connection,
         ):
-            nothing = digest_of(b"")
+            nothing = compute_digest(b"")
             await connection.download(nothing, num_bytes=0, path=tmp_path / "request")
 
     run(test)
@@ -1059,7 +1059,7 @@ async def _is_refused(address: str, credentials: Credentials) -> None:
 def _enrols(authority: Authority, subject: Identity | None = None) -> Handler:
     async def handle(gateway: Gateway, context: Context) -> None:
         request = EnrolRequest.FromString(await context.read())
-        signed = enrolment_bytes(request.token, request.csr_pem)
+        signed = encode_enrolment(request.token, request.csr_pem)
         if not verify(request.identity_key, request.identity_signature, signed):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the key is not held")
         if request.token != b"token":

@@ -153,7 +153,7 @@ def test_a_client_that_has_not_answered_is_not_asked_again() -> None:
     exchange = memory.open(deadline_s=math.inf)
     exchange.ask({ClientId(2): REQUEST, ClientId(4): REQUEST})
     both = dict.fromkeys([ClientId(1), ClientId(2)], REQUEST)
-    with pytest.raises(ValueError, match="client 2 is asked again before its answer"):
+    with pytest.raises(ValueError, match="client 2 is asked again before its reply"):
         exchange.ask(both)
     assert exchange.next(until_s=math.inf) is not None
     assert exchange.next(until_s=math.inf) is None

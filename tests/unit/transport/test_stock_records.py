@@ -27,10 +27,10 @@ from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, ProtocolError, RoundError
 from fedlearn.transport.flower.stock_records import (
     StockRecords,
-    evaluate_request,
-    evaluated,
-    train_request,
-    trained,
+    build_evaluate_records,
+    build_train_records,
+    parse_evaluate_request,
+    parse_train_request,
 )
 
 
@@ -147,9 +147,9 @@ BIAS = np.ones(1, np.float32)
         (answer(moved(bias=np.ones((), np.float32)), **COUNT), r"'bias' .* shape \(\)"),
         (answer(moved(bias=np.ones(1)), **COUNT), "'bias' is torch.float64"),
         (answer(moved(bias=np.ones(1, np.int32)), **COUNT), "'bias' is torch.int32"),
-        (answer(moved(bias=np.ones(1, ">f4")), **COUNT), "'bias' is not of numbers"),
-        (answer(moved(bias=np.ones(1, np.complex64)), **COUNT), "'bias' is not of numbers"),
-        (answer(moved(bias=np.array(["a"])), **COUNT), "'bias' is not of numbers"),
+        (answer(moved(bias=np.ones(1, ">f4")), **COUNT), "'bias' is not in numpy's format"),
+        (answer(moved(bias=np.ones(1, np.complex64)), **COUNT), "'bias' is not in numpy's format"),
+        (answer(moved(bias=np.array(["a"])), **COUNT), "'bias' is not in numpy's format"),
         (answer(moved()), "'num-examples' is None"),
         (answer(moved(), **{"num-examples": 1.5}), "'num-examples' is 1.5"),
         (answer(moved(), **{"num-examples": math.nan}), "'num-examples' is nan"),
@@ -181,20 +181,20 @@ TRUE = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        (b"", "not of numbers"),
-        (b"PK\x03\x04" + bytes(60), "not of numbers"),  # a zip, which numpy would open
-        (b"\x80\x04K\x01.", "not of numbers"),  # a pickle
-        (numpy_bytes(TRUE.replace("<f4", "|O"), FOUR), "not of numbers"),
-        (numpy_bytes(TRUE.replace("'<f4'", "[('a', '<f4')]"), FOUR), "not of numbers"),
+        (b"", "not in numpy's format"),
+        (b"PK\x03\x04" + bytes(60), "not in numpy's format"),  # a zip, which numpy would open
+        (b"\x80\x04K\x01.", "not in numpy's format"),  # a pickle
+        (numpy_bytes(TRUE.replace("<f4", "|O"), FOUR), "not in numpy's format"),
+        (numpy_bytes(TRUE.replace("'<f4'", "[('a', '<f4')]"), FOUR), "not in numpy's format"),
         (numpy_bytes(TRUE.replace("1,", "10000000000000,"), FOUR), "has 4 bytes, but says"),
-        (numpy_bytes(TRUE.replace("1,", "-1,"), FOUR), "not of numbers"),
-        (numpy_bytes(TRUE.replace("1,", "9" * 400 + ","), FOUR), "not of numbers"),
+        (numpy_bytes(TRUE.replace("1,", "-1,"), FOUR), "not in numpy's format"),
+        (numpy_bytes(TRUE.replace("1,", "9" * 400 + ","), FOUR), "not in numpy's format"),
         (numpy_bytes(TRUE.replace("1,", "0, " + "9" * 18 + ", " + "9" * 18), b""), "has the shape"),
         (numpy_bytes(TRUE, FOUR + b"x"), "has 5 bytes"),
         (numpy_bytes(TRUE, FOUR[:3]), "has 3 bytes"),
-        (numpy_bytes("(" * 9000 + ")" * 9000, FOUR), "not of numbers"),
-        (numpy_bytes("-" * 9000 + "1", FOUR), "not of numbers"),
-        (numpy_bytes(TRUE.replace("1,", "1,\x00"), FOUR), "not of numbers"),
+        (numpy_bytes("(" * 9000 + ")" * 9000, FOUR), "not in numpy's format"),
+        (numpy_bytes("-" * 9000 + "1", FOUR), "not in numpy's format"),
+        (numpy_bytes(TRUE.replace("1,", "1,\x00"), FOUR), "not in numpy's format"),
     ],
 )
 def test_bytes_that_are_no_array_take_no_memory_and_run_nothing(data: bytes, named: str) -> None:
@@ -204,7 +204,7 @@ def test_bytes_that_are_no_array_take_no_memory_and_run_nothing(data: bytes, nam
     with pytest.raises(ProtocolError, match=named):
         RECORDS.reply(answer(arrays, **COUNT), REQUEST)
     arrays["bias"] = Array("float32", (1,), "torch.pickle", numpy_bytes(TRUE, FOUR))
-    with pytest.raises(ProtocolError, match=r"of the type 'torch\.pickle'"):
+    with pytest.raises(ProtocolError, match=r"has the type 'torch\.pickle'"):
         RECORDS.reply(answer(arrays, **COUNT), REQUEST)
 
 
@@ -279,30 +279,32 @@ def with_config(config: Settings) -> Settings:
 
 def test_a_strategy_of_flowers_asks_to_train() -> None:
     """The round counts from 0; what is averaged are the floats; the config becomes settings."""
-    request = train_request(ask(epochs=3), settings_of=with_config, seed=11)
+    request = parse_train_request(ask(epochs=3), settings_of=with_config, seed=11)
     assert (request.round_num, request.seed, request.settings["epochs"]) == (2, 11, 3)
     assert "server-round" not in request.settings
     assert set(request.tensors) - set(request.order) == {"norm.num_batches_tracked"}
-    assert train_request(ask(seed=5), settings_of=with_config, seed=11).seed == 5
-    assert evaluate_request(ask()).round_num == 3
+    assert parse_train_request(ask(seed=5), settings_of=with_config, seed=11).seed == 5
+    assert parse_evaluate_request(ask()).round_num == 3
 
 
 def test_the_local_model_goes_back_under_the_key_it_came_under() -> None:
     """With what is not averaged as it was."""
     content = ask()
-    request = train_request(content, settings_of=with_config, seed=11)
+    request = parse_train_request(content, settings_of=with_config, seed=11)
     size = sum(request.tensors[name].numel() for name in request.order)
     reply = TrainReply(
         round_num=2, lanes={"delta": torch.ones(size)}, num_examples=9, metrics={"loss": 0.5}
     )
-    answered = trained(reply, request, content)
+    answered = build_train_records(reply, request, content)
     local = answered.array_records["w"].to_torch_state_dict()
     for name, value in request.tensors.items():
         further = 1.0 if value.is_floating_point() else 0
         assert torch.equal(local[name], value + further), name
         assert local[name].dtype == value.dtype
     assert answered.metric_records["metrics"] == MetricRecord({"loss": 0.5, "num-examples": 9})
-    measured = evaluated(EvaluateReply(round_num=3, num_examples=4, metrics={"accuracy": 1.0}))
+    measured = build_evaluate_records(
+        EvaluateReply(round_num=3, num_examples=4, metrics={"accuracy": 1.0})
+    )
     assert measured.metric_records["metrics"] == MetricRecord({"accuracy": 1.0, "num-examples": 4})
 
 
@@ -310,7 +312,7 @@ def test_counts_that_flowers_strategies_have_averaged_are_counts_again() -> None
     """FedAvg makes floats of them: a model of ours would have one tensor more to average."""
     content = ask()
     content.array_records["w"]["norm.num_batches_tracked"] = Array(np.asarray(4.0))
-    request = train_request(content, settings_of=with_config, seed=11)
+    request = parse_train_request(content, settings_of=with_config, seed=11)
     assert "norm.num_batches_tracked" not in request.order
     assert request.tensors["norm.num_batches_tracked"] == torch.tensor(4)
 
@@ -334,4 +336,4 @@ def test_a_message_of_no_strategy_is_refused(
     content = ask()
     change(content)
     with pytest.raises(ProtocolError, match=named):
-        train_request(content, settings_of=with_config, seed=11)
+        parse_train_request(content, settings_of=with_config, seed=11)

@@ -14,8 +14,8 @@ def test_a_chunk_is_what_protobuf_makes_of_it(size: int) -> None:
     """In both directions, at every length of the length."""
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     message = wire_pb2.UploadPart(data=data).SerializeToString()
-    assert wire.bytes_field(DATA, data) == message
-    found = wire.only_field(DATA, message)
+    assert wire.encode_bytes_field(DATA, data) == message
+    found = wire.parse_bytes_field(DATA, message)
     assert found is not None
     assert bytes(found) == data
 
@@ -25,17 +25,17 @@ def test_a_chunk_is_what_protobuf_makes_of_it(size: int) -> None:
     [
         b"",
         b"\x12",
-        wire.bytes_field(wire_pb2.Chunk.DATA_FIELD_NUMBER, b"abc"),  # another field
-        wire.bytes_field(DATA, b"abc")[:-1],  # cut
-        wire.bytes_field(DATA, b"abc") + b"\x00",  # more follows
-        wire.bytes_field(DATA, b"abc") * 2,
+        wire.encode_bytes_field(wire_pb2.Chunk.DATA_FIELD_NUMBER, b"abc"),  # another field
+        wire.encode_bytes_field(DATA, b"abc")[:-1],  # cut
+        wire.encode_bytes_field(DATA, b"abc") + b"\x00",  # more follows
+        wire.encode_bytes_field(DATA, b"abc") * 2,
         b"\x12\x83\x00abc",  # a length with a byte that it does not need
         wire_pb2.UploadPart(envelope=wire_pb2.Envelope(num_bytes=3)).SerializeToString(),
     ],
 )
 def test_anything_else_is_left_to_protobuf(message: bytes) -> None:
     """The short way takes nothing that it would read otherwise."""
-    assert wire.only_field(DATA, message) is None
+    assert wire.parse_bytes_field(DATA, message) is None
 
 
 @given(beat_s=st.floats(min_value=4.0 / wire.MISSED_BEATS, max_value=1e6))
