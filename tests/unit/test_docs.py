@@ -232,9 +232,27 @@ def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_
         assert "clinics done after 5/5 rounds" in coordinator.out() + coordinator.err()
 
 
+def cells(page: str) -> list[str]:
+    """Return the cells of a page's tables, links without their targets."""
+    rows = [line for line in page.splitlines() if line.startswith("|") and "---" not in line]
+    return [
+        re.sub(r"\]\([^)]*\)", "]", cell) for row in rows for cell in row.strip("|").split(" | ")
+    ]
+
+
 def test_the_readme_is_short() -> None:
-    """A newcomer reads it to the end."""
-    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+    """A newcomer reads it to the end: 700 words, and 12 in a table's cell."""
+    page = (ROOT / "README.md").read_text()
+    assert len(page.split()) <= 700
+    assert max(len(cell.split()) for cell in cells(page)) <= 12
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("docs/explanation/*.md")), ids=lambda page: page.stem
+)
+def test_a_page_of_explanation_is_read_in_one_sitting(page: Path) -> None:
+    """At most 1,500 words."""
+    assert len(page.read_text().split()) <= 1500
 
 
 @pytest.mark.parametrize(("page", "text"), sorted(set(commands())))
