@@ -1,29 +1,29 @@
 """Builds a run from its configuration.
 
-:func:`simulation` and :func:`deployment` build the components of the run, and
+:func:`build_simulation` and :func:`build_deployment` build the components of the run, and
 ``fedlearn.assembly.plan`` turns them into its plan.
 """
 
-from fedlearn.assembly.deployed import deployment
-from fedlearn.assembly.pieces import Deployment, Pieces, Simulation
-from fedlearn.assembly.secure import roster_draw, secure_plan
-from fedlearn.assembly.server_training import alone, server_task
-from fedlearn.assembly.simulated import Experiment, build_simulation, simulation
-from fedlearn.assembly.training import algorithm, metrics, model_factory
+from fedlearn.assembly.components import Components, Deployment, Simulation
+from fedlearn.assembly.deployed import build_deployment
+from fedlearn.assembly.secure import build_secure_plan, load_roster_draw
+from fedlearn.assembly.server_training import build_server_task, build_standalone
+from fedlearn.assembly.simulated import Experiment, build_experiment, build_simulation
+from fedlearn.assembly.training import build_algorithm, build_metrics, build_model_factory
 
 __all__ = [
+    "Components",
     "Deployment",
     "Experiment",
-    "Pieces",
     "Simulation",
-    "algorithm",
-    "alone",
+    "build_algorithm",
+    "build_deployment",
+    "build_experiment",
+    "build_metrics",
+    "build_model_factory",
+    "build_secure_plan",
+    "build_server_task",
     "build_simulation",
-    "deployment",
-    "metrics",
-    "model_factory",
-    "roster_draw",
-    "secure_plan",
-    "server_task",
-    "simulation",
+    "build_standalone",
+    "load_roster_draw",
 ]

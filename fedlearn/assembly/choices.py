@@ -13,9 +13,9 @@ import torch
 from fedlearn.algorithms.aggregations import FullAggregation
 from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.sampling import SeededSampler
-from fedlearn.assembly.pieces import Pieces, Simulation
-from fedlearn.assembly.plan import initial_params, release_of
-from fedlearn.assembly.server_training import server_task
+from fedlearn.assembly.components import Components, Simulation
+from fedlearn.assembly.plan import build_initial_params, build_release
+from fedlearn.assembly.server_training import build_server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.features import tensors_of
@@ -69,16 +69,18 @@ def resolve(
         EngineError: The engine cannot do what the configuration asks.
     """
     engine = simulation.config.engine
-    device = device_of(engine.device, environ)
-    params = initial_params(simulation, device)
+    device = choose_device(engine.device, environ)
+    params = build_initial_params(simulation, device)
     if _has_noisy_updates(simulation) and params.layout.statistics:
-        simulation = _holding_buffers(simulation, params)
-        params = initial_params(simulation, device)
-    release_of(simulation, params, Alone(), has_sessions=False)  # raises where noise does not fit
+        simulation = _freeze_constant_buffers(simulation, params)
+        params = build_initial_params(simulation, device)
+    build_release(
+        simulation, params, Alone(), has_sessions=False
+    )  # raises where noise does not fit
     if simulation.config.coordinator.training.is_on:
-        server_task(simulation).require_fitting()
-    num_workers, why_workers = _num_workers(simulation, params, environ)
-    choice = _executor(simulation, params, num_workers, clock, cache_dir)
+        build_server_task(simulation).require_fitting()
+    num_workers, why_workers = _choose_num_workers(simulation, params, environ)
+    choice = _choose_executor(simulation, params, num_workers, clock, cache_dir)
     settings = engine.model_copy(
         update={
             "device": device.type,
@@ -90,24 +92,24 @@ def resolve(
     config = simulation.config.model_copy(update={"engine": settings})
     workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
     notes = [
-        *_asked(simulation),
-        *_trained_centrally(simulation),
+        *_note_cohort(simulation),
+        *_note_server_training(simulation),
         f"device {device.type}, {workers}: {why_workers}",
-        f"{_how(choice)} (engine.executor {choice.kind}): {choice.reason}",
+        f"{_describe_block(choice)} (engine.executor {choice.kind}): {choice.reason}",
     ]
     if isinstance(simulation.algorithm.aggregation, FullAggregation):
         wanted = simulation.policy.num_wanted
         kept_mib = wanted * params.vector.nbytes / (1 << 20)
         rule = type(simulation.algorithm.aggregation).__name__
         notes.append(f"{rule} needs all {wanted} updates of a round at once: {kept_mib:.0f} MiB")
-    notes += [*_names(simulation), *_inputs(simulation, params, num_workers)]
-    notes += _single_examples(simulation)
+    notes += [*_note_names(simulation), *_note_inputs(simulation, params, num_workers)]
+    notes += _warn_of_single_examples(simulation)
     if (dtypes := params.layout.dtypes()) is not None:
         notes.append(f"the model {dtypes}")
     return replace(simulation, config=config, notes=tuple(notes))
 
 
-def _names(simulation: Simulation) -> tuple[str, ...]:
+def _note_names(simulation: Simulation) -> tuple[str, ...]:
     """Return a note on the clients' names, if the data give them names beyond a number."""
     population = simulation.population
     names = client_names(population)
@@ -118,7 +120,7 @@ def _names(simulation: Simulation) -> tuple[str, ...]:
     return () if is_number else (f"clients have names, from {first} to {last}: data.names",)
 
 
-def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[str, ...]:
+def _note_inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[str, ...]:
     """Return a note on integer features that reach the model as floats.
 
     Raises:
@@ -128,7 +130,7 @@ def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[s
     usual = all(each.dtype == torch.float32 for each in tensors_of(test.features))
     if usual or simulation.make_trainer is not None:
         return ()
-    inputs = job_of(simulation, params, num_workers).resident_model().inputs
+    inputs = build_job(simulation, params, num_workers).resident_model().inputs
     inputs.require_range(test.features, what="the test set")
     if isinstance(population, CheckedExamples):
         inputs.require_range(population.features, what="the clients' data")
@@ -136,12 +138,12 @@ def _inputs(simulation: Simulation, params: Params, num_workers: int) -> tuple[s
     return () if note is None else (note,)
 
 
-def _has_noisy_updates(pieces: Pieces) -> bool:
+def _has_noisy_updates(components: Components) -> bool:
     """Whether noise is added to whole updates rather than to the gradients of examples."""
-    return pieces.privacy is not None and not pieces.privacy.hides_examples
+    return components.privacy is not None and not components.privacy.hides_examples
 
 
-def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
+def _freeze_constant_buffers(simulation: Simulation, params: Params) -> Simulation:
     """Freeze the buffers that training does not change.
 
     A release with noise refuses buffers that clients would send; frozen ones are not sent.
@@ -161,7 +163,7 @@ def _holding_buffers(simulation: Simulation, params: Params) -> Simulation:
     return replace(simulation, make_model=ModelFactory.of(holding))
 
 
-def _single_examples(simulation: Simulation) -> Iterator[str]:
+def _warn_of_single_examples(simulation: Simulation) -> Iterator[str]:
     """Warn if a layer uses batch statistics and some clients' last batch has one example."""
     with untouched(torch.default_generator):
         layer = batch_statistics(simulation.make_model().train())
@@ -183,14 +185,14 @@ def _single_examples(simulation: Simulation) -> Iterator[str]:
         )
 
 
-def _how(choice: Choice) -> str:
+def _describe_block(choice: Choice) -> str:
     """Describe how many clients train at once."""
     if choice.kind is ExecutorKind.SEQUENTIAL:
         return "clients train one at a time"
     return f"clients train {choice.block_size} at once"
 
 
-def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
+def _note_server_training(simulation: Simulation) -> tuple[str, ...]:
     """Return a note on the data of the coordinator's own training, if it is on."""
     section, own = simulation.config.coordinator.training, simulation.own
     if not section.is_on:
@@ -203,7 +205,7 @@ def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
     return (f"the coordinator trains on {num_examples} examples of {whose}",)
 
 
-def _asked(simulation: Simulation) -> tuple[str, ...]:
+def _note_cohort(simulation: Simulation) -> tuple[str, ...]:
     """Return a note on how many clients train in a round and how long the server waits.
 
     The main job (the digits) and a centralized run need no such note.
@@ -225,7 +227,7 @@ def _asked(simulation: Simulation) -> tuple[str, ...]:
     return (f"{cohort}, {deadline}, {config.devices.kind} devices: {why}",)
 
 
-def device_of(name: str, environ: Mapping[str, str]) -> torch.device:
+def choose_device(name: str, environ: Mapping[str, str]) -> torch.device:
     """Return the device ``name`` for this process; under torchrun each process has its own GPU.
 
     Raises:
@@ -240,7 +242,7 @@ def device_of(name: str, environ: Mapping[str, str]) -> torch.device:
     return gpu or torch.device("cpu")
 
 
-def _num_workers(
+def _choose_num_workers(
     simulation: Simulation, params: Params, environ: Mapping[str, str]
 ) -> tuple[int, str]:
     config, on_gpu = simulation.config, params.vector.is_cuda
@@ -258,7 +260,7 @@ def _num_workers(
             f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
         )
     if asked != "auto":
-        used = workers_used(simulation, asked)
+        used = count_workers_used(simulation, asked)
         if used < asked:
             return used, f"{asked} were asked for, but a round has {used} clients to train"
         return asked, "as configured"
@@ -266,21 +268,21 @@ def _num_workers(
         return 1, "sessions in this process"
     if on_gpu:
         return 1, "one GPU; torchrun spreads a run over several"
-    if _job_flop(simulation, params) < _SMALL_JOB_FLOP:
+    if _estimate_flop(simulation, params) < _SMALL_JOB_FLOP:
         return 1, "the job is small"
     if not can_fork():
         return 1, "workers do not share data on this system; ask for them: engine.num_workers"
     return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one a core"
 
 
-def workers_used(simulation: Simulation, asked: int) -> int:
+def count_workers_used(simulation: Simulation, asked: int) -> int:
     """Return how many of the requested workers have a client to train."""
     if isinstance(simulation.sampler, SeededSampler):
         return min(asked, simulation.policy.num_asked)
     return min(asked, simulation.population.num_clients)  # a user's sampler may select all clients
 
 
-def _job_flop(simulation: Simulation, params: Params) -> float:
+def _estimate_flop(simulation: Simulation, params: Params) -> float:
     """Estimate the floating-point operations of all local training, assuming dense layers."""
     config, population = simulation.config, simulation.population
     sample = torch.arange(min(64, population.num_clients)).numpy()
@@ -290,14 +292,14 @@ def _job_flop(simulation: Simulation, params: Params) -> float:
     return 6.0 * params.num_elements * examples * simulation.policy.num_wanted * config.num_rounds
 
 
-def _executor(
+def _choose_executor(
     simulation: Simulation, params: Params, num_workers: int, clock: Clock, cache_dir: Path
 ) -> Choice:
     engine = simulation.config.engine
     if engine.transport == "memory":
         reason = "real client sessions train one at a time"
         return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
-    job = job_of(simulation, params, num_workers)
+    job = build_job(simulation, params, num_workers)
     if engine.executor == "auto":
         choice = choose(job, clock=clock, cache_dir=cache_dir)
     else:
@@ -315,7 +317,7 @@ def _executor(
     return replace(choice, block_size=-(-share // num_blocks))
 
 
-def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
+def build_job(simulation: Simulation, params: Params, num_workers: int) -> Job:
     """Describe the training job for which an executor is chosen and built."""
     config = simulation.config
     return Job(

@@ -13,12 +13,12 @@ from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import draws_each_alone
 from fedlearn.algorithms.settings import require_travels
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.assembly.completed import complete, furnished
-from fedlearn.assembly.pieces import Deployment
-from fedlearn.assembly.private import with_privacy
-from fedlearn.assembly.secure import roster_draw
-from fedlearn.assembly.server_training import own_population
-from fedlearn.assembly.training import training_of
+from fedlearn.assembly.components import Deployment
+from fedlearn.assembly.private import add_privacy
+from fedlearn.assembly.secure import load_roster_draw
+from fedlearn.assembly.server_training import find_own_population
+from fedlearn.assembly.training import build_training
+from fedlearn.assembly.wrappers import add_wrappers, validate_components
 from fedlearn.config.components import build_component
 from fedlearn.config.data import NoDataSection
 from fedlearn.config.tree import Config
@@ -31,7 +31,7 @@ from fedlearn.gateway.meanings import MEANINGS
 _OF_A_SERIES = re.compile(r"_(total|bucket|count|sum)$")
 
 
-def deployment(config: Config, *, data_dir: Path) -> Deployment:
+def build_deployment(config: Config, *, data_dir: Path) -> Deployment:
     """Build the components of the coordinator's run from its configuration.
 
     Args:
@@ -52,30 +52,30 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
     config = config.resolve(num_clients=None)
     has_data = not isinstance(config.data, NoDataSection)
     data = config.data.load(seed=config.seed, data_dir=data_dir) if has_data else None
-    pieces = complete(
+    components = validate_components(
         Deployment(
-            **training_of(config, data),
-            own=own_population(config, data),
+            **build_training(config, data),
+            own=find_own_population(config, data),
             test=None if data is None else data.stored_test,
             sampler=config.cohort.build(),
             policy=config.straggler_policy(),
             requirements=build_component(Requirements, config.coordinator.eligibility),
-            draw=roster_draw(config),
+            draw=load_roster_draw(config),
             config=config,
             by_round=config.client.settings_by_round(),
             callbacks=config.round_callbacks(),
         )
     )
-    pieces = furnished(pieces, config.client.extra)
-    _require_names(config, pieces.objective)
-    _require_free_in_telemetry(pieces.directions)
-    pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
-    require_travels([pieces.algorithm.local], pieces.algorithm.transforms)
+    components = add_wrappers(components, config.client.extra)
+    _require_names(config, components.objective)
+    _require_free_in_telemetry(components.directions)
+    components = _deployed_privately(components) if config.privacy.is_on else components
+    require_travels([components.algorithm.local], components.algorithm.transforms)
     if config.secure_aggregation.is_on:
-        _require_evaluable(pieces)
+        _require_evaluable(components)
     if config.flower.is_foreign:
-        _require_nothing_of_clients(pieces.algorithm, apps=config.flower.client_apps)
-    return pieces
+        _require_nothing_of_clients(components.algorithm, apps=config.flower.client_apps)
+    return components
 
 
 def _require_names(config: Config, objective: Objective) -> None:
@@ -94,10 +94,10 @@ def _require_nothing_of_clients(algorithm: Strategy, *, apps: str) -> None:
     if isinstance(local, ExtraSettings):  # Flower's ClientApps read these in their `config`
         local = local.inner
     asked = {
-        "gives clients things of their own to do": isinstance(algorithm, PerClient),
-        f"needs the lane {algorithm.lanes[-1].name!r} of clients": len(algorithm.lanes) > 1,
-        "changes updates before they leave their clients": bool(algorithm.transforms),
-        "says how clients train": local != own,
+        "gives each client its own task": isinstance(algorithm, PerClient),
+        f"needs the lane {algorithm.lanes[-1].name!r} from its clients": len(algorithm.lanes) > 1,
+        "transforms updates on the clients": bool(algorithm.transforms),
+        "prescribes how clients train": local != own,
     }
     problem = next((text for text, is_asked in asked.items() if is_asked), None)
     if problem is not None:
@@ -113,12 +113,12 @@ def _require_free_in_telemetry(measures: Collection[str]) -> None:
     for name in set(measures) - {"accuracy", "loss"}:
         if name in MEANINGS or _OF_A_SERIES.sub("", name) in MEANINGS:
             raise ConfigError(
-                f"metrics: a measure is called {name!r}, but fedlearn_{name} of /metrics tells "
-                "something else of every coordinator; give another name"
+                f"metrics: a metric is called {name!r}, but fedlearn_{name} already has another "
+                "meaning in /metrics; give it another name"
             )
 
 
-def _require_evaluable(pieces: Deployment) -> None:
+def _require_evaluable(components: Deployment) -> None:
     """Check that client metrics can be measured through secure sums.
 
     Each metric takes one sum over enough clients, so the coordinator learns its mean and no other
@@ -127,50 +127,50 @@ def _require_evaluable(pieces: Deployment) -> None:
     Raises:
         ConfigError: Too few clients evaluate, or early stopping watches another statistic.
     """
-    config = pieces.config
+    config = components.config
     mode, num_clients = config.secure_aggregation.mode, config.evaluation.num_clients
     if num_clients:
         try:
             config.secure_aggregation.evaluation_plan(
-                num_clients, measures=tuple(pieces.directions)
+                num_clients, measures=tuple(components.directions)
             )
         except ConfigError as error:
             raise ConfigError(
-                f"evaluation.clients: {num_clients} clients evaluate, and with "
-                f'secure_aggregation.mode "{mode}" in a sum, which cannot hold: {error}; raise it, '
-                "or set it to 0"
+                f"evaluation.clients: {num_clients} clients evaluate, but with "
+                f'secure_aggregation.mode "{mode}" their metrics are summed securely, which is '
+                f"impossible: {error}; raise it, or set it to 0"
             ) from error
-    watched, part = split(pieces.early_stopping().metric)
+    watched, part = split(components.early_stopping().metric)
     if part not in (None, "mean"):
         raise ConfigError(
             f'early_stopping.metric is "{config.early_stopping.metric}", but with '
-            f'secure_aggregation.mode "{mode}" the coordinator learns the mean over the clients '
-            f'alone; watch "clients/{watched}_mean"'
+            f'secure_aggregation.mode "{mode}" the coordinator learns only the mean over the '
+            f'clients; watch "clients/{watched}_mean"'
         )
 
 
-def _deployed_privately(pieces: Deployment) -> Deployment:
+def _deployed_privately(components: Deployment) -> Deployment:
     """Add differential privacy for all clients that may enrol."""
-    section = pieces.config.privacy
+    section = components.config.privacy
     num_users = section.num_users
     if num_users is None:
         raise ConfigError(
-            "privacy.num_users is missing: how many clients may enrol; ε rests on it, so it is "
-            "fixed before anybody does"
+            "privacy.num_users is missing; give the largest number of clients that may enrol. ε "
+            "depends on it, so it is fixed before the first client enrols"
         )
     if section.is_distributed and section.reproducible:
         raise ConfigError(
             'privacy.reproducible is true, but privacy.mode is "distributed", and the clients of a '
             "deployment draw secret noise; leave it out"
         )
-    if section.mode == "central" and not draws_each_alone(pieces.sampler):
+    if section.mode == "central" and not draws_each_alone(components.sampler):
         raise ConfigError(
-            f'cohort.sampling is "{pieces.config.cohort.sampling}", but clients come and go, and '
-            "of few that are there each would be asked more often than is accounted for; set it to "
-            '"poisson", by whose coins who else is there does not matter, or to "cyclic", with '
-            "privacy.bands"
+            f'cohort.sampling is "{components.config.cohort.sampling}", but clients come and go, '
+            "and while few are connected each would be asked more often than is accounted for; set "
+            'it to "poisson", which draws each client independently of the others, or to "cyclic", '
+            "with privacy.bands"
         )
     if section.population == "auto":
         section = section.model_copy(update={"population": "enrolled"})
-    config = pieces.config.model_copy(update={"privacy": section})
-    return complete(with_privacy(replace(pieces, config=config), num_users))
+    config = components.config.model_copy(update={"privacy": section})
+    return validate_components(add_privacy(replace(components, config=config), num_users))

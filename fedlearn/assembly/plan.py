@@ -6,8 +6,8 @@ import torch
 
 from fedlearn.algorithms.collecting import Collector
 from fedlearn.algorithms.pending_tasks import Draw
-from fedlearn.assembly.pieces import Pieces
-from fedlearn.assembly.server_jobs import Place, with_server_steps
+from fedlearn.assembly.components import Components
+from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
 from fedlearn.assembly.user_code import SharedNoise
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Cluster
@@ -31,25 +31,25 @@ from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import ResidentModel
 
 
-def initial_params(pieces: Pieces, device: torch.device) -> Params:
+def build_initial_params(components: Components, device: torch.device) -> Params:
     """Return the global model before the first round, which depends on the seed alone."""
     generator_devices = [device] if device.type == "cuda" else []
     # Forked, so that the caller's random generators are left unchanged.
     with torch.random.fork_rng(devices=generator_devices):
-        torch.manual_seed(pieces.seed.derive("model").value)
-        params = Params.of(pieces.make_model())
+        torch.manual_seed(components.seed.derive("model").value)
+        params = Params.of(components.make_model())
     constants = {name: value.to(device) for name, value in params.constants.items()}
     return Params(params.layout, params.vector.to(device), constants)
 
 
-def run_plan(
-    pieces: Pieces,
+def build_run_plan(
+    components: Components,
     *,
     draw: Draw,
     collector: Collector,
     evaluators: Sequence[Evaluator],
     clock: Clock,
-    place: Place | None = None,
+    host: TrainingHost | None = None,
     release: Release | None = None,
     charging: Charges | None = None,
 ) -> RunPlan:
@@ -59,36 +59,36 @@ def run_plan(
     privacy ledger before its clients are asked.
     """
     if charging is not None:
-        each_attempt = pieces.staleness is None
+        each_attempt = components.staleness is None
         draw = ChargedDraw(inner=draw, charges=charging, each_attempt=each_attempt)
     return RunPlan(
         round=RoundPlan(
             draw=draw,
-            policy=pieces.policy,
+            policy=components.policy,
             collector=collector,
-            strategy=with_server_steps(pieces, pieces.algorithm, place),
-            seed=pieces.seed,
+            strategy=add_server_steps(components, components.algorithm, host),
+            seed=components.seed,
             release=release,
-            by_round=pieces.by_round,
-            is_retried=pieces.asynchrony is None,
+            by_round=components.by_round,
+            is_retried=components.asynchrony is None,
         ),
         evaluator=Evaluators(evaluators),
-        evaluate_every=pieces.config.evaluation.every_rounds,
-        early_stopping=pieces.early_stopping(),
-        num_rounds=pieces.config.num_rounds,
-        checkpoint_every_s=pieces.config.store.checkpoint_every_s,
+        evaluate_every=components.config.evaluation.every_rounds,
+        early_stopping=components.early_stopping(),
+        num_rounds=components.config.num_rounds,
+        checkpoint_every_s=components.config.store.checkpoint_every_s,
         clock=clock,
         standing=dict if charging is None else charging.standing,
     )
 
 
-def release_of(
-    pieces: Pieces, params: Params, cluster: Cluster, *, has_sessions: bool
+def build_release(
+    components: Components, params: Params, cluster: Cluster, *, has_sessions: bool
 ) -> Release | None:
     """Build the mechanism that adds noise to each aggregate before release.
 
     Args:
-        pieces: The components of the run.
+        components: The components of the run.
         params: The model.
         cluster: The processes that share the work.
         has_sessions: Whether clients run real sessions, in which they add their noise themselves.
@@ -100,40 +100,40 @@ def release_of(
         ConfigError: Noise does not fit the model, privacy is by example and the model couples the
             examples of a batch, or updates get noise and the model has running statistics.
     """
-    plan = pieces.privacy
+    plan = components.privacy
     if plan is None:
         return None
     if plan.hides_examples:
-        _require_separable(pieces)
+        _require_separable(components)
     else:
-        _require_no_statistics(pieces, params.layout)
+        _require_no_statistics(components, params.layout)
     noise = SharedNoise(plan.noise, cluster)
     try:
-        if not pieces.config.privacy.is_distributed:
-            return plan.release(pieces.algorithm, params.layout, noise)
-        secure = pieces.secure
+        if not components.config.privacy.is_distributed:
+            return plan.release(components.algorithm, params.layout, noise)
+        secure = components.secure
         assert secure is not None  # building it would have failed
         secure.lanes(params.layout)  # raises
         return DistributedMean(secure, plan.num_wanted, None if has_sessions else noise)
     except (ValueError, ConfigError) as error:
-        raise ConfigError(f'privacy.mode is "{pieces.config.privacy.mode}": {error}') from error
+        raise ConfigError(f'privacy.mode is "{components.config.privacy.mode}": {error}') from error
 
 
-def _require_separable(pieces: Pieces) -> None:
+def _require_separable(components: Components) -> None:
     """Refuse a model that couples the examples of a batch, before a client would.
 
     Raises:
         ConfigError: It does.
     """
     with untouched(torch.default_generator):
-        model = pieces.make_model().train()  # a layer may stay in evaluation mode
+        model = components.make_model().train()  # a layer may stay in evaluation mode
     try:
-        require_separable(model, pieces.objective)
+        require_separable(model, components.objective)
     except SettingsRefused as error:
         raise ConfigError(f'privacy.mode is "example": {error}') from error
 
 
-def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
+def _require_no_statistics(components: Components, layout: Layout) -> None:
     """Refuse running statistics: noise would drown them, and can make a variance negative.
 
     Raises:
@@ -143,7 +143,7 @@ def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
         names = ", ".join(repr(spec.name) for spec in layout.statistics[:2])
         more = len(layout.statistics) - 2
         raise ConfigError(
-            f'privacy.mode is "{pieces.config.privacy.mode}", but clients would send running '
+            f'privacy.mode is "{components.config.privacy.mode}", but clients would send running '
             f"statistics with noise: {names}{f' and {more} more' if more > 0 else ''}; noise makes "
             "a variance negative. Use GroupNorm or LayerNorm, or freeze them: momentum=0, or a "
             "layer that stays in evaluation mode. A buffer that training does not change is frozen "
@@ -151,7 +151,7 @@ def _require_no_statistics(pieces: Pieces, layout: Layout) -> None:
         )
 
 
-def central_evaluator(
+def build_central_evaluator(
     test: Examples, model: ResidentModel, cluster: Cluster, *, batch_size: int
 ) -> CentralEvaluator:
     """Build the evaluator that measures the model on a test set held by no client."""

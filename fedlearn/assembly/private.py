@@ -7,7 +7,7 @@ from typing import Any
 from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, UserCohorts
 from fedlearn.algorithms.objectives import why_not_by_example
 from fedlearn.algorithms.sampling import SeededSampler, Users, draws_each_alone
-from fedlearn.assembly.pieces import Deployment, Pieces, PiecesT
+from fedlearn.assembly.components import Components, ComponentsT, Deployment
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
@@ -27,14 +27,14 @@ from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
 _CLIP_RATE = 0.2
 
 
-def with_privacy(pieces: PiecesT, num_users: int) -> PiecesT:
+def add_privacy(components: ComponentsT, num_users: int) -> ComponentsT:
     """Bound the contribution of each of ``num_users`` users, and calibrate the noise.
 
     Raises:
         ConfigError: A setting would make the guarantee false.
     """
-    section, policy = pieces.config.privacy, pieces.policy
-    pieces.early_stopping()  # raises if stopping early would leak client metrics
+    section, policy = components.config.privacy, components.policy
+    components.early_stopping()  # raises if stopping early would leak client metrics
     assert section.clip_norm is not None  # the configuration makes sure
     assert section.target_delta is not None
     if section.target_delta * num_users >= 1.0:
@@ -43,61 +43,67 @@ def with_privacy(pieces: PiecesT, num_users: int) -> PiecesT:
             f"about one of the {num_users} users; give a number well below {1 / num_users:.2g}"
         )
     try:
-        plan = _privacy_plan(pieces, num_users)
-        policy, _ = plan.policy(policy), plan.strategy(pieces.algorithm)
+        plan = _build_privacy_plan(components, num_users)
+        policy, _ = plan.policy(policy), plan.strategy(components.algorithm)
     except ValueError as error:
         raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
-    section = _calibrated(pieces.config, plan)  # takes seconds, so the cheap checks come first
+    section = _calibrate(components.config, plan)  # takes seconds, so the cheap checks come first
     assert section.noise_multiplier is not None
     plan = replace(plan, noise_multiplier=section.noise_multiplier)
     made = replace(
-        pieces,
-        config=pieces.config.model_copy(update={"privacy": section}),
+        components,
+        config=components.config.model_copy(update={"privacy": section}),
         privacy=plan,
         policy=policy,
         sampler=plan.sampler,
-        algorithm=plan.strategy(pieces.algorithm),
+        algorithm=plan.strategy(components.algorithm),
     )
     _ = made.secure  # raises if the secure sum has no room for the noise
     return made
 
 
-def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
+def _build_privacy_plan(components: Components, num_users: int) -> PrivacyPlan:
     """Build the privacy plan, with a noise multiplier of 1 if it is yet to be calibrated.
 
     Raises:
         ValueError: A setting would make the guarantee false.
     """
-    section, policy, cohorts = pieces.config.privacy, pieces.policy, _cohorts(pieces, num_users)
+    section, policy, cohorts = (
+        components.config.privacy,
+        components.policy,
+        _assumed_cohorts(components, num_users),
+    )
     assert section.clip_norm is not None  # the configuration makes sure
     common: dict[str, Any] = {  # Any: of several types
         "cohorts": cohorts,
         "clip_norm": section.clip_norm,
         "noise_multiplier": section.noise_multiplier or 1.0,
         "num_wanted": policy.num_wanted,
-        "streams": ReproducibleStreams(pieces.seed) if section.reproducible else SecretStreams(),
+        "streams": ReproducibleStreams(components.seed)
+        if section.reproducible
+        else SecretStreams(),
     }
     if section.is_distributed:
-        parameters = pieces.config.secure_aggregation.parameters(policy.num_asked)
+        parameters = components.config.secure_aggregation.parameters(policy.num_asked)
         return DistributedPlan(**common, least=max(policy.min_reports, parameters.min_survivors))
     if section.mode == "local":
         return LocalPlan(**common)
     if section.bands is not None:
         assert isinstance(cohorts, CyclicCohorts)  # the configuration makes sure of this, too
-        matrix = optimal(bands=section.bands, num_rounds=pieces.config.num_rounds)
+        matrix = optimal(bands=section.bands, num_rounds=components.config.num_rounds)
         mean_size = round(num_users / cohorts.num_groups)
         return BandedPlan(**common | {"num_wanted": mean_size}, matrix=matrix)
     if section.mode == "example":
-        if (reason := why_not_by_example(pieces.objective)) is not None:
+        if (reason := why_not_by_example(components.objective)) is not None:
             raise ValueError(reason)
-        return ExampleLevelPlan(**common, epochs=pieces.algorithm.local.work.epochs)
+        return ExampleLevelPlan(**common, epochs=components.algorithm.local.work.epochs)
     if section.clip_quantile is None:
         return CentralPlan(**common)
     adaptive = AdaptiveClip(quantile=section.clip_quantile, learning_rate=_CLIP_RATE)
     return CentralPlan(**common, adaptive=adaptive)
 
 
-def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
+def _assumed_cohorts(components: Components, num_users: int) -> UserCohorts:
     """Return the sampling of users that the privacy accounting may assume.
 
     Subsampling among only the clients that happen to be available does not make it less likely that
@@ -107,10 +113,10 @@ def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
     Raises:
         ValueError: There are too few users, or the cost of a user's own sampler is not known.
     """
-    policy, mode, sampler = pieces.policy, pieces.config.privacy.mode, pieces.sampler
-    is_deployed, alone = isinstance(pieces, Deployment), draws_each_alone(sampler)
+    policy, mode, sampler = components.policy, components.config.privacy.mode, components.sampler
+    is_deployed, alone = isinstance(components, Deployment), draws_each_alone(sampler)
     everybody = FixedCohorts(num_users, num_users)
-    if pieces.asynchrony is not None:  # a fast client takes part in every round
+    if components.asynchrony is not None:  # a fast client takes part in every round
         return everybody
     if mode == "local" or (is_deployed and (mode == "distributed" or not alone)):
         if policy.num_asked > num_users:
@@ -133,7 +139,7 @@ def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
     )
 
 
-def _calibrated(config: Config, plan: PrivacyPlan) -> PrivacySection:
+def _calibrate(config: Config, plan: PrivacyPlan) -> PrivacySection:
     """Return the privacy section with the least noise multiplier that keeps the budget.
 
     A noise multiplier that is configured is kept.

@@ -14,7 +14,9 @@ from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.plan import SecurePlan
 
 
-def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> SecurePlan | None:
+def build_secure_plan(
+    config: Config, policy: StragglerPolicy, strategy: Strategy
+) -> SecurePlan | None:
     """Build the plan of secure aggregation; ``None``: it is off.
 
     Raises:
@@ -45,7 +47,7 @@ def require_summable(strategy: Strategy) -> WeightedMean:
     Raises:
         ConfigError: The strategy needs more than a sum, or gives clients different tasks.
     """
-    if _tells_each(strategy):
+    if _varies_by_client(strategy):
         raise ConfigError(
             "its terms name one training for all, and clients are told each what to do; leave "
             f"local_of out (or {type(strategy).__name__}.locals_for), or switch secure aggregation "
@@ -54,7 +56,7 @@ def require_summable(strategy: Strategy) -> WeightedMean:
     return require_weighted_mean(strategy.aggregation)
 
 
-def roster_draw(config: Config) -> RosterDraw | None:
+def load_roster_draw(config: Config) -> RosterDraw | None:
     """Load the roster that decides which clients may be asked; ``None``: there is none.
 
     Raises:
@@ -68,12 +70,12 @@ def roster_draw(config: Config) -> RosterDraw | None:
     return RosterDraw(roster=roster.digest, client_ids=client_ids, factor=section.draw_factor)
 
 
-def _tells_each(strategy: Strategy) -> bool:
+def _varies_by_client(strategy: Strategy) -> bool:
     """Whether the strategy, or one that it wraps, may give each client its own task."""
     tells = type(strategy).locals_for
     if isinstance(strategy, StrategyWrapper) and tells in (
         StrategyWrapper.locals_for,
         ExampleNoised.locals_for,
     ):
-        return _tells_each(strategy.inner)
+        return _varies_by_client(strategy.inner)
     return tells is not Strategy.locals_for

@@ -11,10 +11,10 @@ from typing import Literal, TypeAlias
 import structlog
 
 from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
-from fedlearn.assembly.deployed import deployment
-from fedlearn.assembly.pieces import Pieces
-from fedlearn.assembly.server_training import server_task
-from fedlearn.assembly.simulated import simulation
+from fedlearn.assembly.components import Components
+from fedlearn.assembly.deployed import build_deployment
+from fedlearn.assembly.server_training import build_server_task
+from fedlearn.assembly.simulated import build_simulation
 from fedlearn.config import Config
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.kinds import DISTILLATION, STEPS
@@ -33,7 +33,7 @@ _TASK = "fedlearn.assembly.server_jobs:task_of"
 FOLDER = "training"
 
 #: Receives the kind of a training and its progress.
-Told: TypeAlias = Callable[[str, Progress], None]
+ReportTraining: TypeAlias = Callable[[str, Progress], None]
 
 _log = structlog.get_logger(__name__)
 
@@ -46,18 +46,18 @@ def task_of(kind: Kind, config: str, data_dir: str) -> Task:
         config: The output of :meth:`~fedlearn.config.Config.canonical_json`.
         data_dir: Directory of data sets that the configuration names without a path.
     """
-    make: Mapping[str, Callable[..., Pieces]] = {
-        "simulation": simulation,
-        "deployment": deployment,
+    make: Mapping[str, Callable[..., Components]] = {
+        "simulation": build_simulation,
+        "deployment": build_deployment,
     }
-    return server_task(make[kind](Config.from_json(config), data_dir=Path(data_dir)))
+    return build_server_task(make[kind](Config.from_json(config), data_dir=Path(data_dir)))
 
 
-def _tell_nobody(_kind: str, _progress: Progress) -> None: ...
+def _ignore_report(_kind: str, _progress: Progress) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TrainingHost:
     """Where and how the coordinator's own training inside a run is executed.
 
     Attributes:
@@ -68,7 +68,7 @@ class Place:
             Python objects, which other processes cannot rebuild.
         control: Signals that the training is cancelled.
         cluster: The processes of the simulation; only the first trains.
-        told: Receives the progress of each training.
+        report: Receives the progress of each training.
     """
 
     kind: Kind
@@ -77,10 +77,12 @@ class Place:
     is_described: bool
     cluster: Cluster
     control: Control = UNATTENDED
-    told: Told = _tell_nobody
+    report: ReportTraining = _ignore_report
 
 
-def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -> Strategy:
+def add_server_steps(
+    components: Components, strategy: Strategy, host: TrainingHost | None
+) -> Strategy:
     """Add the coordinator's own training to the strategy of a run, if it is configured.
 
     The coordinator trains on the model that the innermost strategy computes. The strategies around
@@ -88,28 +90,28 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
     private stay outermost.
 
     Args:
-        pieces: The components of the run.
+        components: The components of the run.
         strategy: The strategy of its rounds.
-        place: Where the coordinator trains; ``None``: its training must be off.
+        host: Where the coordinator trains; ``None``: its training must be off.
 
     Raises:
         ConfigError: The mesh does not fit the model, the data or this machine.
     """
-    section = pieces.config.coordinator.training
+    section = components.config.coordinator.training
     if not section.is_on:
         return strategy
-    assert place is not None  # every caller that runs a configuration gives a place
+    assert host is not None  # every caller that runs a configuration gives a host
     if section.distil_steps:
-        strategy = _watched(strategy, place, report_every=section.report_every)
+        strategy = _watch_distillation(strategy, host, report_every=section.report_every)
     if not section.has_steps:
         return strategy
-    task = server_task(pieces)
+    task = build_server_task(components)
     task.require_fitting()
-    trains = _shared(_trains(pieces, task, place), place.cluster)
+    trains = _share_result(_build_trains(components, task, host), host.cluster)
 
-    def training(inner: Strategy) -> Strategy:
+    def add_inside(inner: Strategy) -> Strategy:
         if isinstance(inner, StrategyWrapper):
-            return replace(inner, inner=training(inner.inner))
+            return replace(inner, inner=add_inside(inner.inner))
         return ServerSteps(
             inner,
             trains,
@@ -118,41 +120,43 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
             round_steps=section.round_steps,
         )
 
-    return training(strategy)
+    return add_inside(strategy)
 
 
-def _watched(strategy: Strategy, place: Place, *, report_every: int) -> Strategy:
+def _watch_distillation(strategy: Strategy, host: TrainingHost, *, report_every: int) -> Strategy:
     """Report the progress of distillation, and cancel it together with the run."""
     if isinstance(strategy, Distilling):
-        watch = DistillationObserver(control=place.control, report_every=report_every)
-        if place.cluster.rank == 0:  # the other processes distil the same, and stay silent
-            watch = replace(watch, report=partial(_tell, place, DISTILLATION))
+        watch = DistillationObserver(control=host.control, report_every=report_every)
+        if host.cluster.rank == 0:  # the other processes distil the same, and stay silent
+            watch = replace(watch, report=partial(_report, host, DISTILLATION))
         return replace(strategy, watch=watch)
     if isinstance(strategy, StrategyWrapper):
-        inner = _watched(strategy.inner, place, report_every=report_every)
+        inner = _watch_distillation(strategy.inner, host, report_every=report_every)
         return replace(strategy, inner=inner)
     return strategy
 
 
-def _tell(place: Place, kind: str, progress: Progress) -> None:
-    facts = {name: _rounded(value) for name, value in asdict(progress).items() if name != "metrics"}
+def _report(host: TrainingHost, kind: str, progress: Progress) -> None:
+    facts = {
+        name: _round_value(value) for name, value in asdict(progress).items() if name != "metrics"
+    }
     _log.info("server_training", kind=kind, **facts)
-    place.told(kind, progress)
+    host.report(kind, progress)
 
 
-def job_of(pieces: Pieces, task: Task, place: Place, *, until: int) -> Job:
+def build_job(components: Components, task: Task, host: TrainingHost, *, until: int) -> Job:
     """Describe the coordinator's own training up to the step ``until`` as a job."""
-    section = pieces.config.coordinator.training
+    section = components.config.coordinator.training
     described: dict[str, object] = {
-        "kind": place.kind,
-        "config": pieces.config.canonical_json(),
-        "data_dir": str(place.data_dir),
+        "kind": host.kind,
+        "config": components.config.canonical_json(),
+        "data_dir": str(host.data_dir),
     }
     return Job(
         make_task=lambda: task,
-        name=_TASK if place.is_described else None,
-        arguments=described if place.is_described else {},
-        folder=place.folder,
+        name=_TASK if host.is_described else None,
+        arguments=described if host.is_described else {},
+        folder=host.folder,
         checkpoint_every=section.checkpoint_every,
         report_every=section.report_every,
         max_restarts=section.max_restarts,
@@ -160,24 +164,24 @@ def job_of(pieces: Pieces, task: Task, place: Place, *, until: int) -> Job:
     )
 
 
-def _trains(pieces: Pieces, task: Task, place: Place) -> Trains:
+def _build_trains(components: Components, task: Task, host: TrainingHost) -> Trains:
     def trains(start: TrainingState, until: int) -> tuple[TrainingState, float]:
         losses = list[float]()
 
         def tell(progress: Progress) -> None:
             losses.append(progress.loss)
-            _tell(place, STEPS, replace(progress, num_steps=until))
+            _report(host, STEPS, replace(progress, num_steps=until))
 
-        job = job_of(pieces, task, place, until=until)
-        with divergence_explained():
-            trained = train(job, start=start, control=place.control, report=tell)
+        job = build_job(components, task, host, until=until)
+        with explain_divergence():
+            trained = train(job, start=start, control=host.control, report=tell)
         return trained, losses[-1] if losses else math.nan
 
     return trains
 
 
 @contextmanager
-def divergence_explained() -> Iterator[None]:
+def explain_divergence() -> Iterator[None]:
     """Name the configuration key to change in the error of a training that diverges."""
     try:
         yield
@@ -185,14 +189,14 @@ def divergence_explained() -> Iterator[None]:
         raise Diverged(f"coordinator.training.learning_rate: {error}") from error
 
 
-def _rounded(value: float) -> int | float:
+def _round_value(value: float) -> int | float:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def _shared(trains: Trains, cluster: Cluster) -> Trains:
+def _share_result(trains: Trains, cluster: Cluster) -> Trains:
     """Train in the first process of a simulation only, and broadcast the result to the others."""
 
-    def shared(start: TrainingState, until: int) -> tuple[TrainingState, float]:
+    def train_once(start: TrainingState, until: int) -> tuple[TrainingState, float]:
         return cluster.broadcast(trains(start, until) if cluster.rank == 0 else None)
 
-    return shared
+    return train_once

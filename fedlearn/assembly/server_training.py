@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.sampling import UniformSampler
-from fedlearn.assembly.pieces import ALONE, Pieces
-from fedlearn.assembly.training import training_of
+from fedlearn.assembly.components import ALONE, Components
+from fedlearn.assembly.training import build_training
 from fedlearn.config.data import NoDataSection
 from fedlearn.config.tree import Config
 from fedlearn.core.features import tensors_of
@@ -25,44 +25,47 @@ from fedlearn.training.input_dtypes import InputCast
 from fedlearn.training.keyed_dropout import untouched
 
 
-def server_task(pieces: Pieces) -> Task:
+def build_server_task(components: Components) -> Task:
     """Build the coordinator's own training task.
 
     Raises:
         ConfigError: It does not train, or batches cannot be cut as configured.
     """
-    section, seed = pieces.config.coordinator.training, pieces.seed.derive("server training")
+    section, seed = (
+        components.config.coordinator.training,
+        components.seed.derive("server training"),
+    )
     order = seed.derive("order")
     if section.files:
         stream = section.stream(order)
     else:
-        assert pieces.own is not None  # there is a task only if the coordinator trains
-        examples = PooledExamples(pieces.own, torch.device("cpu"), _input_dtypes(pieces))
+        assert components.own is not None  # there is a task only if the coordinator trains
+        examples = PooledExamples(components.own, torch.device("cpu"), _input_dtypes(components))
         stream = Shuffled(examples, seed=order)
     return Task(
-        make_model=pieces.make_model,
-        objective=pieces.objective,
+        make_model=components.make_model,
+        objective=components.objective,
         stream=stream,
         plan=section.plan(seed),
         num_readers=section.num_readers,
     )
 
 
-def _input_dtypes(pieces: Pieces) -> Sequence[torch.dtype] | None:
+def _input_dtypes(components: Components) -> Sequence[torch.dtype] | None:
     """Return the dtypes to which the coordinator's own examples are cast for the model.
 
     ``None``: they need no cast.
     """
-    assert pieces.own is not None  # as above
-    features = pieces.own.load(np.zeros(1, np.int64)).features
+    assert components.own is not None  # as above
+    features = components.own.load(np.zeros(1, np.int64)).features
     if all(each.dtype in (torch.float32, torch.bool) for each in tensors_of(features)):
         return None
     with untouched(torch.default_generator):
-        model = pieces.make_model()
+        model = components.make_model()
     return InputCast(model, Layout.of(model)).dtypes(features)
 
 
-def alone(config: Config, *, data_dir: Path) -> Pieces:
+def build_standalone(config: Config, *, data_dir: Path) -> Components:
     """Build the components for the coordinator's own training outside a run, without clients.
 
     Args:
@@ -75,17 +78,17 @@ def alone(config: Config, *, data_dir: Path) -> Pieces:
     """
     has_data = not isinstance(config.data, NoDataSection)
     data = config.data.load(seed=config.seed, data_dir=data_dir) if has_data else None
-    return Pieces(
-        **training_of(config, data),
+    return Components(
+        **build_training(config, data),
         test=None if data is None else data.stored_test,
         sampler=UniformSampler(),
         policy=ALONE,
         config=config,
-        own=own_population(config, data, is_needed=True),
+        own=find_own_population(config, data, is_needed=True),
     )
 
 
-def own_population(
+def find_own_population(
     config: Config, data: FederatedData | None, *, is_needed: bool = False
 ) -> Population | None:
     """Return the clients whose examples the coordinator has, where it simulates no clients."""
@@ -97,14 +100,14 @@ def own_population(
             'the coordinator trains by itself (coordinator.training), but data.source is "none"; '
             "name its data in the table data, or in coordinator.training.files"
         )
-    own, _ = set_aside(data.population, share=section.share, seed=_aside(config))
+    own, _ = set_aside(data.population, share=section.share, seed=_set_aside_seed(config))
     return own
 
 
-def set_apart(config: Config, data: FederatedData) -> tuple[FederatedData, Population]:
+def split_data(config: Config, data: FederatedData) -> tuple[FederatedData, Population]:
     """Split the data into the clients to simulate and those whose examples the coordinator has."""
     section = config.coordinator.training
-    aside, others = set_aside(data.population, share=section.share, seed=_aside(config))
+    aside, others = set_aside(data.population, share=section.share, seed=_set_aside_seed(config))
     if not others.num_clients:
         raise ConfigError(
             f"coordinator.training.share is {section.share}, which leaves none of "
@@ -114,5 +117,5 @@ def set_apart(config: Config, data: FederatedData) -> tuple[FederatedData, Popul
     return replace(data, population=others), aside
 
 
-def _aside(config: Config) -> Seed:
+def _set_aside_seed(config: Config) -> Seed:
     return Seed(config.seed).derive("set aside")

@@ -13,11 +13,11 @@ from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import CohortSampler, UniformSampler
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.assembly.completed import complete, furnished
-from fedlearn.assembly.pieces import ALONE, Simulation
-from fedlearn.assembly.private import with_privacy
-from fedlearn.assembly.server_training import set_apart
-from fedlearn.assembly.training import training_of
+from fedlearn.assembly.components import ALONE, Simulation
+from fedlearn.assembly.private import add_privacy
+from fedlearn.assembly.server_training import split_data
+from fedlearn.assembly.training import build_training
+from fedlearn.assembly.wrappers import add_wrappers, validate_components
 from fedlearn.client.policy import SecureAggregationPolicy
 from fedlearn.config.tree import Config
 from fedlearn.core.messages import Scalar
@@ -61,7 +61,7 @@ class Experiment:
     callbacks: tuple[RoundCallback, ...] = ()
 
 
-def simulation(
+def build_simulation(
     config: Config,
     *,
     data_dir: Path,
@@ -90,7 +90,7 @@ def simulation(
                 f"their own; set metrics.{name}.factory"
             )
     experiment = Experiment(
-        **training_of(config, data),
+        **build_training(config, data),
         data=data,
         make_trainer=config.client.make_trainer(),
         extra=config.client.extra,
@@ -99,10 +99,10 @@ def simulation(
     )
     if of_algorithm is not None:
         experiment = replace(experiment, algorithm=of_algorithm(experiment.algorithm))
-    return build_simulation(config, experiment, data_dir=data_dir)
+    return build_experiment(config, experiment, data_dir=data_dir)
 
 
-def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) -> Simulation:
+def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) -> Simulation:
     """Build the components of a simulation from Python objects and ``config``.
 
     Raises:
@@ -121,13 +121,13 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
         )
     data, own = experiment.data, None
     if config.coordinator.training.is_on and not config.coordinator.training.files:
-        data, own = set_apart(config, data)
+        data, own = split_data(config, data)
     population = data.population.num_clients
     config = config.resolve(num_clients=population)
     pooled = config.centralized
     policy = ALONE if pooled else config.straggler_policy()
     if (asynchrony := config.asynchrony()) is not None:
-        _refuse_more_than(population, asynchrony)
+        _require_enough_clients(population, asynchrony)
     if policy.num_asked > population:
         raise ConfigError(
             f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
@@ -141,7 +141,7 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
     devices = experiment.devices
     if devices is None and not pooled:
         devices = config.devices.build_behaviour(data.population, data_dir=data_dir)
-    pieces = Simulation(
+    components = Simulation(
         make_model=ModelFactory.of(experiment.make_model),
         objective=experiment.objective,
         metrics=experiment.metrics,
@@ -157,7 +157,7 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
         by_round=experiment.by_round,
         callbacks=experiment.callbacks,
     )
-    pieces = furnished(pieces, experiment.extra)
+    components = add_wrappers(components, experiment.extra)
     by_round = experiment.by_round
     names = {*experiment.extra, *({} if by_round is None else split_settings(by_round(0))[1])}
     if names and experiment.make_trainer is None:
@@ -167,28 +167,28 @@ def build_simulation(config: Config, experiment: Experiment, *, data_dir: Path) 
             "(client.trainer, fl.simulate(trainer=...)), or leave it out"
         )
     if not config.privacy.is_on:
-        return _agreed(complete(pieces))
+        return _require_accepted_clip(validate_components(components))
     if config.privacy.num_users not in (None, population):
         raise ConfigError(
             f"privacy.num_users is {config.privacy.num_users}, but the data have {population} "
             "clients; leave it out"
         )
-    return _agreed(complete(with_privacy(pieces, population)))
+    return _require_accepted_clip(validate_components(add_privacy(components, population)))
 
 
-def _agreed(pieces: Simulation) -> Simulation:
+def _require_accepted_clip(components: Simulation) -> Simulation:
     """Refuse secure sums that deployed clients would reject by default; return the components."""
-    plan, limit = pieces.secure, SecureAggregationPolicy().max_clip
+    plan, limit = components.secure, SecureAggregationPolicy().max_clip
     if plan is not None and (clip := max(plan.clip_norm, plan.statistics_norm)) > limit:
         raise ConfigError(
             f"secure_aggregation: the clip is {clip:g}, and deployed clients refuse one above "
             f"{limit:g} unless their policy says otherwise (max_clip); lower clip_norm or "
             "statistics_norm"
         )
-    return pieces
+    return components
 
 
-def _refuse_more_than(population: int, asynchrony: Asynchrony) -> None:
+def _require_enough_clients(population: int, asynchrony: Asynchrony) -> None:
     if asynchrony.buffer_size > population:
         raise ConfigError(
             f"asynchronous.buffer_size: is {asynchrony.buffer_size}, and no buffer has two updates "

@@ -7,11 +7,16 @@ import torch
 from fedlearn.algorithms.collecting import Collector, further_bytes
 from fedlearn.algorithms.sampling import CohortSampler, SeededSampler
 from fedlearn.algorithms.settings import own_classes, own_transforms, require_travels
-from fedlearn.assembly.choices import job_of
-from fedlearn.assembly.pieces import Simulation
-from fedlearn.assembly.plan import central_evaluator, initial_params, release_of, run_plan
-from fedlearn.assembly.reach import Identities, Reach, over_channel
-from fedlearn.assembly.server_jobs import Place
+from fedlearn.assembly.choices import build_job
+from fedlearn.assembly.client_link import ClientLink, Identities, build_collector
+from fedlearn.assembly.components import Simulation
+from fedlearn.assembly.plan import (
+    build_central_evaluator,
+    build_initial_params,
+    build_release,
+    build_run_plan,
+)
+from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.assembly.user_code import SharedSampler, UserDevices, UserSampler
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Cluster
@@ -56,41 +61,43 @@ def assemble(
     device: torch.device,
     clock: Clock,
     charging: Charges | None = None,
-    place: Place | None = None,
+    host: TrainingHost | None = None,
 ) -> tuple[RunPlan, Params]:
     """Build the plan of a resolved run in this process of ``cluster``, and the initial model.
 
-    With ``charging``, each round is charged before its clients are asked. ``place`` says where the
+    With ``charging``, each round is charged before its clients are asked. ``host`` says where the
     coordinator's own training runs.
     """
-    params = initial_params(simulation, device)
-    job = job_of(simulation, params, cluster.world_size)
+    params = build_initial_params(simulation, device)
+    job = build_job(simulation, params, cluster.world_size)
     model = job.resident_model()
     channel: MemoryChannel | None = None
     if simulation.config.engine.transport == "memory":
-        channel, collector = _sessions(simulation, model, _behaviour(simulation, cluster))
+        channel, collector = _build_sessions(
+            simulation, model, _build_behaviour(simulation, cluster)
+        )
     else:
-        collector = _engine(simulation, job, cluster)
+        collector = _build_engine(simulation, job, cluster)
     sampled = SampledOpening(
-        sampler=_sampler(simulation, cluster),
+        sampler=_build_sampler(simulation, cluster),
         available=collector.available,
         seed=simulation.seed,
     )
     has_flight = simulation.staleness is not None
-    plan = run_plan(
+    plan = build_run_plan(
         simulation,
         draw=sampled.draw if has_flight else sampled.draw_cohort,
         charging=charging,
         collector=collector,
-        place=place,
-        release=release_of(simulation, params, cluster, has_sessions=channel is not None),
-        evaluators=_evaluators(simulation, model, cluster, channel),
+        host=host,
+        release=build_release(simulation, params, cluster, has_sessions=channel is not None),
+        evaluators=_build_evaluators(simulation, model, cluster, channel),
         clock=clock,
     )
     return plan, params
 
 
-def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
+def _build_sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
     """Return a sampler that draws the same cohort in every process.
 
     The seeded samplers do so by themselves. The samplers of users and of private runs draw on
@@ -104,7 +111,7 @@ def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
     return SharedSampler(UserSampler(given), cluster)
 
 
-def _behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
+def _build_behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
     """Return a device model that gives the same answers in every process.
 
     The built-in ones do so by themselves, from the seed. A user's is called on rank 0 only.
@@ -113,7 +120,7 @@ def _behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
     return given if isinstance(given, Behaviour | Instant) else UserDevices(given, cluster)
 
 
-def _sessions(
+def _build_sessions(
     simulation: Simulation, model: ResidentModel, behaviour: ClientBehaviour
 ) -> tuple[MemoryChannel, Collector]:
     """Build the channel to real client sessions, and the collector of their updates."""
@@ -140,7 +147,7 @@ def _sessions(
             directory=lambda: simulated,
             sends_directory=False,
         )
-    collector = over_channel(simulation, Reach(channel=channel, identities=identities))
+    collector = build_collector(simulation, ClientLink(channel=channel, identities=identities))
     is_told = plan is not None and plan.noise_multiplier is None
     return channel, SessionCollector(
         inner=collector,
@@ -149,7 +156,7 @@ def _sessions(
     )
 
 
-def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
+def _build_engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     config, plan, summing = simulation.config, simulation.secure, None
     if plan is not None:  # the same sum without masks: the protocol itself needs sessions
         seed = simulation.seed.derive("rounding")
@@ -157,7 +164,7 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     assert isinstance(config.engine.block_size, int)  # resolved
     return Engine(
         population=simulation.population,
-        behaviour=_behaviour(simulation, cluster),
+        behaviour=_build_behaviour(simulation, cluster),
         executor=make_executor(job, ExecutorKind(config.engine.executor)),
         policy=simulation.policy,
         cluster=cluster,
@@ -167,12 +174,12 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     )
 
 
-def _evaluators(
+def _build_evaluators(
     simulation: Simulation, model: ResidentModel, cluster: Cluster, channel: Channel | None
 ) -> list[Evaluator]:
     config, population = simulation.config, simulation.population
     batch_size = config.evaluation.batch_size
-    central = central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
+    central = build_central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
     num_clients = config.evaluation.num_clients
     if not num_clients or config.centralized:
         return [central]

@@ -22,26 +22,26 @@ from fedlearn.simulation.sources import Examples
 _COPIES = 3
 
 
-class _Trained(TypedDict):
+class _Training(TypedDict):
     make_model: ModelFactory
     objective: Objective
     metrics: Mapping[str, Metric]
     algorithm: Strategy
 
 
-def training_of(config: Config, data: FederatedData | None) -> _Trained:
-    """Build the network, loss, metrics and algorithm, as arguments of :class:`Pieces`."""
+def build_training(config: Config, data: FederatedData | None) -> _Training:
+    """Build the network, loss, metrics and algorithm, as arguments of :class:`Components`."""
     if data is not None:
         _require_fitting(config.loss, data.test)
     return {
-        "make_model": model_factory(config, data),
+        "make_model": build_model_factory(config, data),
         "objective": config.loss.build(),
-        "metrics": metrics(config.metrics),
-        "algorithm": algorithm(config),
+        "metrics": build_metrics(config.metrics),
+        "algorithm": build_algorithm(config),
     }
 
 
-def model_factory(config: Config, data: FederatedData | None) -> ModelFactory:
+def build_model_factory(config: Config, data: FederatedData | None) -> ModelFactory:
     """Return the factory of the network, shaped for ``data`` if there are any.
 
     Raises:
@@ -123,7 +123,7 @@ def _require_binary(test: Examples) -> None:
         )
 
 
-def metrics(sections: Mapping[str, MetricSection]) -> dict[str, Metric]:
+def build_metrics(sections: Mapping[str, MetricSection]) -> dict[str, Metric]:
     """Build the metrics that have a factory, by name.
 
     Raises:
@@ -132,7 +132,7 @@ def metrics(sections: Mapping[str, MetricSection]) -> dict[str, Metric]:
     return {name: each.metric(name) for name, each in sections.items() if each.factory is not None}
 
 
-def algorithm(config: Config) -> Strategy:
+def build_algorithm(config: Config) -> Strategy:
     """Build the algorithm with its local update.
 
     Raises:

@@ -97,9 +97,9 @@ class UserSampler:
         drawn = self.sampler.sample(
             available, num_asked=num_asked, round_num=round_num, attempt=attempt, seed=seed
         )
-        return self._checked(drawn, available, round_num)
+        return self._validate(drawn, available, round_num)
 
-    def _checked(
+    def _validate(
         self, drawn: Sequence[ClientId], available: Sequence[ClientId], round_num: int
     ) -> tuple[ClientId, ...]:
         name = f"sampler: {type(self.sampler).__name__}, round {round_num + 1}"
@@ -139,7 +139,9 @@ class UserDevices:
         durations_s = None
         if self.cluster.rank == 0:
             answer = self.behaviour.durations_s(asked)
-            durations_s = self._array(answer, asked, "durations_s", kinds="iuf", of="number")
+            durations_s = self._require_array(
+                answer, asked, "durations_s", kinds="iuf", of="number"
+            )
             self._require_durations(durations_s, asked)
         return self.cluster.broadcast(durations_s).astype(np.float64)
 
@@ -148,7 +150,7 @@ class UserDevices:
         fails = None
         if self.cluster.rank == 0:
             answer = self.behaviour.failures(asked)
-            fails = self._array(answer, asked, "failures", kinds="b", of="boolean")
+            fails = self._require_array(answer, asked, "failures", kinds="b", of="boolean")
         return self.cluster.broadcast(fails)
 
     def _require_durations(self, durations_s: NDArray[Any], asked: DeviceRound) -> None:
@@ -156,11 +158,12 @@ class UserDevices:
         if wrong.size:
             client_id, lasts_s = asked.client_ids[wrong[0]], durations_s[wrong[0]]
             raise ConfigError(
-                f"{self._place(asked)}: durations_s returned {lasts_s} for client {client_id}; "
-                "seconds are finite and >= 0: a client that never answers is one of `failures`"
+                f"{self._describe_place(asked)}: durations_s returned {lasts_s} for client "
+                f"{client_id}; a duration is finite and >= 0, and a client that never answers "
+                "belongs in `failures`"
             )
 
-    def _array(
+    def _require_array(
         self, answer: object, asked: DeviceRound, method: str, *, kinds: str, of: str
     ) -> NDArray[Any]:
         try:
@@ -170,13 +173,13 @@ class UserDevices:
         if array.dtype.kind not in kinds or array.shape != asked.client_ids.shape:
             told = f"{array.dtype} of shape {array.shape}"
             raise ConfigError(
-                f"{self._place(asked)}: {method} returned "
+                f"{self._describe_place(asked)}: {method} returned "
                 f"{told if array.dtype != object else repr(answer)} for {asked.client_ids.size} "
                 f"clients; return an array with one {of} a client, as `asked.client_ids` has them"
             )
         return array
 
-    def _place(self, asked: DeviceRound) -> str:
+    def _describe_place(self, asked: DeviceRound) -> str:
         return f"devices: {type(self.behaviour).__name__}, round {asked.round_num + 1}"
 
 
@@ -208,7 +211,7 @@ class AfterRound:
         if self.cluster.rank == 0:
             model = self.make_model()
             params.load_into(model)
-            answers = [answer_of(each, record, model.eval()) for each in self.callbacks]
+            answers = [call_callback(each, record, model.eval()) for each in self.callbacks]
             ends = any(answers)
         return self.cluster.broadcast(ends)
 
@@ -226,7 +229,7 @@ class LoggedCallback:
     def after_round(self, record: RoundRecord, model: nn.Module) -> bool:
         """Return whether the run ends here."""
         try:
-            return answer_of(self.callback, record, model)
+            return call_callback(self.callback, record, model)
         except Exception as error:  # noqa: BLE001 - user code raises anything
             structlog.get_logger(__name__).warning(
                 "callback_failed",
@@ -237,7 +240,7 @@ class LoggedCallback:
             return False
 
 
-def answer_of(callback: RoundCallback, record: RoundRecord, model: nn.Module) -> bool:
+def call_callback(callback: RoundCallback, record: RoundRecord, model: nn.Module) -> bool:
     """Call a callback and return whether it ends the run; raises like :class:`AfterRound`."""
     answer = callback.after_round(record, model)
     if not isinstance(answer, bool | np.bool_ | None):

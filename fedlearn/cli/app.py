@@ -142,7 +142,12 @@ def check(
     data_dir: DataDir = None,
 ) -> None:
     """Print a configuration as it would run; run nothing."""
-    from fedlearn.assembly import algorithm, deployment, roster_draw, secure_plan
+    from fedlearn.assembly import (
+        build_algorithm,
+        build_deployment,
+        build_secure_plan,
+        load_roster_draw,
+    )
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load, render
     from fedlearn.config.data import NoDataSection
@@ -155,23 +160,23 @@ def check(
     # be simulated.
     served, facts = config.resolve(num_clients=None), list[tuple[str, str]]()
     if config.privacy.is_on:  # the noise depends on the clients, so the run must be built
-        pieces = built_on(config, data_dir=site(config, data_dir=data_dir).addresses.data_dir)
-        plan, privacy = pieces.secure, pieces.privacy
+        components = built_on(config, data_dir=site(config, data_dir=data_dir).addresses.data_dir)
+        plan, privacy = components.secure, components.privacy
         assert privacy is not None
         typer.echo(f"# {privacy.mode_text}")
         noise = f"{privacy.noise_multiplier:.4g} times the clip, {privacy.noise_text}"
         facts += [("noise", noise)]
     else:
-        plan = secure_plan(served, served.straggler_policy(), algorithm(served))
+        plan = build_secure_plan(served, served.straggler_policy(), build_algorithm(served))
     if plan is not None:
         facts += plan.explain()
-    if plan is not None and (draw := roster_draw(served)) is not None:
+    if plan is not None and (draw := load_roster_draw(served)) is not None:
         facts += [draw.explain(plan.parameters)]
     for line in table_text(facts).splitlines():
         typer.echo(f"# {line}")
     here = site(config, data_dir=data_dir)
     if isinstance(config.data, NoDataSection):  # it cannot be simulated, only deployed
-        deployment(config, data_dir=here.addresses.data_dir).make_model()
+        build_deployment(config, data_dir=here.addresses.data_dir).make_model()
         notes: Sequence[str] = ("a deployment: the coordinator has no data, the clients evaluate",)
     else:
         notes = resolve_config(config, here).notes
@@ -211,14 +216,14 @@ def budget(
     if not config.privacy.is_on:
         raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
     here = site(config, runs_dir=runs_dir, data_dir=data_dir)
-    pieces = built_on(config, data_dir=here.addresses.data_dir)
+    components = built_on(config, data_dir=here.addresses.data_dir)
     before = {}
     if has_runs(here):
         with here.database() as database:
-            before = spent_before(pieces, database)
+            before = spent_before(components, database)
     from fedlearn.experiment.budget import outlook, picture
 
-    found = outlook(pieces, before=before)
+    found = outlook(components, before=before)
     typer.echo(json_text(found.facts()) if as_json else found.render())
     if output is not None:
         picture(found, output)

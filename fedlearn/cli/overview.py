@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TypeAlias
 
 from fedlearn.cli.tables import client_text, how_text, missed_values
-from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
+from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.json_values import json_text, leaves
@@ -98,7 +98,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     for each in [one for one in run.history if one.staleness][-_MISSED_ROUNDS:]:
         yield "staleness", f"round {each.round_num + 1}: {staleness_text(each.staleness)}"
     hidden = tables_with(Use.SIMULATED) if record.is_deployed else ()
-    for name in (PYTHON_PIECES, *tables_with(Use.SHOWN)):
+    for name in (PYTHON_OBJECTS, *tables_with(Use.SHOWN)):
         table = record.config.get(name)
         is_off = isinstance(table, Mapping) and table.get("mode") in _OFF
         if not is_off and name not in hidden:

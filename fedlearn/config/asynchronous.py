@@ -54,7 +54,7 @@ class AsynchronousSection(Section):
                 text = f'is "off", but {name} is asynchronous; leave it out, or use "fedavgm"'
                 yield Problem((_MODE, "algorithm.name"), text)
             return
-        # Type checkers do not know keys that a piece declares, so it is read by name.
+        # Type checkers do not know keys that a component declares, so it is read by name.
         size = self.model_dump()["buffer_size"]
         if name == "fedasync" and size != 1:
             text = f"is {size}, but FedAsync steps with each update; leave it out"

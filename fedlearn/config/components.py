@@ -1,8 +1,9 @@
 """Tables whose keys come from the classes and functions that are built from them.
 
-A piece (a frozen dataclass) or a recipe (a function) declares the names, types, ranges and meanings
-of its parameters: ``rate: Annotated[Positive, doc("Length of a step, > 0.")]``. Its table gets a
-key for each; the configuration adds the defaults that affect results, which pieces leave out.
+A component (a frozen dataclass) or a recipe (a function) declares the names, types, ranges and
+meanings of its parameters: ``rate: Annotated[Positive, doc("Length of a step, > 0.")]``. Its table
+gets a key for each; the configuration adds the defaults that affect results, which components leave
+out.
 """
 
 import inspect
@@ -32,14 +33,14 @@ from fedlearn.errors import ConfigError
 
 PieceT = TypeVar("PieceT")
 #: A class or function that is called with the values of a table.
-Make: TypeAlias = Callable[..., Any]  # Any: each returns another type of piece
+Make: TypeAlias = Callable[..., Any]  # Any: each returns another type of component
 
 
 def build_component(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
-    """Build a piece from a table, by calling ``make`` with the keys that are its parameters.
+    """Build a component from a table, by calling ``make`` with the keys that are its parameters.
 
     Args:
-        make: The class of the piece, or the recipe; its exceptions are passed on unchanged.
+        make: The class of the component, or the recipe; its exceptions are passed on unchanged.
         section: The table.
         given: Further arguments; they take precedence over the table's.
     """
@@ -74,21 +75,21 @@ def kind(name: str, about: str, *makes: Make, **defaults: object) -> Kind:
     Args:
         name: The value of the tag that selects it; several are separated by spaces.
         about: One-line description.
-        makes: Pieces and recipes whose parameters become its keys. The first may be a table, which
-            adds its own keys.
+        makes: Components and recipes whose parameters become its keys. The first may be a table,
+            which adds its own keys.
         defaults: Defaults by key, which replace their own.
     """
     return Kind(tuple(name.split()), about, makes, defaults)
 
 
 class DeclaredSection(Section):
-    """A table of one kind, from which :meth:`build` makes a piece by calling ``make``."""
+    """A table of one kind, from which :meth:`build` makes a component by calling ``make``."""
 
     about: ClassVar[str]
     make: ClassVar[Make]
 
     def build(self, **given: object) -> Any:  # Any: what ``make`` returns
-        """Build the piece; see :func:`build_component`."""
+        """Build the component; see :func:`build_component`."""
         return build_component(type(self).make, self, **given)
 
 
@@ -107,15 +108,15 @@ def kinds(
         tag: The key that selects the kind; ``base`` has its description.
         base: Section with the keys that all kinds have.
         members: The kinds, in the order in which they are documented.
-        given: Parameters of pieces that do not become keys.
+        given: Parameters of components that do not become keys.
     """
     tables = []
     for names, about, makes, defaults in members:
-        make, own, pieces = makes[0], base, makes
+        make, own, others = makes[0], base, makes
         # A kind with its own keys or checks is a section itself, which comes first.
         if inspect.isclass(make) and issubclass(make, base):
-            own, pieces = make, makes[1:]
-        fields = _fields(own, pieces, given, defaults)
+            own, others = make, makes[1:]
+        fields = _fields(own, others, given, defaults)
         described = Field(names[0], description=base.model_fields[tag].description)
         fields[tag] = (Literal[names], described)
         table = _derive(own, make.__name__, fields)

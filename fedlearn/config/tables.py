@@ -26,7 +26,7 @@ class Use(Flag):
 
 
 #: Key in a run's record that describes the objects passed to ``fl.simulate``. It is not a table.
-PYTHON_PIECES: Final = "python"
+PYTHON_OBJECTS: Final = "python"
 
 #: In the order of :class:`~fedlearn.config.tree.Config`.
 TABLES: Final[Mapping[str, Use]] = {

@@ -23,7 +23,7 @@ import structlog
 import torch
 
 from fedlearn import assembly
-from fedlearn.assembly.reach import Identities, Reach, require_plain
+from fedlearn.assembly.client_link import ClientLink, Identities, require_plain
 from fedlearn.config import Config
 from fedlearn.config.components import build_component
 from fedlearn.core.clock import SystemClock
@@ -129,11 +129,11 @@ def coordinate(
             f'flower.client_apps is "{config.flower.client_apps}", but this coordinator serves '
             "fedlearn's clients over gRPC; leave it out, or run the app by `flwr run`"
         )
-    pieces = assembly.deployment(config, data_dir=places.addresses.data_dir)
+    components = assembly.build_deployment(config, data_dir=places.addresses.data_dir)
     if insecure:
-        require_plain(pieces)
+        require_plain(components)
     coordinator = Coordinator(
-        places, pieces, insecure=insecure, serve_on=serve_on, start=start, progress=progress
+        places, components, insecure=insecure, serve_on=serve_on, start=start, progress=progress
     )
     raise_max_open_files()  # the gRPC server uses half of them for connections
     with stop_signals(coordinator.interruption), one_thread():
@@ -183,7 +183,7 @@ class Coordinator:
     """
 
     places: Places
-    pieces: assembly.Deployment
+    components: assembly.Deployment
     _: KW_ONLY
     insecure: bool
     serve_on: bool
@@ -199,7 +199,7 @@ class Coordinator:
             lambda seconds: self._signs.show(_ROUNDS, sleeps_s=seconds),
         )
         self._leader = Leader(
-            pieces=self.pieces,
+            components=self.components,
             data_dir=self.places.addresses.data_dir,
             interruption=self.interruption,
             progress=self.progress,
@@ -225,7 +225,9 @@ class Coordinator:
             self._log.info("http", address=telemetry.address)
             database = stack.enter_context(self._patiently(self.places.database))
             self._patiently(
-                lambda: ensure_deployed(database, self.pieces, name=name, clock=self.interruption)
+                lambda: ensure_deployed(
+                    database, self.components, name=name, clock=self.interruption
+                )
             )
             with self._hold_lease(database) as lease:
                 self._lead(database, lease)
@@ -300,11 +302,11 @@ class Coordinator:
             run_id=run_id,
             uploads_dir=upload_store_path(self.places.folder, run_id),
             authority=self._authority,
-            eligible=self.pieces.requirements.admits,
+            eligible=self.components.requirements.admits,
             is_leader=lease.is_held,
             clock=SystemClock(),
             beat_s=_beat_s(section.lease_ttl_s) if database.is_shared else 0.0,
-            needs_newest=explain_newest_protocol(self.pieces),
+            needs_newest=explain_newest_protocol(self.components),
             public_addresses=section.public_addresses,
         )
         gateway.start()
@@ -331,7 +333,7 @@ class Coordinator:
         )
         gateway.set_num_wanted(self._num_in_work)
         return ReachableClients(
-            reach=Reach(
+            reach=ClientLink(
                 channel=channel,
                 identities=self._load_identities(database),
                 ahead=channel if self._announces_models else None,
@@ -340,7 +342,7 @@ class Coordinator:
             run_id=deployment(database, self.places.run_name).run_id,
             notes=(f"clients are served at {gateway.address}",),
             restarts_open_round=False,  # the upload store has the replies to the earlier process
-            num_needed=self.pieces.num_needed,
+            num_needed=self.components.num_needed,
             patience_s=self.places.config.coordinator.patience_s,
             too_few=keep_waiting,
             names=gateway.find_names,
@@ -351,7 +353,7 @@ class Coordinator:
 
     def _limit_in_flight(self, channel: GatewayChannel) -> InFlightLimit | None:
         """Build the limit on clients in flight of an asynchronous run; ``None`` for others."""
-        if (asynchrony := self.pieces.asynchrony) is None:
+        if (asynchrony := self.components.asynchrony) is None:
             return None
         return InFlightLimit(
             asynchrony.concurrency,
@@ -363,17 +365,17 @@ class Coordinator:
     @property
     def _num_in_work(self) -> int:
         """Number of clients that work at the same time."""
-        asynchrony = self.pieces.asynchrony
-        return self.pieces.policy.num_asked if asynchrony is None else asynchrony.concurrency
+        asynchrony = self.components.asynchrony
+        return self.components.policy.num_asked if asynchrony is None else asynchrony.concurrency
 
     @property
     def _announces_models(self) -> bool:
-        config = self.pieces.config
+        config = self.components.config
         return config.coordinator.send_ahead and not config.evaluation.num_clients
 
     def _load_identities(self, database: Database) -> Identities | None:
         """Return the keys that secure aggregation signs and verifies with, if it is on."""
-        if self.insecure or self.pieces.secure is None:
+        if self.insecure or self.components.secure is None:
             return None
         run_id = deployment(database, self.places.run_name).run_id
         registry = StoredRegistry(database, SystemClock())

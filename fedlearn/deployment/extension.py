@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fedlearn.config.tables import PYTHON_PIECES
+from fedlearn.config.tables import PYTHON_OBJECTS
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.privacy import built_on, promise
@@ -69,13 +69,13 @@ def _require_affordable(
     budget = config.privacy.epsilon
     if not config.privacy.is_on or budget is None or config.privacy.reproducible:
         return
-    if PYTHON_PIECES in record.config:
+    if PYTHON_OBJECTS in record.config:
         raise ConfigError(
             f"{record.name} has a privacy budget (epsilon {budget:g}) and was started from Python, "
             "so only Python has the data that it is for; begin another run there"
         )
-    pieces = built_on(config, data_dir=data_dir)
-    _, charging, _ = promise(pieces, stored, num_finished=num_finished, clock=clock)
+    components = built_on(config, data_dir=data_dir)
+    _, charging, _ = promise(components, stored, num_finished=num_finished, clock=clock)
     due = num_rounds - num_finished
     if charging is not None and (affordable := charging.foresee(due)) < due:
         raise ConfigError(

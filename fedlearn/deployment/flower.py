@@ -15,7 +15,7 @@ import structlog
 
 from fedlearn import assembly
 from fedlearn.algorithms.stragglers import BelowMinimum
-from fedlearn.assembly.reach import Identities, Reach
+from fedlearn.assembly.client_link import ClientLink, Identities
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.config.components import build_component
 from fedlearn.deployment.flower_config import load_configuration, read_whole_number
@@ -101,10 +101,12 @@ def run(
     config = load_configuration(federation.run_config, folder)
     site = Site(resolve_addresses(config, environ=environ), environ, interruption, progress)
     _require_no_eligibility(config)
-    pieces = assembly.deployment(config, data_dir=site.addresses.data_dir)
+    components = assembly.build_deployment(config, data_dir=site.addresses.data_dir)
     with site.database() as database, one_thread():
-        name = config.name or begin(new_record(pieces, extra={}), database, seed=config.seed).name
-        ensure_deployed(database, pieces, name=name, clock=interruption)
+        name = (
+            config.name or begin(new_record(components, extra={}), database, seed=config.seed).name
+        )
+        ensure_deployed(database, components, name=name, clock=interruption)
         stored = database.run(name)
         # Nothing restarts a ServerApp that died, and waiting for its lease to expire would delay
         # the next `flwr run`. The lock shows at once that the process is gone.
@@ -114,7 +116,7 @@ def run(
                 progress.end(summarize(stored.record, stored.rounds()))
             else:
                 leader = Leader(
-                    pieces=pieces,
+                    components=components,
                     data_dir=site.addresses.data_dir,
                     interruption=interruption,
                     progress=progress,
@@ -130,7 +132,7 @@ def run(
                     stored = database.run(name, guard=lease.guard)
                     with outcome_told(stored, progress), _record_stop(stored):
                         server.run(stored, lease)
-        return Run(stored, pieces.make_model)
+        return Run(stored, components.make_model)
 
 
 def _require_no_eligibility(config: Config) -> None:
@@ -167,11 +169,15 @@ class _RunServer:
     identity: Identity | None = field(init=False)
 
     def __post_init__(self) -> None:
-        pieces = self.leader.pieces
+        components = self.leader.components
         self.identity = (
-            None if pieces.secure is None else coordinator_identity(self.site.addresses.runs_dir)
+            None
+            if components.secure is None
+            else coordinator_identity(self.site.addresses.runs_dir)
         )
-        self.channel = self._stock_channel() if pieces.config.flower.is_foreign else self._channel()
+        self.channel = (
+            self._stock_channel() if components.config.flower.is_foreign else self._channel()
+        )
 
     def _channel(self) -> FlowerChannel:
         return FlowerChannel(
@@ -183,14 +189,14 @@ class _RunServer:
         )
 
     def _stock_channel(self) -> StockChannel:
-        section = self.leader.pieces.config.flower
+        section = self.leader.components.config.flower
         records = LegacyRecords if section.is_legacy else StockRecords
         return StockChannel(
             grid=self.federation.grid,
             clock=self.leader.interruption,
             patience_s=self.patience_s,
             records=records.of(
-                self.leader.pieces.make_model(), evaluate_config=section.evaluate_config
+                self.leader.components.make_model(), evaluate_config=section.evaluate_config
             ),
         )
 
@@ -205,7 +211,7 @@ class _RunServer:
 
     def run(self, stored: StoredRun, lease: Lease) -> None:
         """Run the remaining rounds."""
-        stored.retention = build_component(Retention, self.leader.pieces.config.store)
+        stored.retention = build_component(Retention, self.leader.components.config.store)
         stored.finish(RunStatus.RUNNING, error="")
         self.leader.run(self._reach_clients(stored.name), stored, stored.record, lease)
         self.leader.live_status.phase = Phase.DONE
@@ -215,11 +221,11 @@ class _RunServer:
     def _reach_clients(self, name: str) -> ReachableClients:
         min_clients = read_whole_number(self.federation.run_config, "min-clients")
         return ReachableClients(
-            reach=Reach(channel=self.channel, identities=self._load_identities()),
+            reach=ClientLink(channel=self.channel, identities=self._load_identities()),
             run_id=str(self.federation.run_id),
             notes=self._describe_run(name),
             restarts_open_round=True,  # a node replies only to the Flower run that asked it
-            num_needed=min_clients or self.leader.pieces.num_needed,
+            num_needed=min_clients or self.leader.components.num_needed,
             patience_s=self.patience_s,
             too_few=self._require_enough,
             names=lambda _: {},
@@ -230,7 +236,7 @@ class _RunServer:
 
     def _require_enough(self, num_present: int, num_waits: int) -> None:
         """Allow as many waits as a round has retries, then raise TooFewNodes."""
-        policy, attendance = self.leader.pieces.policy, self.channel.describe_attendance()
+        policy, attendance = self.leader.components.policy, self.channel.describe_attendance()
         retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
         if num_waits > retries:
             raise TooFewNodes(
@@ -249,7 +255,7 @@ class _RunServer:
 
     def _describe_run(self, name: str) -> list[str]:
         notes = [f"Flower run {self.federation.run_id}"]
-        if not self.leader.pieces.config.name:
+        if not self.leader.components.config.name:
             notes.append(f'if it is stopped, `flwr run` with overrides="name={name}" goes on')
         if isinstance(self.channel, StockChannel):
             notes.append("the nodes' own ClientApps train, each known by its node's id")

@@ -16,8 +16,8 @@ import structlog
 
 from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.assembly import Deployment
-from fedlearn.assembly.reach import Reach
-from fedlearn.assembly.server_jobs import FOLDER, Place
+from fedlearn.assembly.client_link import ClientLink
+from fedlearn.assembly.server_jobs import FOLDER, TrainingHost
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
@@ -61,7 +61,7 @@ class ReachableClients:
         forget: Called with a round number; replies to earlier rounds are no longer needed.
     """
 
-    reach: Reach
+    reach: ClientLink
     run_id: str
     notes: Sequence[str]
     restarts_open_round: bool
@@ -79,7 +79,7 @@ class Leader:
     """Takes the lease of a deployed run, and runs its rounds.
 
     Attributes:
-        pieces: The assembled run.
+        components: The assembled run.
         data_dir: Folder of the data for the coordinator's own training.
         interruption: Real time, and the reason to end the run in this process.
         progress: Receives the progress of the run.
@@ -89,7 +89,7 @@ class Leader:
         patiently: Retries calls while the database is unreachable.
     """
 
-    pieces: Deployment
+    components: Deployment
     data_dir: Path
     interruption: Interruption
     progress: Progress
@@ -99,13 +99,13 @@ class Leader:
     patiently: Patience = field(init=False)
 
     def __post_init__(self) -> None:
-        policy = self.pieces.policy
+        policy = self.components.policy
         self.live_status = LiveStatus(
-            num_rounds=self.pieces.config.num_rounds,
+            num_rounds=self.components.config.num_rounds,
             num_wanted=policy.num_wanted,
             min_reports=policy.min_reports,
             deadline_s=policy.deadline_s,
-            measures=tuple(self.pieces.directions),
+            measures=tuple(self.components.directions),
         )
         self.patiently = Patience(
             clock=self.interruption,
@@ -135,7 +135,7 @@ class Leader:
             StoreError: The database cannot be read or written.
         """
         log = structlog.get_logger(__name__)
-        ttl_s = self.pieces.config.coordinator.lease_ttl_s
+        ttl_s = self.components.config.coordinator.lease_ttl_s
         lease = Lease(
             database, name, holder=_make_holder_name(), ttl_s=ttl_s, clock=self.interruption
         )
@@ -189,34 +189,34 @@ class Leader:
         resumed = resume_round(
             journal,
             record.status,
-            self.pieces.policy,
-            restarts=clients.restarts_open_round or _is_bound_to_process(self.pieces),
-            takes_late_updates=self.pieces.late_updates is not None,
+            self.components.policy,
+            restarts=clients.restarts_open_round or _is_bound_to_process(self.components),
+            takes_late_updates=self.components.late_updates is not None,
             now_unix_s=self.interruption.unix_s(),
         )
         promised, charging, num_lost = patiently(
             lambda: promise(
-                self.pieces,
+                self.components,
                 stored,
                 num_finished=live_status.num_finished,
                 clock=self.interruption,
             )
         )
         self.progress.start(record, stored.path, (*clients.notes, *promised))
-        pieces = skip_lost_turns(self.pieces, num_lost=num_lost)
+        components = skip_lost_turns(self.components, num_lost=num_lost)
         failing = FailingClients(
             names=clients.names,
             set_aside=clients.set_aside,
-            set_aside_after=pieces.config.coordinator.set_aside_after,
+            set_aside_after=components.config.coordinator.set_aside_after,
             streaks=patiently(stored.failing),
         )
         live_status.failing = failing.status
-        opening = self._build_opening(clients, pieces, journal)
-        draw: Draw = opening.draw_cohort if pieces.asynchrony is None else opening.draw
+        opening = self._build_opening(clients, components, journal)
+        draw: Draw = opening.draw_cohort if components.asynchrony is None else opening.draw
         with nullcontext() if charging is None else closing(charging):
             run_rounds(
                 clients.reach,
-                pieces,
+                components,
                 RunStorage(
                     store=CleanupStore(
                         store=ReportingStore(store=stored, report=self.progress.round),
@@ -237,14 +237,14 @@ class Leader:
                 if charging is None
                 else PatientCharges(charges=charging, patiently=patiently),
                 clock=self.interruption,
-                place=Place(
+                host=TrainingHost(
                     kind="deployment",
                     folder=stored.path / FOLDER,
                     data_dir=self.data_dir,
                     is_described=True,
                     cluster=Alone(),
                     control=self.interruption,
-                    told=live_status.record_training,
+                    report=live_status.record_training,
                 ),
                 on_outcomes=failing.record,
             )
@@ -257,13 +257,13 @@ class Leader:
         return num_rounds
 
     def _build_opening(
-        self, clients: ReachableClients, pieces: Deployment, journal: PatientJournal
+        self, clients: ReachableClients, components: Deployment, journal: PatientJournal
     ) -> DurableOpening:
         return DurableOpening(
-            sampler=pieces.sampler,
-            available=partial(list_available, pieces, clients.reach.channel),
-            policy=pieces.policy,
-            seed=pieces.seed,
+            sampler=components.sampler,
+            available=partial(list_available, components, clients.reach.channel),
+            policy=components.policy,
+            seed=components.seed,
             num_needed=clients.num_needed,
             num_set_aside=clients.num_set_aside,
             patience_s=clients.patience_s,
@@ -282,7 +282,7 @@ def _make_holder_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
 
 
-def _is_bound_to_process(pieces: Deployment) -> bool:
+def _is_bound_to_process(components: Deployment) -> bool:
     """Check whether a round can be finished only by the process that opened it."""
-    takes_turns = pieces.privacy is not None and pieces.privacy.takes_turns
-    return pieces.secure is not None or takes_turns
+    takes_turns = components.privacy is not None and components.privacy.takes_turns
+    return components.secure is not None or takes_turns

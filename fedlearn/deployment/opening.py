@@ -17,18 +17,18 @@ from fedlearn.transport.base import Channel
 _LOOK_S = 0.2
 
 
-def list_available(pieces: Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
+def list_available(components: Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
     """List the available clients that a round may ask.
 
     With a roster that draws, or cohorts that take turns, only this round's clients among them.
     """
     there = channel.available()
-    if (draw := pieces.draw) is not None:
-        there = draw.select(there, round_num=round_num, num_asked=pieces.policy.num_asked)
-    if pieces.privacy is None or not pieces.privacy.takes_turns:
+    if (draw := components.draw) is not None:
+        there = draw.select(there, round_num=round_num, num_asked=components.policy.num_asked)
+    if components.privacy is None or not components.privacy.takes_turns:
         return there
-    num_asked, seed = pieces.policy.num_asked, pieces.seed
-    return pieces.sampler.sample(
+    num_asked, seed = components.policy.num_asked, components.seed
+    return components.sampler.sample(
         there, num_asked=num_asked, round_num=round_num, attempt=0, seed=seed
     )
 

@@ -50,10 +50,10 @@ def make_part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
         dataset: Any = unread.dataset  # a map-style dataset, of torch's class or not
         examples, labels = Subset(dataset, unread.rows.tolist()), None
     return TorchTrainer.of(
-        assembly.model_factory(config, data),
+        assembly.build_model_factory(config, data),
         examples,
         labels,
         objective=config.loss.build(),
-        metrics=assembly.metrics(config.metrics),
+        metrics=assembly.build_metrics(config.metrics),
         device="cpu",
     )

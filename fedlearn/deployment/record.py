@@ -28,7 +28,7 @@ _ATTEMPTS, _AGAIN_S = 20, 0.5
 
 
 def ensure_deployed(
-    database: Database, pieces: assembly.Deployment, *, name: str, clock: Clock
+    database: Database, components: assembly.Deployment, *, name: str, clock: Clock
 ) -> None:
     """Create and deploy the run called ``name`` if it does not exist yet.
 
@@ -40,7 +40,7 @@ def ensure_deployed(
         if any(record.name == name for record in database.runs()):
             break
         try:
-            database.create(replace(new_record(pieces, extra={}), name=name))
+            database.create(replace(new_record(components, extra={}), name=name))
         except StoreUnavailable:
             raise
         except StoreError:
@@ -48,7 +48,7 @@ def ensure_deployed(
                 raise
             clock.sleep(_AGAIN_S)
     deploy(database, name)
-    _require_same(pieces.config, database.run(name).record)
+    _require_same(components.config, database.run(name).record)
 
 
 def _require_same(config: Config, record: RunRecord) -> None:

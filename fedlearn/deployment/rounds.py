@@ -11,9 +11,14 @@ from fedlearn.algorithms.collecting import ChannelCollector
 from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
-from fedlearn.assembly.plan import central_evaluator, initial_params, release_of, run_plan
-from fedlearn.assembly.reach import Reach, over_channel
-from fedlearn.assembly.server_jobs import Place
+from fedlearn.assembly.client_link import ClientLink, build_collector
+from fedlearn.assembly.plan import (
+    build_central_evaluator,
+    build_initial_params,
+    build_release,
+    build_run_plan,
+)
+from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.assembly.user_code import AfterRound, LoggedCallback
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
@@ -59,25 +64,25 @@ class RunStorage:
 
 
 def run_rounds(
-    reach: Reach,
-    pieces: Deployment,
+    reach: ClientLink,
+    components: Deployment,
     storage: RunStorage,
     *,
     draw: Draw,
     clock: Clock,
-    place: Place | None = None,
+    host: TrainingHost | None = None,
     on_outcomes: Callable[[Participations], None] = ignore,
     charging: Charges | None = None,
 ) -> RunState:
-    """Run all remaining rounds of ``pieces`` and commit each one.
+    """Run all remaining rounds of ``components`` and commit each one.
 
     Args:
         reach: How the clients are reached.
-        pieces: The assembled run.
+        components: The assembled run.
         storage: Where the run is stored and resumed.
         draw: Draws the clients to ask.
         clock: Real time.
-        place: Where the coordinator's own training takes place.
+        host: Where the coordinator's own training takes place.
         on_outcomes: Receives the outcomes of the clients in every attempt at a round.
         charging: Charges each round to the privacy budget before any client is asked; ``None`` if
             there is no budget.
@@ -89,19 +94,19 @@ def run_rounds(
         RoundError: A round failed and the policy says to fail the run.
         StoreError: The run could not be made durable; its last commit still stands.
     """
-    params = initial_params(pieces, _CPU)
-    collector = over_channel(
-        pieces, reach, masked_sum=storage.masked_sum, wait=partial(clock.sleep, _LOOK_S)
+    params = build_initial_params(components, _CPU)
+    collector = build_collector(
+        components, reach, masked_sum=storage.masked_sum, wait=partial(clock.sleep, _LOOK_S)
     )
-    plan = run_plan(
-        pieces,
+    plan = build_run_plan(
+        components,
         draw=draw,
         charging=charging,
         collector=ReportingCollector(inner=collector, on_outcomes=on_outcomes),
-        evaluators=list(_evaluators(pieces, reach.channel, collector)),
+        evaluators=list(_evaluators(components, reach.channel, collector)),
         clock=clock,
-        place=place,
-        release=release_of(pieces, params, Alone(), has_sessions=True),
+        host=host,
+        release=build_release(components, params, Alone(), has_sessions=True),
     )
     plan = replace(
         plan,
@@ -112,8 +117,8 @@ def run_rounds(
     after_round = AfterRound(
         cluster=Alone(),
         progress=_ignore_round,  # the store reports each round, once it is durable
-        callbacks=[LoggedCallback(each) for each in pieces.callbacks],
-        make_model=pieces.make_model,
+        callbacks=[LoggedCallback(each) for each in components.callbacks],
+        make_model=components.make_model,
     )
     state = train(
         plan, params, checkpoint=storage.checkpoint, store=storage.store, after_round=after_round
@@ -129,25 +134,27 @@ def _ignore_round(_: RoundRecord) -> None:
 
 
 def _evaluators(
-    pieces: Deployment,
+    components: Deployment,
     channel: Channel,
     collector: ChannelCollector,
 ) -> Iterator[Evaluator]:
-    evaluation = pieces.config.evaluation
-    if pieces.test is not None:
+    evaluation = components.config.evaluation
+    if components.test is not None:
         model = ResidentModel(
-            pieces.make_model,
-            pieces.objective,
+            components.make_model,
+            components.objective,
             device=_CPU,
             precision=Precision.FLOAT32,
-            metrics=pieces.metrics,
+            metrics=components.metrics,
         )
-        yield central_evaluator(pieces.test, model, Alone(), batch_size=evaluation.batch_size)
+        yield build_central_evaluator(
+            components.test, model, Alone(), batch_size=evaluation.batch_size
+        )
     if not evaluation.num_clients:
         return
-    invited = partial(_invite, pieces, channel, collector.busy)
+    invited = partial(_invite, components, channel, collector.busy)
     if isinstance(collector, SecureCollector):
-        section, measures = pieces.config.secure_aggregation, tuple(pieces.directions)
+        section, measures = components.config.secure_aggregation, tuple(components.directions)
         yield SecureEvaluator(
             sessions=collector,
             invited=invited,
@@ -158,14 +165,15 @@ def _evaluators(
         yield ChannelEvaluator(
             channel=channel,
             cohort=lambda round_num: invited(round_num).client_ids,
-            directions=pieces.directions,
+            directions=components.directions,
             deadline_s=evaluation.deadline_s,
-            weighs=pieces.config.flower.is_foreign,  # Flower's own strategies weight by examples
+            # Flower's own strategies weight by examples.
+            weighs=components.config.flower.is_foreign,
         )
 
 
 def _invite(
-    pieces: Deployment,
+    components: Deployment,
     channel: Channel,
     busy: Callable[[], frozenset[ClientId]],
     round_num: int,
@@ -175,9 +183,9 @@ def _invite(
     With a roster that draws, only clients that it draws are invited.
     """
     there: Sequence[ClientId] = without(list(channel.available()), busy())
-    num_clients = min(pieces.config.evaluation.num_clients, len(there))
-    if pieces.draw is not None:
-        there = pieces.draw.select(there, round_num=round_num, num_asked=num_clients)
-    rng = pieces.seed.derive("evaluated clients", round_num).numpy()
+    num_clients = min(components.config.evaluation.num_clients, len(there))
+    if components.draw is not None:
+        there = components.draw.select(there, round_num=round_num, num_asked=num_clients)
+    rng = components.seed.derive("evaluated clients", round_num).numpy()
     chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
-    return Invited(num_clients, [there[place] for place in chosen.tolist()])
+    return Invited(num_clients, [there[index] for index in chosen.tolist()])

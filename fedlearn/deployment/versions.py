@@ -3,17 +3,17 @@
 from fedlearn.assembly import Deployment
 
 
-def explain_newest_protocol(pieces: Deployment) -> str:
+def explain_newest_protocol(components: Deployment) -> str:
     """Say why a run needs clients of the newest protocol; empty if it does not.
 
     Clients of protocol 2 hash requests for secure aggregation differently, include running
     statistics in the norms of their updates, do not learn whether their last update counted, and
     have no ``drop_last``.
     """
-    local = pieces.algorithm.local
-    if pieces.secure is not None:
+    local = components.algorithm.local
+    if components.secure is not None:
         return "it aggregates securely"
-    if pieces.algorithm.transforms:
+    if components.algorithm.transforms:
         return "it changes updates before they leave their clients"
     if any(spec.is_kept for spec in local.memory.values()):
         return "its clients keep something from round to round"

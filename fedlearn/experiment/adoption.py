@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from fedlearn.config import Config, config_hash
-from fedlearn.config.tables import PYTHON_PIECES
+from fedlearn.config.tables import PYTHON_OBJECTS
 from fedlearn.core.clock import utc
 from fedlearn.core.json_files import require_json
 from fedlearn.errors import FedlearnError, StoreError
@@ -95,7 +95,7 @@ def _record(folder: Path) -> RunRecord:
     )
     config = described.model_dump()
     _require_no_promise(config)
-    is_described = PYTHON_PIECES not in config
+    is_described = PYTHON_OBJECTS not in config
     return RunRecord(
         name=folder.name,
         status=RunStatus.INTERRUPTED,  # one that stopped early does so again when it is resumed

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.sampling import whose_turn
-from fedlearn.assembly import Experiment, Simulation, algorithm, build_simulation, simulation
+from fedlearn.assembly import (
+    Experiment,
+    Simulation,
+    build_algorithm,
+    build_experiment,
+    build_simulation,
+)
 from fedlearn.config import Config
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -211,7 +217,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     """
     _require_auditable(config, num_canaries, confidence)
     data_dir = site.addresses.data_dir
-    real = simulation(config, data_dir=data_dir)
+    real = build_simulation(config, data_dir=data_dir)
     plan, delta = real.privacy, config.privacy.target_delta
     assert plan is not None
     assert delta is not None  # the configuration makes sure of both
@@ -226,11 +232,11 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     audited = _audited(config, plan, num_clients=num_clients, num_rounds=num_rounds, delta=delta)
     weights_Tm = _weights(audited, plan, canaries)
     if plan.hides_examples:
-        pieces = _with_canary_examples(
+        components = _with_canary_examples(
             audited, canaries, per_client=per_client, weights_Tm=weights_Tm, data_dir=data_dir
         )
     else:
-        pieces = simulation(
+        components = build_simulation(
             audited,
             data_dir=data_dir,
             of_clients=partial(CanaryPopulation, num_clients=num_clients),
@@ -238,11 +244,11 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
         )
     if plan.is_local:
         kept = OwnNumbers(canaries, per_client)
-        pieces = replace(pieces, algorithm=SeenSingly(pieces.algorithm, kept))
-    assert pieces.privacy is not None
-    scores = canaries.scores(_seen(pieces, site))
+        components = replace(components, algorithm=SeenSingly(components.algorithm, kept))
+    assert components.privacy is not None
+    scores = canaries.scores(_seen(components, site))
     num_correct = canaries.num_correct(scores)
-    claimed = epsilon_of_release({pieces.privacy.event: num_rounds}, target_delta=delta)
+    claimed = epsilon_of_release({components.privacy.event: num_rounds}, target_delta=delta)
     shown = lower_bound(
         target_delta=delta, num_pairs=num_pairs, num_correct=num_correct, confidence=confidence
     )
@@ -334,11 +340,11 @@ def _with_canary_examples(
         make_model=partial(nn.Linear, population.size, 1, bias=False),
         objective=CustomLoss(_output),
         data=FederatedData(population=population, test=nothing),
-        algorithm=Watched(algorithm(audited), weights_Tm),
+        algorithm=Watched(build_algorithm(audited), weights_Tm),
         make_trainer=audited.client.make_trainer(),
         extra=audited.client.extra,
     )
-    return build_simulation(audited, experiment, data_dir=data_dir)
+    return build_experiment(audited, experiment, data_dir=data_dir)
 
 
 def _output(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 - a loss takes both
@@ -346,11 +352,11 @@ def _output(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 - a loss
     return outputs[:, 0]
 
 
-def _seen(pieces: Simulation, site: Site) -> Tensor:
+def _seen(components: Simulation, site: Site) -> Tensor:
     """Run the simulation in a temporary folder, and return the attacker's weighted sums."""
     with TemporaryDirectory(prefix="fedlearn-audit-") as folder:
         addresses = replace(site.addresses, store_url=None, runs_dir=Path(folder))
-        run = run_pieces(pieces, replace(site, addresses=addresses))
+        run = run_pieces(components, replace(site, addresses=addresses))
         with run.stored.database:
             checkpoint = run.stored.load()
     assert checkpoint is not None  # it has finished

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedlearn.algorithms.cohorts import Adjacency, CyclicCohorts, PoissonCohorts, UserCohorts
-from fedlearn.assembly import Pieces
+from fedlearn.assembly import Components
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.figures import INK, RUN_COLOURS, label_axes, new_figure, write_png
 from fedlearn.experiment.layout import facts_text, table_text
@@ -135,17 +135,17 @@ def _looked_at(cohorts: Cohorts, num_rounds: int) -> list[int]:
     return sorted(counts)
 
 
-def outlook(pieces: Pieces, *, before: Spent) -> Outlook:
+def outlook(components: Components, *, before: Spent) -> Outlook:
     """Predict the privacy cost of a run on clients on whom ``before`` was already spent.
 
     Raises:
         ConfigError: The run has no privacy, or its sampling has no common guarantee with what was
             spent before.
     """
-    plan, section = pieces.privacy, pieces.config.privacy
+    plan, section = components.privacy, components.config.privacy
     if plan is None or section.target_delta is None:
         raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
-    delta, num_rounds = section.target_delta, pieces.config.num_rounds
+    delta, num_rounds = section.target_delta, components.config.num_rounds
     costs = []
     for count in _looked_at(plan.cohorts, num_rounds):
         spent = {**before, plan.event: before.get(plan.event, 0) + count}

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fedlearn import assembly
-from fedlearn.assembly import server_task
+from fedlearn.assembly import build_server_task
 from fedlearn.config import Config
 from fedlearn.core.quantities import size_text
 from fedlearn.core.randomness import Seed
@@ -61,7 +61,7 @@ def outlook(config: Config, site: Site) -> Outlook:
         ConfigError: The model cannot be split as configured, or traced without data.
         DataError: Data are missing.
     """
-    task = server_task(assembly.alone(config, data_dir=site.addresses.data_dir))
+    task = build_server_task(assembly.build_standalone(config, data_dir=site.addresses.data_dir))
     task = replace(task, make_model=without_data(task.make_model))
     task.require_fitting()
     features, labels = task.stream.batch(range(1))

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fedlearn.assembly import Pieces, Simulation, deployment, simulation
+from fedlearn.assembly import Components, Simulation, build_deployment, build_simulation
 from fedlearn.config import Config
 from fedlearn.config.data import NoDataSection
 from fedlearn.core.clock import Clock
@@ -20,17 +20,17 @@ from fedlearn.store.charged_examples import ChargedExamples, charged_examples, r
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database, StoredRun
 
-PiecesT = TypeVar("PiecesT", bound=Pieces)
+ComponentsT = TypeVar("ComponentsT", bound=Components)
 
 
-def with_ledger(pieces: Simulation, database: Database | None, *, writes: bool) -> Simulation:
+def with_ledger(components: Simulation, database: Database | None, *, writes: bool) -> Simulation:
     """Choose the privacy ledger that a simulation charges.
 
     With ``privacy.population = "auto"`` it is the ledger of any earlier run on some of the same
     examples, however they were partitioned, ordered or stored. If there is none, it is a new one.
 
     Args:
-        pieces: The simulation.
+        components: The simulation.
         database: Database of the earlier runs; ``None``: there are none.
         writes: Whether to remember the examples for later runs.
 
@@ -39,15 +39,15 @@ def with_ledger(pieces: Simulation, database: Database | None, *, writes: bool) 
         DataError: Examples cannot be read.
         StoreError: The database cannot be read or written.
     """
-    privacy = pieces.config.privacy
+    privacy = components.config.privacy
     is_auto = privacy.population == "auto"
     if not privacy.is_on or privacy.reproducible:
-        return pieces
+        return components
     if privacy.other_data_because is not None:
-        return _with_population(pieces, "other data") if is_auto else pieces
+        return _with_population(components, "other data") if is_auto else components
     if not is_auto and not writes:
-        return pieces
-    found = fingerprint_of(pieces.population)
+        return components
+    found = fingerprint_of(components.population)
     name = privacy.population
     if is_auto:
         charged = [] if database is None else charged_examples(database)
@@ -56,12 +56,12 @@ def with_ledger(pieces: Simulation, database: Database | None, *, writes: bool) 
         # Little-endian, so that the database can be read on any machine.
         sketch = found.sketch.astype("<u8").tobytes()
         remember_examples(database, ChargedExamples(name, found.users, found.name, sketch))
-    return _with_population(pieces, name)
+    return _with_population(components, name)
 
 
-def _with_population(pieces: Simulation, name: str) -> Simulation:
-    section = pieces.config.privacy.model_copy(update={"population": name})
-    return replace(pieces, config=pieces.config.model_copy(update={"privacy": section}))
+def _with_population(components: Simulation, name: str) -> Simulation:
+    section = components.config.privacy.model_copy(update={"population": name})
+    return replace(components, config=components.config.model_copy(update={"privacy": section}))
 
 
 def _ledger_for(found: Fingerprint, charged: list[ChargedExamples], *, by_user: bool) -> str:
@@ -99,7 +99,7 @@ def _ledger_for(found: Fingerprint, charged: list[ChargedExamples], *, by_user: 
     return ledger
 
 
-def built_on(config: Config, *, data_dir: Path) -> Pieces:
+def built_on(config: Config, *, data_dir: Path) -> Components:
     """Build the components of a run, without training.
 
     They are those of a simulation, or of a deployment if the configuration has no data.
@@ -109,20 +109,20 @@ def built_on(config: Config, *, data_dir: Path) -> Pieces:
         DataError: Data are missing.
     """
     if isinstance(config.data, NoDataSection):
-        return deployment(config, data_dir=data_dir)
-    return simulation(config, data_dir=data_dir)
+        return build_deployment(config, data_dir=data_dir)
+    return build_simulation(config, data_dir=data_dir)
 
 
-def spent_before(pieces: Pieces, database: Database) -> dict[Event, int]:
+def spent_before(components: Components, database: Database) -> dict[Event, int]:
     """Return the charges of earlier runs to the clients of a planned run.
 
     Raises:
         ConfigError: No single ledger is right, so the user must name the population.
         StoreError: The ledger cannot be read.
     """
-    if isinstance(pieces, Simulation):
-        pieces = with_ledger(pieces, database, writes=False)
-    section = pieces.config.privacy
+    if isinstance(components, Simulation):
+        components = with_ledger(components, database, writes=False)
+    section = components.config.privacy
     if section.other_data_because is not None:
         return {}
     return StoredLedger(database, population=section.population, run="").spent()
@@ -142,14 +142,16 @@ class Promise(NamedTuple):
     num_lost: int
 
 
-def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Clock) -> Promise:
+def promise(
+    components: Components, stored: StoredRun, *, num_finished: int, clock: Clock
+) -> Promise:
     """Set up the privacy accounting of a run with ``num_finished`` committed rounds.
 
     Raises:
         ConfigError: The run and what was spent before have no common guarantee.
         StoreError: The ledger cannot be read.
     """
-    plan, section = pieces.privacy, pieces.config.privacy
+    plan, section = components.privacy, components.config.privacy
     if plan is None:
         return Promise([], None, 0)
     noise = f"noise {plan.noise_multiplier:.4g} times the clip norm ({plan.clip_text})"
@@ -179,9 +181,9 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
         epsilon_of=partial(epsilon_of_release, target_delta=delta),
         clock=clock,
     )
-    due = max(pieces.config.num_rounds, stored.record.num_rounds) - num_finished
+    due = max(components.config.num_rounds, stored.record.num_rounds) - num_finished
     notes = [f"{noise}; metrics of clients and training losses are without noise: keep them"]
-    if pieces.config.coordinator.training.is_on:
+    if components.config.coordinator.training.is_on:
         notes.append(
             "the coordinator trains on what is released and on examples of its own: "
             "post-processing, which costs no ε; nothing hides the examples that it has itself"
@@ -195,13 +197,13 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
     return Promise(notes, charging, num_lost)
 
 
-def skip_lost_turns(pieces: PiecesT, *, num_lost: int) -> PiecesT:
+def skip_lost_turns(components: ComponentsT, *, num_lost: int) -> ComponentsT:
     """Skip the turns of a resumed run that were charged but never committed.
 
     Users may have been asked in a lost turn, so it counts as theirs.
     """
-    plan = pieces.privacy
+    plan = components.privacy
     if plan is None:
-        return pieces
+        return components
     plan = plan.skip_turns(num_lost)
-    return replace(pieces, privacy=plan, sampler=plan.sampler)
+    return replace(components, privacy=plan, sampler=plan.sampler)

@@ -4,7 +4,7 @@ import json
 from importlib.metadata import version
 
 from fedlearn.config import Config
-from fedlearn.config.tables import PYTHON_PIECES
+from fedlearn.config.tables import PYTHON_OBJECTS
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.records import RunRecord
 
@@ -21,8 +21,8 @@ def config_of(record: RunRecord) -> Config:
     Raises:
         ConfigError: This version cannot read the configuration.
     """
-    tree = {key: value for key, value in record.config.items() if key != PYTHON_PIECES}
-    if PYTHON_PIECES in record.config:
+    tree = {key: value for key, value in record.config.items() if key != PYTHON_OBJECTS}
+    if PYTHON_OBJECTS in record.config:
         tree["data"] = ARGUMENT_DATA
     try:
         return Config.from_json(json.dumps(tree))

@@ -28,15 +28,15 @@ from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.torch_losses import as_objective
-from fedlearn.assembly import Experiment, Pieces, Simulation, build_simulation, simulation
-from fedlearn.assembly.choices import device_of, resolve, workers_used
-from fedlearn.assembly.server_jobs import FOLDER, Place
+from fedlearn.assembly import Components, Experiment, Simulation, build_experiment, build_simulation
+from fedlearn.assembly.choices import choose_device, count_workers_used, resolve
+from fedlearn.assembly.server_jobs import FOLDER, TrainingHost
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.assembly.user_code import AfterRound
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import DevicesSection
 from fedlearn.config.components import build_component
-from fedlearn.config.tables import PYTHON_PIECES, Use, tables_with
+from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.cluster import Cluster
@@ -118,7 +118,7 @@ def run_config(config: Config, site: Site) -> Run:
 
 def resolve_config(config: Config, site: Site) -> Simulation:
     """Build the simulation of ``config``, and resolve every ``auto`` in its engine settings."""
-    return _resolved(simulation(config, data_dir=site.addresses.data_dir), site)
+    return _resolved(build_simulation(config, data_dir=site.addresses.data_dir), site)
 
 
 @simulation_turn()
@@ -141,7 +141,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
                 f"with `fedlearn coordinator FILE`, or on Flower with `flwr run` (overrides: "
                 f"name={name}); `fedlearn resume` without a name takes back a pause"
             )
-        if PYTHON_PIECES in record.config:
+        if PYTHON_OBJECTS in record.config:
             raise ConfigError(
                 f"{name} was started from Python, so only Python has its model and data: call "
                 f"fl.simulate(..., resume={name!r}) with the same arguments"
@@ -150,8 +150,8 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
             with stored.held():
                 pass  # fail before any data are read if another process holds the run
         config = config_of(record)
-        pieces = simulation(config, data_dir=site.addresses.data_dir)
-        return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
+        components = build_simulation(config, data_dir=site.addresses.data_dir)
+        return _resume(name, components, site, from_previous=from_previous, is_described=True)
 
 
 @explain_calls
@@ -259,12 +259,12 @@ def simulate(
         devices=own_devices,
         callbacks=tuple(callbacks),
     )
-    pieces = build_simulation(config, experiment, data_dir=addresses.data_dir)
+    components = build_experiment(config, experiment, data_dir=addresses.data_dir)
     if resume is None:
-        return run_pieces(pieces, site)
-    recorded = _as_recorded(pieces, resume, site, settings)
-    pieces = build_simulation(recorded, experiment, data_dir=addresses.data_dir)
-    return _resume(resume, pieces, site, from_previous=False, is_described=False)
+        return run_pieces(components, site)
+    recorded = _as_recorded(components, resume, site, settings)
+    components = build_experiment(recorded, experiment, data_dir=addresses.data_dir)
+    return _resume(resume, components, site, from_previous=False, is_described=False)
 
 
 def _table_of(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[str, object]:
@@ -349,43 +349,47 @@ def config_around(settings: Mapping[str, object], *, source: str) -> Config:
 
 
 @simulation_turn()
-def run_pieces(pieces: Simulation, site: Site) -> Run:
+def run_pieces(components: Simulation, site: Site) -> Run:
     """Run a simulation that was assembled in Python.
 
     Raises:
         FedlearnError: As :func:`run_config`.
     """
-    further = {"callbacks": repr(pieces.callbacks), "directions": pieces.directions}
-    described = _same_on_resume(pieces) | further
-    return _run_new(_resolved(pieces, site), site, extra={PYTHON_PIECES: described})
+    further = {"callbacks": repr(components.callbacks), "directions": components.directions}
+    described = _same_on_resume(components) | further
+    return _run_new(_resolved(components, site), site, extra={PYTHON_OBJECTS: described})
 
 
-def _same_on_resume(pieces: Simulation) -> dict[str, object]:
+def _same_on_resume(components: Simulation) -> dict[str, object]:
     """Describe the arguments that must be the same when the run is resumed, by name."""
-    is_own = _are_argument(pieces.config.devices)
+    is_own = _are_argument(components.config.devices)
     with untouched(torch.default_generator):
-        model = pieces.make_model()
+        model = components.make_model()
     return {
-        **({"devices": repr(pieces.behaviour)} if is_own else {}),
-        **({} if pieces.by_round is None else {"by_round": repr(pieces.by_round)}),
+        **({"devices": repr(components.behaviour)} if is_own else {}),
+        **({} if components.by_round is None else {"by_round": repr(components.by_round)}),
         "model": repr(model),
-        "data": f"{pieces.population.num_clients} clients, {len(pieces.test.labels)} test examples",
-        "algorithm": repr(pieces.algorithm),
-        "objective": repr(pieces.objective),
-        "metrics": ", ".join(sorted(pieces.directions)),
-        "sampler": repr(pieces.sampler),
+        "data": f"{components.population.num_clients} clients, "
+        f"{len(components.test.labels)} test examples",
+        "algorithm": repr(components.algorithm),
+        "objective": repr(components.objective),
+        "metrics": ", ".join(sorted(components.directions)),
+        "sampler": repr(components.sampler),
     }
 
 
-def _resolved(pieces: Simulation, site: Site) -> Simulation:
+def _resolved(components: Simulation, site: Site) -> Simulation:
     with one_thread():  # a probe must measure what workers will do, and they use one thread
         return resolve(
-            pieces, clock=site.clock, environ=site.environ, cache_dir=site.cache_dir / "executors"
+            components,
+            clock=site.clock,
+            environ=site.environ,
+            cache_dir=site.cache_dir / "executors",
         )
 
 
 def _as_recorded(
-    pieces: Simulation, name: str, site: Site, settings: Mapping[str, object]
+    components: Simulation, name: str, site: Site, settings: Mapping[str, object]
 ) -> Config:
     """Return the configuration of an earlier run that is to be resumed with these arguments.
 
@@ -394,7 +398,7 @@ def _as_recorded(
     """
     with site.database() as database:
         record = database.run(name).record
-    started = record.config.get(PYTHON_PIECES)
+    started = record.config.get(PYTHON_OBJECTS)
     if not isinstance(started, Mapping):
         raise ConfigError(
             f"simulate(): {name} was started from a configuration, which is in its record; go on "
@@ -405,19 +409,19 @@ def _as_recorded(
     given = {key for key, value in leaves(settings) if value != "auto" and key != "name"}
     before, now = (
         {key: value for key, value in leaves(json.loads(each.canonical_json())) if key in given}
-        for each in (config, pieces.config)
+        for each in (config, components.config)
     )
     kinds = [
         "a ClientBehaviour" if _are_argument(each) else each.kind
-        for each in (config.devices, pieces.config.devices)
+        for each in (config.devices, components.config.devices)
     ]
     if "a ClientBehaviour" in kinds:
         _require_same({"devices": kinds[0]}, {"devices": kinds[1]}, name)
     # The record has the number of workers used, which may be fewer than were requested.
     if isinstance(asked := now.get(_WORKERS), int):
-        now[_WORKERS] = workers_used(pieces, asked)
+        now[_WORKERS] = count_workers_used(components, asked)
     _require_same(before, now, name)
-    _require_same(started, _same_on_resume(pieces), name)
+    _require_same(started, _same_on_resume(components), name)
     return config
 
 
@@ -431,12 +435,12 @@ def _require_same(before: Mapping[str, object], now: Mapping[str, object], name:
             )
 
 
-def new_record(pieces: Pieces, *, extra: Mapping[str, object]) -> RunRecord:
+def new_record(components: Components, *, extra: Mapping[str, object]) -> RunRecord:
     """Build the record of a run that is about to start, with its resolved configuration.
 
     ``extra`` is recorded in place of the tables that the arguments of :func:`simulate` replace.
     """
-    config = pieces.config
+    config = components.config
     tree: dict[str, object] = json.loads(config.canonical_json())
     if extra:
         kept = tree.keys() - _REPLACED_BY_ARGUMENTS
@@ -453,34 +457,36 @@ def new_record(pieces: Pieces, *, extra: Mapping[str, object]) -> RunRecord:
     )
 
 
-def _run_new(pieces: Simulation, site: Site, *, extra: Mapping[str, object]) -> Run:
-    if pieces.config.privacy.is_on and _is_rank_0(site):
+def _run_new(components: Simulation, site: Site, *, extra: Mapping[str, object]) -> Run:
+    if components.config.privacy.is_on and _is_rank_0(site):
         with site.database() as database:
-            pieces = with_ledger(pieces, database, writes=True)
-    record = new_record(pieces, extra=extra)
-    begun = partial(begin, record, seed=pieces.config.seed)
-    return _execute(pieces, site, begun, is_described=not extra)
+            components = with_ledger(components, database, writes=True)
+    record = new_record(components, extra=extra)
+    begun = partial(begin, record, seed=components.config.seed)
+    return _execute(components, site, begun, is_described=not extra)
 
 
 def _resume(
-    name: str, pieces: Simulation, site: Site, *, from_previous: bool, is_described: bool
+    name: str, components: Simulation, site: Site, *, from_previous: bool, is_described: bool
 ) -> Run:
     with site.database() as database:
         stored = database.run(name)
         if stored.record.status is RunStatus.DONE and not from_previous:
-            return _done_before(stored, pieces, site)
+            return _done_before(stored, components, site)
 
     def opened(database: Database) -> StoredRun:
         return database.run(name)
 
-    return _execute(pieces, site, opened, from_previous=from_previous, is_described=is_described)
+    return _execute(
+        components, site, opened, from_previous=from_previous, is_described=is_described
+    )
 
 
 def _is_rank_0(site: Site) -> bool:
     return site.environ.get("RANK", "0") == "0"
 
 
-def _done_before(stored: StoredRun, pieces: Simulation, site: Site) -> Run:
+def _done_before(stored: StoredRun, components: Simulation, site: Site) -> Run:
     """Show the result of a run that was already done when it was resumed, and change nothing.
 
     Raises:
@@ -491,11 +497,11 @@ def _done_before(stored: StoredRun, pieces: Simulation, site: Site) -> Run:
     stored.load()
     site.progress.start(stored.record, stored.path, ("it was done before",))
     site.progress.end(_summary(stored))
-    return Run(stored, pieces.make_model)
+    return Run(stored, components.make_model)
 
 
 def _execute(
-    pieces: Simulation,
+    components: Simulation,
     site: Site,
     opened: Callable[[Database], StoredRun],
     *,
@@ -507,10 +513,10 @@ def _execute(
     ``is_described`` says whether the configuration describes the components. Processes of the
     coordinator's own training then rebuild them from it.
     """
-    num_workers = pieces.config.engine.num_workers
+    num_workers = components.config.engine.num_workers
     assert isinstance(num_workers, int)  # resolved
     part = _Part(
-        pieces,
+        components,
         environ=dict(site.environ),
         clock=site.clock,
         data_dir=site.addresses.data_dir,
@@ -521,16 +527,16 @@ def _execute(
         with ExitStack() as stack:
             stored = opened(site.database())
             stack.enter_context(stored.held())
-            stored.retention = build_component(Retention, pieces.config.store)
+            stored.retention = build_component(Retention, components.config.store)
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
             stored.finish(RunStatus.RUNNING, error="")
             stack.enter_context(outcome_told(stored, site.progress))
             num_finished = 0 if checkpoint is None else checkpoint.round_num
             promised, charging, num_lost = promise(
-                pieces, stored, num_finished=num_finished, clock=site.clock
+                components, stored, num_finished=num_finished, clock=site.clock
             )
-            site.progress.start(stored.record, stored.path, (*pieces.notes, *promised))
+            site.progress.start(stored.record, stored.path, (*components.notes, *promised))
             if charging is not None:
                 stack.enter_context(closing(charging))
 
@@ -548,7 +554,7 @@ def _execute(
                 progress=site.progress.round,
                 charging=charging,
             )
-        return Run(stored, pieces.make_model)
+        return Run(stored, components.make_model)
 
     def body(cluster: Cluster) -> Run | None:
         if cluster.rank == 0:
@@ -566,7 +572,7 @@ def _execute(
 class _Part:
     """The part of a run that each process executes; workers that are not forked are sent it."""
 
-    pieces: Simulation
+    components: Simulation
     _: KW_ONLY
     environ: Mapping[str, str]
     clock: Clock
@@ -600,13 +606,13 @@ class _Part:
 
         On rank 0 ``num_rounds`` returns the current total of rounds, which a user may have raised.
         """
-        pieces, (checkpoint, num_lost) = self.pieces, begin
+        components, (checkpoint, num_lost) = self.components, begin
         plan, params = assemble(
-            skip_lost_turns(pieces, num_lost=num_lost),
+            skip_lost_turns(components, num_lost=num_lost),
             cluster,
-            device=device_of(pieces.config.engine.device, self.environ),
+            device=choose_device(components.config.engine.device, self.environ),
             clock=self.clock,
-            place=Place(
+            host=TrainingHost(
                 kind="simulation",
                 folder=folder,
                 data_dir=self.data_dir,
@@ -617,7 +623,7 @@ class _Part:
         )
         extended = partial(_extended, num_rounds, cluster)
         plan = replace(plan, extended=extended)
-        after_round = AfterRound(cluster, progress, pieces.callbacks, pieces.make_model)
+        after_round = AfterRound(cluster, progress, components.callbacks, components.make_model)
         train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
 
 

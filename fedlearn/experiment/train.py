@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedlearn import assembly
-from fedlearn.assembly import Pieces, server_task
-from fedlearn.assembly.plan import central_evaluator, initial_params
-from fedlearn.assembly.server_jobs import divergence_explained
+from fedlearn.assembly import Components, build_server_task
+from fedlearn.assembly.plan import build_central_evaluator, build_initial_params
+from fedlearn.assembly.server_jobs import explain_divergence
 from fedlearn.config import Config
 from fedlearn.core.cluster import Alone
 from fedlearn.core.distribution import split
@@ -98,15 +98,17 @@ def train_alone(
         ConfigError: The request does not fit the model, the data, or the training in the folder.
         FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
     """
-    pieces = assembly.alone(config, data_dir=site.addresses.data_dir)
-    task = server_task(pieces)
+    components = assembly.build_standalone(config, data_dir=site.addresses.data_dir)
+    task = build_server_task(components)
     if not task.plan.num_steps:
         raise ConfigError(
             "coordinator.training.num_steps is 0: there is nothing to train; give the number of "
             "steps, as with --set coordinator.training.num_steps=1000"
         )
-    task = _with_evaluation(task, pieces, every=request.evaluate_every, patience=request.patience)
-    params = initial_params(pieces, torch.device("cpu"))
+    task = _with_evaluation(
+        task, components, every=request.evaluate_every, patience=request.patience
+    )
+    params = build_initial_params(components, torch.device("cpu"))
     model = params.named() if request.weights is None else _read_weights(request.weights, params)
     start = TrainingState(model=model)
     identity = _identity(config, start)
@@ -129,13 +131,13 @@ def train_alone(
         is_kept=request.folder is not None,
     )
     is_rank = under_torchrun(site.environ) is not None
-    with _held(folder, site.environ, is_kept=job.is_kept), divergence_explained():
+    with _held(folder, site.environ, is_kept=job.is_kept), explain_divergence():
         _require_same_decay(job, task)
         if is_rank:
             state = train_as_rank(job, start=start, report=report)
         else:
             state = train(job, start=start, control=UNATTENDED, report=report)
-    return None if state is None else Trained(state, _measure_of(pieces)(state))
+    return None if state is None else Trained(state, _measure_of(components)(state))
 
 
 def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | None) -> Task:
@@ -147,8 +149,10 @@ def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | Non
         evaluate_every: As in :class:`Request`.
         patience: As in :class:`Request`.
     """
-    pieces = assembly.alone(Config.from_json(config), data_dir=Path(data_dir))
-    return _with_evaluation(server_task(pieces), pieces, every=evaluate_every, patience=patience)
+    components = assembly.build_standalone(Config.from_json(config), data_dir=Path(data_dir))
+    return _with_evaluation(
+        build_server_task(components), components, every=evaluate_every, patience=patience
+    )
 
 
 def _identity(config: Config, start: TrainingState) -> str:
@@ -215,7 +219,9 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
     return given
 
 
-def _with_evaluation(task: Task, pieces: Pieces, *, every: int, patience: int | None) -> Task:
+def _with_evaluation(
+    task: Task, components: Components, *, every: int, patience: int | None
+) -> Task:
     """Add evaluations on the test set to a training task, if requested.
 
     Raises:
@@ -229,36 +235,36 @@ def _with_evaluation(task: Task, pieces: Pieces, *, every: int, patience: int | 
                 "from one to the next, as with --evaluate-every 100"
             )
         return task
-    if pieces.test is None:
+    if components.test is None:
         raise ConfigError(
             f"the model is to be evaluated every {every} steps, but the data have no test set; "
             "name one in the table data, or leave --evaluate-every out"
         )
-    stopping = pieces.early_stopping()
+    stopping = components.early_stopping()
     if split(stopping.metric)[1] is not None:
         raise ConfigError(
             f'early_stopping.metric is "{stopping.metric}", which clients measure, and none is '
             "asked; watch what the test set measures"
         )
-    measure = _measure_of(pieces)
+    measure = _measure_of(components)
     evaluation = Evaluation(measure=measure, every=every, goal=stopping, patience=patience)
     return replace(task, evaluation=evaluation)
 
 
-def _measure_of(pieces: Pieces) -> Callable[[TrainingState], Mapping[str, float]]:
+def _measure_of(components: Components) -> Callable[[TrainingState], Mapping[str, float]]:
     """Return a function that evaluates a model on the CPU; it returns {} without a test set."""
-    if pieces.test is None:
+    if components.test is None:
         return lambda _: {}
-    cpu, batch_size = torch.device("cpu"), pieces.config.evaluation.batch_size
+    cpu, batch_size = torch.device("cpu"), components.config.evaluation.batch_size
     model = ResidentModel(
-        pieces.make_model,
-        pieces.objective,
+        components.make_model,
+        components.objective,
         device=cpu,
         precision=Precision.FLOAT32,
-        metrics=pieces.metrics,
+        metrics=components.metrics,
     )
-    evaluator = central_evaluator(pieces.test, model, Alone(), batch_size=batch_size)
-    params = initial_params(pieces, cpu)
+    evaluator = build_central_evaluator(components.test, model, Alone(), batch_size=batch_size)
+    params = build_initial_params(components, cpu)
     return lambda state: evaluator.evaluate(with_state(params, state), round_num=0)
 
 

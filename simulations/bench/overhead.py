@@ -25,7 +25,7 @@ import fedlearn as fl
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.recipes import Algorithm
-from fedlearn.assembly import Experiment, Simulation, build_simulation
+from fedlearn.assembly import Experiment, Simulation, build_experiment
 from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.assembly.user_code import AfterRound
@@ -114,7 +114,7 @@ DEVICES: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def pieces(num_rounds: int, devices: str) -> Simulation:
+def components(num_rounds: int, devices: str) -> Simulation:
     """Build a simulation of the small MLP on 1,000 clients with 50 examples each."""
     make_model, shape = MODELS["mlp"]
     settings = {
@@ -131,7 +131,7 @@ def pieces(num_rounds: int, devices: str) -> Simulation:
         algorithm=fl.FedAvg(LOCAL),
     )
     config = config_around(settings, source="the benchmark")
-    return build_simulation(config, experiment, data_dir=Path())
+    return build_experiment(config, experiment, data_dir=Path())
 
 
 def measure(num_rounds: int, devices: str) -> Iterator[Row]:
@@ -140,7 +140,7 @@ def measure(num_rounds: int, devices: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, one_thread():
         runs_dir = Path(folder)
         resolved = resolve(
-            pieces(num_rounds, devices),
+            components(num_rounds, devices),
             clock=clock,
             environ=os.environ,
             cache_dir=runs_dir / "cache",

@@ -18,7 +18,7 @@ POPULATION, COHORT = 24, 8
 def simulated(
     make_model: Callable[[], nn.Module],
     algorithm: fl.Strategy,
-    **settings: Any,  # Any: keys and pieces
+    **settings: Any,  # Any: keys and objects
 ) -> fl.Run:
     """Run a round with 8 of 24 clients, each with twenty examples of 400 numbers."""
     rng = np.random.default_rng(0)

@@ -43,7 +43,7 @@ def banded(
     algorithm: fl.Strategy = STILL,
     *,
     privacy: Mapping[str, object] | None = None,
-    **settings: Any,  # Any: keys and pieces
+    **settings: Any,  # Any: keys and objects
 ) -> fl.Run:
     """Run rounds in which users take turns."""
     return run(algorithm, cohort=TURNS, privacy={**BANDED, **(privacy or {})}, **settings)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import fedlearn.client
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import load
 from fedlearn.core.clock import VirtualClock
@@ -76,29 +76,29 @@ class App:
     def accuracies(self, num_rounds: int) -> list[float]:
         """Return the accuracy on all clients' test examples, at first and after each round."""
         channel = self.channel()
-        pieces = deployment(
+        components = build_deployment(
             load(CLIENTS / self.name / "coordinator.toml", overrides=()), data_dir=DATA_DIR
         )
         collector = PlainCollector(
             channel=channel,
-            policy=pieces.policy,
+            policy=components.policy,
             slab_bytes=0,
         )
         plan = RoundPlan(
             draw=SampledOpening(
-                sampler=pieces.sampler, available=channel.available, seed=pieces.seed
+                sampler=components.sampler, available=channel.available, seed=components.seed
             ).draw_cohort,
-            policy=pieces.policy,
+            policy=components.policy,
             collector=collector,
-            strategy=pieces.algorithm,
-            seed=pieces.seed,
+            strategy=components.algorithm,
+            seed=components.seed,
         )
         torch.manual_seed(0)
-        state = plan.init(Params.of(pieces.make_model()))
+        state = plan.init(Params.of(components.make_model()))
         found = [accuracy(channel, state.params)]
         for _ in range(num_rounds):
             state, collected, _ = run_round(state, plan, attempt=0)
-            assert collected.count(Status.REPORTED) == pieces.policy.num_wanted
+            assert collected.count(Status.REPORTED) == components.policy.num_wanted
             found.append(accuracy(channel, state.params))
         return found
 
@@ -255,8 +255,10 @@ def test_a_coordinator_and_clients_with_tables_fit_a_linear_model(
 
 
 def _weights(name: str) -> Mapping[str, torch.Tensor]:
-    pieces = deployment(load(CLIENTS / name / "coordinator.toml", overrides=()), data_dir=DATA_DIR)
-    model: nn.Module = pieces.make_model()
+    components = build_deployment(
+        load(CLIENTS / name / "coordinator.toml", overrides=()), data_dir=DATA_DIR
+    )
+    model: nn.Module = components.make_model()
     return Params.of(model).named()
 
 

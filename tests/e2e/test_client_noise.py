@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.cohorts import FixedCohorts
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.cli.app import main
 from fedlearn.config import load
 from fedlearn.errors import ConfigError, RoundError
@@ -41,7 +41,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(400, 50), nn.BatchNorm1d(50, momentum=0.0), nn.Linear(50, 2))
 
 
-def run(algorithm: fl.Strategy = STILL, **settings: Any) -> fl.Run:  # Any: keys and pieces
+def run(algorithm: fl.Strategy = STILL, **settings: Any) -> fl.Run:  # Any: keys and objects
     """Run a round among 8 of 24 clients."""
     privacy = {**PRIVACY, **settings.pop("privacy", {})}
     return simulated(make_model, algorithm, privacy=privacy, **settings)
@@ -186,8 +186,8 @@ def test_a_deployment_promises_no_more_than_it_can_keep(
         "privacy.num_users=10",
     ]
     with pytest.raises(ConfigError, match=reason):
-        deployment(load(None, overrides=[*given, *overrides]), data_dir=Path())
-    built = deployment(load(None, overrides=given), data_dir=Path())
+        build_deployment(load(None, overrides=[*given, *overrides]), data_dir=Path())
+    built = build_deployment(load(None, overrides=given), data_dir=Path())
     assert built.privacy is not None
     assert built.privacy.cohorts == FixedCohorts(10, 10)
 

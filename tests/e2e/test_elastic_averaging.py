@@ -24,7 +24,7 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run(algorithm: fl.Strategy = ALGORITHM, **settings: Any) -> fl.Run:  # Any: keys and pieces
+def run(algorithm: fl.Strategy = ALGORITHM, **settings: Any) -> fl.Run:  # Any: keys and objects
     """Run four rounds of all clients, unless ``settings`` say otherwise."""
     everything: dict[str, Any] = {
         "num_rounds": 4,

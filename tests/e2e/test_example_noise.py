@@ -9,7 +9,7 @@ from torch import nn
 
 import fedlearn as fl
 from fedlearn.algorithms.noised_gradients import NoisedGradients
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.cli.app import main
 from fedlearn.config import load
 from fedlearn.errors import ConfigError, EngineError
@@ -40,7 +40,7 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(400, 50), nn.BatchNorm1d(50), nn.Linear(50, 2))
 
 
-def run(algorithm: fl.Strategy = PLAIN, **settings: Any) -> fl.Run:  # Any: keys and pieces
+def run(algorithm: fl.Strategy = PLAIN, **settings: Any) -> fl.Run:  # Any: keys and objects
     """Run a round with 8 of 24 clients."""
     privacy = {**PRIVACY, **settings.pop("privacy", {})}
     return simulated(settings.pop("model", make_model), algorithm, privacy=privacy, **settings)
@@ -141,7 +141,7 @@ def test_a_deployment_counts_each_client_as_asked_unless_coins_decide() -> None:
     ]
     for sampling, expected in (("uniform", 10), ("poisson", 3)):
         overrides = [*given, f"cohort.sampling={sampling}"]
-        built = deployment(load(None, overrides=overrides), data_dir=Path())
+        built = build_deployment(load(None, overrides=overrides), data_dir=Path())
         assert built.privacy is not None
         assert built.privacy.event.cohorts == ExampleCohorts(10, expected)
         assert built.privacy.event.noise_multiplier == 0.5

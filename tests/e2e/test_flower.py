@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedlearn import assembly
-from fedlearn.assembly.reach import Reach
-from fedlearn.assembly.server_jobs import Place
+from fedlearn.assembly.client_link import ClientLink
+from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.client.flower import Node
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
@@ -246,7 +246,7 @@ def replayed(
     """Run the same rounds in memory, with replies in the recorded order; return the model."""
     folder = APP / "federation"
     config = load_configuration(run_config, folder)
-    pieces = assembly.deployment(config, data_dir=folder)
+    components = assembly.build_deployment(config, data_dir=folder)
     arrival_s = {
         (record.round_num, participation.client_id): participation.duration_s
         if participation.status is Status.REPORTED
@@ -268,14 +268,16 @@ def replayed(
         for node in nodes
     }
     channel = MemoryChannel(handlers, latency, VirtualClock())
-    opening = SampledOpening(sampler=pieces.sampler, available=channel.available, seed=pieces.seed)
+    opening = SampledOpening(
+        sampler=components.sampler, available=channel.available, seed=components.seed
+    )
     state = run_rounds(
-        Reach(channel=channel),
-        pieces,
+        ClientLink(channel=channel),
+        components,
         RunStorage(store=Forgetful()),
-        draw=opening.draw_cohort if pieces.asynchrony is None else opening.draw,
+        draw=opening.draw_cohort if components.asynchrony is None else opening.draw,
         clock=VirtualClock(),
-        place=Place(
+        host=TrainingHost(
             kind="deployment",
             folder=folder / "no training keeps checkpoints",
             data_dir=folder,
@@ -371,10 +373,10 @@ def assert_equals_plain(stored: StoredRun) -> None:
     config: dict[str, Scalar] = {"config": "run.toml", "num-rounds": NUM_SECURE_ROUNDS}
     expected = replayed(stored.rounds(), config | {"overrides": PLAIN}, num_nodes=NUM_SECURE_NODES)
     folder = APP / "federation"
-    pieces = assembly.deployment(
+    components = assembly.build_deployment(
         load_configuration(config | {"overrides": SECURE}, folder), data_dir=folder
     )
-    plan, layout = pieces.secure, Params.of(pieces.make_model()).layout
+    plan, layout = components.secure, Params.of(components.make_model()).layout
     assert plan is not None
     total = plan.lanes(layout)[0].largest_error(NUM_SECURE_NODES)
     fewest = 3 * 300  # fewest clients in a sum, times examples of each

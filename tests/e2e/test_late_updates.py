@@ -31,7 +31,7 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run(algorithm: fl.Strategy | None = None, **settings: Any) -> fl.Run:  # Any: keys and pieces
+def run(algorithm: fl.Strategy | None = None, **settings: Any) -> fl.Run:  # Any: keys and objects
     return fl.simulate(make_model, data(), algorithm or fl.FedAvg(LOCAL), **SETTINGS | settings)
 
 

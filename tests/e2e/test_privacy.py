@@ -97,7 +97,7 @@ def run(
     *,
     privacy: Mapping[str, object] = {},
     told: Told | None = None,
-    **settings: Any,  # Any: keys and pieces
+    **settings: Any,  # Any: keys and objects
 ) -> fl.Run:
     """Run two rounds with a quarter of the clients on average."""
     everything: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.sampling import whose_turn
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
@@ -174,8 +174,8 @@ def test_clients_add_the_noise_themselves(site: Site) -> None:
         spent = ledger.spent()
     assert spent == {Event(FixedCohorts(10, 10), 1.0): 2}
     torch.manual_seed(Seed(site.config.seed).derive("model").value)
-    pieces = deployment(site.config, data_dir=Path("nowhere"))
-    before = pieces.make_model().state_dict()
+    components = build_deployment(site.config, data_dir=Path("nowhere"))
+    before = components.make_model().state_dict()
     noise = torch.cat([(after[name] - before[name]).flatten() for name in after]).double()
     # Each of 3 clients adds half of the variance, since one may reveal its share; in 2 rounds.
     sigma = 0.5 / 3 * (3 / 2 * 2) ** 0.5

@@ -68,7 +68,7 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run(progress: Quiet | None = None, **settings: Any) -> fl.Run:  # Any: keys and pieces
+def run(progress: Quiet | None = None, **settings: Any) -> fl.Run:  # Any: keys and objects
     """Run eight rounds with a checkpoint after each."""
     everything: dict[str, Any] = {
         "make_model": make_model,

@@ -14,8 +14,8 @@ from torch import nn
 
 import fedlearn as fl
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.assembly import Experiment, Simulation, build_simulation, server_task
-from fedlearn.assembly.plan import initial_params
+from fedlearn.assembly import Experiment, Simulation, build_experiment, build_server_task
+from fedlearn.assembly.plan import build_initial_params
 from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -76,7 +76,7 @@ def run(
     training: dict[str, Any],  # Any: values of a table
     *,
     told: Told | None = None,
-    **settings: Any,  # Any: keys and pieces
+    **settings: Any,  # Any: keys and objects
 ) -> fl.Run:
     """Run four rounds with all clients that are not set aside."""
     everything: dict[str, Any] = {
@@ -123,13 +123,15 @@ def pieces_of(training: dict[str, Any]) -> Simulation:  # Any: values of a table
         algorithm=fl.FedAvg(WHOLE),
     )
     config = from_mapping(values, source="the test")
-    return build_simulation(config, experiment, data_dir=Path())
+    return build_experiment(config, experiment, data_dir=Path())
 
 
-def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[str, torch.Tensor]]:
+def by_hand(
+    components: Simulation, *, every: int, round_steps: int
+) -> list[dict[str, torch.Tensor]]:
     """Train like a script: full gradient steps as rounds, and torch's AdamW in between."""
-    task, model, models, taken = server_task(pieces), make_model(), [], 0
-    initial_params(pieces, torch.device("cpu")).load_into(model)
+    task, model, models, taken = build_server_task(components), make_model(), [], 0
+    build_initial_params(components, torch.device("cpu")).load_into(model)
     adam, rate = task.plan.optimizer, task.plan.optimizer.learning_rate
     assert isinstance(adam, AdamKin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=adam.weight_decay)
@@ -145,7 +147,7 @@ def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[st
             taken += 1
 
     train(task.plan.num_steps)
-    examples = PooledExamples(pieces.population, torch.device("cpu"))
+    examples = PooledExamples(components.population, torch.device("cpu"))
     features, labels = examples.batch(np.arange(len(examples)), key=0)
     assert isinstance(features, torch.Tensor)
     for number in range(1, 5):
@@ -168,9 +170,9 @@ def test_each_model_is_that_of_a_script(num_steps: int, every: int) -> None:
     """AdamW's moments and the order of examples continue from one training to the next."""
     between = {"every_rounds": every, "round_steps": 3} if every else {}
     training = {"num_steps": num_steps, "learning_rate": 0.02, **between}
-    models, pieces = Models(), pieces_of(training)
+    models, components = Models(), pieces_of(training)
     finished = run(fl.FedAvg(WHOLE), training, callbacks=[models])
-    expected = by_hand(pieces, every=every, round_steps=3)
+    expected = by_hand(components, every=every, round_steps=3)
     assert len(models.found) == len(expected) == 4
     for ours, theirs in zip(models.found, expected, strict=True):
         for name, value in theirs.items():

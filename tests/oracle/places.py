@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.collecting import Collector
 from fedlearn.assembly import simulated_plan
-from fedlearn.assembly.reach import Identities, Reach, over_channel
+from fedlearn.assembly.client_link import ClientLink, Identities, build_collector
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.flower import client_app
 from fedlearn.client.home import Home
@@ -253,5 +253,5 @@ def _sessions(
     """Return the channel, and what collects over it."""
     keeping = KeepingChannel(channel, states)
     kept = SessionsKept(cast("MemoryChannel", keeping))  # of which it reads the states alone
-    inner = over_channel(simulation, Reach(channel=channel, identities=identities))
+    inner = build_collector(simulation, ClientLink(channel=channel, identities=identities))
     return keeping, SessionCollector(inner=inner, sessions=kept, bounded=None)

@@ -20,7 +20,7 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.assembly import deployment, simulation
+from fedlearn.assembly import build_deployment, build_simulation
 from fedlearn.client.flower import client_app
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
@@ -209,11 +209,13 @@ def test_a_simulation_tells_trainers_of_the_users_own(
 def test_a_configuration_tells_them_simulated_and_deployed(tmp_path: Path) -> None:
     """One table of one file works for both; a deployment's clients bring their trainers."""
     client = {"optimizer": "own", "extra": EXTRA}
-    deployed = deployment(from_mapping({"client": client}, source="a test"), data_dir=tmp_path)
+    deployed = build_deployment(
+        from_mapping({"client": client}, source="a test"), data_dir=tmp_path
+    )
     own = {"client": client | {"trainer": f"{__file__}:shifting"}}
-    simulated = simulation(from_mapping(own, source="a test"), data_dir=tmp_path)
-    for pieces in (deployed, simulated):
-        _, extra = split_settings(settings_of(pieces.algorithm.local))
+    simulated = build_simulation(from_mapping(own, source="a test"), data_dir=tmp_path)
+    for components in (deployed, simulated):
+        _, extra = split_settings(settings_of(components.algorithm.local))
         assert extra == EXTRA
 
 

@@ -52,8 +52,8 @@ MIDDLE = 2.5
 def trained(*overrides: str, num_rounds: int = NUM_ROUNDS) -> tuple[Tensor, float]:
     """Return the model after ``num_rounds``, and the largest error of one round's mean."""
     config = load(None, overrides=[*EVERYONE, *overrides])
-    pieces = assembly.simulation(config, data_dir=Path())
-    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+    components = assembly.build_simulation(config, data_dir=Path())
+    resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
     cpu = torch.device("cpu")
     plan, params = assemble(resolved, Alone(), device=cpu, clock=SystemClock())
     state, error = plan.round.init(params), 0.0
@@ -132,8 +132,8 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
         devices=Unreliable(),
     )
     config = config_around(settings, source="here")
-    pieces = assembly.build_simulation(config, experiment, data_dir=Path())
-    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+    components = assembly.build_experiment(config, experiment, data_dir=Path())
+    resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
     cpu = torch.device("cpu")
     plan, params = assemble(resolved, Alone(), device=cpu, clock=SystemClock())
     state = plan.round.init(params)
@@ -185,8 +185,8 @@ def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None
     for variant in variants:
         overrides = [ON, *variant, *PRECISE, *EVERYONE_BUT_CLIP, tight]
         config = load(None, overrides=overrides)
-        pieces = assembly.simulation(config, data_dir=Path())
-        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+        components = assembly.build_simulation(config, data_dir=Path())
+        resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         before = plan.round.init(params)
         after = run_round(before, plan.round, attempt=0).state
@@ -203,8 +203,8 @@ def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> Non
     for variant in ([MEMORY], [MODULAR, "engine.executor=sequential"]):
         weighting = f"algorithm.weight_by_examples={by_examples}"
         config = load(None, overrides=[ON, *variant, *PRECISE, *EVERYONE, weighting])
-        pieces = assembly.simulation(config, data_dir=Path())
-        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+        components = assembly.build_simulation(config, data_dir=Path())
+        resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         rows = run_round(plan.round.init(params), plan.round, attempt=0).collected.participations
         found.append(rows)
@@ -218,8 +218,8 @@ def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> Non
 def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
     """They are failures, as if the session had been aborted; control: enough of them count."""
     config = load(None, overrides=[ON, MODULAR, *EVERYONE])
-    pieces = assembly.simulation(config, data_dir=Path())
-    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+    components = assembly.build_simulation(config, data_dir=Path())
+    resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
     assert resolved.secure is not None
     layout = Layout.of(resolved.make_model())
     summing = ModularSum(plan=resolved.secure, layout=layout, seed=Seed(0))
@@ -247,7 +247,7 @@ def test_a_clip_that_deployed_clients_refuse_is_refused() -> None:
         config = load(None, overrides=[ON, MODULAR, f"secure_aggregation.clip_norm={clip}"])
         context = pytest.raises(ConfigError, match="max_clip") if is_refused else nullcontext()
         with context:
-            assembly.simulation(config, data_dir=Path())
+            assembly.build_simulation(config, data_dir=Path())
 
 
 @pytest.mark.slow
@@ -261,8 +261,8 @@ def test_both_ways_to_simulate_count_the_same_updates_as_clipped(
     for variant in ([MEMORY], [MODULAR, "engine.executor=sequential"]):
         clip = f"secure_aggregation.clip_norm={clip_norm}"
         config = load(None, overrides=[ON, *variant, *PRECISE, *EVERYONE[:2], clip])
-        pieces = assembly.simulation(config, data_dir=Path())
-        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+        components = assembly.build_simulation(config, data_dir=Path())
+        resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         collected = run_round(plan.round.init(params), plan.round, attempt=0).collected
         assert collected.aggregate is not None
@@ -274,9 +274,9 @@ def test_both_ways_to_simulate_count_the_same_updates_as_clipped(
 def test_the_engine_without_a_choice_is_refused_with_the_remedy() -> None:
     """The choice must be explicit; control: with it, the same configuration is accepted."""
     with pytest.raises(ConfigError, match='simulate_as to "modular_sum"'):
-        assembly.simulation(load(None, overrides=[ON]), data_dir=Path())
-    pieces = assembly.simulation(load(None, overrides=[ON, MODULAR]), data_dir=Path())
-    assert pieces.secure is not None
+        assembly.build_simulation(load(None, overrides=[ON]), data_dir=Path())
+    components = assembly.build_simulation(load(None, overrides=[ON, MODULAR]), data_dir=Path())
+    assert components.secure is not None
 
 
 class Weighs(WeightedMean):
@@ -345,13 +345,13 @@ def test_a_rule_of_ones_own_is_refused_when_the_run_is_built(
 ) -> None:
     """Its methods would not be called, whether it belongs to the strategy or to a wrapped one."""
     config = load(None, overrides=[ON, *where])
-    pieces = assembly.simulation(config, data_dir=Path())
-    assert pieces.secure is not None, "the control"
-    plain = FedAvg(pieces.algorithm.local)
+    components = assembly.build_simulation(config, data_dir=Path())
+    assert components.secure is not None, "the control"
+    plain = FedAvg(components.algorithm.local)
     own = replace(plain, aggregation=rule)
     for strategy in (own, Bounded(own, UpdateBounds(max_norm=1.0, max_examples=10))):
         with pytest.raises(ConfigError, match=f"{type(rule).__name__} is not WeightedMean itself"):
-            _ = replace(pieces, algorithm=strategy).secure
+            _ = replace(components, algorithm=strategy).secure
 
 
 @dataclass(frozen=True)
@@ -378,16 +378,16 @@ class Turns(StrategyWrapper):
 def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> None:
     """The run must not continue with the first rule."""
     config = load(None, overrides=[ON, *where, *EVERYONE])
-    pieces = assembly.simulation(config, data_dir=Path())
-    plain = FedAvg(pieces.algorithm.local)
-    unweighted = FedAvg(pieces.algorithm.local, weight_by_examples=False)
+    components = assembly.build_simulation(config, data_dir=Path())
+    plain = FedAvg(components.algorithm.local)
+    unweighted = FedAvg(components.algorithm.local, weight_by_examples=False)
     for later in (
         replace(plain, aggregation=Ends(by_examples=True)),
         unweighted,
         FedMedian(plain.local),
     ):
-        pieces = replace(pieces, algorithm=Turns(plain, later))
-        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+        components = replace(components, algorithm=Turns(plain, later))
+        resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         state = run_round(plan.round.init(params), plan.round, attempt=0).state
         with pytest.raises(RoundError, match="secure aggregation"):
@@ -397,9 +397,9 @@ def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> 
 def test_a_rule_that_must_see_each_update_is_refused() -> None:
     """Only a weighted mean can be computed from the sum."""
     config = load(None, overrides=[ON, MODULAR])
-    pieces = assembly.simulation(config, data_dir=Path())
-    local = pieces.algorithm.local
+    components = assembly.build_simulation(config, data_dir=Path())
+    local = components.algorithm.local
     with pytest.raises(ConfigError, match="must see each update"):
-        assembly.secure_plan(config, pieces.policy, FedMedian(local))
-    off = replace(pieces, config=load(None, overrides=[]))
-    assert assembly.secure_plan(off.config, off.policy, FedMedian(local)) is None
+        assembly.build_secure_plan(config, components.policy, FedMedian(local))
+    off = replace(components, config=load(None, overrides=[]))
+    assert assembly.build_secure_plan(off.config, off.policy, FedMedian(local)) is None

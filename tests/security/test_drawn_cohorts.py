@@ -180,9 +180,9 @@ def test_a_deployment_asks_whom_its_roster_draws_and_its_clients_agree(tmp_path:
     path = tmp_path / "all.roster"
     signer, coordinator_key = keys.create_signer()
     given = roster_at(path, coordinator_key=coordinator_key)
-    pieces = deployed(path)
-    assert pieces.draw is not None
-    there = [list_available(pieces, Hall(), round_num) for round_num in range(40)]
+    components = deployed(path)
+    assert components.draw is not None
+    there = [list_available(components, Hall(), round_num) for round_num in range(40)]
     assert 9 < np.mean([len(each) for each in there]) < 15, "twelve of forty"
     assert len({tuple(each) for each in there}) == len(there)
     plan = SecurePlan(
@@ -238,7 +238,7 @@ def deployed(path: Path, *more: str) -> assembly.Deployment:
         "stragglers.over_selection=1",
         *more,
     ]
-    return assembly.deployment(load(None, overrides=overrides), data_dir=path.parent)
+    return assembly.build_deployment(load(None, overrides=overrides), data_dir=path.parent)
 
 
 def test_without_a_roster_nobody_is_drawn_and_a_missing_one_is_named(tmp_path: Path) -> None:

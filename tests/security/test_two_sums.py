@@ -49,8 +49,8 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
             "client.batch_size=all",  # so that the update is the same in every round
         ],
     )
-    pieces = assembly.simulation(config, data_dir=Path())
-    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+    components = assembly.build_simulation(config, data_dir=Path())
+    resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
     plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
     state = plan.round.init(params)
     request = RoundRequest(

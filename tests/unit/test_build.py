@@ -37,8 +37,8 @@ from fedlearn.algorithms.sampling import (
     Users,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.assembly import Experiment, Simulation, build_simulation, simulation
-from fedlearn.assembly.private import with_privacy
+from fedlearn.assembly import Experiment, Simulation, build_experiment, build_simulation
+from fedlearn.assembly.private import add_privacy
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
 from fedlearn.config.data import DATA, PARTITIONS
@@ -222,7 +222,7 @@ def _traces(path: Path) -> Path:
 
 def _built(settings: Mapping[str, object], *, data_dir: Path = Path("nowhere")) -> Simulation:
     config = from_mapping(settings, source="a test")
-    return simulation(config, data_dir=data_dir)
+    return build_simulation(config, data_dir=data_dir)
 
 
 def _npz_data(path: Path, **changes: object) -> dict[str, object]:
@@ -929,10 +929,10 @@ def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
     uniform = _built({"privacy": privacy, "cohort": {"sampling": "uniform"}})
     algorithm = _built({"algorithm": {"weight_by_examples": False}}).algorithm
     plain = replace(uniform, privacy=None, sampler=UniformSampler(), algorithm=algorithm)
-    assert with_privacy(plain, 100).privacy is not None
+    assert add_privacy(plain, 100).privacy is not None
     with pytest.raises(ConfigError, match="cohorts of FirstClients cost is not known"):
-        with_privacy(replace(plain, sampler=FirstClients()), 100)
-    known = with_privacy(replace(plain, sampler=KnownFirstClients()), 100).privacy
+        add_privacy(replace(plain, sampler=FirstClients()), 100)
+    known = add_privacy(replace(plain, sampler=KnownFirstClients()), 100).privacy
     assert known is not None
     assert known.cohorts == FixedCohorts(100, 100)
 
@@ -963,7 +963,7 @@ def test_an_objective_that_declares_nothing_is_refused() -> None:
         algorithm=given.algorithm,
     )
     with pytest.raises(ConfigError, match="Bare does not declare `per_example`"):
-        build_simulation(given.config, experiment, data_dir=Path("nowhere"))
+        build_experiment(given.config, experiment, data_dir=Path("nowhere"))
 
 
 def test_pieces_made_in_python_are_taken_as_they_are() -> None:
@@ -981,7 +981,7 @@ def test_pieces_made_in_python_are_taken_as_they_are() -> None:
     )
 
     def built(config: Config) -> Simulation:
-        return build_simulation(config, experiment, data_dir=Path("nowhere"))
+        return build_experiment(config, experiment, data_dir=Path("nowhere"))
 
     assert built(config).make_model.make_model is network
     assert built(config).policy.num_wanted == 5

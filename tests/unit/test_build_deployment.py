@@ -1,4 +1,4 @@
-"""From a configuration to the pieces of a deployed run, and what is refused."""
+"""From a configuration to the components of a deployed run, and what is refused."""
 
 import math
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fedlearn.assembly import Deployment, deployment, simulation
+from fedlearn.assembly import Deployment, build_deployment, build_simulation
 from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
@@ -24,7 +24,7 @@ def network():
 
 
 def built(values: dict[str, object]) -> Deployment:
-    return deployment(from_mapping(values, source="test"), data_dir=Path("nowhere"))
+    return build_deployment(from_mapping(values, source="test"), data_dir=Path("nowhere"))
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def without_data(tmp_path: Path) -> dict[str, object]:
 def test_a_deployment_and_its_simulation_have_the_same_pieces() -> None:
     """One file describes both."""
     config = from_mapping({"seed": 3}, source="test")
-    deployed = deployment(config, data_dir=Path("nowhere"))
-    simulated = simulation(config, data_dir=Path("nowhere"))
+    deployed = build_deployment(config, data_dir=Path("nowhere"))
+    simulated = build_simulation(config, data_dir=Path("nowhere"))
     assert deployed.algorithm == simulated.algorithm
     assert deployed.policy == simulated.policy
     assert deployed.sampler == simulated.sampler
@@ -52,10 +52,10 @@ def test_a_deployment_and_its_simulation_have_the_same_pieces() -> None:
 
 def test_without_data_the_clients_measure_the_model(without_data: dict[str, object]) -> None:
     """And their mean decides which model is the best."""
-    pieces = built(without_data)
-    assert pieces.test is None
-    assert isinstance(pieces.make_model(), nn.Linear)
-    assert pieces.early_stopping().metric == "clients/accuracy_mean"
+    components = built(without_data)
+    assert components.test is None
+    assert isinstance(components.make_model(), nn.Linear)
+    assert components.early_stopping().metric == "clients/accuracy_mean"
     assert built({}).early_stopping().metric == "accuracy"
 
 
@@ -77,9 +77,11 @@ def test_real_clients_have_ten_minutes_unless_it_is_written(
     without_data: dict[str, object],
 ) -> None:
     """Not the main job's ten seconds; a deadline that is written stays, "none" as well."""
-    pieces = built(without_data)
-    assert (pieces.policy.deadline_s, pieces.policy.num_asked) == (600.0, 10)
-    assert pieces.config.stragglers.deadline_s == pieces.policy.deadline_s  # as it is recorded
+    components = built(without_data)
+    assert (components.policy.deadline_s, components.policy.num_asked) == (600.0, 10)
+    assert (
+        components.config.stragglers.deadline_s == components.policy.deadline_s
+    )  # as it is recorded
     written = built(without_data | {"stragglers": {"deadline_s": "none"}})
     assert written.policy.deadline_s == math.inf
 
@@ -88,7 +90,7 @@ def test_what_has_no_data_cannot_be_simulated(without_data: dict[str, object]) -
     """It is said which key to change."""
     config = from_mapping(without_data, source="test")
     with pytest.raises(ConfigError, match=r'data\.source is "none".*data\.source=digits'):
-        simulation(config, data_dir=Path("nowhere"))
+        build_simulation(config, data_dir=Path("nowhere"))
 
 
 def test_pooled_training_is_not_deployed() -> None:
@@ -106,9 +108,9 @@ def test_a_loss_that_the_test_set_has_no_meaning_for_is_refused() -> None:
 def test_the_eligibility_table_becomes_requirements() -> None:
     """Key by key."""
     eligibility = {"tags": ["a=b"], "min_examples": 5, "devices": ["cuda"], "idle": True}
-    pieces = built({"coordinator": {"eligibility": eligibility}})
+    components = built({"coordinator": {"eligibility": eligibility}})
     expected = Requirements(tags=("a=b",), min_examples=5, devices=("cuda",), idle=True)
-    assert pieces.requirements == expected
+    assert components.requirements == expected
 
 
 def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str, object]) -> None:
@@ -122,20 +124,20 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
         "num_users": 50,
     }
     values = without_data | {"privacy": privacy, "cohort": {"num_wanted": 15}}
-    pieces = built(values)
-    assert isinstance(pieces.privacy, BandedPlan)
-    assert (pieces.privacy.cohorts.num_groups, pieces.privacy.cohorts.largest) == (3, 50)
-    assert (pieces.policy.num_wanted, pieces.policy.min_reports) == (50, 0)
-    assert (pieces.num_needed, pieces.privacy.num_wanted) == (16, 17)
-    plan = pieces.privacy
-    assert pieces.sampler == plan.sampler == skip_lost_turns(pieces, num_lost=0).sampler
+    components = built(values)
+    assert isinstance(components.privacy, BandedPlan)
+    assert (components.privacy.cohorts.num_groups, components.privacy.cohorts.largest) == (3, 50)
+    assert (components.policy.num_wanted, components.policy.min_reports) == (50, 0)
+    assert (components.num_needed, components.privacy.num_wanted) == (16, 17)
+    plan = components.privacy
+    assert components.sampler == plan.sampler == skip_lost_turns(components, num_lost=0).sampler
     later, available = (
-        skip_lost_turns(pieces, num_lost=2),
+        skip_lost_turns(components, num_lost=2),
         [ClientId(each) for each in range(0, 100, 2)],
     )
     cohorts = [
-        sampler.sample(available, num_asked=50, round_num=turn, attempt=0, seed=pieces.seed)
-        for sampler, turn in [(pieces.sampler, 7), (later.sampler, 5), (later.sampler, 7)]
+        sampler.sample(available, num_asked=50, round_num=turn, attempt=0, seed=components.seed)
+        for sampler, turn in [(components.sampler, 7), (later.sampler, 5), (later.sampler, 7)]
     ]
     assert cohorts[0] == cohorts[1] != cohorts[2]
     sampled = values | {"cohort": {"num_wanted": 15, "sampling": "uniform"}}
@@ -152,6 +154,6 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
 def test_a_measure_does_not_pass_for_what_metrics_tell_of_a_coordinator(name: str) -> None:
     """In /metrics both would be one series. The control: a name that is nobody's."""
     table = {"direction": "max"}
-    with pytest.raises(ConfigError, match=f"fedlearn_{name} of /metrics tells something else"):
+    with pytest.raises(ConfigError, match=f"fedlearn_{name} already has another meaning"):
         built({"metrics": {name: table}})
     assert f"{name}_of_mine" in built({"metrics": {f"{name}_of_mine": table}}).directions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.cli.app import main
 from fedlearn.client.home import Home
 from fedlearn.config import ClientConfig, load, load_client
@@ -168,8 +168,8 @@ def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
     config = load(Path("coordinator.toml"), overrides=())
     places = Places.of(config, environ={})
     with places.database() as database:
-        pieces = deployment(config, data_dir=Path())
-        ensure_deployed(database, pieces, name="federation", clock=SystemClock())
+        components = build_deployment(config, data_dir=Path())
+        ensure_deployed(database, components, name="federation", clock=SystemClock())
         database.run("federation").finish(RunStatus.DONE, error="")
     addresses = {"address": gateway, "http_address": http}
     return tuple(

@@ -1,4 +1,4 @@
-"""Tables whose keys are the parameters of a piece or a recipe."""
+"""Tables whose keys are the parameters of a component or a recipe."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -60,7 +60,7 @@ MOTIONS: OneOf[Motion] = kinds(
 
 
 def test_a_table_has_the_names_types_ranges_defaults_and_meanings_of_its_piece() -> None:
-    """A default of the configuration takes precedence over the piece's."""
+    """A default of the configuration takes precedence over the component's."""
     step = MOTIONS.members[0]
     described = {name: info.description for name, info in step.model_fields.items()}
     assert described == {
@@ -106,7 +106,7 @@ def test_a_value_that_the_piece_does_not_admit_is_no_value_of_the_table(
 
 
 def test_a_table_takes_from_several_pieces_what_it_does_not_have_itself() -> None:
-    """Each piece is built from its own keys."""
+    """Each component is built from its own keys."""
 
     @with_keys_of(Step, stand, rate=0.25, num_legs=4)
     class Both(Section):
@@ -120,7 +120,7 @@ def test_a_table_takes_from_several_pieces_what_it_does_not_have_itself() -> Non
 
 
 def test_what_a_piece_refuses_is_a_problem_of_the_key_that_it_names() -> None:
-    """Text and remedy are the piece's. The control: a valid piece has no problem."""
+    """Text and remedy are the component's. The control: a valid component has no problem."""
     wrong = MOTIONS.of("step", decay=0.75)
     assert list(find_problem(wrong.build)) == [
         Problem(("decay",), "is 0.75, above rate (0.5); lower it")

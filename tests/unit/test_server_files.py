@@ -21,7 +21,7 @@ import yaml
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.cli.app import app
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import Config, load, resolve_addresses
@@ -127,7 +127,7 @@ def test_a_broken_configuration_does_not_load(
 def mismatch(config: Config, trainer: Path, data_dir: Path) -> str:
     """Return why the coordinator's model is not the trainer's; empty where they are the same."""
     name = f"{trainer}:make_trainer"
-    ours = Params.of(deployment(config, data_dir=data_dir).make_model())
+    ours = Params.of(build_deployment(config, data_dir=data_dir).make_model())
     try:
         make_trainer(name).evaluate(ours.named(), control=UNATTENDED)
     except (KeyError, ValueError, RuntimeError, FedlearnError) as error:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from parts.rounds import Stopwatch
 
 import fedlearn as fl
-from fedlearn.assembly import Experiment, build_simulation
+from fedlearn.assembly import Experiment, build_experiment
 from fedlearn.config import Addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
@@ -120,12 +120,12 @@ def main() -> None:
         data=federated(workload, arguments),
         algorithm=fl.FedAvg(local, weight_by_examples=not arguments.private),
     )
-    pieces = build_simulation(config, experiment, data_dir=peers_dir)
-    pieces = replace(pieces, sampler=PeersSampler(workload, arguments))
+    components = build_experiment(config, experiment, data_dir=peers_dir)
+    components = replace(components, sampler=PeersSampler(workload, arguments))
     progress = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         addresses = Addresses(store_url=None, runs_dir=Path(folder), data_dir=peers_dir)
-        run = run_pieces(pieces, Site(addresses, dict(os.environ), SystemClock(), progress))
+        run = run_pieces(components, Site(addresses, dict(os.environ), SystemClock(), progress))
         trained = run.load_model(best=False)
     seconds = np.diff(progress.ends_s)
     workload.report(

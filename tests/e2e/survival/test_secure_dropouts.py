@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedlearn import assembly
-from fedlearn.assembly.plan import initial_params
+from fedlearn.assembly.plan import build_initial_params
 from fedlearn.client.home import Home
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
@@ -192,24 +192,24 @@ def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor,
     A sum of n values is off by at most n steps, and a mean by that times W over the sum of weights.
     Each rounding to float32 adds an ulp, in both runs.
     """
-    pieces = assembly.deployment(site.config, data_dir=Path())
-    plan = pieces.secure
+    components = assembly.build_deployment(site.config, data_dir=Path())
+    plan = components.secure
     assert plan is not None
     sessions = {
         ClientId(i): ClientSession(ClientId(i), springs.Spring()).handle for i in range(NUM_CLIENTS)
     }
     channel = MemoryChannel(sessions, lambda asked, _: np.zeros(len(asked)), VirtualClock())
     most = max(map(len, rounds))
-    policy = replace(pieces.policy, num_wanted=most, min_reports=1, deadline_s=inf)
+    policy = replace(components.policy, num_wanted=most, min_reports=1, deadline_s=inf)
     collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     plain = RoundPlan(
         draw=Recorded(rounds),
         policy=policy,
         collector=collector,
-        strategy=pieces.algorithm,
-        seed=pieces.seed,
+        strategy=components.algorithm,
+        seed=components.seed,
     )
-    params = initial_params(pieces, torch.device("cpu"))
+    params = build_initial_params(components, torch.device("cpu"))
     lane = plan.lanes(params.layout)[0]
     state, bound = plain.init(params), 0.0
     for survivors in rounds:

@@ -62,6 +62,6 @@ def test_secure_aggregation_is_refused_when_it_is_built(tmp_path: Path) -> None:
     """Under secure aggregation the coordinator sees only the sum, not single updates."""
     asked = ("algorithm.name=fedmedian", "engine.transport=memory")
     secure = "secure_aggregation.mode=complete"
-    assembly.simulation(load(None, overrides=asked), data_dir=tmp_path)
+    assembly.build_simulation(load(None, overrides=asked), data_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"CoordinateMedian must see each .*fl.WeightedMean"):
-        assembly.simulation(load(None, overrides=(*asked, secure)), data_dir=tmp_path)
+        assembly.build_simulation(load(None, overrides=(*asked, secure)), data_dir=tmp_path)

@@ -337,9 +337,12 @@ ASKED = (
 def test_secure_aggregation_needs_a_bound_of_the_control(tmp_path: Path) -> None:
     """The fixed-point encoding needs a bound for every vector."""
     with pytest.raises(ConfigError, match="control"):
-        assembly.simulation(load(None, overrides=ASKED), data_dir=tmp_path)
+        assembly.build_simulation(load(None, overrides=ASKED), data_dir=tmp_path)
     bounded = (*ASKED, "algorithm.control_bound=10.0")
-    assert assembly.simulation(load(None, overrides=bounded), data_dir=tmp_path).secure is not None
+    assert (
+        assembly.build_simulation(load(None, overrides=bounded), data_dir=tmp_path).secure
+        is not None
+    )
 
 
 def test_a_trainer_of_ones_own_that_knows_no_control_is_refused() -> None:

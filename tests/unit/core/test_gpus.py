@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedlearn.assembly.choices import device_of
+from fedlearn.assembly.choices import choose_device
 from fedlearn.core.gpus import own_gpu
 from fedlearn.errors import ConfigError
 
@@ -37,5 +37,5 @@ def test_too_few_are_told_to_every_process(local_rank: int) -> None:
     with pytest.raises(ConfigError, match=r"has started 4 processes .*, but there are 3; start 3"):
         own_gpu(environ)
     with pytest.raises(ConfigError, match="there are 3"):
-        device_of("auto", environ)
-    assert device_of("cpu", environ) == torch.device("cpu")
+        choose_device("auto", environ)
+    assert choose_device("cpu", environ) == torch.device("cpu")

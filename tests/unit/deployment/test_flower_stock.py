@@ -573,7 +573,7 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
         ("client.optimizer=sgd", 'client.optimizer: is "sgd".*set it to "own"'),
         ("client.epochs=3", "client.epochs: is 3.*client.extra"),
         ("algorithm.name=scaffold", "scaffold"),
-        ("algorithm.name=fedprox", "algorithm.name: .* says how clients train"),
+        ("algorithm.name=fedprox", "algorithm.name: .* prescribes how clients train"),
         (
             f'privacy={{mode="local", {PRIVATE}}}',
             'privacy.mode: is "local".* add no noise',

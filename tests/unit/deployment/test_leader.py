@@ -37,16 +37,16 @@ def places(config: Config) -> Places:
 
 
 @pytest.fixture
-def pieces(config: Config) -> assembly.Deployment:
+def components(config: Config) -> assembly.Deployment:
     """The components of that run."""
-    return assembly.deployment(config, data_dir=Path("nowhere"))
+    return assembly.build_deployment(config, data_dir=Path("nowhere"))
 
 
 @pytest.fixture
-def database(places: Places, pieces: assembly.Deployment) -> Iterator[Database]:
+def database(places: Places, components: assembly.Deployment) -> Iterator[Database]:
     """A database with that run."""
     with places.database() as database:
-        ensure_deployed(database, pieces, name=places.run_name, clock=SystemClock())
+        ensure_deployed(database, components, name=places.run_name, clock=SystemClock())
         yield database
 
 
@@ -65,13 +65,13 @@ class StoppedAsItLeads(Interruption):
 
 
 def test_a_standby_that_is_told_to_stop_as_it_takes_over_lets_go_of_the_lease(
-    places: Places, pieces: assembly.Deployment, database: Database
+    places: Places, components: assembly.Deployment, database: Database
 ) -> None:
     """So the next coordinator need not wait until the lease expires."""
     holder = Lease(database, places.run_name, holder="first", ttl_s=60.0, clock=SystemClock())
     assert holder.try_acquire()
     leader = Leader(
-        pieces=pieces,
+        components=components,
         data_dir=Path("nowhere"),
         interruption=StoppedAsItLeads(holder),
         progress=JsonProgress(StringIO()),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
@@ -82,8 +82,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
     places = Places.of(config(tmp_path), environ={})
     clock = SystemClock()
     with places.database() as database:
-        pieces = deployment(config(tmp_path), data_dir=tmp_path)
-        ensure_deployed(database, pieces, name=places.run_name, clock=clock)
+        components = build_deployment(config(tmp_path), data_dir=tmp_path)
+        ensure_deployed(database, components, name=places.run_name, clock=clock)
         yield Site(places, database, Operator(places, database, clock))
 
 
@@ -193,9 +193,9 @@ def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
     """Settings of where it runs may change, those of the training may not."""
     clock = SystemClock()
     served = config(tmp_path, engine={"num_workers": 1})
-    pieces = deployment(served, data_dir=tmp_path)
-    ensure_deployed(site.database, pieces, name="federation", clock=clock)
-    other = deployment(config(tmp_path, client={"epochs": 7}), data_dir=tmp_path)
+    components = build_deployment(served, data_dir=tmp_path)
+    ensure_deployed(site.database, components, name="federation", clock=clock)
+    other = build_deployment(config(tmp_path, client={"epochs": 7}), data_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"client\.epochs: \d then, 7 now; put back"):
         ensure_deployed(site.database, other, name="federation", clock=clock)
 

@@ -32,14 +32,14 @@ class There:
         raise NotImplementedError
 
 
-def pieces(*overrides: str) -> Deployment:
+def components(*overrides: str) -> Deployment:
     config = load(None, overrides=["stragglers.over_selection=1.0", *overrides])
-    return assembly.deployment(config, data_dir=Path())
+    return assembly.build_deployment(config, data_dir=Path())
 
 
 @pytest.mark.parametrize(("num_there", "asked"), [(30, 20), (12, 12)])
 def test_as_many_evaluate_as_are_wanted_or_there(num_there: int, asked: int) -> None:
-    found = pieces("evaluation.clients=20")
+    found = components("evaluation.clients=20")
     there = There([ClientId(each) for each in range(num_there)])
     num_clients, client_ids = _invite(found, there, frozenset, 3)
     assert num_clients == len(set(client_ids)) == asked
@@ -50,7 +50,7 @@ def test_who_has_a_task_is_not_asked_to_evaluate() -> None:
     """In an asynchronous run, some clients train while others evaluate."""
     there = There([ClientId(each) for each in range(30)])
     busy = frozenset(there.client_ids[:25])
-    num_clients, client_ids = _invite(pieces("evaluation.clients=20"), there, lambda: busy, 3)
+    num_clients, client_ids = _invite(components("evaluation.clients=20"), there, lambda: busy, 3)
     assert num_clients == len(client_ids) == 5
     assert not busy & set(client_ids)
 
@@ -59,7 +59,7 @@ def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
     """Clients with the roster would refuse others. The draw uses the number in the terms."""
     listed = [ClientId(each) for each in range(200)]
     draw = RosterDraw(roster="r", client_ids=listed, factor=2.0)
-    found = replace(pieces("evaluation.clients=20"), draw=draw)
+    found = replace(components("evaluation.clients=20"), draw=draw)
     num_clients, client_ids = _invite(found, There(listed), frozenset, 3)
     assert num_clients == 20
     assert set(client_ids) <= set(draw.select(listed, round_num=3, num_asked=20))
@@ -70,10 +70,10 @@ def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["evaluation.clients=1"], "1 clients evaluate, and with secure_aggregation.mode"),
+        (["evaluation.clients=1"], "1 clients evaluate, but with secure_aggregation.mode"),
         (
             ["early_stopping.metric=clients/accuracy_p10", "early_stopping.target=0.9"],
-            'the mean over the clients alone; watch "clients/accuracy_mean"',
+            'only the mean over the clients; watch "clients/accuracy_mean"',
         ),
     ],
 )
@@ -81,10 +81,10 @@ def test_what_a_sum_cannot_tell_is_refused_when_it_is_built(
     overrides: list[str], words: str
 ) -> None:
     """Control: without secure aggregation, the same settings are accepted."""
-    assert pieces(ENOUGH, *overrides).secure is None
+    assert components(ENOUGH, *overrides).secure is None
     with pytest.raises(ConfigError, match="(?s)" + words.replace("(", r"\(")):
-        pieces(SECURE, ENOUGH, *overrides)
+        components(SECURE, ENOUGH, *overrides)
 
 
 def test_none_need_evaluate_in_a_sum() -> None:
-    assert pieces(SECURE, ENOUGH, "evaluation.clients=0").secure is not None
+    assert components(SECURE, ENOUGH, "evaluation.clients=0").secure is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.config import ClientConfig, Section, load
 from fedlearn.deployment.starter import OF_OTHERS, make_starter, write_starter
 from fedlearn.errors import DeploymentError
@@ -20,9 +20,9 @@ def test_the_starter_loads_and_builds(tmp_path: Path) -> None:
     config = load(file, overrides=())
     assert config.store.runs_dir == str(tmp_path / "runs")
     assert config.model_copy(update={"store": make_starter().store}) == make_starter()
-    pieces = deployment(config, data_dir=tmp_path)
-    assert pieces.policy.num_asked == 5
-    assert pieces.test is not None
+    components = build_deployment(config, data_dir=tmp_path)
+    assert components.policy.num_asked == 5
+    assert components.test is not None
 
 
 def keys_of(section: Section, path: str = "") -> Iterator[str]:
@@ -79,7 +79,7 @@ def test_the_heading_names_the_network_that_trainers_build(tmp_path: Path) -> No
     found = re.search(r"nn\.Sequential\(.*10\)\)", heading)
     assert found is not None
     theirs: nn.Module = eval(found[0], {"nn": nn})  # noqa: S307 (our own heading)
-    ours = deployment(load(file, overrides=()), data_dir=tmp_path).make_model()
+    ours = build_deployment(load(file, overrides=()), data_dir=tmp_path).make_model()
     shapes = [
         {name: tuple(value.shape) for name, value in model.state_dict().items()}
         for model in (ours, theirs)

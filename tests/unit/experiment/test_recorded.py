@@ -11,7 +11,7 @@ import pytest
 import torch
 from sqlalchemy import update
 
-from fedlearn.assembly import deployment
+from fedlearn.assembly import build_deployment
 from fedlearn.config import Config, from_mapping, load, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.json_values import leaves
@@ -139,21 +139,21 @@ def test_a_run_of_a_later_version_is_not_gone_on_with() -> None:
 def test_a_coordinator_goes_on_with_a_run_of_before(database: Database, tmp_path: Path) -> None:
     """Changes to the configuration are still refused, also in a key that the record lacks."""
     clock, given = SystemClock(), {"name": "federation"}
-    pieces = deployment(from_mapping(given, source="test"), data_dir=tmp_path)
-    ensure_deployed(database, pieces, name="federation", clock=clock)
+    components = build_deployment(from_mapping(given, source="test"), data_dir=tmp_path)
+    ensure_deployed(database, components, name="federation", clock=clock)
     rewrite(database, "federation", lambda tree: without(tree, *LATE, *LATE_KEYS))
-    ensure_deployed(database, pieces, name="federation", clock=clock)
+    ensure_deployed(database, components, name="federation", clock=clock)
     for table, told in (
         ({"client": {"extra": {"t": 1}}}, "client.extra.t: not set then, 1 now"),
         ({"updates": {"max_norm": 5.0}}, "updates.max_norm: 100000000.0 then, 5.0 now"),
         ({"seed": 3}, "seed: 0 then, 3 now"),
     ):
-        other = deployment(from_mapping({**given, **table}, source="test"), data_dir=tmp_path)
+        other = build_deployment(from_mapping({**given, **table}, source="test"), data_dir=tmp_path)
         with pytest.raises(ConfigError, match=told):
             ensure_deployed(database, other, name="federation", clock=clock)
     rewrite(database, "federation", lambda tree: {**tree, "sorcery": 1})
     with pytest.raises(ConfigError, match="sorcery: unknown key"):
-        ensure_deployed(database, pieces, name="federation", clock=clock)
+        ensure_deployed(database, components, name="federation", clock=clock)
 
 
 class StoppedAfterTwo(JsonProgress):

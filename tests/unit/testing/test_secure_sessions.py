@@ -122,9 +122,9 @@ def test_what_a_coordinator_refuses_is_refused_before_anybody_is_asked(
     with pytest.raises(ConfigError) as refused:
         fake_coordinator.train_securely(MODEL, strategy)
     config = load(None, overrides=["secure_aggregation.mode=complete", "engine.transport=memory"])
-    policy = assembly.simulation(config, data_dir=Path()).policy
+    policy = assembly.build_simulation(config, data_dir=Path()).policy
     with pytest.raises(ConfigError) as real:
-        assembly.secure_plan(config, policy, strategy)
+        assembly.build_secure_plan(config, policy, strategy)
     assert str(refused.value) in str(real.value)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fedlearn.algorithms.collecting import ChannelCollector
-from fedlearn.assembly.pieces import Pieces
+from fedlearn.assembly.components import Components
 from fedlearn.core.cores import num_cores
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
@@ -44,7 +44,7 @@ class Identities:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reach:
+class ClientLink:
     """The connection of a run to its clients.
 
     Attributes:
@@ -61,9 +61,9 @@ class Reach:
     congestion: InFlightLimit | None = None
 
 
-def over_channel(
-    pieces: Pieces,
-    reach: Reach,
+def build_collector(
+    components: Components,
+    reach: ClientLink,
     *,
     masked_sum: MaskedSumStore | None = None,
     wait: Callable[[], None] | None = None,
@@ -71,7 +71,7 @@ def over_channel(
     """Build the collector of updates from clients that a channel reaches.
 
     Args:
-        pieces: The components of the run.
+        components: The components of the run.
         reach: The connection to the clients.
         masked_sum: Stores the masked sum of a round until it is opened; ``None``: it is not stored.
         wait: Waits a moment for clients to connect; ``None``: no more will connect.
@@ -80,15 +80,19 @@ def over_channel(
         ConfigError: Secure aggregation is on, and there are no identities.
     """
     identities = reach.identities
-    plan, policy, slab_bytes = pieces.secure, pieces.policy, pieces.config.engine.slab_bytes
+    plan, policy, slab_bytes = (
+        components.secure,
+        components.policy,
+        components.config.engine.slab_bytes,
+    )
     if identities is None:
-        require_plain(pieces)
-    if plan is None or identities is None or pieces.asynchrony is not None:
+        require_plain(components)
+    if plan is None or identities is None or components.asynchrony is not None:
         return PlainCollector(
             channel=reach.channel,
             policy=policy,
             slab_bytes=slab_bytes,
-            staleness=pieces.staleness,
+            staleness=components.staleness,
             wait=wait,
             ahead=reach.ahead,
             congestion=reach.congestion,
@@ -101,19 +105,19 @@ def over_channel(
         signer=identities.signer,
         directory=identities.directory,
         sends_directory=identities.sends_directory,
-        stage_deadline_s=pieces.config.secure_aggregation.stage_deadline_s,
+        stage_deadline_s=components.config.secure_aggregation.stage_deadline_s,
         num_threads=num_cores(),
         masked_sum=masked_sum or NotKept(),
     )
 
 
-def require_plain(pieces: Pieces) -> None:
+def require_plain(components: Components) -> None:
     """Check that a run works without identities.
 
     Raises:
         ConfigError: Secure aggregation is on.
     """
-    section = pieces.config.secure_aggregation
+    section = components.config.secure_aggregation
     if section.is_on:
         raise ConfigError(
             f'secure_aggregation.mode is "{section.mode}", which needs clients that enrolled with '

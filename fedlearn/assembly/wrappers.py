@@ -7,81 +7,87 @@ from fedlearn.algorithms.asynchronous import require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.strategy import Bounded
-from fedlearn.assembly.pieces import PiecesT
-from fedlearn.assembly.server_training import server_task
+from fedlearn.assembly.components import Components, ComponentsT
+from fedlearn.assembly.server_training import build_server_task
 from fedlearn.config.components import build_component
 from fedlearn.core.messages import Scalar
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.distillation import Distilling
 
 
-def furnished(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
+def add_wrappers(components: ComponentsT, extra: Mapping[str, Scalar]) -> ComponentsT:
     """Add every wrapper around the algorithm that the configuration asks for.
 
     Raises:
         ConfigError: ``extra`` cannot be broadcast, or the run allows updates of earlier models and
             the algorithm cannot aggregate them.
     """
-    return _asynchronous(_bounded(_distilling(_told(pieces, extra))))
+    components = _add_extra_settings(components, extra)
+    components = _add_distillation(components)
+    components = _add_update_bounds(components)
+    _require_asynchronous(components)
+    return components
 
 
-def complete(pieces: PiecesT) -> PiecesT:
+def validate_components(components: ComponentsT) -> ComponentsT:
     """Check that the components of a run fit together, and return them.
 
     Raises:
         ConfigError: They do not fit together, or secure aggregation is not secure with them.
     """
-    _ = pieces.secure, pieces.early_stopping()  # both raise ConfigError if they cannot be built
-    pieces.require_settings_of_rounds()
-    most, num_wanted = pieces.algorithm.max_reports, pieces.policy.num_wanted
+    _ = (
+        components.secure,
+        components.early_stopping(),
+    )  # both raise ConfigError if they cannot be built
+    components.require_settings_of_rounds()
+    most, num_wanted = components.algorithm.max_reports, components.policy.num_wanted
     if most is not None and num_wanted > most:
         raise ConfigError(
             f"algorithm.cohort_size is {most}, but a round takes {num_wanted} reports; raise it to "
             "that, or lower cohort.num_wanted"
         )
-    return pieces
+    return components
 
 
-def _bounded(pieces: PiecesT) -> PiecesT:
+def _add_update_bounds(components: ComponentsT) -> ComponentsT:
     """Add the bounds on updates that the configuration sets, if any."""
-    bounds = build_component(UpdateBounds, pieces.config.updates)
+    bounds = build_component(UpdateBounds, components.config.updates)
     if bounds == GENEROUS:
-        return pieces
-    return replace(pieces, algorithm=Bounded(pieces.algorithm, bounds))
+        return components
+    return replace(components, algorithm=Bounded(components.algorithm, bounds))
 
 
-def _asynchronous(pieces: PiecesT) -> PiecesT:
+def _require_asynchronous(components: Components) -> None:
     """Check that the algorithm accepts updates of earlier models, if the run allows them."""
-    modes = {"asynchronous": pieces.asynchrony, "late_updates": pieces.late_updates}
+    modes = {"asynchronous": components.asynchrony, "late_updates": components.late_updates}
     for table, rule in modes.items():
         if rule is not None:
             try:
-                require_asynchronous(pieces.algorithm)
+                require_asynchronous(components.algorithm)
             except ValueError as error:
                 raise ConfigError(f"{table}.mode is on, but {error}") from error
-    return pieces
 
 
-def _told(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
+def _add_extra_settings(components: ComponentsT, extra: Mapping[str, Scalar]) -> ComponentsT:
     """Broadcast the free-form settings to the clients' trainers, if there are any.
 
     Raises:
         ConfigError: A name or a value cannot be sent.
     """
     if not extra:
-        return pieces
-    algorithm = WithExtra.around(pieces.algorithm, extra)
+        return components
+    algorithm = WithExtra.around(components.algorithm, extra)
     try:
         _ = algorithm.local
     except ValueError as error:
         raise ConfigError(f"client.{error}") from error
-    return replace(pieces, algorithm=algorithm)
+    return replace(components, algorithm=algorithm)
 
 
-def _distilling(pieces: PiecesT) -> PiecesT:
+def _add_distillation(components: ComponentsT) -> ComponentsT:
     """End each round with distillation, if the configuration asks for it."""
-    num_steps = pieces.config.coordinator.training.distil_steps
+    num_steps = components.config.coordinator.training.distil_steps
     if not num_steps:
-        return pieces
-    algorithm = Distilling(pieces.algorithm, server_task(pieces), num_steps)
-    return replace(pieces, algorithm=algorithm)
+        return components
+    algorithm = Distilling(components.algorithm, build_server_task(components), num_steps)
+    return replace(components, algorithm=algorithm)

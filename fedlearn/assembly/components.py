@@ -13,7 +13,7 @@ from fedlearn.algorithms.round_settings import RoundSettings, in_round
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.assembly.secure import secure_plan
+from fedlearn.assembly.secure import build_secure_plan
 from fedlearn.config.components import build_component
 from fedlearn.config.tree import Config, EarlyStoppingSection
 from fedlearn.core.distribution import NUM_CLIENTS, Direction, split
@@ -30,7 +30,7 @@ from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.population import Population
 from fedlearn.simulation.sources import Examples
 
-PiecesT = TypeVar("PiecesT", bound="Pieces")
+ComponentsT = TypeVar("ComponentsT", bound="Components")
 
 
 #: Centralized training: one client that holds all examples and always reports.
@@ -45,7 +45,7 @@ ALONE = StragglerPolicy(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class Components:
     """The components of a run, before it has workers or a channel, and a store.
 
     Attributes:
@@ -111,7 +111,7 @@ class Pieces:
     @property
     def secure(self) -> SecurePlan | None:
         """The plan of secure aggregation; ``None``: it is off."""
-        return secure_plan(self.config, self.policy, self.algorithm)
+        return build_secure_plan(self.config, self.policy, self.algorithm)
 
     def require_settings_of_rounds(self) -> None:
         """Check that ``by_round`` returns valid settings for the first round.
@@ -141,7 +141,7 @@ class Pieces:
         if part is None and name not in central:
             part = "mean"
         if self.config.privacy.is_on and part is not None:
-            return self._watching_nobody(section)
+            return self._never_stop(section)
         if part == NUM_CLIENTS:
             raise ConfigError(
                 f'early_stopping.metric is "{watched}", which counts clients: no model is better '
@@ -167,7 +167,7 @@ class Pieces:
             direction=measured[name],
         )
 
-    def _watching_nobody(self, section: EarlyStoppingSection) -> EarlyStopping:
+    def _never_stop(self, section: EarlyStoppingSection) -> EarlyStopping:
         """Build a rule that never stops the run and picks no best model.
 
         For a private run whose models only clients measure. Their metrics carry no noise, so the
@@ -186,7 +186,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation(Pieces):
+class Simulation(Components):
     """The components of a simulated run.
 
     Attributes:
@@ -205,7 +205,7 @@ class Simulation(Pieces):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deployment(Pieces):
+class Deployment(Components):
     """The components of a deployed run, which runs in real time.
 
     Attributes:
